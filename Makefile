@@ -1,0 +1,56 @@
+# Every target creates the virtual environment first when it is missing or older than what it is made from.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+RUN := runs/demo
+STAGES ?= 2
+STEPS ?= 120
+# One thread per process: several processes share the machine, and results do not depend on the number of cores.
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: help install demo test test-fast lint format bench clean
+
+help:
+	@echo "make demo    train, save, merge, reload and sample a small GPT-2 over $(STAGES) processes (STAGES=3 STEPS=200)"
+	@echo "make test    all tests; make test-fast leaves out the slow ones"
+	@echo "make lint    ruff and mypy; make format rewrites the files as ruff wants them"
+	@echo "make bench   the side-by-side measurements in benchmarks/"
+	@echo "make clean   remove the environment, caches and runs/"
+
+install: $(STAMP)
+
+# constraints.txt holds torch to one version: with a CPU wheel on offer pip takes it, and no CUDA libraries.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]' $(PIP_FLAGS)
+	touch $@
+
+demo: $(STAMP)
+	$(BIN)/python examples/demo.py --pipeline-parallel-size 1 --steps $(STEPS) --output $(RUN)/1-stage
+	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(STAGES) examples/demo.py \
+		--pipeline-parallel-size $(STAGES) --steps $(STEPS) --output $(RUN)/$(STAGES)-stage
+	$(BIN)/python examples/compare_curves.py $(RUN)/1-stage $(RUN)/$(STAGES)-stage
+
+test: $(STAMP)
+	$(BIN)/python -m pytest
+
+test-fast: $(STAMP)
+	$(BIN)/python -m pytest -m "not slow"
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/pipeline_efficiency.py
+
+clean:
+	rm -rf $(VENV) runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

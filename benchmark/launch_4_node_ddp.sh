@@ -1,0 +1,4 @@
+#!/usr/bin/env bash
+# DDP over all GPUs. Further arguments go to trainer.py.
+#   srun -p PARTITION -t 1:00:00 --gpus-per-node=8 --cpus-per-task=96 --nodes=4 "$PWD/launch_4_node_ddp.sh"
+exec "$(dirname "${BASH_SOURCE[0]}")/launch/node.sh" --mode=ddp "$@"

@@ -1,0 +1,37 @@
+"""The benchmark's models; see `penstock.benchmark.models`."""
+
+from penstock.benchmark.configs import (
+    GPT1TConfig,
+    GPT13BConfig,
+    GPT175BConfig,
+    GPTConfig,
+    GPTLargeConfig,
+    GPTMediumConfig,
+    GPTSmallConfig,
+    GPTTinyConfig,
+    GPTXLConfig,
+    GPTXXLConfig,
+    GPTXXXLConfig,
+    ResNetSize,
+)
+from penstock.benchmark.models import GPT, ShardedGPT, resnet, sequential_gpt, sharded_resnet
+
+__all__ = [
+    "GPT",
+    "GPT1TConfig",
+    "GPT13BConfig",
+    "GPT175BConfig",
+    "GPTConfig",
+    "GPTLargeConfig",
+    "GPTMediumConfig",
+    "GPTSmallConfig",
+    "GPTTinyConfig",
+    "GPTXLConfig",
+    "GPTXXLConfig",
+    "GPTXXXLConfig",
+    "ResNetSize",
+    "ShardedGPT",
+    "resnet",
+    "sequential_gpt",
+    "sharded_resnet",
+]

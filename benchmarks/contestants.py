@@ -1,0 +1,224 @@
+"""One contestant's rank: builds the same 12-block GPT-2 and times training steps on the same tokens.
+
+Run by `measure.run_ranks` with JSON arguments: kind, schedule, num_microbatches, steps, warmup, model sizes.
+A step is forward, backward and gradient reduction of the whole batch; the optimizer is left out, as it is the same
+for all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+from transformers import GPT2Config, GPT2LMHeadModel
+
+Step = Callable[[], float]
+
+
+def build(arguments: dict[str, Any]) -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=arguments["vocabulary"],
+        n_layer=arguments["layers"],
+        n_embd=arguments["width"],
+        n_head=arguments["heads"],
+        n_positions=arguments["length"],
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        tie_word_embeddings=False,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    return GPT2LMHeadModel(config).train()
+
+
+def tokens(arguments: dict[str, Any]) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    shape = (arguments["num_microbatches"] * arguments["micro_batch_size"], arguments["length"])
+    return torch.randint(0, arguments["vocabulary"], shape, generator=generator)
+
+
+def one_process(arguments: dict[str, Any]) -> Step:
+    """The unsplit model, accumulating over the same microbatches."""
+    model, ids = build(arguments), tokens(arguments)
+    return lambda: accumulate(model, model, ids.chunk(arguments["num_microbatches"]), arguments["num_microbatches"])
+
+
+def accumulate(model: nn.Module, call: nn.Module, microbatches: Any, total: int) -> float:
+    model.zero_grad()
+    loss_sum = 0.0
+    for ids in microbatches:
+        loss = call(input_ids=ids, labels=ids, use_cache=False).loss / total
+        loss.backward()
+        loss_sum += loss.item()
+    return loss_sum
+
+
+def data_parallel(arguments: dict[str, Any]) -> Step:
+    dist.init_process_group("gloo")
+    model, ids = build(arguments), tokens(arguments)
+    replica = nn.parallel.DistributedDataParallel(model)
+    mine = ids.chunk(dist.get_world_size())[dist.get_rank()].chunk(
+        arguments["num_microbatches"] // dist.get_world_size()
+    )
+
+    def step() -> float:
+        with replica.no_sync():
+            loss = accumulate(model, replica, mine[:-1], len(mine))
+        last = replica(input_ids=mine[-1], labels=mine[-1], use_cache=False).loss / len(mine)
+        last.backward()
+        return loss + last.item()
+
+    return step
+
+
+def fully_sharded(arguments: dict[str, Any]) -> Step:
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo")
+    model, ids = build(arguments), tokens(arguments)
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.transformer.h:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    mine = ids.chunk(dist.get_world_size())[dist.get_rank()].chunk(
+        arguments["num_microbatches"] // dist.get_world_size()
+    )
+
+    def step() -> float:
+        model.zero_grad()
+        total = 0.0
+        for index, batch in enumerate(mine):
+            model.set_requires_gradient_sync(index == len(mine) - 1)
+            loss = model(input_ids=batch, labels=batch, use_cache=False).loss / len(mine)
+            loss.backward()
+            total += loss.item()
+        return total
+
+    return step
+
+
+def penstock_pipeline(arguments: dict[str, Any]) -> Step:
+    import penstock
+
+    model = penstock.initialize(
+        build(arguments),
+        {
+            "model_parallelism": {
+                "pipeline_parallel_size": int(os.environ["WORLD_SIZE"]),
+                "num_microbatches": arguments["num_microbatches"],
+                "schedule": arguments["schedule"],
+            }
+        },
+    )
+    ids = tokens(arguments)
+
+    def step() -> float:
+        model.zero_grad()
+        for out in model(input_ids=ids, labels=ids):
+            out.loss.backward()
+        return model.pipeline.last_step.loss
+
+    return step
+
+
+class TorchStage(nn.Module):
+    """The same cut for torch.distributed.pipelining: whole blocks, embeddings first, norm and head last."""
+
+    def __init__(self, model: GPT2LMHeadModel, first: int, last: int):
+        super().__init__()
+        body = model.transformer
+        self.blocks = nn.ModuleList(body.h[first:last])
+        self.embeddings = nn.ModuleList([body.wte, body.wpe]) if first == 0 else None
+        self.head = nn.Sequential(body.ln_f, model.lm_head) if last == len(body.h) else None
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.embeddings is not None:
+            positions = torch.arange(hidden.shape[1], device=hidden.device)
+            hidden = self.embeddings[0](hidden) + self.embeddings[1](positions)
+        for block in self.blocks:
+            output = block(hidden)
+            hidden = output[0] if isinstance(output, tuple) else output
+        return hidden if self.head is None else self.head(hidden)
+
+
+def torch_pipeline(arguments: dict[str, Any]) -> Step:
+    from torch.distributed import pipelining
+
+    dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model, ids = build(arguments), tokens(arguments)
+    bounds = [round(index * arguments["layers"] / size) for index in range(size + 1)]
+    module = TorchStage(model, bounds[rank], bounds[rank + 1])
+    del model
+    stage = pipelining.PipelineStage(module, rank, size, torch.device("cpu"))
+
+    def loss_of(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        shifted = functional.pad(target, (0, 1), value=-100)[..., 1:]
+        return functional.cross_entropy(logits.flatten(0, 1).float(), shifted.flatten())
+
+    kind = getattr(pipelining, arguments["schedule"])
+    single = arguments["schedule"] in ("Schedule1F1B", "ScheduleGPipe")
+    schedule = kind(stage if single else [stage], arguments["num_microbatches"], loss_fn=loss_of)
+
+    def step() -> float:
+        module.zero_grad()
+        losses: list[torch.Tensor] = []
+        extra = {"target": ids, "losses": losses} if rank == size - 1 else {}
+        schedule.step(*([ids] if rank == 0 else []), **extra)
+        return float(torch.stack(losses).mean()) if losses else 0.0
+
+    return step
+
+
+KINDS = {
+    "one process": one_process,
+    "ddp": data_parallel,
+    "fsdp": fully_sharded,
+    "penstock": penstock_pipeline,
+    "torch": torch_pipeline,
+}
+
+
+def main() -> None:
+    arguments, output = json.loads(sys.argv[1]), sys.argv[2]
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    step = KINDS[arguments["kind"]](arguments)
+    losses = [step() for _ in range(arguments["warmup"])]
+    seconds = []
+    for _ in range(arguments["steps"]):
+        if dist.is_initialized():
+            dist.barrier()
+        start = time.perf_counter()
+        losses.append(step())
+        if dist.is_initialized():
+            dist.barrier()
+        seconds.append(time.perf_counter() - start)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    loss, peaks = losses[-1], [peak]
+    if dist.is_initialized():
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, (peak, losses[-1]))
+        peaks = [entry[0] for entry in gathered]
+        loss = gathered[-1][1]
+        if arguments["kind"] in ("ddp", "fsdp"):
+            loss = sum(entry[1] for entry in gathered) / len(gathered)
+    if int(os.environ["RANK"]) == 0:
+        with open(output, "w") as file:
+            json.dump({"seconds": seconds, "peak_mib": peaks, "loss": loss}, file)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

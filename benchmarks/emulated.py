@@ -1,0 +1,169 @@
+"""One rank of a pipeline of emulated devices: blocks that sleep instead of computing, so that many ranks fit few cores.
+
+Run by `measure.run_ranks`. Each stage sleeps `forward`, `backward` (input gradient) and `weight` seconds for each
+microbatch. What is measured is then the schedule and the executor, free of contention for the cores.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
+
+WIDTH = 16
+
+
+def sleep(seconds: float) -> None:
+    """Sleep, to within a few microseconds: the operating system oversleeps, so the end is waited for awake."""
+    end = time.perf_counter() + seconds
+    time.sleep(max(0.0, seconds - 0.0003))
+    while time.perf_counter() < end:
+        pass
+
+
+class SleepConfig(PretrainedConfig):
+    model_type = "sleeping"
+
+    def __init__(self, num_blocks: int = 1, forward=0.0, backward=0.0, weight=0.0, **kwargs: Any):
+        super().__init__(**kwargs)
+        self.num_blocks, self.forward_seconds, self.backward_seconds, self.weight_seconds = (
+            num_blocks,
+            forward,
+            backward,
+            weight,
+        )
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, block: SleepingBlock, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.block = block
+        sleep(block.forward_seconds)
+        return hidden + weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor, torch.Tensor]:
+        block = ctx.block
+        sleep(block.backward_seconds)
+        queue = block.queues.current if block.queues is not None else None
+        if queue is None:
+            sleep(block.weight_seconds)
+        else:
+            from penstock.runtime.weight_gradients import Deferred
+
+            queue.append(Deferred((), partial(sleep, block.weight_seconds)))
+        return None, gradient, gradient.sum((0, 1))
+
+
+class SleepingBlock(nn.Module):
+    queues: Any = None
+
+    def __init__(self, config: SleepConfig):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+        self.forward_seconds = config.forward_seconds
+        self.backward_seconds = config.backward_seconds
+        self.weight_seconds = config.weight_seconds
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if hidden.is_meta:
+            return hidden + self.weight
+        return _Sleep.apply(self, hidden, self.weight)
+
+
+class SleepingModel(PreTrainedModel):
+    config_class = SleepConfig
+    main_input_name = "inputs_embeds"
+
+    def __init__(self, config: SleepConfig):
+        super().__init__(config)
+        self.blocks = nn.ModuleList(SleepingBlock(config) for _ in range(config.num_blocks))
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        pass
+
+    def forward(self, inputs_embeds: torch.Tensor, labels: torch.Tensor | None = None) -> CausalLMOutput:
+        hidden = inputs_embeds
+        for block in self.blocks:
+            hidden = block(hidden)
+        loss = None if labels is None else functional.mse_loss(hidden, labels)
+        return CausalLMOutput(loss=loss, logits=hidden)
+
+
+def penstock_steps(arguments: dict[str, Any]) -> list[float]:
+    import penstock
+    from penstock.schedule import build
+
+    size = int(os.environ["WORLD_SIZE"])
+    num_stages = build(arguments["schedule"], size, 1).num_stages
+    # A rank's work is the same however many stages it is cut into.
+    cut = num_stages // size
+    config = SleepConfig(num_stages, arguments["forward"] / cut, arguments["backward"] / cut, arguments["weight"] / cut)
+    model = penstock.initialize(
+        SleepingModel(config),
+        {
+            "model_parallelism": {
+                "pipeline_parallel_size": size,
+                "num_microbatches": arguments["num_microbatches"],
+                "schedule": arguments["schedule"],
+            }
+        },
+    )
+    for block in model.blocks:
+        block.queues = model.pipeline.weight_gradients
+    data = torch.zeros(arguments["num_microbatches"], 4, WIDTH)
+    seconds = []
+    for _ in range(arguments["warmup"] + arguments["steps"]):
+        dist.barrier()
+        start = time.perf_counter()
+        for out in model(inputs_embeds=data, labels=data):
+            out.loss.backward()
+        dist.barrier()
+        seconds.append(time.perf_counter() - start)
+    return seconds[arguments["warmup"] :]
+
+
+def torch_steps(arguments: dict[str, Any]) -> list[float]:
+    from torch.distributed import pipelining
+
+    dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    config = SleepConfig(1, arguments["forward"], arguments["backward"], arguments["weight"])
+    stage = pipelining.PipelineStage(SleepingBlock(config), rank, size, torch.device("cpu"))
+    kind = getattr(pipelining, arguments["schedule"])
+    schedule = kind(stage, arguments["num_microbatches"], loss_fn=functional.mse_loss)
+    data = torch.zeros(arguments["num_microbatches"], 4, WIDTH)
+    seconds = []
+    for _ in range(arguments["warmup"] + arguments["steps"]):
+        dist.barrier()
+        start = time.perf_counter()
+        schedule.step(*([data] if rank == 0 else []), **({"target": data} if rank == size - 1 else {}))
+        dist.barrier()
+        seconds.append(time.perf_counter() - start)
+    return seconds[arguments["warmup"] :]
+
+
+def main() -> None:
+    arguments, output = json.loads(sys.argv[1]), sys.argv[2]
+    torch.set_num_threads(1)
+    steps = {"penstock": penstock_steps, "torch": torch_steps}[arguments["kind"]]
+    seconds = steps(arguments)
+    if int(os.environ["RANK"]) == 0:
+        with open(output, "w") as file:
+            json.dump({"seconds": seconds}, file)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,195 @@
+"""How close pipelines come to their schedules' ideal, beside their peers: `python benchmarks/pipeline_efficiency.py`.
+
+Four parts, each with a result file in benchmarks/results: real compute on two cores, memory against the number of
+microbatches, emulated devices, and a tiny model that shows the cost of the machinery itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+from typing import Any
+
+from measure import interleave, median_of, run_ranks, spread_of, write_results
+
+from penstock.schedule import build
+from penstock.schedule.simulate import Costs, simulate
+
+SHAPE = {"vocabulary": 512, "layers": 12, "width": 384, "heads": 6, "length": 128}
+TINY = {"vocabulary": 64, "layers": 2, "width": 32, "heads": 2, "length": 16}
+CONTESTANTS: dict[str, tuple[dict[str, Any], int, int]] = {
+    # name: arguments, processes, threads of each
+    "one process, one thread": ({"kind": "one process"}, 1, 1),
+    "one process, two threads": ({"kind": "one process"}, 1, 2),
+    "DDP": ({"kind": "ddp"}, 2, 1),
+    "FSDP2": ({"kind": "fsdp"}, 2, 1),
+    "torch Schedule1F1B": ({"kind": "torch", "schedule": "Schedule1F1B"}, 2, 1),
+    "torch ScheduleInterleaved1F1B": ({"kind": "torch", "schedule": "ScheduleInterleaved1F1B"}, 2, 1),
+    "torch ScheduleInterleavedZeroBubble": ({"kind": "torch", "schedule": "ScheduleInterleavedZeroBubble"}, 2, 1),
+    "penstock gpipe": ({"kind": "penstock", "schedule": "gpipe"}, 2, 1),
+    "penstock 1f1b": ({"kind": "penstock", "schedule": "1f1b"}, 2, 1),
+    "penstock zb-h1": ({"kind": "penstock", "schedule": "zb-h1"}, 2, 1),
+    "penstock zb-v": ({"kind": "penstock", "schedule": "zb-v"}, 2, 1),
+}
+
+
+def real_compute(rounds: int, steps: int) -> None:
+    """Two stages on two cores, one thread each, eight microbatches of 2 x 128 tokens."""
+    common = {**SHAPE, "num_microbatches": 8, "micro_batch_size": 2, "steps": steps, "warmup": 1}
+    results = interleave(
+        {
+            name: partial(run_ranks, "contestants.py", processes, {**common, **arguments}, threads)
+            for name, (arguments, processes, threads) in CONTESTANTS.items()
+        },
+        rounds,
+    )
+    alone = median_of(results["one process, one thread"], "seconds") or float("nan")
+    best_torch = min(
+        (median_of(runs, "seconds") or float("inf")) for name, runs in results.items() if name.startswith("torch")
+    )
+    rows = ["| | seconds a step | min - max | efficiency | of torch's best | loss |", "|---|---|---|---|---|---|"]
+    figures = {}
+    for name, runs in results.items():
+        seconds, spread = median_of(runs, "seconds"), spread_of(runs, "seconds")
+        if seconds is None or spread is None:
+            rows.append(f"| {name} | did not run | | | | |")
+            continue
+        # Throughput over that of two cores which each run the unsplit model at full speed.
+        efficiency = alone / (2 * seconds)
+        loss = median_of(runs, "loss")
+        figures[name] = {"seconds": seconds, "efficiency": efficiency, "speed_to_torch_best": best_torch / seconds}
+        rows.append(
+            f"| {name} | {seconds:.3f} | {spread[0]:.3f} - {spread[1]:.3f} | {efficiency:.3f} | "
+            f"{best_torch / seconds:.3f} | {loss:.5f} |"
+        )
+    content = {
+        "title": "Two stages on two cores: one step of a 12-block GPT-2",
+        "config": {**common, "rounds": rounds},
+        "figures": figures,
+        "runs": results,
+    }
+    write_results("real_compute", content, "\n".join(rows))
+    draw(figures)
+
+
+def memory() -> None:
+    """Peak resident memory per rank for few and many microbatches."""
+    rows = ["| | microbatches | peak MiB, rank 0 | rank 1 |", "|---|---|---|---|"]
+    runs = {}
+    for name in ("torch Schedule1F1B", "penstock 1f1b", "penstock zb-h1"):
+        for count in (8, 32):
+            arguments = {**SHAPE, "num_microbatches": count, "micro_batch_size": 2, "steps": 1, "warmup": 1}
+            runs[f"{name}, {count}"] = result = run_ranks("contestants.py", 2, {**arguments, **CONTESTANTS[name][0]})
+            rows.append(f"| {name} | {count} | {result['peak_mib'][0]:.0f} | {result['peak_mib'][1]:.0f} |")
+    content = {"title": "Peak resident memory per rank", "config": SHAPE, "runs": runs}
+    write_results("memory", content, "\n".join(rows))
+
+
+def emulated(rounds: int, steps: int, seconds: float) -> None:
+    """Sleeping stages: measured time of a step over the simulated ideal of its schedule."""
+    sizes = [(2, 8), (3, 8), (4, 8), (4, 32), (8, 8), (8, 32)]
+    costs = {"forward": seconds, "backward": seconds, "weight": seconds}
+    contestants, ideals = {}, {}
+    for ranks, count in sizes:
+        for schedule in ("gpipe", "1f1b", "zb-h1", "interleaved-1f1b", "zb-v", "v-half"):
+            name = f"penstock {schedule} {ranks}x{count}"
+            arguments = {**costs, "num_microbatches": count, "steps": steps, "warmup": 1}
+            contestants[name] = partial(
+                run_ranks, "emulated.py", ranks, {**arguments, "kind": "penstock", "schedule": schedule}
+            )
+            ideals[name] = ideal(schedule, ranks, count, seconds)
+        name = f"torch Schedule1F1B {ranks}x{count}"
+        contestants[name] = partial(
+            run_ranks, "emulated.py", ranks, {**arguments, "kind": "torch", "schedule": "Schedule1F1B"}
+        )
+        ideals[name] = ideal("1f1b", ranks, count, seconds)
+    results = interleave(contestants, rounds)
+    rows = ["| schedule | ranks x microbatches | ideal s | measured s | measured / ideal |", "|---|---|---|---|---|"]
+    figures = {}
+    for name, runs in results.items():
+        measured = median_of(runs, "seconds")
+        kind, _, size = name.rpartition(" ")
+        if measured is None:
+            rows.append(f"| {kind} | {size} | {ideals[name]:.3f} | did not run | |")
+            continue
+        figures[name] = {"ideal": ideals[name], "measured": measured, "ratio": measured / ideals[name]}
+        rows.append(f"| {kind} | {size} | {ideals[name]:.3f} | {measured:.3f} | {measured / ideals[name]:.3f} |")
+    content = {
+        "title": "Emulated devices: how close a step comes to its schedule's ideal",
+        "config": {**costs, "steps": steps, "rounds": rounds},
+        "figures": figures,
+        "runs": results,
+    }
+    write_results("emulated", content, "\n".join(rows))
+
+
+def ideal(schedule: str, num_ranks: int, num_microbatches: int, seconds: float) -> float:
+    """The simulated time of a step: F, B and W of `seconds` each on every rank, free communication."""
+    plan = build(schedule, num_ranks, num_microbatches)
+    share = seconds * num_ranks / plan.num_stages
+    return simulate(plan, Costs(forward=share, backward=share, weight=share)).makespan
+
+
+def tiny(rounds: int, steps: int) -> None:
+    """A model whose actions take next to nothing: the cost of the machinery, in microseconds per microbatch."""
+    common = {**TINY, "num_microbatches": 32, "micro_batch_size": 1, "steps": steps, "warmup": 5}
+    names = ("one process, one thread", "torch Schedule1F1B", "penstock 1f1b")
+    results = interleave(
+        {
+            name: partial(run_ranks, "contestants.py", CONTESTANTS[name][1], {**common, **CONTESTANTS[name][0]}, 1)
+            for name in names
+        },
+        rounds,
+    )
+    rows = ["| | microseconds per microbatch |", "|---|---|"]
+    figures = {}
+    for name, runs in results.items():
+        figures[name] = (median_of(runs, "seconds") or float("nan")) / common["num_microbatches"] * 1e6
+        rows.append(f"| {name} | {figures[name]:.0f} |")
+    content = {
+        "title": "A tiny model: the cost of the machinery",
+        "config": {**common, "rounds": rounds},
+        "figures": figures,
+        "runs": results,
+    }
+    write_results("tiny", content, "\n".join(rows))
+
+
+def draw(figures: dict[str, dict[str, float]]) -> None:
+    """Bars of efficiency, written to results/real_compute.svg."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    import matplotlib.pyplot as plt
+    from measure import RESULTS
+
+    names = sorted(figures, key=lambda name: figures[name]["efficiency"])
+    plot, axes = plt.subplots(figsize=(8, 4))
+    colours = ["#24855b" if name.startswith("penstock") else "#9aa5ae" for name in names]
+    bars = axes.barh(names, [figures[name]["efficiency"] for name in names], color=colours)
+    axes.bar_label(bars, fmt="%.2f", padding=3)
+    axes.axvline(8 / 9, linestyle=":", color="black", linewidth=1)
+    axes.set_xlabel("throughput / (2 x one process with one thread); dotted: 1F1B's ideal, 8/9")
+    plot.tight_layout()
+    plot.savefig(RESULTS / "real_compute.svg")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("parts", nargs="*", default=["real", "memory", "emulated", "tiny"])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=0.02, help="of an emulated F, B and W each")
+    options = parser.parse_args()
+    if "real" in options.parts:
+        real_compute(options.rounds, options.steps)
+    if "memory" in options.parts:
+        memory()
+    if "emulated" in options.parts:
+        emulated(1, options.steps, options.seconds)
+    if "tiny" in options.parts:
+        tiny(options.rounds, 10 * options.steps)
+
+
+if __name__ == "__main__":
+    main()

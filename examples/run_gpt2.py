@@ -1,0 +1,44 @@
+"""Train GPT-2 over pipelines that may differ in depth, save it, and reload it with plain transformers.
+
+torchrun --standalone --nproc-per-node 4 run_gpt2.py --pipelines 1x2,3x6
+"""
+
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from common import VOCABULARY_SIZE, finish, make_plugin, parse_options, text_rows, train
+from penstock import Booster
+
+
+def main() -> None:
+    options = parse_options("Train GPT-2 over pipelines that may differ in depth.")
+    dataset, tokenizer = text_rows(options)
+    if options.model:
+        model = GPT2LMHeadModel.from_pretrained(options.model)
+    else:
+        model = GPT2LMHeadModel(
+            GPT2Config(
+                vocab_size=VOCABULARY_SIZE,
+                n_positions=128,
+                n_embd=64,
+                n_layer=4,
+                n_head=4,
+                bos_token_id=0,
+                eos_token_id=0,
+            )
+        )
+
+    plugin = make_plugin(model, options)
+    dataloader = plugin.prepare_dataloader(dataset, shuffle=True, drop_last=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate)
+    lr_scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, options.steps)
+
+    booster = Booster(plugin=plugin)
+    model, optimizer, _, dataloader, lr_scheduler = booster.boost(model, optimizer, None, dataloader, lr_scheduler)
+    plugin.describe(plot=options.plot)
+    losses = train(booster, model, optimizer, dataloader, lr_scheduler, options.steps)
+    finish(booster, model, losses, options.output / "gpt2", tokenizer)
+
+
+if __name__ == "__main__":
+    main()

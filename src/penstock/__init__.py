@@ -1,0 +1,75 @@
+"""Penstock: pipeline parallelism for Hugging Face models, exact to the unsplit model."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from penstock.booster import Booster
+    from penstock.config import Configuration, ConfigurationError
+    from penstock.face import PipelineModel
+    from penstock.initialize import from_config, from_pretrained, initialize
+    from penstock.modeling.tensor_parallel import TensorParallelPlan, register_tensor_parallel_plan
+    from penstock.optimizer import PipelineOptimizer
+    from penstock.plugin import HeterogeneousParallelPlugin
+    from penstock.runtime.failure import PipelineFailure
+    from penstock.template import PipelineTemplate
+
+__version__ = "0.1.0.dev0"
+
+__all__ = [
+    "Booster",
+    "Configuration",
+    "ConfigurationError",
+    "HeterogeneousParallelPlugin",
+    "PipelineFailure",
+    "PipelineModel",
+    "PipelineOptimizer",
+    "PipelineTemplate",
+    "TensorParallelPlan",
+    "from_config",
+    "from_pretrained",
+    "initialize",
+    "register_tensor_parallel_plan",
+]
+
+# Public name: the module that defines it, imported at the name's first use, because `penstock.schedule` and the command
+# line shall start without torch and transformers.
+_HOMES = {
+    "Booster": "penstock.booster",
+    "Configuration": "penstock.config",
+    "ConfigurationError": "penstock.config",
+    "HeterogeneousParallelPlugin": "penstock.plugin",
+    "PipelineFailure": "penstock.runtime.failure",
+    "PipelineModel": "penstock.face",
+    "PipelineOptimizer": "penstock.optimizer",
+    "PipelineTemplate": "penstock.template",
+    "TensorParallelPlan": "penstock.modeling.tensor_parallel",
+    "from_config": "penstock.initialize",
+    "from_pretrained": "penstock.initialize",
+    "initialize": "penstock.initialize",
+    "register_tensor_parallel_plan": "penstock.modeling.tensor_parallel",
+}
+
+
+class _Package(ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        if name not in _HOMES:
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(_HOMES[name]), name)
+        setattr(self, name, value)
+        return value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # The import system sets a submodule on its package: `penstock.initialize` shall stay the function.
+        if not (name in _HOMES and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *__all__})
+
+
+sys.modules[__name__].__class__ = _Package

@@ -1,0 +1,276 @@
+"""Booster: the heterogeneous face as users of ColossalAI know it, on top of the plugin."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils import _pytree as pytree
+from transformers import PreTrainedModel
+
+from penstock.checkpoint import (
+    TRAINING_VARIANT,
+    Comm,
+    GroupComm,
+    SoloComm,
+    TrainingState,
+    is_parallelized,
+    load_object,
+    load_ordinary,
+    load_training_state,
+    save_object,
+    save_training_state,
+)
+from penstock.data.batch import MicrobatchedBatch, microbatches_of
+from penstock.data.loader import HeterogeneousDataLoader
+from penstock.face import PipelineModel, own_class
+from penstock.modeling.loss import Criterion
+from penstock.optimizer import PipelineOptimizer
+from penstock.plugin import Configured, HeterogeneousParallelPlugin
+from penstock.runtime.engine import Pipeline
+from penstock.runtime.evaluation import merge_outputs
+
+PathLike = str | os.PathLike[str]
+
+
+class Booster:
+    """Trains with a plugin: `boost` once, `execute_pipeline` and the optimizer's step in the loop.
+
+    Every rank calls every method.
+
+    Args:
+        plugin: a HeterogeneousParallelPlugin whose pipelines are set.
+    """
+
+    def __init__(self, plugin: HeterogeneousParallelPlugin) -> None:
+        if not isinstance(plugin, HeterogeneousParallelPlugin):
+            raise TypeError(f"plugin must be a HeterogeneousParallelPlugin, got {type(plugin).__name__}")
+        self.plugin = plugin
+
+    def boost(
+        self,
+        model: PreTrainedModel,
+        optimizer: Optimizer | None = None,
+        criterion: Criterion | None = None,
+        dataloader: HeterogeneousDataLoader | None = None,
+        lr_scheduler: LRScheduler | None = None,
+    ) -> Configured:
+        """Parallelise a model and what goes with it; see `HeterogeneousParallelPlugin.configure`."""
+        return self.plugin.configure(model, optimizer, criterion, dataloader, lr_scheduler)
+
+    # -- steps -----------------------------------------------------------------------------------------------------
+
+    def execute_pipeline(
+        self,
+        data_iter: Iterator[Any],
+        model: PreTrainedModel,
+        criterion: Criterion | None = None,
+        optimizer: PipelineOptimizer | None = None,
+        return_loss: bool = True,
+        return_outputs: bool = False,
+    ) -> dict[str, Any]:
+        """Forward and backward of the next global batch; with gradients disabled, forward only.
+
+        Gradients are complete when this returns: take the optimizer's step next.
+
+        Args:
+            data_iter: gives this pipeline's shares of global batches, from a loader of `plugin.prepare_dataloader`.
+            model: from `boost`.
+            criterion: `criterion(outputs, inputs)` gives the mean loss of a microbatch, from the model's outputs and
+                the keyword arguments it was called with. None takes the loss in the model's outputs.
+            optimizer: from `boost`; may be left out.
+            return_loss: whether to return the loss.
+            return_outputs: whether to return the model's outputs.
+
+        Returns:
+            "loss": of the *global* batch, over all pipelines, on every rank: a tensor of shape () without a graph; None
+            unless asked for. "outputs": the model's output for this pipeline's share of the batch, without a graph: on
+            the last stage in training, on every rank with gradients disabled. None elsewhere, unless asked for, and on
+            a pipeline that has no sample of the batch.
+
+        Raises:
+            StopIteration: `data_iter` has ended. TypeError: its loader was not prepared by the plugin.
+            ValueError: there is nothing to compute a loss from.
+            PipelineFailure: a rank of the job was lost or failed; names the rank and its cause.
+        """
+        pipeline = _pipeline_of(model)
+        batch = next(data_iter)
+        if not isinstance(batch, MicrobatchedBatch):
+            raise TypeError(
+                f"the data iterator gave a {type(batch).__name__}, which does not say which microbatches are this "
+                "pipeline's: iterate over a loader made with plugin.prepare_dataloader(dataset, ...)"
+            )
+        batch = batch.to(pipeline.device)
+        outputs: Any = None
+        if not torch.is_grad_enabled():
+            loss, outputs = pipeline.evaluate_together(batch, criterion, share_outputs=return_outputs)
+        else:
+            kept = []
+            for output in pipeline.train(batch, criterion):
+                self.backward(output.loss, optimizer)
+                if return_outputs and pipeline.holds_output:
+                    kept.append(_without_graph(output))
+            outputs = merge_outputs(kept, microbatches_of(batch)[1]) if kept else None
+            assert pipeline.last_step is not None
+            loss = pipeline.last_step.global_loss
+        return {
+            "loss": torch.tensor(loss, dtype=_loss_type(pipeline), device=pipeline.device) if return_loss else None,
+            "outputs": outputs if return_outputs else None,
+        }
+
+    def backward(self, loss: torch.Tensor, optimizer: PipelineOptimizer | None = None) -> None:
+        """The backward of a loss that `for output in model(**batch)` yielded. fp16's scale is taken care of."""
+        loss.backward()
+
+    def clip_grad_norm(
+        self, optimizer: PipelineOptimizer, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Clip the norm of the whole model's gradients. Returns the norm before clipping, shape ()."""
+        return _checked(optimizer).clip_grad_by_norm(max_norm, norm_type, error_if_nonfinite)
+
+    def no_sync(
+        self, model: PreTrainedModel, optimizer: PipelineOptimizer | None = None
+    ) -> contextlib.AbstractContextManager[None]:
+        """Inside, steps only accumulate gradients on each rank; the first step outside reduces them."""
+        return _pipeline_of(model).no_sync()
+
+    # -- checkpoints -----------------------------------------------------------------------------------------------
+
+    def save_model(
+        self,
+        model: PreTrainedModel,
+        checkpoint: PathLike,
+        shard: bool = False,
+        gather_dtensor: bool = True,
+        prefix: str | None = None,
+        size_per_shard: int = 1024,
+        use_safetensors: bool = False,
+    ) -> None:
+        """Save the model as an ordinary checkpoint folder, which plain transformers loads.
+
+        `model.save_parallelized(folder)` writes a file for each stage instead, all at once; `load_model` reads both.
+
+        Args:
+            shard: cut the weights into files of at most `size_per_shard` megabytes, with an index file. No rank then
+                gathers more than that.
+            use_safetensors: write `.safetensors` instead of `.bin`.
+            gather_dtensor, prefix: of ColossalAI; only the defaults are possible.
+
+        Raises:
+            ValueError: `prefix` is given. CheckpointError: some rank could not write; names the rank and the path.
+        """
+        if prefix is not None or not gather_dtensor:
+            raise ValueError("save_model writes transformers' own file names: leave prefix and gather_dtensor out")
+        _pipeline_of(model)
+        size = {"max_shard_size": f"{size_per_shard}MB"} if shard else {}
+        model.save_parallelized(checkpoint, merge_checkpoints=True, safe_serialization=use_safetensors, **size)
+
+    def load_model(self, model: PreTrainedModel, checkpoint: PathLike, strict: bool = True) -> PreTrainedModel:
+        """Load the weights of a folder from `save_model`, `save_parallelized` or transformers' `save_pretrained`.
+
+        Every rank reads its own part only. The pipelines may be others than when it was saved.
+
+        Args:
+            strict: refuse an ordinary folder that lacks weights of the model, or has others.
+
+        Raises:
+            CheckpointError: the folder holds no checkpoint of this model. No weight has changed then.
+        """
+        pipeline = _pipeline_of(model)
+        world, _ = pipeline.comms()
+        if is_parallelized(checkpoint):
+            return model.from_parallelized(checkpoint)
+        split = pipeline.split
+        load_ordinary(
+            model, checkpoint, own_class(model), split.stages, split.local_stages, world_comm=world, strict=strict
+        )
+        return model
+
+    def save_optimizer(self, optimizer: PipelineOptimizer, checkpoint: PathLike, shard: bool = False) -> None:
+        """Save the optimizer's state, fp16's loss scale, and what decides the run's random numbers.
+
+        A folder with a file for each stage, whatever `shard`. It may be the folder of the model.
+
+        Raises:
+            CheckpointError: some rank could not write; names the rank and the path.
+        """
+        pipeline = _checked(optimizer).pipeline
+        scale = optimizer.loss_scale
+        world, ranks = pipeline.comms()
+        save_training_state(
+            pipeline.split.model,
+            checkpoint,
+            TrainingState(
+                optimizer.unwrap(),
+                step=pipeline.step_number,
+                extra={} if scale is None else {"loss_scale": scale.state_dict()},
+            ),
+            stage=pipeline.place.rank_in_pipeline,
+            num_stages=pipeline.layout.pipelines[pipeline.place.pipeline].num_ranks,
+            world_comm=world,
+            pipeline_comm=ranks,
+            is_writer=pipeline.place.pipeline == 0,
+            tensor_parallel_rank=pipeline.place.tensor_parallel_rank,
+            tensor_parallel_size=pipeline.layout.tensor_parallel_size,
+        )
+
+    def load_optimizer(self, optimizer: PipelineOptimizer, checkpoint: PathLike) -> None:
+        """Load what `save_optimizer` wrote; the pipelines may be others.
+
+        Raises:
+            CheckpointError: the folder holds no optimizer state of this model.
+        """
+        pipeline = _checked(optimizer).pipeline
+        state = load_training_state(
+            pipeline.split.model,
+            checkpoint,
+            TrainingState(optimizer.unwrap()),
+            world_comm=pipeline.comms()[0],
+            tensor_parallel_rank=pipeline.place.tensor_parallel_rank,
+            tensor_parallel_size=pipeline.layout.tensor_parallel_size,
+            variant=TRAINING_VARIANT,
+        )
+        pipeline.step_number = state.step
+        if optimizer.loss_scale is not None and "loss_scale" in state.extra:
+            optimizer.loss_scale.load_state_dict(state.extra["loss_scale"])
+            pipeline.loss_scale = optimizer.loss_scale.scale
+
+    def save_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: PathLike) -> None:
+        """Save the scheduler's state to a file, from one rank, as it is the same on all."""
+        save_object(lr_scheduler.state_dict(), checkpoint, world_comm=self._world())
+
+    def load_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: PathLike) -> None:
+        """Load what `save_lr_scheduler` wrote. Raises CheckpointError if the file cannot be read."""
+        lr_scheduler.load_state_dict(load_object(checkpoint, world_comm=self._world()))
+
+    def _world(self) -> Comm:
+        return GroupComm() if dist.is_initialized() else SoloComm()
+
+
+def _pipeline_of(model: Any) -> Pipeline:
+    if not isinstance(model, PipelineModel):
+        raise TypeError(
+            f"the {type(model).__name__} is not parallelised: use the model that booster.boost(...) returned"
+        )
+    return model.pipeline
+
+
+def _checked(optimizer: Any) -> PipelineOptimizer:
+    if not isinstance(optimizer, PipelineOptimizer):
+        kind = type(optimizer).__name__
+        raise TypeError(f"the {kind} is not wrapped: use the optimizer that booster.boost(...) returned")
+    return optimizer
+
+
+def _loss_type(pipeline: Pipeline) -> torch.dtype:
+    return torch.float64 if pipeline.split.dtype == torch.float64 else torch.float32
+
+
+def _without_graph(output: Any) -> Any:
+    return pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, output)

@@ -1,0 +1,137 @@
+"""Loading a parallel checkpoint into a model, whatever number of stages wrote it."""
+
+from __future__ import annotations
+
+import os
+from typing import TypeVar
+
+import torch
+from transformers import PreTrainedModel
+
+from .comm import Comm, together
+from .errors import CheckpointError
+from .manifest import Manifest, read_manifest
+from .reader import CheckpointReader
+from .slices import SliceReader, shard_of
+from .tensors import tied_groups, whole_shape, whole_state
+
+Model = TypeVar("Model", bound=PreTrainedModel)
+
+_SHOWN = 5
+
+
+def from_parallelized(
+    model: Model,
+    directory: str | os.PathLike[str],
+    *,
+    world_comm: Comm,
+    variant: str | None = None,
+) -> Model:
+    """Load what `save_parallelized` wrote into the parameters and buffers that `model` has on this rank.
+
+    Values are copied into the existing parameters, so an optimizer goes on working. A rank reads the tensors it holds
+    and no others. Nothing in a file is executed. Every rank calls this; if it fails on one, every rank raises, and no
+    rank's model has changed.
+
+    Args:
+        model: a split model, or a whole one. Its tensor-parallel size may differ from that of the saving run, as the
+            number of its stages may.
+
+    Returns:
+        `model`.
+
+    Raises:
+        CheckpointError: a file is missing, truncated or not the one that was saved, or the checkpoint is of another
+            class, or of a model with other names or shapes. The message names the file, or the tensors.
+    """
+    directory = os.path.abspath(directory)
+    targets = _targets(model)
+    sources: dict[str, str] = {}
+
+    def check() -> SliceReader:
+        manifest = read_manifest(directory, variant)
+        check_class(manifest, directory, type(model).__name__)
+        manifest.check_files(directory)
+        reader = SliceReader(directory, manifest, opened)
+        every_source = _match(model, manifest, reader.readers[0], directory)
+        sources.update({name: every_source[name] for name in targets})
+        reader.verify(model, sources)
+        return reader
+
+    opened: list[CheckpointReader] = []
+    made: list[SliceReader] = []
+    try:
+        together(world_comm, f"load {directory}", lambda: made.append(check()))
+        together(world_comm, f"load {directory}", lambda: made[0].copy(model, targets, sources))
+    finally:
+        for reader in opened:
+            reader.__exit__(None, None, None)
+    return model
+
+
+def check_class(manifest: Manifest, directory: str, model_class: str) -> None:
+    """Raise CheckpointError unless the checkpoint is of this class."""
+    if manifest.model_class != model_class:
+        raise CheckpointError(f"{directory} holds a {manifest.model_class}, but the model is a {model_class}")
+
+
+def check_layout(manifest: Manifest, directory: str, model_class: str, tensor_parallel_size: int) -> None:
+    """Raise CheckpointError unless the checkpoint is of this class and this tensor-parallel size."""
+    check_class(manifest, directory, model_class)
+    if manifest.tensor_parallel_size != tensor_parallel_size:
+        raise CheckpointError(
+            f"{directory} was saved with tensor_parallel_size {manifest.tensor_parallel_size}, but the model is spread "
+            f"with tensor_parallel_size {tensor_parallel_size}"
+        )
+
+
+def _targets(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The live parameters and persistent buffers of this rank, tied ones under one of their names."""
+    targets: dict[int, tuple[str, torch.Tensor]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if not tensor.is_meta:
+            targets.setdefault(id(tensor), (name, tensor))
+    return dict(targets.values())
+
+
+def _match(model: PreTrainedModel, manifest: Manifest, reader: CheckpointReader, directory: str) -> dict[str, str]:
+    """For each name of the unsplit model, the name under which the checkpoint has it.
+
+    All names of a tied weight get the same one, that of its first holder, so that its holders end up equal. The whole
+    model is compared, not only this rank's part, so that every rank finds the same fault.
+    """
+    whole = whole_state(model)
+    found = reader.locations
+    sources = {name: name for name in whole if name in found}
+    for group in manifest.tied:
+        present = sorted((name for name in group if name in found), key=lambda name: found[name].stage)
+        sources.update({name: present[0] for name in group if name in whole and present})
+    for group in tied_groups(model):
+        candidates = list(dict.fromkeys(sources[name] for name in group if name in sources))
+        if len({found[name].info for name in candidates}) > 1:
+            raise CheckpointError(f"{directory} has different values for {candidates}, which the model ties together")
+        sources.update({name: candidates[0] for name in group if name in whole and candidates})
+
+    aliases = {name for group in manifest.tied for name in group}
+    _refuse("lacks tensors of the model", directory, [name for name in whole if name not in sources])
+    _refuse(
+        "has tensors that the model does not have",
+        directory,
+        [name for name in found if name not in whole and name not in aliases],
+    )
+    different = []
+    for name, tensor in whole.items():
+        saved = found[sources[name]].info.shape
+        if sources[name] in manifest.shards:
+            saved = tuple(shard_of(manifest, sources[name]).whole_shape(saved, manifest.tensor_parallel_size))
+        expected = whole_shape(model, name, tensor)
+        if saved != expected:
+            different.append(f"{name}: {list(saved)} in the checkpoint, {list(expected)} in the model")
+    _refuse("has tensors of other shapes", directory, different)
+    return sources
+
+
+def _refuse(what: str, directory: str, names: list[str]) -> None:
+    if names:
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        raise CheckpointError(f"{directory} {what}: {'; '.join(names[:_SHOWN])}{more}")

@@ -1,0 +1,130 @@
+"""An optimizer's state by the names of the unsplit model's parameters, so that any layout can take it up again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from .errors import CheckpointError
+from .tensors import tied_groups
+
+# Between a parameter's name and the name of one of its states, in a file of tensors. No module name contains it.
+_SEPARATOR = "//"
+
+
+@dataclass
+class OptimizerState:
+    """What one rank's optimizer holds for the parameters of this rank.
+
+    Attributes:
+        groups: per parameter group its settings.
+        members: per parameter group the names of its parameters.
+        values: per parameter the states that are no tensors.
+        tensors: the others, by `<parameter>//<state>`.
+    """
+
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    members: list[list[str]] = field(default_factory=list)
+    values: dict[str, dict[str, Any]] = field(default_factory=dict)
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def logical_names(model: nn.Module) -> dict[int, str]:
+    """For each parameter of this rank, by its `id`, one name that is the same on every rank that holds it.
+
+    Of a tied weight's names that is the alphabetically first, also where only another of them is held.
+    """
+    representative = {name: group[0] for group in tied_groups(model) for name in group}
+    names: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), representative.get(name, name))
+    return names
+
+
+def collect_optimizer(model: nn.Module, optimizer: Optimizer) -> OptimizerState:
+    """Read an optimizer's state. Parameters of other stages, emptied when the model was split, have none here.
+
+    Raises:
+        CheckpointError: the optimizer has a parameter that is not the model's, or a state that cannot be saved.
+    """
+    names = logical_names(model)
+    found = OptimizerState()
+    for group in optimizer.param_groups:
+        found.groups.append({key: value for key, value in group.items() if key not in ("params", "param_names")})
+        found.members.append([])
+        for parameter in group["params"]:
+            name = names.get(id(parameter))
+            if name is None:
+                if parameter.numel():
+                    shape = list(parameter.shape)
+                    raise CheckpointError(f"the optimizer has a parameter of shape {shape} that is not the model's")
+                continue
+            found.members[-1].append(name)
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor):
+                    found.tensors[f"{name}{_SEPARATOR}{key}"] = value
+                elif value is None or isinstance(value, (bool, int, float, str)):
+                    found.values.setdefault(name, {})[key] = value
+                else:
+                    kind = type(value).__name__
+                    raise CheckpointError(f"cannot save state {key!r} of {name}: it is a {kind}, no tensor or number")
+    return found
+
+
+def restore_optimizer(
+    model: nn.Module,
+    optimizer: Optimizer,
+    groups: Iterable[Mapping[str, Any]],
+    members: Iterable[Iterable[str]],
+    values: Mapping[str, Mapping[str, Any]],
+    tensors: Mapping[str, torch.Tensor],
+) -> None:
+    """Give an optimizer the state saved for the parameters of this rank, through its own `load_state_dict`.
+
+    Args:
+        groups, members, values: as saved, of the whole model.
+        tensors: the state tensors of (at least) this rank's parameters.
+
+    Raises:
+        CheckpointError: the parameter groups are not those that were saved.
+    """
+    names = logical_names(model)
+    saved_groups = list(groups)
+    group_of = {name: number for number, group in enumerate(members) for name in group}
+    if len(saved_groups) != len(optimizer.param_groups):
+        raise CheckpointError(
+            f"the optimizer has {len(optimizer.param_groups)} parameter groups, the saved one had {len(saved_groups)}"
+        )
+    states: dict[str, dict[str, Any]] = {name: dict(state) for name, state in values.items()}
+    for key, tensor in tensors.items():
+        name, _, state = key.partition(_SEPARATOR)
+        # A copy: the optimizer writes into it, and the file's pages should be given back.
+        states.setdefault(name, {})[state] = tensor.clone()
+    content: dict[str, Any] = {"state": {}, "param_groups": []}
+    index = 0
+    for number, (group, saved) in enumerate(zip(optimizer.param_groups, saved_groups, strict=True)):
+        indices = []
+        for parameter in group["params"]:
+            mine = names.get(id(parameter))
+            if mine is not None:
+                if group_of.get(mine) != number:
+                    where = f"in group {group_of[mine]}" if mine in group_of else "in none"
+                    raise CheckpointError(f"{mine} is in group {number} of the optimizer, but was {where} when saved")
+                if mine in states:
+                    content["state"][index] = states[mine]
+            indices.append(index)
+            index += 1
+        content["param_groups"].append({**saved, "params": indices})
+    optimizer.load_state_dict(content)
+
+
+def state_names_of(model: nn.Module, optimizer: Optimizer, available: Iterable[str]) -> list[str]:
+    """Those of the saved state tensors that belong to this rank's parameters in the optimizer."""
+    names = logical_names(model)
+    mine = {names.get(id(parameter)) for group in optimizer.param_groups for parameter in group["params"]}
+    return [key for key in available if key.partition(_SEPARATOR)[0] in mine]

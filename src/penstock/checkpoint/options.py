@@ -1,0 +1,69 @@
+"""The arguments of transformers' `save_pretrained`, as far as saving over stages can honour them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .files import SaveFunction
+
+
+@dataclass(frozen=True)
+class SaveOptions:
+    """What `save_pretrained`'s arguments mean here.
+
+    Attributes:
+        state_dict: this rank's part of the state to save, under the unsplit names, instead of the model's.
+        save_function: writes `.bin` files; called with a dictionary and a path.
+        safe_serialization: write safetensors. Unlike in transformers 5 the default is False: `.bin` files.
+        variant: `pytorch_model.fp16.bin` instead of `pytorch_model.bin`.
+        max_shard_size: of a merged checkpoint, in bytes or as text (`"5GB"`); the most that any rank gathers at once,
+            a single larger tensor excepted. Per-rank files are never sharded.
+        save_original_format: merged files have the names and shapes of the original checkpoint format, which
+            transformers converts when it loads. Per-rank files always have the model's own.
+    """
+
+    state_dict: Mapping[str, torch.Tensor] | None = None
+    save_function: SaveFunction | None = None
+    safe_serialization: bool = False
+    variant: str | None = None
+    max_shard_size: int | str = "50GB"
+    save_original_format: bool = True
+
+    @classmethod
+    def parse(cls, arguments: Mapping[str, Any]) -> SaveOptions:
+        """Read the keyword arguments of a call.
+
+        `is_main_process`, `token` and `save_peft_format` are accepted and change nothing: the layout decides who
+        writes, nothing is uploaded, and adapters are refused anyway.
+
+        Raises:
+            TypeError: an argument is unknown.
+            ValueError: an argument has a value that cannot be honoured.
+        """
+        values = {name: value for name, value in arguments.items() if name not in _WITHOUT_EFFECT}
+        if values.pop("push_to_hub", False):
+            raise ValueError(
+                "push_to_hub is not supported by save_parallelized; save with merge_checkpoints=True and upload the "
+                "folder from one rank (huggingface_hub.upload_folder)"
+            )
+        if values.pop("distributed_checkpoint", False):
+            raise ValueError("distributed_checkpoint is not supported by save_parallelized, which has its own format")
+        if unknown := sorted(values.keys() - cls.__dataclass_fields__.keys()):
+            raise TypeError(f"save_parallelized got unexpected arguments: {', '.join(unknown)}")
+        options = cls(**values)
+        if options.save_function is not None and options.safe_serialization:
+            raise ValueError("save_function writes .bin files and cannot be combined with safe_serialization=True")
+        if options.variant is not None and (not options.variant or "/" in options.variant):
+            raise ValueError(f"variant becomes part of file names and cannot be {options.variant!r}")
+        return options
+
+    @property
+    def extension(self) -> str:
+        return ".safetensors" if self.safe_serialization else ".bin"
+
+
+_WITHOUT_EFFECT = frozenset({"is_main_process", "token", "save_peft_format"})

@@ -1,0 +1,140 @@
+"""What a rank holds of a model's state, ready to be written: CPU tensors, their descriptions and their checksums."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.modeling.ghost import stripped_tensors
+from penstock.modeling.tensor_parallel import Slicing, TensorParallel
+from penstock.modeling.tied import ties_of
+
+from .errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One tensor in a file. `checksum` is the CRC-32 of its bytes in memory order."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    checksum: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorInfo:
+        return cls(tuple(tensor.shape), dtype_name(tensor.dtype), checksum(tensor))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`torch.bfloat16` as `"bfloat16"`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The dtype that `dtype_name` named.
+
+    Raises:
+        CheckpointError: this version of torch has no such dtype.
+    """
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointError(f"unknown tensor dtype {name!r}")
+    return dtype
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """CRC-32 of a CPU tensor's bytes."""
+    return zlib.crc32(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
+
+
+def held_state(model: nn.Module, state_dict: Mapping[str, Any] | None = None) -> dict[str, torch.Tensor]:
+    """The parameters and persistent buffers this rank holds, under their names in the unsplit model.
+
+    Args:
+        state_dict: take these instead of the model's own.
+
+    Raises:
+        CheckpointError: the state holds something that is no dense tensor.
+    """
+    state = model.state_dict() if state_dict is None else state_dict
+    for name, value in state.items():
+        if not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.is_quantized:
+            raise CheckpointError(f"cannot save {name}: it is a {type(value).__name__}, not a dense tensor")
+    return {name: tensor.detach() for name, tensor in state.items() if not tensor.is_meta}
+
+
+def whole_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The unsplit model's `state_dict`, in its order; what other ranks hold stands there as meta tensors."""
+    elsewhere = dict(stripped_tensors(model)) | dict(stripped_tensors(model, "buffer"))
+    here = model.state_dict()
+    both = {**elsewhere, **here}
+    modules = {prefix: place for place, (prefix, _) in enumerate(model.named_modules(remove_duplicate=False))}
+    # Stable: within a module both sources are in the order of registration.
+    return dict(sorted(both.items(), key=lambda item: modules[item[0].rpartition(".")[0]]))
+
+
+def shards_of(model: nn.Module) -> Mapping[str, Slicing]:
+    """How the parameters of a model under tensor parallelism are cut, by their names; nothing for any other model."""
+    cut: TensorParallel | None = getattr(model, "_penstock_tensor_parallel", None)
+    return {} if cut is None else cut.shards
+
+
+def tensor_parallel_place(model: nn.Module) -> tuple[int, int]:
+    """This rank's index among the ranks that hold slices of the same stage, and their number."""
+    cut: TensorParallel | None = getattr(model, "_penstock_tensor_parallel", None)
+    return (0, 1) if cut is None else (cut.index, cut.size)
+
+
+def whole_shape(model: nn.Module, name: str, tensor: torch.Tensor) -> tuple[int, ...]:
+    """The unsplit model's shape of a tensor of `whole_state(model)`; this rank may have a slice of it."""
+    cut: TensorParallel | None = getattr(model, "_penstock_tensor_parallel", None)
+    return tuple(tensor.shape) if cut is None else cut.whole_shape(name, tensor.shape)
+
+
+def own_slices(model: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The unsplit model's tensors as this rank of `model` holds them: a slice of each that is cut.
+
+    A tensor that cannot be cut so is left whole, for the caller to find that its shape does not fit.
+    """
+    cuts, (index, size) = shards_of(model), tensor_parallel_place(model)
+    return {
+        name: cuts[name].take(tensor, index, size) if name in cuts and cuts[name].fits(tensor.shape, size) else tensor
+        for name, tensor in state.items()
+    }
+
+
+def to_cpu(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """`state` on the CPU, each tensor contiguous and in memory of its own size; tied names share one tensor.
+
+    A file format that stores whole memory blocks would otherwise write the block around a view.
+    """
+    done: dict[Any, torch.Tensor] = {}
+    result: dict[str, torch.Tensor] = {}
+    for name, tensor in state.items():
+        key = (tensor.data_ptr(), tensor.device, tuple(tensor.shape), tensor.stride(), tensor.dtype)
+        if tensor.numel() == 0 or key not in done:
+            moved = tensor.cpu().contiguous()
+            if moved.untyped_storage().nbytes() != moved.numel() * moved.element_size():
+                moved = moved.clone()
+            done[key] = moved
+        result[name] = done[key]
+    return result
+
+
+def tied_groups(model: nn.Module) -> list[list[str]]:
+    """Names of the unsplit model that are one weight. Sorted, so that any layout names a group alike.
+
+    What was tied when the model was split, whatever it declares; buffers, and models that were not split, go by that.
+    """
+    aliases: list[tuple[str, ...]] = getattr(model, "_penstock_aliases", [])
+    known = {name for names in aliases for name in names}
+    groups: dict[str, set[str]] = {names[0]: set(names) for names in aliases if len(names) > 1}
+    for target, source in ties_of(model).items():
+        if not {target, source} <= known:
+            groups.setdefault(source, {source}).add(target)
+    return sorted(sorted(group) for group in groups.values())

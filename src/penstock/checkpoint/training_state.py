@@ -1,0 +1,175 @@
+"""What a training run needs besides the model to go on: optimizer, schedulers, random generators, the step."""
+
+from __future__ import annotations
+
+import io
+import os
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from .comm import Comm, together
+from .errors import CheckpointError
+from .load import check_layout
+from .manifest import TRAINING, Manifest, read_manifest
+from .optimizer_state import collect_optimizer, restore_optimizer, state_names_of
+from .random_state import capture_random_state, restore_random_state
+from .reader import CheckpointReader
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """The state of a run beside its model.
+
+    Attributes:
+        optimizer: over this rank's parameters; it may also hold those of other stages that were emptied.
+        objects: anything else with `state_dict()` and `load_state_dict()` that is the same on all ranks: learning-rate
+            schedulers, a GradScaler, a data loader.
+        step: how many steps were done.
+        extra: values of your own, of simple types or tensors, the same on all ranks.
+    """
+
+    optimizer: Optimizer | None = None
+    objects: Mapping[str, Any] = field(default_factory=dict)
+    step: int = 0
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RankTrainingState:
+    """One rank's share: `report` is small and goes to the rank that writes the common file, `tensors` stay here."""
+
+    report: dict[str, Any]
+    tensors: dict[str, torch.Tensor]
+
+
+def collect_training_state(model: nn.Module, state: TrainingState) -> RankTrainingState:
+    """Read this rank's share. See `optimizer_state.collect_optimizer` for what is refused."""
+    report: dict[str, Any] = {"random": capture_random_state()}
+    if state.optimizer is None:
+        return RankTrainingState(report, {})
+    collected = collect_optimizer(model, state.optimizer)
+    report |= {"groups": collected.groups, "members": collected.members, "values": collected.values}
+    return RankTrainingState(report, collected.tensors)
+
+
+def common_content(
+    state: TrainingState, reports: Sequence[Mapping[str, Any]], pipeline: Sequence[Mapping[str, Any]]
+) -> bytes:
+    """The file that every rank reads whole when it loads.
+
+    Args:
+        reports: of all ranks of the world, in order.
+        pipeline: of the ranks of the pipeline that writes, in order of stage.
+
+    Raises:
+        CheckpointError: something in the state could only be loaded by running code.
+    """
+    members: list[list[str]] = []
+    values: dict[str, dict[str, Any]] = {}
+    for report in pipeline:
+        for number, names in enumerate(report.get("members", [])):
+            if number == len(members):
+                members.append([])
+            members[number] = list(dict.fromkeys([*members[number], *names]))
+        values = {**report.get("values", {}), **values}
+    content = {
+        "step": state.step,
+        "extra": dict(state.extra),
+        "objects": {name: stateful.state_dict() for name, stateful in state.objects.items()},
+        "random": [report["random"] for report in reports],
+        "groups": pipeline[0].get("groups"),
+        "members": members,
+        "values": values,
+    }
+    buffer = io.BytesIO()
+    try:
+        torch.save(content, buffer)
+        buffer.seek(0)
+        torch.load(buffer, weights_only=True)
+    except Exception as error:
+        raise CheckpointError(f"the training state has something that is no plain data: {error}") from error
+    return buffer.getvalue()
+
+
+def load_training_state(
+    model: nn.Module,
+    directory: str | os.PathLike[str],
+    state: TrainingState,
+    *,
+    world_comm: Comm,
+    tensor_parallel_rank: int = 0,
+    tensor_parallel_size: int = 1,
+    variant: str | None = None,
+) -> TrainingState:
+    """Load the training state that `save_parallelized(..., training_state=...)` saved, into the objects of `state`.
+
+    The number of stages may differ. Each rank's random generators continue where they were if the number of ranks is
+    that of the saving run; otherwise all continue as the first rank's.
+
+    Returns:
+        `state` with the saved `step` and `extra`.
+
+    Raises:
+        CheckpointError: a file is missing, truncated or foreign, or the optimizer's groups are not the saved ones.
+    """
+    directory = os.path.abspath(directory)
+    opened: list[CheckpointReader] = []
+    contents: list[dict[str, Any]] = []
+    mine: list[str] = []
+
+    def check() -> list[str]:
+        manifest = read_manifest(directory, variant)
+        check_layout(manifest, directory, type(model).__name__, tensor_parallel_size)
+        manifest.check_files(directory)
+        contents.append(_read_common(manifest, directory))
+        if missing := sorted(state.objects.keys() - contents[0]["objects"].keys()):
+            raise CheckpointError(f"{directory} has no state for {missing}; it has {sorted(contents[0]['objects'])}")
+        if state.optimizer is None:
+            return []
+        if contents[0]["groups"] is None:
+            raise CheckpointError(f"{directory} has no optimizer state")
+        opened.append(CheckpointReader(directory, manifest, TRAINING, tensor_parallel_rank))
+        mine.extend(state_names_of(model, state.optimizer, opened[0].locations))
+        opened[0].verify(mine)
+        return [name for group in collect_optimizer(model, state.optimizer).members for name in group]
+
+    def apply() -> None:
+        content = contents[0]
+        if state.optimizer is not None:
+            saved = {name for group in content["members"] for name in group}
+            if lost := sorted(saved - {name for names in held for name in names}):
+                raise CheckpointError(f"the optimizer lacks parameters that it had when it was saved: {lost[:5]}")
+            tensors = dict(opened[0].read(mine))
+            groups = (content["groups"], content["members"], content["values"])
+            restore_optimizer(model, state.optimizer, *groups, tensors)
+        for name, stateful in state.objects.items():
+            stateful.load_state_dict(content["objects"][name])
+        generators = content["random"]
+        restore_random_state(generators[world_comm.rank if len(generators) == world_comm.size else 0])
+
+    try:
+        held = together(world_comm, f"load {directory}", check)
+        together(world_comm, f"load {directory}", apply)
+    finally:
+        for reader in opened:
+            reader.__exit__(None, None, None)
+    return TrainingState(state.optimizer, state.objects, contents[0]["step"], contents[0]["extra"])
+
+
+def _read_common(manifest: Manifest, directory: str) -> dict[str, Any]:
+    for name, entry in manifest.files.items():
+        if entry.part == TRAINING and entry.checksum is not None:
+            path = manifest.path_of(directory, name)
+            with open(path, "rb") as file:
+                content = file.read()
+            if zlib.crc32(content) != entry.checksum:
+                raise CheckpointError(f"{path} is not the file that was saved")
+            common: dict[str, Any] = torch.load(io.BytesIO(content), weights_only=True)
+            return common
+    raise CheckpointError(f"{directory} has no training state")

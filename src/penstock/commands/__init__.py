@@ -1,0 +1,1 @@
+"""What the command line can do, one file for each kind of thing; `penstock.cli` puts them together."""

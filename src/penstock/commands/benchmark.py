@@ -1,0 +1,90 @@
+"""`penstock bench`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+# Everything the command does not know goes to the trainer.
+CONTEXT: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True}
+# Of the table in a file or a pipe.
+WIDTH = 140
+
+
+def bench(
+    context: typer.Context,
+    mode: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A row of the table; may be given several times: ddp, fsdp, pdp, pp, or pp with a schedule and "
+            "pipelines, such as pp:zb-h1 or pp=1x4,2x8 (default: the first four, and unlike pipelines from 3 devices).",
+            show_default=False,
+        ),
+    ] = None,
+    devices: Annotated[
+        int | None, typer.Option(min=1, help="Devices of each run (default: the GPUs, or else up to 2 CPU cores).")
+    ] = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the results.")] = Path("bench"),
+    rounds: Annotated[int, typer.Option(min=1, help="Run every mode so many times, in turns.")] = 1,
+    timeout: Annotated[float, typer.Option(help="Seconds that one run may take.")] = 1800.0,
+    compare: Annotated[
+        tuple[Path, Path] | None, typer.Option(help="Run nothing; show two result files side by side.")
+    ] = None,
+) -> None:
+    """Train one model in every mode, in fresh processes, and print one table; write JSON, CSV and a plot.
+
+    Other options are the trainer's (python -m penstock.benchmark.trainer --help) and hold for all modes. The status is
+    1 if a run fails or if the modes did not compute the same losses.
+
+    Example: penstock bench --devices 2 --model GPTSmall --batch_size 8 --block_size 256 --iterations 10
+    """
+    from penstock.benchmark.results_file import write_json
+    from penstock.benchmark.suite import default_modes, entries_of, run_suite
+    from penstock.benchmark.table import comparison, read_runs, table_of, write_csv
+
+    console = Console()
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = WIDTH
+    if compare is not None:
+        first, second = (read_runs(path) for path in compare)
+        table, differences = comparison(first, second)
+        table.title = f"a: {compare[0]}, b: {compare[1]}"
+        console.print(table)
+        for line in differences:
+            console.print(line, highlight=False, markup=False)
+        return
+    count = devices or _default_devices()
+    suite = run_suite(
+        entries_of(mode or default_modes(count), count),
+        count,
+        context.args,
+        rounds=rounds,
+        timeout=timeout,
+        say=lambda text: console.print(text, highlight=False, markup=False, style="dim"),
+    )
+    write_json(suite, output / "results.json")
+    write_csv(suite, output / "results.csv")
+    console.print(table_of(suite))
+    for name, cause in suite["failures"].items():
+        console.print(f"{name} failed: {cause}", style="red", markup=False)
+    written = ["results.json", "results.csv"]
+    if suite["runs"]:
+        try:
+            from penstock.benchmark.plot import write_plots
+
+            written += [path.name for path in write_plots(suite, output)]
+        except ImportError as error:
+            console.print(str(error), style="yellow")
+    console.print(f"{output}: {', '.join(written)}", highlight=False)
+    if suite["failures"] or not suite["losses"]["agree"]:
+        raise typer.Exit(1)
+
+
+def _default_devices() -> int:
+    import torch
+
+    return torch.cuda.device_count() or min(2, len(os.sched_getaffinity(0)))

@@ -1,0 +1,46 @@
+"""The command `penstock describe`: a layout of pipelines for a model, before any process is started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from penstock.schedule import DEFAULT_SCHEDULE
+
+
+def describe(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL_OR_CLASS",
+            help="A folder or name of a checkpoint (only its configuration is read), or a transformers class such as "
+            "LlamaForCausalLM (with its default configuration).",
+        ),
+    ],
+    pipelines: Annotated[
+        str, typer.Option(help="Stages x microbatches of each pipeline, such as 1x3,2x5. Stages are balanced by cost.")
+    ],
+    microbatch_size: Annotated[int, typer.Option(min=1, help="Samples in a microbatch.")] = 1,
+    schedule: Annotated[str, typer.Option(help="Schedule of every pipeline.")] = DEFAULT_SCHEDULE,
+    plot: Annotated[
+        Path | None, typer.Option(help="Also draw the layout and a step's timeline to this .svg file.")
+    ] = None,
+) -> None:
+    """Show how pipelines, maybe of different depth, hold a model: stages, ranks, units, parameters, share of the batch.
+
+    Loads no weights and computes nothing.
+
+    Example: penstock describe GPT2LMHeadModel --pipelines 1x2,3x6 --plot layout.svg
+    """
+    # Here, because the command line shall start without torch.
+    from penstock.describe import describe_pipelines
+    from penstock.modeling.check import build_on_meta
+    from penstock.pipelines import check_schedule, parse_pipelines
+
+    check_schedule(schedule)
+    description = describe_pipelines(build_on_meta(model), parse_pipelines(pipelines), microbatch_size, schedule)
+    print(description)
+    if plot is not None:
+        print(f"drawn to {description.write_svg(plot)}")

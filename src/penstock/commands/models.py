@@ -1,0 +1,76 @@
+"""`penstock check`."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+
+def check(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL_OR_CLASS",
+            help="A folder or name of a checkpoint (only its configuration is read), a transformers class such as "
+            "LlamaForCausalLM (with its default configuration), or MODULE:NAME for a class or a function of your own "
+            "that returns a model.",
+        ),
+    ],
+    stages: Annotated[
+        int | None, typer.Option(min=1, help="Show as well how the units are spread over so many stages.")
+    ] = None,
+) -> None:
+    """Say whether a model can be split, into which units, what crosses each cut, which weights are tied; or why not.
+
+    Loads no weights and computes nothing. The status is 0 if the model can be split and 1 if not.
+
+    Example: penstock check GPT2LMHeadModel --stages 4
+    """
+    from penstock.modeling.check import check as check_model
+    from penstock.modeling.costs import balance
+
+    if ":" in model:
+        report = check_model(_own_model(model))
+    else:
+        _refuse_misspelt_class(model)
+        report = check_model(model)
+    print(report.render())
+    if stages is not None and report.units:
+        units = list(report.units)
+        for stage, size in enumerate(balance([unit.cost for unit in units], stages)):
+            own, units = units[:size], units[size:]
+            parameters = sum(unit.parameters for unit in own)
+            print(f"stage {stage}: {own[0].name} to {own[-1].name}, {parameters:,} parameters")
+    if not report.splittable:
+        raise typer.Exit(1)
+
+
+def _refuse_misspelt_class(name: str) -> None:
+    """Raise for what looks like a class but is none, before it is taken for a checkpoint and looked for on a hub."""
+    import transformers
+
+    if name.isidentifier() and name[0].isupper() and not Path(name).exists() and not hasattr(transformers, name):
+        close = difflib.get_close_matches(name, dir(transformers), n=1, cutoff=0.8)
+        raise ValueError(f"transformers has no class {name}" + (f"; did you mean {close[0]}?" if close else ""))
+
+
+def _own_model(reference: str) -> Any:
+    """The model class, or the model, that `module:name` stands for. Modules of the working directory are found."""
+    import torch
+
+    module_name, _, name = reference.partition(":")
+    sys.path.insert(0, "")
+    found: Any = importlib.import_module(module_name)
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise ValueError(f"module {module_name} has no {name!r}")
+        found = getattr(found, part)
+    if isinstance(found, type) or not callable(found):
+        return found
+    with torch.device("meta"):
+        return found()

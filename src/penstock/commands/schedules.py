@@ -1,0 +1,171 @@
+"""`penstock simulate` and `penstock draw`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Column, Table
+
+from penstock.schedule import (
+    Costs,
+    Schedule,
+    divide_over_stages,
+    load_schedule,
+    lower_bound,
+    resolve_schedule,
+    schedule_names,
+    write_timeline,
+)
+from penstock.schedule import simulate as simulate_schedule
+
+SCHEDULE = f"{', '.join(schedule_names())}, or a .csv file in torch's text form (0F0,0F1,0B0,...)"
+Ranks = Annotated[int | None, typer.Option("--ranks", "-p", help="Ranks of the pipeline (default: 4, or the file's).")]
+Microbatches = Annotated[
+    int | None, typer.Option("--microbatches", "-m", help="Microbatches in a step (default: 8, or the file's).")
+]
+StagesPerRank = Annotated[
+    int | None, typer.Option(help="Stages on each rank, for interleaved-1f1b (default: the schedule's own).")
+]
+_PER_RANK = "one number, or one per rank with commas"
+Forward = Annotated[str, typer.Option(help=f"Seconds of a forward through all that a rank holds: {_PER_RANK}.")]
+Backward = Annotated[str, typer.Option(help=f"Seconds of the backward for the input's gradient: {_PER_RANK}.")]
+Weight = Annotated[str, typer.Option(help=f"Seconds of the backward for the weights' gradients: {_PER_RANK}.")]
+Latency = Annotated[float, typer.Option(help="Seconds that a message is under way, whatever its size.")]
+Bandwidth = Annotated[float, typer.Option(help="Bytes per second of a link, in each direction.")]
+MessageBytes = Annotated[float, typer.Option(help="Bytes of the activations of a microbatch at a cut.")]
+ActivationBytes = Annotated[str, typer.Option(help=f"Bytes held for a microbatch until its backward: {_PER_RANK}.")]
+
+
+def simulate(
+    schedules: Annotated[
+        list[str] | None, typer.Argument(help=f"{SCHEDULE} (default: all names).", show_default=False)
+    ] = None,
+    ranks: Ranks = None,
+    microbatches: Microbatches = None,
+    stages_per_rank: StagesPerRank = None,
+    forward: Forward = "1",
+    backward: Backward = "1",
+    weight: Weight = "1",
+    latency: Latency = 0.0,
+    bandwidth: Bandwidth = float("inf"),
+    message_bytes: MessageBytes = 0.0,
+    activation_bytes: ActivationBytes = "1",
+) -> None:
+    """Predict a step's time, bubble and memory under one or several schedules, on the same work.
+
+    Example: penstock simulate 1f1b zb-h1 -p 4 -m 16 --forward 1,1,1,1.3 --latency 0.01
+    """
+    names = schedules or schedule_names()
+    ranks, microbatches = _numbers(names, ranks, microbatches)
+    table = Table(
+        Column("schedule", no_wrap=True),
+        Column("seconds", justify="right"),
+        Column("at best", justify="right"),
+        Column("bubble", justify="right"),
+        "bubble of each rank",
+        "held by each rank",
+        title=f"{ranks} ranks, {microbatches} microbatches",
+        caption="at best: no order of these actions is faster; held: "
+        + ("microbatches, at most" if activation_bytes == "1" else "bytes of activations, at most"),
+    )
+    for name in names:
+        schedule = resolve_schedule(name, ranks, microbatches, stages_per_rank if schedules else None)
+        costs = _costs(schedule, forward, backward, weight, latency, bandwidth, message_bytes, activation_bytes)
+        result = simulate_schedule(schedule, costs)
+        table.add_row(
+            schedule.name,
+            f"{result.makespan:.6g}",
+            f"{lower_bound(schedule.stage_to_rank, microbatches, costs):.6g}",
+            f"{result.bubble_fraction:.1%}",
+            _each(result.bubble, "{:.0%}"),
+            _each(result.peak_bytes, "{:.4g}"),
+        )
+    Console().print(table)
+
+
+def draw(
+    schedule: Annotated[str, typer.Argument(help=f"{SCHEDULE}.")],
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="An .svg picture, or .json for ui.perfetto.dev (default: SCHEDULE.svg)."),
+    ] = None,
+    ranks: Ranks = None,
+    microbatches: Microbatches = None,
+    stages_per_rank: StagesPerRank = None,
+    forward: Forward = "1",
+    backward: Backward = "1",
+    weight: Weight = "1",
+    latency: Latency = 0.0,
+    bandwidth: Bandwidth = float("inf"),
+    message_bytes: MessageBytes = 0.0,
+) -> None:
+    """Draw the timeline that a schedule has at given costs.
+
+    Example: penstock draw zb-h1 -p 4 -m 8 -o zb-h1.svg
+    """
+    chosen = resolve_schedule(schedule, *_numbers([schedule], ranks, microbatches), stages_per_rank)
+    result = simulate_schedule(
+        chosen, _costs(chosen, forward, backward, weight, latency, bandwidth, message_bytes, "0")
+    )
+    title = (
+        f"{chosen.name}: {chosen.num_ranks} ranks, {chosen.num_microbatches} microbatches, "
+        f"{result.makespan:.4g} s, bubble {result.bubble_fraction:.1%}"
+    )
+    print(f"{title}: {write_timeline(result.events, output or f'{chosen.name}.svg', title)}")
+
+
+def _numbers(names: Sequence[str], ranks: int | None, microbatches: int | None) -> tuple[int, int]:
+    """Ranks and microbatches: those given, else those of the first schedule that is a file, else 4 and 8."""
+    for name in names:
+        if name.endswith(".csv") and (ranks is None or microbatches is None):
+            written = load_schedule(name)
+            ranks = written.num_ranks if ranks is None else ranks
+            microbatches = written.num_microbatches if microbatches is None else microbatches
+    return 4 if ranks is None else ranks, 8 if microbatches is None else microbatches
+
+
+def _costs(
+    schedule: Schedule,
+    forward: str,
+    backward: str,
+    weight: str,
+    latency: float,
+    bandwidth: float,
+    message_bytes: float,
+    activation_bytes: str,
+) -> Costs:
+    """Costs per stage from numbers per rank, which the rank's stages share."""
+
+    def per_stage(option: str, text: str) -> list[float]:
+        try:
+            numbers = [float(number) for number in text.split(",")]
+        except ValueError:
+            raise ValueError(f"{option} must be {_PER_RANK}, but is {text!r}") from None
+        per_rank = numbers * schedule.num_ranks if len(numbers) == 1 else numbers
+        if len(per_rank) != schedule.num_ranks:
+            raise ValueError(f"{option} has {len(numbers)} numbers, but the pipeline has {schedule.num_ranks} ranks")
+        return divide_over_stages(per_rank, schedule)
+
+    return Costs(
+        forward=per_stage("--forward", forward),
+        backward=per_stage("--backward", backward),
+        weight=per_stage("--weight", weight),
+        latency=latency,
+        bandwidth=bandwidth,
+        message_bytes=message_bytes,
+        activation_bytes=per_stage("--activation-bytes", activation_bytes),
+    )
+
+
+def _each(values: Sequence[float], form: str) -> str:
+    """One value for each rank; one for all where they are equal, and their range where they are many."""
+    texts = [form.format(value) for value in values]
+    if len(set(texts)) == 1:
+        return f"{texts[0]} each"
+    if len(texts) > 8:
+        return f"{form.format(min(values))} to {form.format(max(values))}"
+    return " ".join(texts)

@@ -1,0 +1,164 @@
+"""The schema of `initialize()`'s configuration: a dict, or the path of a JSON file that holds one."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, fields
+from numbers import Integral
+from pathlib import Path
+from typing import Any
+
+from penstock.schedule import DEFAULT_SCHEDULE, schedule_names
+
+SECTION = "model_parallelism"
+
+
+class ConfigurationError(ValueError):
+    """A configuration that cannot be used. The message names the key, the value seen and the values possible."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Configuration:
+    """What `initialize()` was asked for, checked. The fields are the keys of the section "model_parallelism".
+
+    Attributes:
+        enable: False leaves the model as it is.
+        pipeline_parallel_size: stages of the pipeline, at least 1. It is checked against the number of ranks and of the
+            model's units where those are known.
+        tensor_parallel_size: ranks that share a stage, each with a slice of its weights; it must divide the model's
+            attention heads, layer widths and vocabulary.
+        micro_batch_size: samples in a microbatch, or None.
+        num_microbatches: microbatches in a batch, or None. At most one of the two may be given.
+        schedule: a name that `penstock.schedule.build` knows, or a schedule of your own: the path of a .csv file, or a
+            list of rows, one for each rank, such as "0F0,0B0"; see `penstock.schedule.text`.
+        trace: file for the timeline of the latest step, or None. It ends in .svg (a chart) or .json (for
+            ui.perfetto.dev).
+
+    Raises:
+        ConfigurationError: a value of the wrong type or outside its range.
+    """
+
+    enable: bool = True
+    pipeline_parallel_size: int = 1
+    tensor_parallel_size: int = 1
+    micro_batch_size: int | None = None
+    num_microbatches: int | None = None
+    schedule: str | Sequence[str] = DEFAULT_SCHEDULE
+    trace: str | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.enable, bool):
+            raise _wrong("enable", self.enable, "true or false")
+        for key in ("pipeline_parallel_size", "tensor_parallel_size", "micro_batch_size", "num_microbatches"):
+            value = getattr(self, key)
+            optional = key in ("micro_batch_size", "num_microbatches")
+            if not (optional and value is None) and not _is_positive_integer(value):
+                raise _wrong(key, value, "a positive integer" + (" or null" if optional else ""))
+            if value is not None:
+                object.__setattr__(self, key, int(value))  # numpy's integers would not survive a JSON file
+        if self.micro_batch_size is not None and self.num_microbatches is not None:
+            raise ConfigurationError(
+                f"{SECTION}.micro_batch_size ({self.micro_batch_size}) and {SECTION}.num_microbatches "
+                f"({self.num_microbatches}) say the same thing in two ways: give only one of them"
+            )
+        if not _is_own_schedule(self.schedule) and self.schedule not in schedule_names():
+            names = ", ".join(f'"{name}"' for name in schedule_names())
+            hint = _did_you_mean(self.schedule, schedule_names())
+            raise _wrong("schedule", self.schedule, f"one of {names}, a .csv file or rows", hint)
+        if self.trace is not None and not (isinstance(self.trace, str) and self.trace.endswith((".svg", ".json"))):
+            raise _wrong("trace", self.trace, "the path of an .svg or .json file, or null")
+
+    @classmethod
+    def from_any(cls, config: Configuration | Mapping[str, Any] | str | os.PathLike[str]) -> Configuration:
+        """The configuration in a dict, in a JSON file (whole-line `//` comments are allowed), or already read.
+
+        Raises:
+            ConfigurationError: there is no such file, it is no JSON, a key is unknown, missing or given twice, or
+                a value is impossible. The message begins with the file's name if there is one.
+            TypeError: `config` is none of these.
+        """
+        if isinstance(config, Configuration):
+            return config
+        if isinstance(config, Mapping):
+            return cls._from_mapping(config)
+        if isinstance(config, str | os.PathLike):
+            path = Path(config)
+            try:
+                return cls._from_mapping(_read_json(path))
+            except ConfigurationError as error:
+                raise ConfigurationError(f"{path}: {error}") from error.__cause__
+        raise TypeError(f"config must be a dict or the path of a JSON file, got {type(config).__name__}")
+
+    @classmethod
+    def _from_mapping(cls, config: Mapping[str, Any]) -> Configuration:
+        _check_keys(config, (SECTION,), "the configuration")
+        if SECTION not in config:
+            raise ConfigurationError(
+                f'the configuration has no section "{SECTION}": expected '
+                f'{{"{SECTION}": {{"enable": true, "pipeline_parallel_size": 2}}}}'
+            )
+        section = config[SECTION]
+        if not isinstance(section, Mapping):
+            raise ConfigurationError(f"{SECTION} must be a dict, got {section!r} ({type(section).__name__})")
+        _check_keys(section, [field.name for field in fields(cls)], SECTION)
+        configuration = cls(**section)
+        if configuration.enable and "pipeline_parallel_size" not in section:
+            raise ConfigurationError(f"{SECTION}.pipeline_parallel_size is missing: give the number of stages")
+        return configuration
+
+
+def _is_positive_integer(value: object) -> bool:
+    return type(value) is not bool and isinstance(value, Integral) and int(value) > 0
+
+
+def _is_own_schedule(schedule: object) -> bool:
+    """Whether this may be a schedule that the user wrote; its content is checked where the number of ranks is known."""
+    if isinstance(schedule, list | tuple):
+        return bool(schedule) and all(isinstance(row, str) for row in schedule)
+    return isinstance(schedule, str) and schedule.endswith(".csv")
+
+
+def _wrong(key: str, value: object, expected: str, hint: str = "") -> ConfigurationError:
+    return ConfigurationError(f"{SECTION}.{key} must be {expected}, got {value!r} ({type(value).__name__}){hint}")
+
+
+def _did_you_mean(word: object, known: Collection[str]) -> str:
+    close = difflib.get_close_matches(str(word).lower(), known, n=1, cutoff=0.6)
+    return f'; did you mean "{close[0]}"?' if close else ""
+
+
+def _check_keys(mapping: Mapping[str, Any], known: Collection[str], where: str) -> None:
+    for key in mapping:
+        if key not in known:
+            names = ", ".join(known)
+            raise ConfigurationError(f"unknown key {key!r} in {where}: known are {names}{_did_you_mean(key, known)}")
+
+
+def _read_json(path: Path) -> Mapping[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise ConfigurationError(f"cannot read the configuration file: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(f"the configuration file is not UTF-8 text: {error}") from error
+    # A JSON string never spans lines, so a line that begins with // is a comment. It stays as an empty line, so that
+    # the line numbers in error messages are those of the file.
+    lines = ["" if line.lstrip().startswith("//") else line for line in text.splitlines()]
+    try:
+        config = json.loads("\n".join(lines), object_pairs_hook=_unique_keys)
+    except json.JSONDecodeError as error:
+        raise ConfigurationError(f"not valid JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ConfigurationError(f"the configuration must be a JSON object, got {type(config).__name__}")
+    return config
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    keys = [key for key, _ in pairs]
+    for key in keys:
+        if keys.count(key) > 1:
+            raise ConfigurationError(f"key {key!r} is given {keys.count(key)} times")
+    return dict(pairs)

@@ -1,0 +1,136 @@
+"""A batch that comes as microbatches from the data loader, and how a model call finds its microbatches."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from penstock.data.microbatch import batch_size_of, microbatch_sizes, split_batch
+
+
+class PerMicrobatch(tuple[Any, ...]):
+    """One input of a model, for each microbatch: `batch["input_ids"]` of a `MicrobatchedBatch`.
+
+    A tuple of tensors rather than one tensor, because microbatches may be padded to different lengths.
+    `first_microbatch` is that of its `MicrobatchedBatch`.
+    """
+
+    first_microbatch: int
+
+    def __new__(cls, values: Iterable[Any] = (), first_microbatch: int = 0) -> PerMicrobatch:
+        self = super().__new__(cls, values)
+        self.first_microbatch = first_microbatch
+        return self
+
+    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> PerMicrobatch:
+        return PerMicrobatch((to_device(value, device, non_blocking) for value in self), self.first_microbatch)
+
+
+class MicrobatchedBatch(Mapping[str, PerMicrobatch]):
+    """One pipeline's share of a global batch, already cut into microbatches.
+
+    As a mapping it holds every input of every microbatch, so `model(**batch)`, also with `labels=batch["input_ids"]`,
+    and `{name: value.to(device) for name, value in batch.items()}` work as with an ordinary batch, and nothing is
+    padded or copied to join what the model would cut again.
+
+    Args:
+        microbatches: each one the model's keyword arguments. None at all if the global batch had fewer samples than
+            there are pipelines; such a pipeline trains on nothing but takes part in the gradient reduction.
+        num_samples: samples of the whole global batch, over all pipelines.
+        names: the inputs' names, when there is no microbatch to tell them.
+        first_microbatch: how many microbatches of the global batch the pipelines before this one have.
+
+    Raises ValueError if two microbatches have different inputs.
+    """
+
+    def __init__(
+        self,
+        microbatches: Sequence[Mapping[str, Any]],
+        num_samples: int,
+        names: Sequence[str] | None = None,
+        first_microbatch: int = 0,
+    ) -> None:
+        self.microbatches = [dict(microbatch) for microbatch in microbatches]
+        self.num_samples = num_samples
+        self.first_microbatch = first_microbatch
+        self._names = list(self.microbatches[0]) if self.microbatches else list(names or ())
+        for index, microbatch in enumerate(self.microbatches):
+            if microbatch.keys() != self.microbatches[0].keys():
+                raise ValueError(
+                    f"The microbatches of a batch must have the same inputs, but the first has {self._names} "
+                    f"and number {index} has {list(microbatch)}. Let collate_fn return the same names each time."
+                )
+
+    @property
+    def num_microbatches(self) -> int:
+        return len(self.microbatches)
+
+    def __getitem__(self, name: str) -> PerMicrobatch:
+        if name not in self._names:
+            raise KeyError(name)
+        return PerMicrobatch((microbatch[name] for microbatch in self.microbatches), self.first_microbatch)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __repr__(self) -> str:
+        return (
+            f"MicrobatchedBatch({', '.join(self._names)}: {self.num_microbatches} microbatches, "
+            f"global batch of {self.num_samples} samples)"
+        )
+
+    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> MicrobatchedBatch:
+        """The same batch with all tensors on a device."""
+        moved = [to_device(microbatch, device, non_blocking) for microbatch in self.microbatches]
+        return MicrobatchedBatch(moved, self.num_samples, self._names, self.first_microbatch)
+
+
+def microbatches_of(
+    inputs: Mapping[str, Any],
+    main_input_name: str | None = None,
+    num_microbatches: int | None = None,
+    micro_batch_size: int | None = None,
+    default: int | None = None,
+) -> tuple[list[dict[str, Any]], list[int]]:
+    """Return the microbatches of a model call's keyword arguments, and the number of samples in each.
+
+    Inputs from a `MicrobatchedBatch` keep its microbatches (perhaps none), and other inputs beside them are cut to fit.
+    An ordinary batch is cut by `microbatch_sizes`. Raises ValueError and TypeError like `batch_size_of`,
+    `microbatch_sizes` and `split_batch`.
+    """
+    cut = {name: value for name, value in inputs.items() if isinstance(value, PerMicrobatch)}
+    if not cut:
+        batch_size = batch_size_of(inputs, main_input_name)
+        sizes = microbatch_sizes(batch_size, num_microbatches, micro_batch_size, default)
+        return split_batch(inputs, batch_size, sizes), sizes
+    counts = {name: len(value) for name, value in cut.items()}
+    count = next(iter(counts.values()))
+    if any(other != count for other in counts.values()):
+        raise ValueError(f"The inputs come from batches with different numbers of microbatches: {counts}.")
+    microbatches = [{name: value[index] for name, value in cut.items()} for index in range(count)]
+    sizes = [batch_size_of(microbatch, main_input_name) for microbatch in microbatches]
+    whole = {name: value for name, value in inputs.items() if name not in cut}
+    if whole and count:
+        parts = split_batch(whole, sum(sizes), sizes)
+        microbatches = [microbatch | part for microbatch, part in zip(microbatches, parts, strict=True)]
+    return microbatches, sizes
+
+
+def to_device(value: Any, device: torch.device | str | int, non_blocking: bool = False) -> Any:
+    """Move every tensor in nested mappings, tuples and lists to a device; leave everything else as it is."""
+    if isinstance(value, (torch.Tensor, PerMicrobatch)):
+        return value.to(device, non_blocking=non_blocking)
+    if isinstance(value, Mapping):
+        content = {key: to_device(part, device, non_blocking) for key, part in value.items()}
+        # A ModelOutput (encoder_outputs) must keep its class: models ask for its fields.
+        return type(value)(**content) if dataclasses.is_dataclass(value) else content
+    if isinstance(value, (tuple, list)):
+        parts = [to_device(part, device, non_blocking) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    return value

@@ -1,0 +1,106 @@
+"""Turning a share of sample indices into collated microbatches: what a data loader's worker does."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from penstock.data.sampler import Share
+
+CollateFunction = Callable[[list[Any]], Any]
+# The inputs' names, the microbatches, the samples of the whole global batch and of the epoch before it, and the
+# microbatches of other pipelines before these. Plain containers, because torch's pinning of memory rebuilds mappings of
+# other classes as dictionaries.
+Fetched = tuple[list[str], list[Any], int, int, int]
+
+
+class MicrobatchFetcher(torch.utils.data.Dataset[Any]):
+    """A data set whose "index" is a `Share`: loads its samples and collates each microbatch by itself.
+
+    Random numbers drawn by the data set and by `collate_fn` (augmentation, token masking) from the generators of
+    `random`, `numpy.random` and torch's CPU are seeded by (seed, epoch, place in the epoch, pipeline). So all ranks of
+    a pipeline see one batch, with any number of workers, and a continued run sees the batches of an uninterrupted one.
+    """
+
+    def __init__(self, dataset: Any, collate_fn: CollateFunction | None, seed: int, pipeline_index: int) -> None:
+        self.dataset = dataset
+        self.collate_fn = collate_fn or collate_samples
+        self.seed = seed
+        self.pipeline_index = pipeline_index
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[index]
+
+    def __getitems__(self, share: Share) -> Fetched:
+        with seeded(self.seed, share.epoch, share.start, self.pipeline_index):
+            if not share.microbatches:
+                # The names of the inputs are needed even so; a sample that another pipeline trains on tells them.
+                names = list(self._collate(self._samples([share.first_sample])))
+                return names, [], share.num_samples, share.start, share.first_microbatch
+            samples = self._samples([index for microbatch in share.microbatches for index in microbatch])
+            microbatches, begin = [], 0
+            for microbatch in share.microbatches:
+                microbatches.append(self._collate(samples[begin : begin + len(microbatch)]))
+                begin += len(microbatch)
+        return list(microbatches[0]), microbatches, share.num_samples, share.start, share.first_microbatch
+
+    def _samples(self, indices: list[int]) -> list[Any]:
+        # Data sets of columns read many rows at once much faster.
+        if callable(fetch_many := getattr(self.dataset, "__getitems__", None)):
+            return list(fetch_many(indices))
+        return [self.dataset[index] for index in indices]
+
+    def _collate(self, samples: list[Any]) -> Mapping[str, Any]:
+        microbatch = self.collate_fn(samples)
+        if not isinstance(microbatch, Mapping):
+            raise TypeError(
+                "collate_fn must return a mapping from the model's input names to tensors, "
+                f"but returned a {type(microbatch).__name__}."
+            )
+        return microbatch
+
+
+def collate_samples(samples: Sequence[Any]) -> Mapping[str, Any]:
+    """The default `collate_fn`: stack samples (mappings of tensors, arrays, lists or numbers) of equal shapes.
+
+    Raises TypeError if the samples are no mappings, ValueError if they differ in length.
+    """
+    from transformers import default_data_collator
+
+    if not all(isinstance(sample, Mapping) for sample in samples):
+        raise TypeError(
+            f"Samples must be mappings from the model's input names to values, but are {type(samples[0]).__name__}: "
+            "give a collate_fn that makes a mapping of a list of them."
+        )
+    try:
+        return default_data_collator(list(samples))
+    except (ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"Samples of one microbatch cannot be stacked ({error}). If their lengths differ, give a collate_fn that "
+            "pads them, such as transformers.DataCollatorWithPadding(tokenizer)."
+        ) from error
+
+
+@contextlib.contextmanager
+def seeded(*entropy: int) -> Iterator[None]:
+    """Seed Python's, numpy's and torch's CPU random generators inside the block; restore them after it."""
+    seed = int(np.random.SeedSequence(entropy).generate_state(1)[0])
+    generator = torch.default_generator  # not torch.manual_seed, which would reseed the accelerators as well
+    states = random.getstate(), np.random.get_state(), generator.get_state()
+    random.seed(seed)
+    np.random.seed(seed)
+    generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        generator.set_state(states[2])

@@ -1,0 +1,193 @@
+"""Data loaders that give each pipeline its own share of every global batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from penstock.data.batch import MicrobatchedBatch
+from penstock.data.fetch import CollateFunction, Fetched, MicrobatchFetcher
+from penstock.data.sampler import HeterogeneousSampler
+
+# What this loader decides itself, and the argument to use instead.
+DECIDED_HERE = {
+    "batch_size": "microbatch_size and num_microbatches",
+    "sampler": "shuffle and seed",
+    "batch_sampler": "shuffle and seed",
+    "generator": "seed",
+}
+
+# What must be equal for a saved position to mean the same samples.
+POSITION_MEANING = ("num_samples", "shuffle", "seed")
+
+
+class HeterogeneousDataLoader(DataLoader[Any]):
+    """Loads one pipeline's share of each global batch, as a `MicrobatchedBatch`.
+
+    Every sample comes exactly once per epoch over all pipelines; the samples (not whole batches) are shuffled anew each
+    epoch, by `seed` and the epoch's number. Epochs advance by themselves when one has been read to its end;
+    `set_epoch` chooses one. All ranks of one pipeline load the same batches.
+
+    An incomplete last global batch (`drop_last=False`) is shared out so that every pipeline gets a microbatch if there
+    are samples enough; a pipeline may get fewer or smaller microbatches, or none (see `sampler.share_sizes`).
+
+    Args:
+        dataset: a map-style data set (`__len__` and `__getitem__`), or a `datasets.Dataset`.
+        num_microbatches: of a full global batch, for each pipeline.
+        microbatch_size: samples in a microbatch.
+        pipeline_index: the pipeline to load for, counted from 0.
+        shuffle, seed: whether and how to shuffle.
+        drop_last: leave out an incomplete last global batch.
+        collate_fn: makes the model's keyword arguments of a list of samples. It is called for each microbatch, so
+            padding reaches only as far as the microbatch's longest sample. By default samples are stacked.
+        arguments: anything else of torch's DataLoader, such as `num_workers`, `pin_memory`, `persistent_workers`.
+
+    Raises:
+        TypeError: the data set has no length or no random access, or is a collection of splits; an argument is
+            decided here; `collate_fn` returns no mapping (when iterating).
+        ValueError: a size, count or index is out of range, or there is not a single global batch.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        num_microbatches: Sequence[int],
+        microbatch_size: int,
+        pipeline_index: int,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        drop_last: bool = False,
+        collate_fn: CollateFunction | None = None,
+        **arguments: Any,
+    ) -> None:
+        _check_dataset(dataset)
+        for name, instead in DECIDED_HERE.items():
+            if arguments.pop(name, None) is not None:
+                raise TypeError(f"{name} is not an argument here: use {instead}.")
+        self._shares = HeterogeneousSampler(
+            len(dataset), num_microbatches, microbatch_size, pipeline_index, shuffle, seed, drop_last
+        )
+        self._position = 0  # samples of this epoch, over all pipelines, that have been given out
+        self._resume_at = 0
+        super().__init__(
+            MicrobatchFetcher(dataset, collate_fn, seed, pipeline_index),
+            batch_sampler=self._shares,  # type: ignore[arg-type]  # its shares go to the fetcher untouched
+            collate_fn=_identity,
+            generator=torch.Generator(),  # torch draws a number for its workers; not from the user's random stream
+            **arguments,
+        )
+
+    @property
+    def epoch(self) -> int:
+        return self._shares.epoch
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples in a full global batch, over all pipelines."""
+        return self._shares.global_batch_size
+
+    @property
+    def share(self) -> tuple[tuple[int, ...], int, int]:
+        """What this loader was made for: `num_microbatches`, `microbatch_size` and `pipeline_index`."""
+        return self._shares.num_microbatches, self._shares.microbatch_size, self._shares.pipeline_index
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch for the next iteration. Naming the epoch that a loaded state is in keeps its position."""
+        if epoch < 0:
+            raise ValueError(f"The epoch must not be negative, but is {epoch}.")
+        if epoch != self._shares.epoch:
+            self._shares.epoch = epoch
+            self._position = self._resume_at = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the last batch given out (not those that workers have prepared). Equal on all ranks."""
+        meaning = {name: getattr(self._shares, name) for name in POSITION_MEANING}
+        return {"epoch": self.epoch, "position": self._position, **meaning}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved position: the next iteration gives the rest of its epoch.
+
+        Positions count samples over all pipelines, so the pipelines may be others than in the run that saved it.
+
+        Raises ValueError if the data set's length, the seed or `shuffle` differ, as the samples would be others.
+        """
+        for name in POSITION_MEANING:
+            if state[name] != getattr(self._shares, name):
+                raise ValueError(
+                    f"The data loader's state was saved with {name}={state[name]!r}, but this loader has "
+                    f"{name}={getattr(self._shares, name)!r}: it would continue with other samples."
+                )
+        self._shares.epoch = state["epoch"]
+        self._position = self._resume_at = state["position"]
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch promises its own iterator class
+        self._shares.start = self._position = self._resume_at
+        self._resume_at = 0
+        return self._batches(super().__iter__(), self.epoch)
+
+    def _batches(self, fetched: Iterator[Fetched], epoch: int) -> Iterator[Any]:
+        for names, microbatches, num_samples, start, first_microbatch in fetched:
+            if self.epoch == epoch:
+                self._position = start + num_samples
+            yield self._present(MicrobatchedBatch(microbatches, num_samples, names, first_microbatch))
+        if self.epoch == epoch:
+            self.set_epoch(epoch + 1)
+
+    def _present(self, batch: MicrobatchedBatch) -> Any:
+        return batch
+
+
+class ReplicaDataLoader(HeterogeneousDataLoader):
+    """Loads one replica's batches in plain data parallelism, as what `collate_fn` returns.
+
+    Unlike `DistributedSampler` it repeats no sample to fill up: an incomplete last global batch is spread evenly, so
+    replicas may get batches smaller than `batch_size`. If it has fewer samples than there are replicas, some get a
+    `MicrobatchedBatch` without microbatches, which `model(**batch)` takes as "nothing, but take part".
+    """
+
+    def __init__(self, dataset: Any, batch_size: int, num_replicas: int, rank: int, **arguments: Any) -> None:
+        if num_replicas < 1 or batch_size < 1:
+            raise ValueError(f"batch_size ({batch_size}) and num_replicas ({num_replicas}) must be at least 1.")
+        super().__init__(dataset, [1] * num_replicas, batch_size, rank, **arguments)
+
+    def _present(self, batch: MicrobatchedBatch) -> Any:
+        return batch.microbatches[0] if batch.microbatches else batch
+
+
+def prepare_dataloader(
+    dataset: Any,
+    batch_size: int,
+    num_replicas: int = 1,
+    rank: int = 0,
+    shuffle: bool = False,
+    seed: int = 0,
+    drop_last: bool = False,
+    collate_fn: CollateFunction | None = None,
+    **arguments: Any,
+) -> ReplicaDataLoader:
+    """Return a loader of batches of `batch_size` samples for replica `rank` of `num_replicas` alike.
+
+    All stages of a replica give its rank. See `ReplicaDataLoader` for the last batch and `HeterogeneousDataLoader`
+    for the other arguments, the position and the errors.
+    """
+    options = {"shuffle": shuffle, "seed": seed, "drop_last": drop_last, "collate_fn": collate_fn}
+    return ReplicaDataLoader(dataset, batch_size, num_replicas, rank, **options, **arguments)
+
+
+def _identity(fetched: Any) -> Any:
+    return fetched
+
+
+def _check_dataset(dataset: Any) -> None:
+    advice = "use a map-style data set (one with __len__ and __getitem__), or make one of it"
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise TypeError(
+            f"A {type(dataset).__name__} can only be read in order and has no length, so it cannot be shared out among "
+            f"pipelines with every sample exactly once: {advice}."
+        )
+    if isinstance(dataset, Mapping):
+        raise TypeError(f"The data set is a mapping with the keys {list(dataset)}: give one of its values.")

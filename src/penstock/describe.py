@@ -1,0 +1,242 @@
+"""What a layout of pipelines looks like: a table, and a picture with the schedule's timeline below it. No torch."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Column, Table
+
+from penstock.runtime.layout import Layout, PipelineLayout
+from penstock.schedule import Costs, LayoutSimulation, build, gantt_svg, simulate_layout
+from penstock.template import PipelineTemplate
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+TABLE_WIDTH = 120
+
+# Colours of the pipelines, in turn; pale enough for dark letters.
+COLOURS = ("#bbd7ee", "#c5e3cf", "#fbe3a8", "#dccbe8", "#f6cdb8", "#cfd8dc")
+INK, FAINT = "#263238", "#607d8b"
+LEFT, TOP, ROW, GAP, WIDTH = 150.0, 64.0, 44.0, 12.0, 760.0
+# Width of a letter, in font sizes: a box shows the longest of its labels that fits.
+LETTER = 0.56
+
+
+@dataclass(frozen=True)
+class LayoutDescription:
+    """The pipelines of a run. `str()` of it is the table.
+
+    Attributes:
+        model_name: what the templates are for.
+        layout: where the pipelines are placed.
+        num_microbatches: of each pipeline in a step.
+        microbatch_size: samples in a microbatch.
+        schedule: of every pipeline.
+        parameters: per pipeline and stage, how many the stage holds; None if no model was at hand.
+        costs: the relative cost of each unit; None if no model was at hand.
+    """
+
+    model_name: str
+    layout: Layout
+    num_microbatches: tuple[int, ...]
+    microbatch_size: int
+    schedule: str
+    parameters: Sequence[Sequence[int]] | None = None
+    costs: Mapping[str, float] | None = None
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples in a step, over all pipelines."""
+        return sum(self.num_microbatches) * self.microbatch_size
+
+    def share(self, pipeline: int) -> float:
+        """The part of the global batch that a pipeline gets, between 0 and 1."""
+        return self.num_microbatches[pipeline] / sum(self.num_microbatches)
+
+    def __str__(self) -> str:
+        columns = [Column(name, justify="right") for name in ("pipeline", "stage", "rank")]
+        columns += [Column("units", overflow="fold"), Column("parameters", justify="right")]
+        columns += [Column(name, justify="right") for name in ("microbatches", "share of batch")]
+        table = Table(*columns, title=self.title, caption=self.caption)
+        for index, pipeline in enumerate(self.layout.pipelines):
+            for stage, units in enumerate(pipeline.stages):
+                first = stage == 0
+                table.add_row(
+                    str(index) if first else "",
+                    str(stage),
+                    ranks_of(pipeline, stage),
+                    compact(units),
+                    "" if self.parameters is None else f"{self.parameters[index][stage]:,}",
+                    str(self.num_microbatches[index]) if first else "",
+                    f"{self.share(index):.1%}" if first else "",
+                    end_section=stage == pipeline.num_stages - 1,
+                )
+        file = io.StringIO()
+        Console(file=file, width=TABLE_WIDTH, color_system=None, legacy_windows=False).print(table)
+        return file.getvalue().rstrip("\n")
+
+    @property
+    def title(self) -> str:
+        return f"{self.model_name}: {len(self.layout.pipelines)} pipeline(s) on {self.layout.world_size} rank(s)"
+
+    @property
+    def caption(self) -> str:
+        return (
+            f"global batch: {sum(self.num_microbatches)} microbatches of {self.microbatch_size} = "
+            f"{self.global_batch_size} samples; schedule {self.schedule}; gradients are summed in "
+            f"{len(self.layout.segments())} segment(s)"
+        )
+
+    def simulate(self) -> LayoutSimulation:
+        """A step as the modules' costs predict it, or as if all modules cost the same; without communication."""
+        pipelines = []
+        for pipeline, count in zip(self.layout.pipelines, self.num_microbatches, strict=True):
+            stages = [
+                sum(self.costs[unit] if self.costs else 1.0 for unit in stage_units) for stage_units in pipeline.stages
+            ]
+            # Input and weight gradients take about as long as the forward each: the same matrix products.
+            costs = Costs(forward=stages, backward=stages, weight=stages)
+            pipelines.append((build(self.schedule, pipeline.num_ranks, count), costs))
+        return simulate_layout(pipelines)
+
+    def svg(self) -> str:
+        """The layout, and below it the timeline of a step, as one SVG document."""
+        step = self.simulate()
+        timeline = gantt_svg(step.events, f"a step under {self.schedule}, as the modules' costs predict it")
+        match = re.search(r'viewBox="0 0 (\d+) (\d+)"', timeline)
+        assert match is not None  # gantt_svg always has one
+        inner_width, inner_height = int(match[1]), int(match[2])
+        height = TOP + len(self.layout.pipelines) * (ROW + GAP) + 34
+        total_width = max(LEFT + WIDTH + 30, inner_width)
+        parts = [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {total_width:.0f} {height + inner_height:.0f}" '
+            f'width="{total_width:.0f}" height="{height + inner_height:.0f}" '
+            'font-family="Helvetica, Arial, sans-serif">',
+            f"<title>{escape(self.title)}</title>",
+            '<rect width="100%" height="100%" fill="#ffffff"/>',
+            _text(LEFT, 24, self.title, 15, weight="bold"),
+            _text(LEFT, 44, self.caption, 12, colour=FAINT),
+            *self._segments(height),
+            *(part for index in range(len(self.layout.pipelines)) for part in self._row(index)),
+            timeline.replace("<svg ", f'<svg y="{height:.0f}" ', 1).rstrip("\n"),
+            "</svg>",
+        ]
+        return "\n".join(parts) + "\n"
+
+    def write_svg(self, path: str | os.PathLike[str]) -> Path:
+        """Write `svg()` to a file. Raises ValueError unless it ends in .svg."""
+        path = Path(path)
+        if path.suffix != ".svg":
+            raise ValueError(f"a layout is drawn as .svg, but the path is {path}")
+        path.write_text(self.svg(), encoding="utf-8")
+        return path
+
+    def _row(self, index: int) -> Iterator[str]:
+        pipeline, y = self.layout.pipelines[index], TOP + index * (ROW + GAP)
+        count = self.num_microbatches[index]
+        yield _text(LEFT - 12, y + 18, f"pipeline {index}", 13, anchor="end", weight="bold")
+        plural = "" if count == 1 else "es"
+        yield _text(LEFT - 12, y + 34, f"{count} microbatch{plural}, {self.share(index):.0%}", 11, FAINT, "end")
+        step, position = WIDTH / len(self.layout.units), 0
+        for stage, units in enumerate(pipeline.stages):
+            x, width = LEFT + position * step, len(units) * step
+            position += len(units)
+            yield (
+                f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{ROW:.0f}" rx="4" '
+                f'fill="{COLOURS[index % len(COLOURS)]}" stroke="{FAINT}">'
+                f"<title>{escape(', '.join(units))}</title></rect>"
+            )
+            size = "" if self.parameters is None else f", {_short(self.parameters[index][stage])} parameters"
+            rank, number = ranks_of(pipeline, stage), f"{len(units)} unit" + ("" if len(units) == 1 else "s")
+            for line, labels in ((18, (f"rank {rank}", rank)), (34, (number + size, number, str(len(units))))):
+                label = next((text for text in labels if len(text) * LETTER * 12 < width), "")
+                yield _text(x + width / 2, y + line, label, 12, anchor="middle")
+
+    def _segments(self, height: float) -> Iterator[str]:
+        """Dashed lines where some pipeline is cut: between two of them lies a segment."""
+        step, position = WIDTH / len(self.layout.units), 0
+        for segment in self.layout.segments()[:-1]:
+            position += len(segment.units)
+            x = LEFT + position * step
+            yield (
+                f'<line x1="{x:.1f}" y1="{TOP - 8:.0f}" x2="{x:.1f}" y2="{height - 30:.0f}" stroke="{FAINT}" '
+                'stroke-dasharray="3 3"/>'
+            )
+
+
+def describe_pipelines(
+    model: PreTrainedModel, pipelines: Sequence[tuple[int, int]], microbatch_size: int, schedule: str
+) -> LayoutDescription:
+    """What pipelines, each a number of balanced stages and one of microbatches, look like for a model.
+
+    Args:
+        model: a whole model, maybe on the meta device.
+
+    Raises:
+        ValueError: a pipeline has more stages than the model has modules. NotImplementedError: it cannot be split.
+    """
+    templates = {stages: PipelineTemplate.balanced(model, stages) for stages, _ in pipelines}
+    layout = Layout.place([templates[stages].modules_per_stage for stages, _ in pipelines])
+    return describe_layout(model, layout, tuple(count for _, count in pipelines), microbatch_size, schedule)
+
+
+def describe_layout(
+    model: PreTrainedModel, layout: Layout, num_microbatches: tuple[int, ...], microbatch_size: int, schedule: str
+) -> LayoutDescription:
+    """What a layout looks like for a whole model, with its parameters and costs."""
+    # Here, because this file is usable without torch.
+    from penstock.modeling.costs import unit_costs
+    from penstock.modeling.sizes import stage_sizes
+
+    sizes = [stage_sizes(model, pipeline.stages) for pipeline in layout.pipelines]
+    costs = dict(zip(layout.units, unit_costs(model, layout.units), strict=True))
+    return LayoutDescription(type(model).__name__, layout, num_microbatches, microbatch_size, schedule, sizes, costs)
+
+
+def compact(units: Sequence[str]) -> str:
+    """Names of units, with runs of a list's entries as one: `transformer.wte, transformer.h.0-3`."""
+    shown: list[tuple[str, int | None, int | None]] = []
+    for unit in units:
+        head, _, tail = unit.rpartition(".")
+        if not tail.isdigit():
+            shown.append((unit, None, None))
+        elif shown and shown[-1][0] == head and shown[-1][2] == int(tail) - 1:
+            shown[-1] = (head, shown[-1][1], int(tail))
+        else:
+            shown.append((head, int(tail), int(tail)))
+    return ", ".join(
+        name if first is None else f"{name}.{first}" if first == last else f"{name}.{first}-{last}"
+        for name, first, last in shown
+    )
+
+
+def ranks_of(pipeline: PipelineLayout, stage: int) -> str:
+    """The global ranks that hold a stage: several with tensor parallelism."""
+    first = pipeline.global_rank(stage)
+    size = pipeline.tensor_parallel_size
+    return str(first) if size == 1 else f"{first}-{first + size - 1}"
+
+
+def _short(number: int) -> str:
+    for unit, name in ((10**9, "G"), (10**6, "M"), (10**3, "k")):
+        if number >= unit:
+            return f"{number / unit:.3g} {name}"
+    return str(number)
+
+
+def _text(
+    x: float, y: float, text: str, size: int, colour: str = INK, anchor: str = "start", weight: str = "normal"
+) -> str:
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" fill="{colour}" text-anchor="{anchor}" '
+        f'font-weight="{weight}">{escape(text)}</text>'
+    )

@@ -1,0 +1,145 @@
+"""What a parallelised model can do besides being its own class: the methods both faces add to it."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+from transformers import PreTrainedModel
+
+from penstock.checkpoint import from_parallelized, save_parallelized
+from penstock.config import Configuration
+from penstock.data.loader import prepare_dataloader
+from penstock.generation import generate
+from penstock.runtime.engine import Pipeline
+from penstock.runtime.relay import Relay
+
+
+class PipelineModel:
+    """Mixed into the class of a model that `initialize()` or the plugin has parallelised.
+
+    Calling the model with gradients enabled starts a training step and returns an iterator over microbatches; calling
+    it with gradients disabled returns one ordinary output for the whole batch.
+    """
+
+    pipeline: Pipeline
+    relay: Relay
+    # What `initialize()` was asked for; None if the plugin parallelised the model.
+    configuration: Configuration | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Train or evaluate on this pipeline's batch, given as the model's own keyword arguments.
+
+        With gradients enabled: an iterator that yields one output per microbatch. Call `backward()` on each one's
+        `loss` before taking the next. Each loss is the microbatch's share of the global batch's loss, so that the
+        losses sum to the unsplit model's; it is known on every rank. The other fields (logits, ...) are on the last
+        stage only.
+
+        With gradients disabled: the model's own output for the whole batch, on every rank. Inside generate(): one step
+        of it.
+
+        Raises:
+            ValueError: an empty batch, no tensors, too few samples, or no labels in training.
+            PipelineFailure: a rank of the job was lost or failed; names the rank and its cause.
+        """
+        inputs = self._bind(args, kwargs)
+        if self.relay.running:
+            return self.relay.forward(inputs)
+        if torch.is_grad_enabled():
+            return self.pipeline.train(inputs)
+        return self.pipeline.evaluate(inputs)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """transformers' `generate`, over stages: on every rank the result of the unsplit model."""
+        return generate(self, super().generate, *args, **kwargs)  # type: ignore[misc]  # the model class's own
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """The index of this rank's pipeline among the pipelines, which each take their own batches."""
+        return self.pipeline.place.pipeline
+
+    @property
+    def data_parallel_size(self) -> int:
+        """The number of pipelines."""
+        return len(self.pipeline.layout.pipelines)
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, steps only accumulate gradients on this rank; the first step outside reduces them."""
+        return self.pipeline.no_sync()
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Clip the norm of the whole model's gradients, over all stages and pipelines; every rank calls it.
+
+        Returns the norm before clipping, shape (). Raises ValueError for a negative `max_norm`, RuntimeError if the
+        norm is not finite and `error_if_nonfinite`.
+        """
+        return self.pipeline.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
+
+    def prepare_dataloader(self, dataset: Dataset, batch_size: int, **options: Any) -> DataLoader:
+        """A loader of this pipeline's own batches of `batch_size` samples: every sample once per epoch over all
+        pipelines."""
+        return prepare_dataloader(
+            dataset, batch_size, num_replicas=self.data_parallel_size, rank=self.data_parallel_rank, **options
+        )
+
+    def save_parallelized(
+        self, save_directory: str | os.PathLike[str], merge_checkpoints: bool = False, **kwargs: Any
+    ) -> None:
+        """Save the model: a file per rank, or with `merge_checkpoints` one ordinary checkpoint for transformers.
+
+        Takes `save_pretrained`'s arguments. Every rank calls it. See `penstock.checkpoint.save_parallelized`.
+        """
+        pipeline = self.pipeline
+        world, ranks = pipeline.comms()
+        save_parallelized(
+            cast(PreTrainedModel, self),
+            save_directory,
+            stage=pipeline.place.rank_in_pipeline,
+            num_stages=pipeline.layout.pipelines[pipeline.place.pipeline].num_ranks,
+            world_comm=world,
+            pipeline_comm=ranks,
+            is_writer=pipeline.place.pipeline == 0,
+            tensor_parallel_rank=pipeline.place.tensor_parallel_rank,
+            tensor_parallel_size=pipeline.layout.tensor_parallel_size,
+            merge_checkpoints=merge_checkpoints,
+            **kwargs,
+        )
+
+    def from_parallelized(self, directory: str | os.PathLike[str]) -> PipelineModel:
+        """Load what `save_parallelized` wrote, from any number of stages and tensor-parallel ranks, into this model;
+        returns it."""
+        from_parallelized(cast(PreTrainedModel, self), directory, world_comm=self.pipeline.comms()[0])
+        return self
+
+    def _bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Positional arguments under the names of the model's own forward; a mapping alone is taken as its
+        arguments."""
+        if not args:
+            return dict(kwargs)
+        if len(args) == 1 and isinstance(args[0], Mapping):
+            return {**args[0], **kwargs}
+        names = list(inspect.signature(self.forward).parameters)  # type: ignore[attr-defined]  # the model's own
+        return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def attach(model: PreTrainedModel, pipeline: Pipeline) -> PreTrainedModel:
+    """Make `model` a PipelineModel driven by `pipeline`: the same object, its class a subclass with the same name."""
+    kind = type(model)
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    model.__class__ = type(kind.__name__, (PipelineModel, kind), names)
+    model.pipeline = pipeline
+    model.relay = Relay(pipeline)
+    return model
+
+
+def own_class(model: PreTrainedModel) -> type[PreTrainedModel]:
+    """The class a parallelised model had before."""
+    own: type[PreTrainedModel] = type(model).__bases__[1] if isinstance(model, PipelineModel) else type(model)
+    return own

@@ -1,0 +1,228 @@
+"""The first face: `initialize(model, config)` spreads a model over the stages of equal pipelines."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import PretrainedConfig, PreTrainedModel
+
+from penstock.config import SECTION, Configuration, ConfigurationError
+from penstock.face import PipelineModel, attach
+from penstock.modeling.costs import balance, unit_costs
+from penstock.modeling.materialize import init_stage, meta_model, resolve_model_class
+from penstock.modeling.split import SplitModel
+from penstock.modeling.stage_loading import forget_ties, load_config, load_stage
+from penstock.modeling.tensor_parallel import TensorParallel
+from penstock.modeling.tied import alias_groups
+from penstock.modeling.units import list_units
+from penstock.runtime.bootstrap import ensure_process_group, local_device
+from penstock.runtime.engine import Pipeline
+from penstock.runtime.layout import Layout
+from penstock.runtime.start import require_agreement
+from penstock.schedule.text import own_or_named
+
+ConfigLike = Configuration | Mapping[str, Any] | str | os.PathLike[str]
+
+
+def initialize(model: PreTrainedModel, config: ConfigLike) -> PreTrainedModel:
+    """Spread `model` over the stages of a pipeline, and over replicas where there are more ranks than stages.
+
+    The model is shrunk in place: it stays the same object of the same class, keeps the parameters of this rank's stage
+    under their own names, and gives up the storage of all others, also where an optimizer holds them. Every rank
+    calls this with an equal model. torch.distributed is initialised from the environment unless it is already.
+
+    Args:
+        model: a whole transformers model, on any device; it is moved to this rank's.
+        config: see `penstock.config.Configuration`, or the path of a JSON file.
+
+    Returns:
+        `model`, which is then also a `penstock.PipelineModel`; untouched if the configuration says `enable: false`.
+
+    Raises:
+        ConfigurationError: the configuration is wrong, or asks for sizes that this world or this model do not have.
+        NotImplementedError: the model cannot be split; says why.
+        TypeError: `model` is no transformers model.
+        ValueError: it is parallelised already, with another configuration.
+    """
+    configuration = Configuration.from_any(config)
+    if not configuration.enable:
+        return model
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"initialize() takes a transformers PreTrainedModel, got {type(model).__name__}")
+    if isinstance(model, PipelineModel):
+        if model.configuration == configuration:
+            return model
+        raise ValueError("this model is parallelised already, with another configuration: initialize() takes it once")
+    ensure_process_group()
+    return distribute(model, choose_layout(model, configuration), configuration)
+
+
+def from_pretrained(
+    path_or_name: str, *, config: ConfigLike, model_class: type | None = None, **kwargs: Any
+) -> PreTrainedModel:
+    """Load a model straight into its stages: each rank reads and holds only its own stage's weights.
+
+    Args:
+        path_or_name: as for transformers' `from_pretrained`: a local folder or a name on a hub.
+        config: see `initialize`.
+        model_class: a model class or an auto class such as `AutoModelForCausalLM`; by default the class that wrote the
+            checkpoint.
+        kwargs: as for `from_pretrained` (`dtype`, `revision`, `attn_implementation`, ...).
+
+    Raises:
+        what `initialize` and `from_pretrained` raise; ValueError for an argument that cannot be combined with stages.
+    """
+    configuration = Configuration.from_any(config)
+    kind = resolve_model_class(load_config(path_or_name, **kwargs), model_class)
+    if not configuration.enable:
+        return kind.from_pretrained(path_or_name, **kwargs)
+    ensure_process_group()
+    skeleton = meta_model(kind, load_config(path_or_name, **kwargs))
+    layout = choose_layout(skeleton, configuration)
+    model, info = load_stage(kind, path_or_name, *_local(layout), **kwargs)
+    untied: list[tuple[str, ...]] = [()] * dist.get_world_size()
+    dist.all_gather_object(untied, info.untied)
+    forget_ties(model, set().union(*untied))
+    return distribute(model, layout, configuration)
+
+
+def from_config(
+    model_config: PretrainedConfig,
+    *,
+    config: ConfigLike,
+    model_class: type | None = None,
+    seed: int | None = None,
+    **kwargs: Any,
+) -> PreTrainedModel:
+    """Initialise a model at random straight into its stages: each rank makes only its own stage's weights.
+
+    Its weights equal, bit for bit, those of the unsplit model built after `torch.manual_seed(seed)`.
+
+    Args:
+        model_config: the model's configuration.
+        config: see `initialize`.
+        model_class: a model class or an auto class; by default the first of `model_config.architectures`.
+        seed: all ranks must use the same; None continues torch's generator, which must then stand alike on all ranks.
+        kwargs: as for an auto class's `from_config` (`dtype`, `attn_implementation`).
+
+    Raises:
+        what `initialize` raises; NotImplementedError for a model whose weights cannot be made in parts.
+    """
+    configuration = Configuration.from_any(config)
+    kind = resolve_model_class(model_config, model_class)
+    if not configuration.enable:
+        if seed is not None:
+            torch.manual_seed(seed)
+        return kind._from_config(model_config, **kwargs)
+    ensure_process_group()
+    layout = choose_layout(meta_model(kind, model_config, **kwargs), configuration)
+    model = init_stage(kind, model_config, *_local(layout), seed=seed, **kwargs)
+    return distribute(model, layout, configuration)
+
+
+def choose_layout(model: PreTrainedModel, configuration: Configuration) -> Layout:
+    """Equal pipelines, each with the model's units balanced over its stages by cost. All ranks call this together.
+
+    Raises:
+        ConfigurationError: the configuration does not fit the world or the model.
+        ValueError: the ranks were given different models or configurations.
+    """
+    require_agreement(_facts(model, configuration))
+    units = list_units(model)
+    stages, stage_to_rank, num_pipelines = plan_stages(configuration, units, unit_costs(model, units))
+    size = configuration.tensor_parallel_size
+    if size > 1:
+        try:
+            TensorParallel(model, 0, size, alias_groups(model))
+        except ValueError as error:
+            raise ConfigurationError(f"model_parallelism.{error}") from error
+    return Layout.place([stages] * num_pipelines, [stage_to_rank] * num_pipelines, size)
+
+
+def _facts(model: PreTrainedModel, configuration: Configuration) -> dict[str, Any]:
+    """What tells two models and configurations apart, apart from where they were loaded from and the weights."""
+    settings = {f"the model's config.{name}": value for name, value in model.config.to_dict().items()}
+    settings.pop("the model's config._name_or_path", None)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return {
+        "the model's class": type(model).__name__,
+        "the model's number of parameters": parameters,
+        "the type of its weights": str(model.dtype),
+        **settings,
+        **{f"{SECTION}.{name}": value for name, value in vars(configuration).items()},
+    }
+
+
+def _local(layout: Layout) -> tuple[Sequence[Sequence[str]], tuple[int, ...]]:
+    """This rank's pipeline's stages, and those it holds itself."""
+    place = layout.place_of(dist.get_rank())
+    mine = layout.pipelines[place.pipeline]
+    return mine.stages, mine.stages_of(place.rank_in_pipeline)
+
+
+def plan_stages(
+    configuration: Configuration, units: Sequence[str], costs: Sequence[float]
+) -> tuple[list[list[str]], tuple[int, ...], int]:
+    """The units of each stage, the rank within the pipeline that holds each stage, and the number of pipelines.
+
+    Raises:
+        ConfigurationError: the pipeline does not fit the world or the model.
+    """
+    num_ranks, world_size = configuration.pipeline_parallel_size, dist.get_world_size()
+    key = "model_parallelism.pipeline_parallel_size"
+    if (size := configuration.tensor_parallel_size) > 1:
+        if world_size % (num_ranks * size):
+            raise ConfigurationError(
+                f"{key} {num_ranks} times model_parallelism.tensor_parallel_size {size} makes pipelines of "
+                f"{num_ranks * size} processes, but {world_size} processes were started: start a multiple of "
+                f"{num_ranks * size} (torchrun --nproc-per-node {num_ranks * size})"
+            )
+        world_size //= size
+    if num_ranks > world_size:
+        raise ConfigurationError(
+            f"{key} is {num_ranks}, but only {world_size} processes were started: start at least {num_ranks} "
+            f"(torchrun --nproc-per-node {num_ranks}) or ask for at most {world_size} stages"
+        )
+    if world_size % num_ranks:
+        fitting = [size for size in range(1, world_size + 1) if world_size % size == 0]
+        raise ConfigurationError(
+            f"{world_size} processes cannot be shared out over pipelines of {num_ranks} ranks each: {key} must be one "
+            f"of {fitting}, or use HeterogeneousParallelPlugin, whose pipelines may differ"
+        )
+    stage_to_rank = own_or_named(configuration.schedule, num_ranks)(1).stage_to_rank
+    if len(stage_to_rank) > len(units):
+        per_rank = len(stage_to_rank) // num_ranks
+        raise ConfigurationError(
+            f"{key} is {num_ranks} with {per_rank} stage(s) per rank under schedule {configuration.schedule!r}, but "
+            f"the model has only {len(units)} units to place: ask for at most {len(units) // per_rank}"
+        )
+    sizes, stages, start = balance(costs, len(stage_to_rank)), [], 0
+    for size in sizes:
+        stages.append(list(units[start : start + size]))
+        start += size
+    return stages, stage_to_rank, world_size // num_ranks
+
+
+def distribute(model: PreTrainedModel, layout: Layout, configuration: Configuration) -> PreTrainedModel:
+    """Split `model` for this rank's place in `layout` and attach the engine."""
+    device = local_device()
+    place = layout.place_of(dist.get_rank())
+    split = SplitModel(model, *_local(layout), place.tensor_parallel_rank, layout.tensor_parallel_size)
+    model.to(device)
+    num_ranks = layout.pipelines[0].num_ranks
+    pipeline = Pipeline(
+        split,
+        layout,
+        own_or_named(configuration.schedule, num_ranks),
+        device,
+        num_microbatches=configuration.num_microbatches,
+        micro_batch_size=configuration.micro_batch_size,
+        trace=configuration.trace,
+    )
+    attach(model, pipeline)
+    model.configuration = configuration
+    return model

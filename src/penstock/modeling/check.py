@@ -1,0 +1,183 @@
+"""Whether a model can be split, into which units, what crosses each cut, and which weights are tied; or why not."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+
+from penstock.modeling.costs import unit_costs
+from penstock.modeling.materialize import meta_model, resolve_model_class
+from penstock.modeling.plan import make_plan
+from penstock.modeling.tied import alias_groups, stage_of_parameter
+from penstock.modeling.trace import Trace
+from penstock.modeling.units import traced_units
+
+
+@dataclass(frozen=True)
+class UnitReport:
+    """One unit.
+
+    Attributes:
+        name: its name, as in a pipeline template.
+        kind: its class.
+        parameters: elements of its parameters; a tied one counts at each holder.
+        cost: its relative cost, 1.0 on average.
+    """
+
+    name: str
+    kind: str
+    parameters: int
+    cost: float
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """One value that crosses a cut: where it comes from, and its shape and dtype for the shown inputs."""
+
+    origin: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return f"{self.origin} {str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+
+@dataclass(frozen=True)
+class CutReport:
+    """The cut between two neighbouring units.
+
+    Attributes:
+        before: the unit before the cut.
+        crossing: what crosses it in two stages, empty if impossible.
+        reason: why the model cannot be cut here, empty if it can.
+    """
+
+    before: str
+    crossing: tuple[Crossing, ...]
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `check` found.
+
+    Attributes:
+        model: the model's class.
+        parameters: elements of all parameters, tied ones once.
+        inputs: name and shape of the arguments that the cuts were found with.
+        units: in forward order; empty if the model cannot be split.
+        cuts: one between each two units.
+        ties: names of each parameter that several units hold.
+        everywhere: names of the parameters outside of units, which every stage holds.
+        reason: why the model cannot be split, empty if it can.
+    """
+
+    model: str
+    parameters: int
+    inputs: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    units: tuple[UnitReport, ...] = ()
+    cuts: tuple[CutReport, ...] = ()
+    ties: tuple[tuple[str, ...], ...] = ()
+    everywhere: tuple[str, ...] = ()
+    reason: str = ""
+
+    @property
+    def splittable(self) -> bool:
+        return not self.reason and any(not cut.reason for cut in self.cuts)
+
+    def render(self) -> str:
+        """The report as plain text."""
+        lines = [f"{self.model}: {self.parameters:,} parameters"]
+        if self.reason:
+            return "\n".join([*lines, f"cannot be split: {self.reason}"])
+        shown = ", ".join(f"{name}{list(shape)}" for name, shape in self.inputs)
+        lines.append(f"{len(self.units)} units; cuts shown for {shown}")
+        width = max(len(unit.name) for unit in self.units)
+        kinds = max(len(unit.kind) for unit in self.units)
+        cuts: list[CutReport | None] = [*self.cuts, None]
+        for unit, cut in zip(self.units, cuts, strict=True):
+            lines.append(f"  {unit.name:<{width}}  {unit.kind:<{kinds}}  {unit.parameters:>15,}  cost {unit.cost:6.2f}")
+            if cut is not None:
+                crossing = "; ".join(map(str, cut.crossing)) or "nothing"
+                lines.append(f"    | no cut: {cut.reason}" if cut.reason else f"    | {crossing}")
+        lines += [f"tied: {' = '.join(names)}" for names in self.ties]
+        if self.everywhere:
+            lines.append(f"on every stage: {', '.join(self.everywhere)}")
+        return "\n".join(lines)
+
+
+def check(subject: nn.Module | type | PretrainedConfig | str, inputs: dict[str, Any] | None = None) -> Report:
+    """Find out how a model can be split. Nothing is computed and no weights are loaded.
+
+    Args:
+        subject: a model; a model class of transformers, or its name, with its default configuration; a configuration;
+            or the path or name of a checkpoint, of which only the configuration is read.
+        inputs: arguments of a forward, for a model that does not run on inputs made from its configuration.
+
+    Raises:
+        ValueError: `subject` names no model.
+        OSError: a checkpoint was not found.
+    """
+    model = subject if isinstance(subject, nn.Module) else build_on_meta(subject)
+    aliases = alias_groups(model)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    name = type(model).__name__
+    try:
+        units, found, used = traced_units(model, inputs)
+    except NotImplementedError as error:
+        return Report(name, parameters, reason=str(error).partition("is not implemented... ")[2] or str(error))
+    modules = [model.get_submodule(unit) for unit in units]
+    sizes = [sum(parameter.numel() for parameter in module.parameters()) for module in modules]
+    costs = unit_costs(model, units, inputs=inputs)
+    places = {unit: index for index, unit in enumerate(units)}
+    holders = {names: {stage_of_parameter(each, places) for each in names} for names in aliases}
+    return Report(
+        model=name,
+        parameters=parameters,
+        inputs=tuple((key, tuple(value.shape)) for key, value in used.items() if isinstance(value, torch.Tensor)),
+        units=tuple(
+            UnitReport(unit, type(module).__name__, size, cost)
+            for unit, module, size, cost in zip(units, modules, sizes, costs, strict=True)
+        ),
+        cuts=tuple(_cut(found, units, index) for index in range(1, len(units))),
+        ties=tuple(names for names, stages in holders.items() if len(stages) > 1),
+        everywhere=tuple(names[0] for names, stages in holders.items() if None in stages),
+    )
+
+
+def _cut(found: Trace, units: list[str], index: int) -> CutReport:
+    """What crosses the cut before the unit `index`."""
+    stage_of = {unit: int(place >= index) for place, unit in enumerate(units)}
+    try:
+        plan = make_plan(found, stage_of, 2)
+    except NotImplementedError as error:
+        return CutReport(units[index - 1], (), str(error))
+    crossing = []
+    for value in plan.cuts[0]:
+        origin = value.unit + (f" (call {value.call + 1})" if value.call else "")
+        origin += f" {value.leaf}" if isinstance(value.leaf, str) else f" output {value.leaf}" if value.leaf else ""
+        shape = found.shapes[value]
+        crossing.append(Crossing(origin, shape.shape, shape.dtype))
+    return CutReport(units[index - 1], tuple(crossing))
+
+
+def build_on_meta(subject: type | PretrainedConfig | str) -> nn.Module:
+    """The model on the meta device."""
+    if isinstance(subject, str) and not os.path.exists(subject):
+        named = getattr(transformers, subject, None) if subject.isidentifier() else None
+        if isinstance(named, type):
+            subject = named
+    if isinstance(subject, str):
+        subject = AutoConfig.from_pretrained(subject)
+    if isinstance(subject, PretrainedConfig):
+        return meta_model(resolve_model_class(subject), subject)
+    config_class = getattr(subject, "config_class", None)
+    if isinstance(subject, type) and issubclass(subject, PreTrainedModel) and config_class is not None:
+        return meta_model(subject, config_class())
+    raise ValueError(f"{subject!r} is no model, model class, configuration, or checkpoint")

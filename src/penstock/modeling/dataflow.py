@@ -1,0 +1,253 @@
+"""Data flow: which values a tensor was computed from, followed through everything the model's own code does.
+
+Marks are kept per storage, so views share them; an operation's outputs carry the marks of all its inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """One tensor that one call of a unit returns.
+
+    Attributes:
+        unit: the unit's name.
+        call: which call of the unit in the forward, counted from 0.
+        leaf: which leaf of its output, counted from 0, or the name of a side output (`"router_logits.0"`).
+    """
+
+    unit: str
+    call: int
+    leaf: int | str
+
+
+@dataclass(frozen=True, slots=True)
+class Outside:
+    """A parameter or buffer that belongs to no unit."""
+
+    outside: str
+
+
+@dataclass(frozen=True, slots=True)
+class Inside:
+    """A unit's own parameter or buffer, reached without calling the unit."""
+
+    inside: str
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """An argument of the forward."""
+
+    given: str
+
+
+@dataclass(frozen=True, slots=True)
+class Altered:
+    """A tensor after a unit's call changed it in place."""
+
+    altered_by: str
+    call: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reduced:
+    """The result of a loss function, by its position among the forward's loss functions."""
+
+    loss_call: int
+
+
+@dataclass(frozen=True, slots=True)
+class Selected:
+    """A tensor whose shape depends on data (the result of `nonzero`, of a boolean index)."""
+
+    operation: str
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A random number that the model's code draws between units."""
+
+    operation: str
+
+
+Source = Value | Outside | Inside | Given | Altered | Reduced | Selected | Drawn
+Sources = frozenset[Source]
+NOTHING: Sources = frozenset()
+
+
+class DataFlow(TorchDispatchMode):
+    """Marks tensors while active.
+
+    Attributes:
+        paused: operations are not followed (a unit's shape function, say).
+        controls: for every time a marked value decided what Python does next, what `position()` returned then, and
+            the value's sources.
+        written: values that were changed in place after their unit returned them.
+        written_inputs: arguments of the forward that were changed in place.
+    """
+
+    def __init__(self, position: Callable[[], int]) -> None:
+        super().__init__()
+        self.paused = False
+        self.controls: list[tuple[int, Sources]] = []
+        self.written: set[Value] = set()
+        self.written_inputs: set[str] = set()
+        self._position = position
+        self._marks: dict[int, Sources] = {}
+        self._values: dict[int, Value] = {}
+        self._inputs: dict[int, str] = {}
+        # A weak reference keeps the storage's address from being used again, but not its memory.
+        self._references: dict[int, StorageWeakRef] = {}
+
+    def sources(self, tree: Any) -> Sources:
+        """What the tensors in `tree` were computed from; looks one level into objects of unknown classes."""
+        found: set[Source] = set()
+        for tensor in _tensors(tree):
+            found |= self._marks.get(tensor.untyped_storage()._cdata, NOTHING)
+        return frozenset(found)
+
+    def mark(self, tensor: torch.Tensor, sources: Iterable[Source]) -> None:
+        """Add sources to a tensor (and to everything that shares its storage)."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._references:
+            self._references[key] = StorageWeakRef(storage)
+        self._marks[key] = self._marks.get(key, NOTHING) | frozenset(sources)
+
+    def mark_value(self, tensor: torch.Tensor, value: Value) -> None:
+        """Let a freshly made tensor stand for `value`."""
+        self.mark(tensor, (value,))
+        self._values[tensor.untyped_storage()._cdata] = value
+
+    def mark_input(self, tensor: torch.Tensor, name: str) -> None:
+        """Let `tensor` stand for an argument of the forward."""
+        self.mark(tensor, (Given(name),))
+        self._inputs[tensor.untyped_storage()._cdata] = name
+
+    def note_write(self, tensor: torch.Tensor) -> None:
+        """Tell that `tensor` is changed in place."""
+        key = tensor.untyped_storage()._cdata
+        if key in self._values:
+            self.written.add(self._values[key])
+        if key in self._inputs:
+            self.written_inputs.add(self._inputs[key])
+
+    def note_control(self, sources: Sources) -> None:
+        """Tell that a value of these sources decides what Python does next."""
+        if any(isinstance(source, (Value, Drawn)) for source in sources):
+            self.controls.append((self._position(), sources))
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        before, self.paused = self.paused, True
+        try:
+            yield
+        finally:
+            self.paused = before
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self.paused:
+            return func(*args, **kwargs)
+        sources = self.sources((args, kwargs))
+        leaked = next((source.inside for source in sources if isinstance(source, Inside)), None)
+        if leaked is not None:
+            raise ReachedInside(leaked)
+        output = func(*args, **kwargs)
+        if torch.Tag.data_dependent_output in func.tags:
+            self.note_control(sources)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            sources |= {Drawn(str(func))}
+        elif _compares_with_nothing(func, args):
+            sources = frozenset(s for s in sources if not (isinstance(s, Drawn) and s.operation.startswith(_UNIFORM)))
+        selectors = _selectors(func, args)
+        if selectors:
+            self.note_control(self.sources(selectors))
+            sources |= {Selected(str(func))}
+        if func._schema.is_mutable:
+            for argument, declared in zip(args, func._schema.arguments, strict=False):
+                if isinstance(argument, torch.Tensor) and declared.alias_info and declared.alias_info.is_write:
+                    self.note_write(argument)
+        if sources:
+            for tensor in pytree.tree_leaves(output):
+                if isinstance(tensor, torch.Tensor):
+                    self.mark(tensor, sources)
+        return output
+
+
+class ReachedInside(Exception):
+    """The model's code uses a unit's tensor without calling the unit."""
+
+    def __init__(self, tensor: str) -> None:
+        super().__init__(f"its code uses {tensor} without calling the module that holds it")
+        self.tensor = tensor
+
+
+# Draws from 0 to 1.
+_UNIFORM = "aten.rand."
+
+
+def _compares_with_nothing(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether an operation asks if something is below a probability of zero, which no uniform number is."""
+    return func is torch.ops.aten.lt.Scalar and isinstance(args[1], (int, float)) and args[1] <= 0
+
+
+def _selectors(func: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
+    """The tensors whose contents decide the shape of what an operation returns."""
+    if torch.Tag.dynamic_output_shape not in func.tags:
+        return []
+    if func is torch.ops.aten.index.Tensor:  # by booleans, that is; integers only say where
+        return [index for index in args[1] if index is not None and index.dtype in (torch.bool, torch.uint8)]
+    if func is torch.ops.aten.masked_select.default:
+        return [args[1]]
+    return [argument for argument in args if isinstance(argument, torch.Tensor)]
+
+
+_READS = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__}
+
+
+class Watch(TorchFunctionMode):
+    """Sees what the dispatcher does not: data read by Python on the CPU, and calls of the functions in `observers`.
+
+    Args:
+        flow: told of every read.
+        observers: `{function: observe(args, kwargs, result)}`, called after the function.
+    """
+
+    def __init__(self, flow: DataFlow, observers: dict[Callable[..., Any], Callable[..., None]]) -> None:
+        super().__init__()
+        self._flow = flow
+        self._observers = observers
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not self._flow.paused and func in _READS:
+            self._flow.note_control(self._flow.sources(args[0]))
+        result = func(*args, **kwargs)
+        if not self._flow.paused and func in self._observers:
+            self._observers[func](func, args, kwargs, result)
+        return result
+
+
+def _tensors(tree: Any, depth: int = 0) -> Iterator[torch.Tensor]:
+    for leaf in pytree.tree_leaves(tree):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif depth < 2 and hasattr(leaf, "__dict__") and not isinstance(leaf, (type, torch.nn.Module)):
+            yield from _tensors(list(vars(leaf).values()), depth + 1)

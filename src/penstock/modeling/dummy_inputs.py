@@ -1,0 +1,116 @@
+"""Inputs for a forward that computes nothing, made from a model's configuration and signature."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+BATCH = 2
+TOKENS = 8
+
+
+def dummy_inputs(model: nn.Module, batch: int = BATCH, tokens: int = TOKENS) -> dict[str, Any]:
+    """Arguments with which the forward of `model` can be traced, without labels.
+
+    Args:
+        model: a transformers model; its `main_input_name` and configuration say what it takes.
+        batch: samples.
+        tokens: tokens per sample; fewer if the model has fewer positions.
+    """
+    config = getattr(model, "config", None)
+    main = getattr(model, "main_input_name", "input_ids")
+    parameters = inspect.signature(model.forward).parameters
+    if main not in parameters and "input_ids" in parameters:
+        main = "input_ids"
+    limits = [_number(config, name) for name in ("max_position_embeddings", "n_positions", "max_target_positions")]
+    tokens = max(1, min([tokens, *(limit for limit in limits if limit)]))
+    inputs: dict[str, Any] = {}
+    needed = {
+        name
+        for name, parameter in parameters.items()
+        if parameter.default is inspect.Parameter.empty
+        and parameter.kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    }
+    names = [main, *sorted(needed - {main})]
+    # A model of two inputs (an image and a text, a document and its boxes) takes both.
+    names += [name for name in ("input_ids", "pixel_values") if name in parameters and _is_two_tower(model)]
+    dtype = next((parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()), torch.float32)
+    for name in dict.fromkeys(names):
+        made = _made(name, config, batch, tokens)
+        if made is not None:
+            inputs[name] = made.to(dtype) if made.is_floating_point() else made
+    if "input_ids" in inputs and "attention_mask" in parameters:
+        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in parameters:
+        inputs["decoder_input_ids"] = _ids(config, batch, tokens)
+    return inputs
+
+
+def _is_two_tower(model: nn.Module) -> bool:
+    config = getattr(model, "config", None)
+    return hasattr(config, "vision_config") and not hasattr(config, "image_token_id")
+
+
+def _made(name: str, config: Any, batch: int, tokens: int) -> Any:
+    if name in ("pixel_values", "pixel_values_videos"):
+        frames = _number(config, "num_frames")
+        height, width = _image_size(config)
+        shape = (_number(config, "num_channels") or 3, height, width)
+        return torch.zeros((batch, frames, *shape) if frames else (batch, *shape))
+    if name == "input_features":
+        bins = _number(config, "num_mel_bins") or _number(config, "feature_size") or 80
+        frames = 2 * (_number(config, "max_source_positions") or 50)
+        if getattr(config, "model_type", "") == "whisper":
+            return torch.zeros(batch, bins, frames)
+        return torch.zeros(batch, frames, bins)
+    if name == "input_values":
+        return torch.zeros(batch, 8000)
+    if name == "bbox":
+        return torch.zeros(batch, tokens, 4, dtype=torch.long)
+    if name.endswith("mask"):
+        return torch.ones(batch, tokens, dtype=torch.long)
+    if name.endswith("ids"):
+        return _ids(config, batch, tokens)
+    if name.endswith("embeds"):
+        return torch.zeros(batch, tokens, _number(config, "hidden_size") or 1)
+    return None
+
+
+def _ids(config: Any, batch: int, tokens: int) -> torch.Tensor:
+    """Tokens that are no padding, each sequence ending with the end-of-sequence token if there is one."""
+    pad = _number(config, "pad_token_id")
+    token = next(i for i in (1, 2, 3) if i not in (pad, _number(config, "eos_token_id")))
+    ids = torch.full((batch, tokens), min(token, (_number(config, "vocab_size") or 4) - 1))
+    end = _number(config, "eos_token_id")
+    if end is not None:
+        ids[:, -1] = end
+    return ids
+
+
+def _image_size(config: Any) -> tuple[int, int]:
+    size = _found(config, "image_size") or _found(config, "input_size") or 32
+    if isinstance(size, Mapping):
+        return int(size["height"]), int(size["width"])
+    if isinstance(size, (list, tuple)):
+        return int(size[0]), int(size[-1])
+    return int(size), int(size)
+
+
+def _found(config: Any, name: str) -> Any:
+    """An entry of the configuration, or of its parts for text, vision and audio."""
+    for part in ("", "text_config", "vision_config", "audio_config", "encoder"):
+        value = getattr(getattr(config, part, None) if part else config, name, None)
+        if value is not None:
+            return value
+    return None
+
+
+def _number(config: Any, name: str) -> int | None:
+    value = _found(config, name)
+    if isinstance(value, (list, tuple)) and value:
+        value = value[0]
+    return value if isinstance(value, int) and not isinstance(value, bool) else None

@@ -1,0 +1,140 @@
+"""Ghosts: modules without storage that stand where another stage's unit stands.
+
+A ghost keeps its class, its children and its Python attributes. Its parameters and buffers have left the module's
+registries, so it contributes nothing to `parameters()`, `state_dict()` or an optimizer; a plain meta tensor stays
+under each name, so that model code may still ask for `module.weight.dtype` or `.shape`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+_STRIPPED = "_penstock_stripped"
+
+
+def strip(module: nn.Module) -> nn.Module:
+    """Turn `module` and everything below it into a ghost, in place.
+
+    The parameters themselves are left alone: whoever still holds one (an optimizer, a tied holder) keeps it whole.
+    Giving up their storage is the caller's decision, see `penstock.modeling.split`.
+
+    Returns:
+        `module`, for chaining.
+    """
+    for child in module.modules():
+        names = list(vars(child).get(_STRIPPED, ()))
+        for registry, kind in ((child._parameters, "parameter"), (child._buffers, "buffer")):
+            for name, tensor in list(registry.items()):
+                if kind == "buffer" and name in child._non_persistent_buffers_set:
+                    kind_here = "temporary"
+                else:
+                    kind_here = kind
+                del registry[name]
+                # Straight into __dict__: nn.Module.__setattr__ would register a buffer again, and a later assignment
+                # of a Parameter under this name still registers it and removes this entry.
+                child.__dict__[name] = None if tensor is None else tensor.detach().to("meta")
+                if tensor is not None:
+                    names.append((name, kind_here))
+        child._non_persistent_buffers_set = set()
+        child.__dict__[_STRIPPED] = tuple(names)
+        # transformers must not try to initialise what is no longer there.
+        child.__dict__["_is_hf_initialized"] = True
+    return module
+
+
+def is_ghost(module: nn.Module) -> bool:
+    """Whether `module` has been stripped."""
+    return _STRIPPED in vars(module)
+
+
+def stripped_tensors(module: nn.Module, kind: str = "parameter") -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and meta tensors of what `strip` took out of `module` and the modules below it.
+
+    Args:
+        module: any module; names are relative to it, as in `named_parameters()`.
+        kind: `"parameter"`, `"buffer"` (persistent) or `"temporary"` (buffers that no checkpoint holds).
+    """
+    for prefix, child in module.named_modules(remove_duplicate=False):
+        for name, its_kind in vars(child).get(_STRIPPED, ()):
+            if its_kind == kind and name not in child._parameters and name not in child._buffers:
+                yield (f"{prefix}.{name}" if prefix else name), vars(child)[name]
+
+
+def all_parameter_names(model: nn.Module) -> list[str]:
+    """Names of every parameter of the unsplit model, those of ghosts included, tied ones under each of their names."""
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    names.update(name for name, _ in stripped_tensors(model))
+    order: list[str] = []
+    for prefix, child in model.named_modules(remove_duplicate=False):
+        own = list(child._parameters) + [name for name, _ in vars(child).get(_STRIPPED, ())]
+        order += [name for n in own if (name := f"{prefix}.{n}" if prefix else n) in names]
+    return list(dict.fromkeys(order))
+
+
+def meta_twin(module: nn.Module) -> nn.Module:
+    """A copy of `module` whose tensors are all meta tensors, in eval mode; `module` is left alone and not copied.
+
+    Forward hooks are not taken over, except those with which transformers collects side outputs (see
+    `sync_capture_hooks`): a user's hook must see real values only.
+    """
+    memo: dict[int, Any] = {}
+    for child in module.modules():
+        for tensor in [*child._parameters.values(), *child._buffers.values(), *_loose_tensors(child)]:
+            if tensor is not None and id(tensor) not in memo:
+                twin_tensor = tensor.detach().to("meta")
+                if isinstance(tensor, nn.Parameter):
+                    twin_tensor = nn.Parameter(twin_tensor, requires_grad=False)
+                memo[id(tensor)] = twin_tensor
+        # One configuration for both, as some of it may be changed later (`set_attn_implementation`).
+        memo.update((id(value), value) for value in vars(child).values() if isinstance(value, PretrainedConfig))
+    # Hooks are put aside during the copy: they may hold the whole model in a closure or a bound method.
+    hooks = [(child, name, vars(child)[name]) for child in module.modules() for name in _HOOKS if vars(child).get(name)]
+    for child, name, hook in hooks:
+        child.__dict__[name] = type(hook)()
+    try:
+        twin: nn.Module = copy.deepcopy(module, memo)
+    finally:
+        for child, name, hook in hooks:
+            child.__dict__[name] = hook
+    for parameter in twin.parameters():
+        parameter.requires_grad_(False)
+    return twin.eval()
+
+
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+)
+
+
+def sync_capture_hooks(module: nn.Module, twin: nn.Module) -> None:
+    """Give `twin` the output-capturing hooks that transformers has put on `module` (it installs them lazily)."""
+    for child, copied in zip(module.modules(), twin.modules(), strict=True):
+        copied._forward_hooks.clear()
+        for key, hook in child._forward_hooks.items():
+            if getattr(hook, "__module__", None) == "transformers.utils.output_capturing":
+                copied._forward_hooks[key] = hook
+
+
+def _loose_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    """Tensors held in plain attributes of one module, also inside lists, tuples and dictionaries."""
+    stack: list[Any] = [value for name, value in vars(module).items() if not name.startswith("_")]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            stack.extend(value)
+        elif isinstance(value, dict):
+            stack.extend(value.values())

@@ -1,0 +1,230 @@
+"""Which mean the model's loss is, so that a microbatch's loss can be made its exact share of the batch's.
+
+A loss that is a mean over tokens must be weighted by tokens, one over samples by samples: averaging microbatches with
+equal weights is wrong as soon as one of them holds more padding. The rule is found while planning: the loss functions
+of `torch.nn.functional` are observed, and the target each is given is recognised as a function of the inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+# Functions whose mean leaves out ignored targets; the mean of all others is over every element.
+CLASS_LOSSES = (functional.cross_entropy, functional.nll_loss)
+ELEMENT_LOSSES = (
+    functional.mse_loss,
+    functional.l1_loss,
+    functional.smooth_l1_loss,
+    functional.huber_loss,
+    functional.binary_cross_entropy,
+    functional.binary_cross_entropy_with_logits,
+    functional.kl_div,
+    functional.soft_margin_loss,
+    functional.multilabel_soft_margin_loss,
+    functional.cosine_embedding_loss,
+    functional.margin_ranking_loss,
+    functional.triplet_margin_loss,
+    functional.ctc_loss,
+)
+LOSS_FUNCTIONS = (*CLASS_LOSSES, *ELEMENT_LOSSES)
+
+# (model output, the microbatch's inputs) -> that microbatch's own mean loss
+Criterion = Callable[[Any, Mapping[str, Any]], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class LossTerm:
+    """One mean that enters the loss.
+
+    Attributes:
+        kind: `"tokens"` (valid elements of an input), `"positions"` (elements that point into the sequence),
+            `"samples"`, or `"sum"` (no mean: the caller has given the divisor, `num_items_in_batch`).
+        input: the argument that is counted.
+        start, stop: the part of its last dimension that is counted; `start=1` for shifted (causal) labels.
+        ignore_index: elements equal to it are not counted; if None, negative ones are not.
+        mask: an argument of the same shape; elements where it is not 1 are not counted.
+        limit: for `"positions"`, the argument whose second dimension bounds them.
+        calls: positions, among the forward's loss functions, of those with this mean.
+    """
+
+    kind: str
+    input: str | None = None
+    start: int = 0
+    stop: int | None = None
+    ignore_index: int | None = None
+    mask: str | None = None
+    limit: str | None = None
+    calls: tuple[int, ...] = ()
+
+    def count(self, inputs: Mapping[str, Any]) -> int:
+        """The number of elements in the mean for these inputs (1 for a sum)."""
+        if self.kind == "sum":
+            return 1
+        if self.input is None:
+            return batch_size(inputs)
+        tensor = inputs[self.input]
+        if self.kind == "samples":
+            return int(tensor.shape[0]) if tensor.dim() else 1
+        counted = tensor[..., self.start : self.stop] if tensor.dim() else tensor
+        if self.kind == "positions":
+            assert self.limit is not None
+            return int((counted < inputs[self.limit].shape[1]).sum())
+        valid = counted >= 0 if self.ignore_index is None else counted != self.ignore_index
+        if self.mask is not None:
+            valid = valid & (inputs[self.mask][..., self.start : self.stop] == 1)
+        return int(valid.sum())
+
+
+@dataclass(frozen=True, slots=True)
+class LossRule:
+    """How the batch's loss is put together from its microbatches' losses.
+
+    Use, with `total = [sum over all microbatches of all pipelines of c for c in rule.counts(microbatch)]`:
+    `SplitModel.forward(..., shares=rule.shares(rule.counts(microbatch), total))` returns an output whose loss is the
+    microbatch's share; the shares add up to the loss of the whole batch, and a microbatch without a single counted
+    element contributes an exact zero rather than 0/0.
+
+    Attributes:
+        terms: the means that enter the loss; nearly always one. What enters it otherwise (a router's balance loss) is
+            weighted like the first.
+        exact: False if the loss is, as far as can be seen, no mean over tokens or samples (contrastive losses, a mean
+            taken by hand): microbatches are then weighted by samples, which equals the unsplit model accumulating
+            over the same microbatches, but not the loss of the whole batch at once.
+        reason: why not, if not exact.
+    """
+
+    terms: tuple[LossTerm, ...]
+    exact: bool = True
+    reason: str = ""
+
+    def counts(self, inputs: Mapping[str, Any]) -> tuple[int, ...]:
+        """For each term the number of elements in its mean. Reads the labels, hence waits for them on a GPU."""
+        return tuple(term.count(inputs) for term in self.terms)
+
+    def count(self, inputs: Mapping[str, Any]) -> int:
+        """`counts(inputs)[0]`: the whole rule unless the loss is made of several means."""
+        return self.terms[0].count(inputs)
+
+    def shares(self, counts: Sequence[int], totals: Sequence[int]) -> tuple[float, ...]:
+        """For each term, what part of the batch's mean this microbatch is.
+
+        Args:
+            counts: of the microbatch.
+            totals: of the whole batch, over all microbatches and pipelines.
+        """
+        return tuple(
+            1.0 if term.kind == "sum" else (count / total if total else 0.0)
+            for term, count, total in zip(self.terms, counts, totals, strict=True)
+        )
+
+    @contextmanager
+    def weighing(self, shares: Sequence[float]) -> Iterator[None]:
+        """While open, the several means of a loss are weighted against each other. Does nothing for a single mean."""
+        if len(self.terms) == 1:
+            yield
+            return
+        largest = max(shares)
+        weights = {
+            call: (share / largest if largest else 0.0)
+            for term, share in zip(self.terms, shares, strict=True)
+            for call in term.calls
+        }
+        with _Weighing(weights):
+            yield
+
+    def scale(self, loss: torch.Tensor, shares: Sequence[float], connected: Any) -> torch.Tensor:
+        """The share of a loss that was computed under `weighing`.
+
+        Args:
+            loss: the microbatch's loss; NaN where nothing was counted.
+            shares: from `shares()`.
+            connected: outputs of the same forward; a zero share keeps its place in the autograd graph through them.
+        """
+        share = max(shares)
+        return loss * share if share else zero_loss(loss, connected)
+
+
+def batch_size(inputs: Mapping[str, Any]) -> int:
+    """The size of the first dimension of the first tensor that has one."""
+    for value in inputs.values():
+        if isinstance(value, torch.Tensor) and value.dim():
+            return int(value.shape[0])
+    raise ValueError("the inputs contain no tensor with a batch dimension")
+
+
+class _Zero(torch.autograd.Function):
+    """Zero, whatever its arguments hold; their gradients are zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.kinds = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
+        return torch.zeros_like(loss)
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> Any:
+        return None, *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.kinds)
+
+
+def zero_loss(loss: torch.Tensor, connected: Any) -> torch.Tensor:
+    """An exact zero of the kind of `loss` that is connected to the graph of the tensors in `connected`."""
+    tensors = [
+        leaf
+        for leaf in torch.utils._pytree.tree_leaves(connected)
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf is not loss
+    ]
+    if not tensors and loss.requires_grad:
+        return torch.nan_to_num(loss * 0.0)
+    zero: torch.Tensor = _Zero.apply(loss.detach(), *tensors)
+    return zero
+
+
+class _Weighing(TorchFunctionMode):
+    """Multiplies the results of loss functions, in the order of their calls."""
+
+    def __init__(self, weights: Mapping[int, float]) -> None:
+        super().__init__()
+        self._weights = weights
+        self._calls = 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func not in LOSS_FUNCTIONS:
+            return result
+        weight = self._weights.get(self._calls, 1.0)
+        self._calls += 1
+        if weight == 0.0:
+            return zero_loss(result, (args, kwargs))
+        return result * weight
+
+
+def loss_of(output: Any) -> torch.Tensor | None:
+    """The loss in a model's output: its `loss`, or the leading scalar of a tuple."""
+    if isinstance(output, Mapping):
+        found = output.get("loss")
+    elif isinstance(output, (tuple, list)):
+        found = output[0] if output else None
+    else:
+        found = getattr(output, "loss", None)
+    if isinstance(found, torch.Tensor) and found.dim() == 0 and found.is_floating_point():
+        return found
+    return None
+
+
+def with_loss(output: Any, loss: torch.Tensor) -> Any:
+    """`output` with its loss replaced."""
+    if isinstance(output, Mapping):
+        output["loss"] = loss  # type: ignore[index]  # a ModelOutput is a dictionary
+        return output
+    if isinstance(output, tuple):
+        return (loss, *output[1:])
+    output.loss = loss
+    return output

@@ -1,0 +1,172 @@
+"""Finding the loss rule while a forward is traced."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from penstock.modeling.dataflow import DataFlow, Given, Reduced, Selected, Sources
+from penstock.modeling.loss import CLASS_LOSSES, LOSS_FUNCTIONS, LossRule, LossTerm, batch_size
+
+# Arguments that hold what a loss compares with: `labels`, `next_sentence_label`, `start_positions`, `target_values`.
+LABEL_NAMES = ("label", "target", "start_positions", "end_positions", "positions")
+
+
+def is_label(name: str) -> bool:
+    """Whether an argument of this name is compared with the model's output by a loss."""
+    return any(part in name for part in LABEL_NAMES) and not name.startswith("position")
+
+
+def probe(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """What planning puts in place of an argument: for integer labels a fixed pattern of the classes 0 and 1.
+
+    The pattern has no symmetry, so labels, shifted labels and masked labels can be told apart, and a plan does not
+    depend on what the labels are. Everything else is copied, as the model might change it in place.
+    """
+    if not is_label(name) or tensor.is_floating_point() or tensor.dtype == torch.bool or tensor.dim() == 0:
+        return tensor.detach().clone()
+    # Bits of the Fibonacci word: aperiodic, and every shift of it differs within a few places.
+    index = torch.arange(1, tensor.numel() + 1, dtype=torch.float64)
+    golden = (1 + 5**0.5) / 2
+    bits = ((index + 1) * golden).floor() - (index * golden).floor() - 1
+    return bits.reshape(tensor.shape).to(dtype=tensor.dtype, device=tensor.device)
+
+
+class LossTrace:
+    """Records the loss functions of one traced forward.
+
+    Args:
+        inputs: the probes that the forward is given.
+        flow: the data flow of the same forward.
+    """
+
+    def __init__(self, inputs: Mapping[str, Any], flow: DataFlow) -> None:
+        self._inputs = inputs
+        self._flow = flow
+        self._found: list[tuple[LossTerm, str]] = []  # with the reason why it is not exact, or ""
+
+    def observers(self) -> dict[Callable[..., Any], Callable[..., None]]:
+        """For `Watch`."""
+        return dict.fromkeys(LOSS_FUNCTIONS, self._observe)
+
+    def _observe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        bound = inspect.signature(func).bind(*args, **kwargs)
+        bound.apply_defaults()
+        with self._flow.pause():
+            term, reason = self._recognise(func, bound.arguments)
+        call = len(self._found)
+        self._found.append((replace(term, calls=(call,)), reason))
+        if isinstance(result, torch.Tensor):
+            self._flow.mark(result, (Reduced(call),))
+
+    def rule(self, sources: Sources) -> LossRule:
+        """The rule for a loss that was computed from `sources`."""
+        terms: dict[LossTerm, LossTerm] = {}
+        reasons = []
+        for source in sorted((s for s in sources if isinstance(s, Reduced)), key=lambda s: s.loss_call):
+            term, reason = self._found[source.loss_call]
+            key = replace(term, calls=())
+            known = terms.get(key, key)
+            terms[key] = replace(known, calls=(*known.calls, source.loss_call))
+            if reason:
+                reasons.append(reason)
+        if not terms:
+            reasons.append("it is computed by none of torch's loss functions")
+            terms[LossTerm("samples")] = LossTerm("samples")
+        return LossRule(tuple(terms.values()), not reasons, "; ".join(dict.fromkeys(reasons)))
+
+    def _recognise(self, func: Any, arguments: Mapping[str, Any]) -> tuple[LossTerm, str]:
+        label = func.__name__
+        reduction = arguments.get("reduction", "mean")
+        if reduction == "sum" and self._inputs.get("num_items_in_batch") is not None:
+            return LossTerm("sum"), ""
+        if reduction not in ("mean", "batchmean"):
+            return LossTerm("samples"), f"the model's code reduces the result of {label} (reduction={reduction!r})"
+        if arguments.get("weight") is not None and func in CLASS_LOSSES:
+            return LossTerm("samples"), f"{label} weighs classes, so its mean is over class weights"
+        prediction, target = _operands(arguments)
+        if self._selects_labels(func, prediction, target):
+            return self._class_term(label, {**arguments, "ignore_index": None}, prediction, target)
+        if any(isinstance(source, Selected) for source in self._flow.sources((prediction, target))):
+            return LossTerm("samples"), f"{label} is given elements selected by their values"
+        if func is functional.kl_div and reduction == "mean":
+            return LossTerm("samples"), ""
+        if func not in CLASS_LOSSES or target.is_floating_point():
+            if prediction.numel() % batch_size(self._inputs):
+                return LossTerm("samples"), f"{label} is over elements that do not divide into samples"
+            return LossTerm("samples"), ""
+        return self._class_term(label, arguments, prediction, target)
+
+    def _selects_labels(self, func: Any, prediction: torch.Tensor, target: torch.Tensor) -> bool:
+        """Whether a class loss is given the elements with a valid label, selected by nothing but the labels.
+
+        What counts as valid cannot be seen, but whether every non-negative label does: the probes have no others.
+        """
+        sources = self._flow.sources(target)
+        given = {source.given for source in self._flow.sources((prediction, target)) if isinstance(source, Given)}
+        return (
+            func in CLASS_LOSSES
+            and any(isinstance(source, Selected) for source in sources)
+            and len(given) == 1
+            and all(map(is_label, given))
+        )
+
+    def _class_term(
+        self, label: str, arguments: Mapping[str, Any], prediction: torch.Tensor, target: torch.Tensor
+    ) -> tuple[LossTerm, str]:
+        ignore_index = arguments.get("ignore_index", -100)
+        given = [source.given for source in self._flow.sources(target) if isinstance(source, Given)]
+        labels = [name for name in given if is_label(name)]
+        if not given:
+            return LossTerm("samples"), f"{label} compares with targets that are no input"
+        masks: list[str | None] = [name for name in given if labels and name not in labels] or [None]
+        for name in labels or given:
+            tensor = self._inputs[name]
+            for start, stop in ((0, None), (1, None), (0, -1)):
+                for mask in masks:
+                    term = LossTerm("tokens", name, start, stop, ignore_index, mask)
+                    if len(given) == 1 + (mask is not None) and self._explains(term, target):
+                        return self._bounded(term, prediction, tensor), ""
+        return LossTerm("samples"), f"{label} compares with targets that are made from {', '.join(sorted(given))}"
+
+    def _explains(self, term: LossTerm, target: torch.Tensor) -> bool:
+        """Whether `target` is the part of the input that `term` counts, possibly padded at its end."""
+        assert term.input is not None
+        ignored = -1 if term.ignore_index is None else term.ignore_index
+        tensor = self._inputs[term.input]
+        if tensor.dim() == 0:
+            return target.numel() == 1
+        if term.mask is not None:
+            mask = self._inputs[term.mask]
+            if not isinstance(mask, torch.Tensor) or mask.shape != tensor.shape:
+                return False
+            tensor = torch.where(mask == 1, tensor, torch.full_like(tensor, ignored))
+        candidates = [tensor[..., term.start : term.stop]]
+        if term.start:
+            candidates.append(functional.pad(tensor, (0, term.start), value=ignored)[..., term.start :])
+        flat = target.reshape(-1)
+        return any(
+            candidate.numel() == flat.numel() and torch.equal(candidate.reshape(-1).to(flat), flat)
+            for candidate in candidates
+        )
+
+    def _bounded(self, term: LossTerm, prediction: torch.Tensor, tensor: torch.Tensor) -> LossTerm:
+        """Question answering ignores positions at or beyond the sequence's length, which `ignore_index` then is."""
+        classes = prediction.shape[1] if prediction.dim() > 1 else prediction.shape[0]
+        if term.ignore_index != classes or tensor.dim() != 1:
+            return term
+        for name, value in self._inputs.items():
+            if isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[1] == classes:
+                return replace(term, kind="positions", ignore_index=None, limit=name)
+        return term
+
+
+def _operands(arguments: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first two tensors among a loss function's arguments: what was predicted, and what it is compared with."""
+    tensors = [value for value in arguments.values() if isinstance(value, torch.Tensor)]
+    return tensors[0], tensors[1]

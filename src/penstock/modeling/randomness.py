@@ -1,0 +1,88 @@
+"""Dropout that does not depend on the layout.
+
+Before each unit runs, the random generators are set from (seed, unit, call), and after it from (seed, unit, call,
+"after") for the model's code between units. Whichever stage runs a unit, it draws the same mask as in one process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+_MASK = (1 << 64) - 1
+
+# Attributes and configuration entries that hold a probability or an amplitude of noise.
+_NOISE = re.compile(r"drop|jitter|noise|mask_(time|feature)_prob|apply_spec_augment")
+
+
+def draws_random_numbers(model: nn.Module) -> bool:
+    """Whether the model may draw random numbers in training: a dropout probability, or the like, above zero.
+
+    Looks at dropout modules and at numbers named so on the modules and in the configuration; ghosts count, so every
+    rank finds the same.
+    """
+    config = getattr(model, "config", None)
+    if config is not None and _is_noisy(vars(config)):
+        return True
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+            return True
+        if _is_noisy(vars(module)):
+            return True
+    return False
+
+
+def _is_noisy(attributes: dict[str, Any]) -> bool:
+    return any(
+        isinstance(value, (int, float)) and value > 0 and _NOISE.search(name) for name, value in attributes.items()
+    )
+
+
+def key_of(*parts: Any) -> int:
+    """A 64-bit number from `parts`, the same on every machine; computed once per unit call."""
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
+
+
+def mixed(seed: int, key: int) -> int:
+    """A 64-bit seed from a forward's seed and a unit's key (the finaliser of splitmix64, Steele et al. 2014)."""
+    z = (seed * 0x9E3779B97F4A7C15 + key) & _MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return z ^ (z >> 31)
+
+
+class Generators:
+    """The default random generators that a model on `device` draws from: the CPU's, and the accelerator's."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cpu = torch.default_generator
+        self._others: list[torch.Generator] = []
+        if device.type not in ("cpu", "meta"):
+            module = torch.get_device_module(device)
+            module.init()
+            index = device.index if device.index is not None else module.current_device()
+            self._others = [module.default_generators[index]]
+
+    def seed(self, seed: int) -> None:
+        """Seed all of them."""
+        self._cpu.manual_seed(seed)
+        for generator in self._others:
+            generator.manual_seed(seed)
+
+    @contextmanager
+    def restored(self) -> Iterator[Callable[[int], None]]:
+        """Yields `seed`, and leaves the generators as they were found."""
+        state = self._cpu.get_state()
+        states = [generator.get_state() for generator in self._others]
+        try:
+            yield self.seed
+        finally:
+            self._cpu.set_state(state)
+            for generator, saved in zip(self._others, states, strict=True):
+                generator.set_state(saved)

@@ -1,0 +1,291 @@
+"""SplitModel: the stages of a model that one rank holds."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from itertools import chain
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.modeling.dataflow import ReachedInside
+from penstock.modeling.ghost import strip
+from penstock.modeling.interception import Switchboard, install
+from penstock.modeling.loss import Criterion, loss_of, with_loss
+from penstock.modeling.placement import checked_placement
+from penstock.modeling.plan import Plan, make_plan
+from penstock.modeling.randomness import Generators, draws_random_numbers
+from penstock.modeling.run import StageDone, StageRun
+from penstock.modeling.script import Script, make_script
+from penstock.modeling.shapes import ShapeFunctions
+from penstock.modeling.signature import criterion_key, device_of, entry_of, kind_of
+from penstock.modeling.tensor_parallel import TensorParallel
+from penstock.modeling.tied import TiedGroup, alias_groups, tied_groups
+from penstock.modeling.trace import Untraceable, trace
+from penstock.modeling.units import floating_modules, refusal
+
+
+class SplitModel:
+    """The part of a model that one rank of a pipeline holds, and how to run it.
+
+    The model is shrunk in place and stays the same object of the same class. Units of other stages become ghosts:
+    their parameters leave the model and give up their storage, also when an optimizer holds them. A parameter that a
+    local unit shares with a foreign one stays the very same object. Parameters outside of all units stay on every
+    stage.
+
+    Args:
+        model: a whole model, one whose foreign units are ghosts already, or one on the meta device.
+        stages: for each stage of the pipeline the names of its units, as `list_units(model)` gives them.
+        local_stages: the stages that this rank holds; more than one with interleaved schedules.
+        tensor_parallel_rank, tensor_parallel_size: this rank's place among those that share its stages, of whose
+            weights it keeps a slice.
+
+    Attributes:
+        model: the model.
+        stages: the names of the units of each stage.
+        local_stages: the stages held here.
+        aliases: every parameter of the unsplit model as the tuple of its names, in the model's order.
+        tied: the parameters that several stages hold.
+        random: whether the model draws random numbers in training (dropout), so that `seed` has an effect.
+        tensor_parallel: how the weights are cut; None with `tensor_parallel_size` 1.
+
+    Raises:
+        NotImplementedError, ValueError: there is no tensor-parallel plan for the model, or the size does not fit it.
+        ValueError: a unit is unknown, placed twice or inside another, or a local stage does not exist.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        stages: Sequence[Sequence[str]],
+        local_stages: Collection[int],
+        tensor_parallel_rank: int = 0,
+        tensor_parallel_size: int = 1,
+    ) -> None:
+        self.model = model
+        # The class's own call, whatever a face makes of calling the model later.
+        self._call = MethodType(type(model).__call__, model)
+        self.stages = tuple(tuple(stage) for stage in stages)
+        self.local_stages = tuple(sorted(set(local_stages)))
+        self.num_stages = len(self.stages)
+        self._stage_of = checked_placement(model, self.stages, self.local_stages)
+        self._modules = {name: model.get_submodule(name) for name in self._stage_of}
+        self.aliases = alias_groups(model)
+        # For whoever saves the model: from here on no rank can see by itself what is tied on other stages.
+        model.__dict__["_penstock_aliases"] = self.aliases
+        self.tied: list[TiedGroup] = tied_groups(self.aliases, self._stage_of, self.num_stages)
+        self.random = draws_random_numbers(model)
+        self.tensor_parallel: TensorParallel | None = None
+        if tensor_parallel_size > 1:
+            self.tensor_parallel = TensorParallel(model, tensor_parallel_rank, tensor_parallel_size, self.aliases)
+        # Of whole units: what crosses between units is whole, however a unit computes it.
+        self._functions = ShapeFunctions(self._modules)
+        self._shrink()
+        if self.tensor_parallel is not None:
+            self.tensor_parallel.apply(model, self._stage_of)
+        self._module_names = {id(module): name for name, module in model.named_modules()}
+        self._switchboard = Switchboard()
+        self._floating = floating_modules(model, self._stage_of)
+        install([*self._modules.items(), *self._floating.items()], self._switchboard)
+        self._signature = inspect.signature(model.forward)
+        self._plans: dict[Any, Plan] = {}
+        self._scripts: dict[tuple[str, int], Script] = {}
+        self._generators: Generators | None = None
+
+    def _shrink(self) -> None:
+        """Make ghosts of the units of stages that are not held here."""
+        foreign: dict[int, nn.Parameter] = {}
+        for name, stage in self._stage_of.items():
+            if stage not in self.local_stages:
+                unit = self._modules[name]
+                foreign.update((id(parameter), parameter) for parameter in unit.parameters())
+                strip(unit)
+        for parameter in self.model.parameters():  # what is left: local, outside of units, or tied to either
+            foreign.pop(id(parameter), None)
+        for parameter in foreign.values():
+            parameter.grad = None
+            parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the local parameters are."""
+        # The first one only: this is asked for at every forward.
+        first = next(chain(self.model.parameters(), self.model.buffers()), None)
+        return torch.device("cpu") if first is None else first.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the local parameters."""
+        return next((p.dtype for p in self.model.parameters() if p.is_floating_point()), torch.get_default_dtype())
+
+    def plan(
+        self,
+        inputs: Mapping[str, Any],
+        call: Callable[..., Any] | None = None,
+        criterion: Criterion | None = None,
+    ) -> Plan:
+        """What each stage does with inputs of this kind; cached, and found without communication.
+
+        The kind of inputs is which arguments are given, the values of those that are no tensors, and whether the model
+        is in training mode; neither shapes nor contents of tensors.
+
+        Args:
+            inputs: the arguments of the forward, of any one microbatch.
+            call: what to run instead of the model, such as `model.get_encoder().forward`. Caches of keys and values
+                in the inputs are planned on copies.
+            criterion: `criterion(output, inputs)` gives the loss in place of the output's own; only the plan's loss
+                rule depends on it.
+
+        Raises:
+            NotImplementedError: "Auto policy for <class> is not implemented..." with the reason, if inputs of this kind
+                cannot be run on these stages.
+        """
+        key = (
+            entry_of(self._module_names, call),
+            self.model.training,
+            criterion_key(criterion),
+            kind_of(inputs),
+        )
+        known = self._plans.get(key)
+        if known is None:
+            known = self._plans[key] = self._make_plan(inputs, call, criterion)
+        return known
+
+    def _make_plan(self, inputs: Mapping[str, Any], call: Any, criterion: Any) -> Plan:
+        asked = "use_cache" in inputs or inputs.get("past_key_values") is not None
+        # No cache of keys and values unless the caller asks for one: no stage could return it as a whole.
+        silent = call is None and not asked and "use_cache" in self._signature.parameters
+        defaults: tuple[tuple[str, Any], ...] = (("use_cache", False),) if silent else ()
+        if self.tensor_parallel is not None:
+            self.tensor_parallel.refuse(inputs, self.model.config)
+        try:
+            traced = trace(
+                self.model,
+                self._functions,
+                set(self._floating),
+                self._switchboard,
+                {**inputs, **dict(defaults)},
+                call or self._call,
+                criterion,
+            )
+            return make_plan(traced, self._stage_of, self.num_stages, entry_of(self._module_names, call), defaults)
+        except (Untraceable, ReachedInside, NotImplementedError) as error:
+            raise refusal(self.model, str(error)) from error
+
+    def forward(
+        self,
+        plan: Plan,
+        stage: int,
+        inputs: Mapping[str, Any],
+        received: Sequence[torch.Tensor],
+        *,
+        seed: int | None = None,
+        shares: Sequence[float] | None = None,
+        early_exit: bool = True,
+        call: Callable[..., Any] | None = None,
+        criterion: Criterion | None = None,
+        hand_over: Callable[[tuple[torch.Tensor, ...]], None] | None = None,
+    ) -> tuple[Any | None, tuple[torch.Tensor, ...]]:
+        """Run one stage on one microbatch.
+
+        Args:
+            plan: from `plan()`, for inputs of the same kind.
+            stage: one of the local stages.
+            inputs: the arguments of the forward, the same on every stage.
+            received: the values of the cut before the stage, in the order of `plan.cuts[stage - 1]`; in training,
+                floating-point ones are leaves that require gradients.
+            seed: the forward's seed, equal on all stages and different for every step and microbatch. With it, dropout
+                masks depend on the seed and the unit only, not on the layout, and the random generators are left as
+                they were. It has no effect on a model in evaluation mode, or without dropout.
+            shares: from `plan.loss.shares(...)`; the loss in the output then is this microbatch's share of the batch's.
+            early_exit: leave the forward after the stage's last unit. Without it every stage walks to the end and
+                returns an output, in which only the last stage's values are right; caches of keys and values then
+                hold the stage's own layers, and entries of the right length for all others.
+            call, criterion: what the plan was made for. The loss of a criterion becomes that of the output.
+            hand_over: called once, unless on the last stage, with the values for the next stage as soon as they are
+                there; without `early_exit` that is long before the forward returns.
+
+        Returns:
+            The model's output (on the last stage, or without `early_exit`; otherwise None) and the values to hand to
+            the next stage, in the order of `plan.cuts[stage]`. One that only passes through is the received tensor.
+
+        Raises:
+            RuntimeError: the model took another path than planned, or too few values were received.
+        """
+        if stage and len(received) != len(plan.cuts[stage - 1]):
+            crossing = len(plan.cuts[stage - 1])
+            raise RuntimeError(
+                f"stage {stage} was given {len(received)} values, but {crossing} cross the cut before it"
+            )
+        if plan.controlled and not early_exit:
+            raise refusal(self.model, "what its code does next depends on values that only the last stage has")
+        script = self._scripts.get((plan.digest, stage))
+        if script is None:
+            script = self._scripts[plan.digest, stage] = make_script(plan, stage)
+        if script.idle and early_exit:
+            relayed = tuple(received[incoming] for incoming, _ in sorted(script.relayed, key=lambda pair: pair[1]))
+            if hand_over is not None:
+                hand_over(relayed)
+            return None, relayed
+        arguments = {**inputs, **dict(plan.defaults)} if plan.defaults else inputs
+        if plan.written_inputs:
+            arguments = {**arguments, **{name: _copied(arguments[name]) for name in plan.written_inputs}}
+        weigh = plan.loss is not None and shares is not None and stage == self.num_stages - 1
+        evaluate: Callable[[], Any] = partial(
+            self._evaluate, plan, call or self._call, arguments, inputs, shares if weigh else None, criterion
+        )
+        if self.tensor_parallel is not None:
+            # Loss functions of several means are told apart by counting them, so none of them may be replaced.
+            own_loss = weigh and criterion is None and plan.loss is not None and len(plan.loss.terms) == 1
+            evaluate = partial(self.tensor_parallel.run, plan.digest, own_loss, evaluate)
+        seeded = seed is not None and self.random and self.model.training
+        if plan.num_stages == 1 and not seeded:  # an ordinary forward
+            return evaluate(), ()
+        run = StageRun(script, self._functions, received, early_exit, device_of(inputs, self.device), hand_over)
+        if seeded:
+            assert seed is not None
+            if self._generators is None:
+                self._generators = Generators(self.device)
+            with self._generators.restored() as seed_generators:
+                run.seed_with(seed_generators, seed)
+                output = self._handled(run, evaluate)
+        else:
+            output = self._handled(run, evaluate)
+        return (None if early_exit and stage < self.num_stages - 1 else output), run.finished()
+
+    def _handled(self, run: StageRun, evaluate: Callable[[], Any]) -> Any:
+        self._switchboard.handler = run
+        try:
+            return evaluate()
+        except StageDone:
+            return None
+        finally:
+            self._switchboard.handler = None
+
+    def _evaluate(
+        self,
+        plan: Plan,
+        function: Any,
+        arguments: Any,
+        inputs: Any,
+        shares: Sequence[float] | None,
+        criterion: Criterion | None,
+    ) -> Any:
+        if shares is None:
+            return function(**arguments)
+        assert plan.loss is not None
+        with plan.loss.weighing(shares):
+            output = function(**arguments)
+            loss = loss_of(output) if criterion is None else criterion(output, inputs)
+        if loss is None:
+            return output
+        return with_loss(output, plan.loss.scale(loss, shares, output))
+
+
+def _copied(argument: Any) -> Any:
+    """An argument that may be written to; a cache is meant to be."""
+    return argument.clone() if isinstance(argument, torch.Tensor) else argument

@@ -1,0 +1,205 @@
+"""Loading the weights of some stages from a checkpoint, through transformers' own `from_pretrained`.
+
+transformers renames keys and fuses weights (experts, projections) while it loads, so a checkpoint's names say little
+about the model's. Therefore nothing here reads files. The model is built whole on the meta device; its `state_dict`
+shows transformers only the names this rank holds, so that the slices of all others are never read; the rest of the
+machinery (initialising what the checkpoint lacks, tying) then sees the whole model again and does what it always does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+from .materialize import held_names, strip_foreign
+from .random_init import drawing_for_meta
+
+# What spreads a model over devices in another way, or needs every weight to be present.
+_REFUSED = (
+    *("max_memory", "offload_folder", "device_mesh", "distributed_config", "tp_plan", "tp_size"),
+    *("quantization_config", "gguf_file", "adapter_kwargs", "state_dict"),
+)
+
+
+@dataclass(frozen=True)
+class StageLoadingInfo:
+    """What loading found. `missing_keys` and `unexpected_keys` are those of the whole model, the same on every rank.
+
+    Attributes:
+        missing_keys: parameters of the model that the checkpoint lacks; they were initialised as in the whole model.
+        unexpected_keys: tensors of the checkpoint that the model has no place for.
+        mismatched_keys: (name, shape in the checkpoint, shape in the model), for this rank's parameters.
+        untied: names that this rank found *not* tied although the configuration ties them, because the checkpoint
+            holds different values. Ranks that hold neither side cannot know: see `forget_ties`.
+    """
+
+    missing_keys: tuple[str, ...]
+    unexpected_keys: tuple[str, ...]
+    mismatched_keys: tuple[Any, ...]
+    untied: tuple[str, ...]
+
+
+def load_stage(
+    model_class: type[PreTrainedModel],
+    path_or_name: str,
+    stages: Sequence[Sequence[str]],
+    local_stages: Collection[int],
+    **kwargs: Any,
+) -> tuple[PreTrainedModel, StageLoadingInfo]:
+    """Load a model that holds the weights of `local_stages` only; other units are ghosts.
+
+    Only tensors of these stages are read, plus the other names of their tied weights. Weights that the checkpoint lacks
+    are drawn from the random stream as the whole model would draw them.
+
+    Args:
+        stages: names of units per stage.
+        local_stages: indices of the stages to hold.
+        kwargs: as for `model_class.from_pretrained`. `device_map` may name one device.
+
+    Raises:
+        ValueError: `kwargs` has an argument that cannot be combined with stages, or a shape does not fit; the latter
+            is seen only by the rank that holds the tensor.
+        whatever `from_pretrained` raises.
+    """
+    refuse_arguments(kwargs)
+    kwargs.pop("output_loading_info", None)
+    stage_class = _stage_class(model_class, stages, local_stages)
+    model, info = stage_class.from_pretrained(path_or_name, output_loading_info=True, **kwargs)
+    untied = tuple(sorted(model._declared_ties - set(model.all_tied_weights_keys)))
+    del model._held, model._declared_ties
+    model.__class__ = model_class
+    strip_foreign(model, stages, local_stages)
+    missing, unexpected = (tuple(sorted(info[key])) for key in ("missing_keys", "unexpected_keys"))
+    return model, StageLoadingInfo(missing, unexpected, tuple(info["mismatched_keys"]), untied)
+
+
+def load_config(path_or_name: str, **kwargs: Any) -> PretrainedConfig:
+    """The configuration that `from_pretrained(path_or_name, **kwargs)` would use, but for the dtype."""
+    config = kwargs.pop("config", None)
+    if isinstance(config, PretrainedConfig):
+        return config
+    for name in ("dtype", "torch_dtype"):  # may be "auto", which only the checkpoint can resolve
+        kwargs.pop(name, None)
+    return AutoConfig.from_pretrained(path_or_name if config is None else config, **kwargs)
+
+
+def forget_ties(model: PreTrainedModel, untied: Collection[str]) -> None:
+    """Make all ranks agree on what is tied: `untied` is the union of every rank's `StageLoadingInfo.untied`."""
+    for name in untied:
+        model.all_tied_weights_keys.pop(name, None)
+
+
+def refuse_arguments(kwargs: dict[str, Any]) -> None:
+    """Raise ValueError for an argument of `from_pretrained` that cannot be combined with stages."""
+    for name in _REFUSED:
+        if kwargs.get(name) is not None:
+            raise ValueError(f"{name} cannot be combined with pipeline stages; load without it")
+    device_map = kwargs.get("device_map")
+    if not (device_map is None or isinstance(device_map, (int, torch.device)) or _names_a_device(device_map)):
+        raise ValueError(f"device_map must name one device when loading stages, but is {device_map!r}")
+
+
+def _names_a_device(text: Any) -> bool:
+    try:
+        return isinstance(text, str) and torch.device(text).type != "meta"
+    except RuntimeError:
+        return False
+
+
+def _stage_class(
+    model_class: type[PreTrainedModel], stages: Sequence[Sequence[str]], local_stages: Collection[int]
+) -> Any:
+    """A subclass of `model_class` whose `from_pretrained` reads only the tensors of `local_stages`."""
+
+    class Stage(model_class):
+        # What this rank must read. None: show every name.
+        _held: frozenset[str] | None = None
+
+        def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+            state = super().state_dict(*args, **kwargs)
+            if self._held is None:
+                return state
+            return {name: tensor for name, tensor in state.items() if name in self._held}
+
+        @staticmethod
+        def _load_pretrained_model(
+            model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any, **kwargs: Any
+        ) -> Any:
+            names = model.state_dict()
+            model._held = _with_tied_names(model, held_names(names, stages, local_stages))
+            model._declared_ties = set(model.all_tied_weights_keys)
+            loading_info, offload_index = model_class._load_pretrained_model(
+                model, state_dict, checkpoint_files, load_config, *args, **kwargs
+            )
+            if loading_info.mismatched_keys and not load_config.ignore_mismatched_sizes:
+                raise ValueError(f"the checkpoint does not fit the model: {_shapes(loading_info.mismatched_keys)}")
+            known = _known_to_the_whole_model(model, loading_info.unexpected_keys, names, load_config.weight_mapping)
+            loading_info.unexpected_keys -= known.keys()
+            present = set(known.values()) - model._held
+            loading_info.missing_keys |= names.keys() - model._held - present
+            for name in present:
+                model.get_parameter_or_buffer(name)._is_hf_initialized = True
+            return loading_info, offload_index
+
+        def _move_missing_keys_from_meta_to_device(self, missing_keys: set[str], *args: Any, **kwargs: Any) -> None:
+            # What other stages lack stays on meta, and only draws its random numbers below.
+            here = missing_keys & self._held if self._held is not None else missing_keys
+            super()._move_missing_keys_from_meta_to_device(here, *args, **kwargs)
+
+        def initialize_weights(self) -> None:
+            with drawing_for_meta():
+                super().initialize_weights()
+
+    Stage.__name__, Stage.__qualname__, Stage.__module__ = (
+        model_class.__name__,
+        model_class.__qualname__,
+        model_class.__module__,
+    )
+    return Stage
+
+
+def _known_to_the_whole_model(
+    model: PreTrainedModel, keys: Collection[str], names: Mapping[str, Any], transforms: Sequence[Any] | None
+) -> dict[str, str]:
+    """Those of the refused `keys` that belong to another stage, each with its name in the model."""
+    prefix = model.base_model_prefix
+    # A key of another stage may have been refused before the model's prefix was added to it.
+    full = {key: rename_source_key(key, [], [], prefix, names)[0] for key in keys}
+    known = {key: name for key, name in full.items() if name in names}
+    # A name of the model that a rule for older checkpoints would change is left alone only if the model shows it.
+    renamings = [entry for entry in transforms or () if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in transforms or () if isinstance(entry, WeightConverter)]
+    left = {name: key for key, name in full.items() if key not in known}
+    for name in names if left else ():
+        changed = rename_source_key(name, renamings, converters, prefix, names)[0]
+        if changed != name and changed in left:
+            known[left[changed]] = name
+    return known
+
+
+def _shapes(mismatched: Collection[tuple[str, Any, Any]]) -> str:
+    return "; ".join(
+        f"{name}: {list(there)} in the checkpoint, {list(here)} in the model"
+        for name, there, here in sorted(mismatched)
+    )
+
+
+def _with_tied_names(model: PreTrainedModel, names: set[str]) -> frozenset[str]:
+    """`names` and every other name of the same weights: a checkpoint may hold a tied weight under any of them."""
+    groups: dict[str, set[str]] = {}
+    for target, source in model.all_tied_weights_keys.items():
+        groups.setdefault(source, {source}).add(target)
+    shared: dict[int, set[str]] = {}
+    for name, parameter in nn.Module.named_parameters(model, remove_duplicate=False):
+        shared.setdefault(id(parameter), set()).add(name)
+    found = set(names)
+    for group in [*groups.values(), *(group for group in shared.values() if len(group) > 1)]:
+        if group & found:
+            found |= group
+    return frozenset(found)

@@ -1,0 +1,257 @@
+"""Cutting a model's weights: which parameter is cut how, checked for the whole model, done for the part held here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from penstock.modeling.ghost import is_ghost
+from penstock.modeling.randomness import draws_random_numbers
+from penstock.modeling.tied import stage_of_parameter
+
+from .dropout import ShardedDropout
+from .layers import COLUMN, EXPERTS, GATHERED, HEAD, ROW, VOCABULARY, extend
+from .loss import ShardedLoss
+from .plans import (
+    COLUMN_STYLES,
+    EXPERT_STYLES,
+    GATHERED_STYLES,
+    PARTIAL_STYLES,
+    ROW_STYLES,
+    VOCABULARY_STYLES,
+    plan_of,
+)
+from .region import Region
+from .slicing import Slicing
+from .styles import layer_styles, matching, or_none, whole_shapes
+
+LAYERS: dict[str, type] = {
+    **dict.fromkeys(COLUMN_STYLES, COLUMN),
+    **dict.fromkeys(ROW_STYLES, ROW),
+    **dict.fromkeys(GATHERED_STYLES, GATHERED),
+    **dict.fromkeys(VOCABULARY_STYLES, VOCABULARY),
+    **dict.fromkeys(EXPERT_STYLES, EXPERTS),
+}
+
+
+class TensorParallel:
+    """The cut of one model over a tensor-parallel group. Made from the whole model, alike on every rank.
+
+    Args:
+        model: a whole model, one with ghosts, or one on the meta device; it is left as it is until `apply`.
+        index, size: this rank's place in the group.
+        aliases: from `alias_groups(model)`.
+
+    Attributes:
+        region: what the sliced layers exchange through.
+        shards: of every parameter of the unsplit model that is cut, by each of its names, how.
+        partial: names of whole parameters that are used on slices, so that each rank has a part of their gradient.
+
+    Raises:
+        NotImplementedError: there is no plan for this model, or it cannot be followed.
+        ValueError: the group's size does not divide the heads, the vocabulary or a layer's width; says what would.
+    """
+
+    def __init__(self, model: nn.Module, index: int, size: int, aliases: Sequence[tuple[str, ...]]) -> None:
+        self.region = Region(index, size)
+        self._plan = plan_of(model)
+        self._styles = layer_styles(model, self._plan)
+        self._shapes = whole_shapes(model)
+        self.shards: dict[str, Slicing] = {}
+        self.partial: set[str] = set()
+        self._find_shards(model, aliases)
+        self._check(model)
+        self._loss = ShardedLoss(self.region, int(getattr(model.config, "vocab_size", 0) or 0))
+        self._sharded_losses: set[str] = set()
+
+    @property
+    def index(self) -> int:
+        return self.region.index
+
+    @property
+    def size(self) -> int:
+        return self.region.size
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TensorParallel:
+        return self
+
+    def apply(self, model: nn.Module, stage_of: Mapping[str, int]) -> None:
+        """Replace the weights that `model` holds by this rank's slices, in place, and make its layers work on them.
+
+        `Parameter` objects keep their identity, so an optimizer that holds them goes on working.
+
+        Args:
+            stage_of: the stage of each unit.
+
+        Raises:
+            NotImplementedError: a layer to be cut stands outside of all units.
+        """
+        done: set[int] = set()
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if name in self.shards and id(parameter) not in done:
+                done.add(id(parameter))
+                parameter.grad = None
+                parameter.data = self.shards[name].take(parameter.data, self.region.index, self.size)
+        model.__dict__["_penstock_tensor_parallel"] = self
+        for name, style in self._styles.items():
+            if style not in LAYERS or name in self._shapes or is_ghost(model.get_submodule(name)):
+                continue
+            module = model.get_submodule(name)
+            if stage_of_parameter(f"{name}.weight", stage_of) is None:
+                raise NotImplementedError(
+                    f"the layer {name} of {type(model).__name__} is cut by its tensor-parallel plan, but it stands "
+                    "outside of all units, on every stage; leave it out of the plan"
+                )
+            if isinstance(module, Conv1D) and style in COLUMN_STYLES:
+                module.nf //= self.size
+            is_head = module is or_none(getattr(model, "get_output_embeddings", None))
+            extend(module, HEAD if is_head and LAYERS[style] is GATHERED else LAYERS[style], self.region)
+        for pattern, attributes in self._plan.divided.items():
+            for name in matching(model, [pattern], {n for n, _ in model.named_modules()})[pattern]:
+                for attribute in attributes:
+                    module = model.get_submodule(name)
+                    setattr(module, attribute, getattr(module, attribute) // self.size)
+        self._loss.install(model)
+        if draws_random_numbers(model):
+            self.region.around = partial(ShardedDropout, self.region)
+
+    def whole_shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
+        """The unsplit model's shape of the tensor `name`."""
+        return self._shapes.get(name, tuple(shape))
+
+    # -- a forward -------------------------------------------------------------------------------------------------
+
+    def refuse(self, inputs: Mapping[str, Any], config: Any) -> None:
+        """Raise NotImplementedError for a forward whose outputs would not be the unsplit model's."""
+        if inputs.get("output_attentions", getattr(config, "output_attentions", False)):
+            raise NotImplementedError(
+                f"with tensor_parallel_size {self.size} each rank has the attentions of its own heads only; leave out "
+                "output_attentions"
+            )
+
+    def run(self, digest: str, own_loss: bool, forward: Callable[[], Any]) -> Any:
+        """Run a forward of the plan `digest`.
+
+        Args:
+            own_loss: whether the model's own loss, a single mean, is trained on. If it is given the head's very output,
+                nobody needs whole logits: they then come as a distributed tensor, of which this rank has a slice. The
+                first forward of a plan has them gathered, and shows whether that is so.
+        """
+        region, loss = self.region, self._loss
+        own_loss = own_loss and torch.is_grad_enabled()
+        region.keep_logits_sharded = own_loss and digest in self._sharded_losses
+        loss.calls = loss.direct_calls = 0
+        try:
+            output = forward()
+            if region.keep_logits_sharded:
+                if loss.direct_calls != 1:
+                    raise RuntimeError("the model computed its loss in another way than in an earlier, equal forward")
+                output["logits"] = region.ready.sharded_by_last_dimension(output["logits"])
+            elif own_loss and loss.calls == loss.direct_calls == 1 and isinstance(output, Mapping):
+                self._sharded_losses.add(digest)
+            return output
+        finally:
+            region.keep_logits_sharded = False
+            region.logits = None
+
+    # -- what is cut how -------------------------------------------------------------------------------------------
+
+    def _find_shards(self, model: nn.Module, aliases: Sequence[tuple[str, ...]]) -> None:
+        found: dict[str, Slicing] = {}
+        for name, style in self._styles.items():
+            if name in self._shapes:  # a parameter by itself (experts)
+                found[name] = _shard_of_expert(model, name, style, self._shapes[name])
+                continue
+            module = model.get_submodule(name)
+            for parameter in ("weight", "bias"):
+                full = f"{name}.{parameter}"
+                if full not in self._shapes:
+                    continue
+                if style in PARTIAL_STYLES:
+                    self.partial.add(full)
+                elif (shard := _shard_of(module, style, parameter, self._fused(model, name))) is not None:
+                    found[full] = shard
+        for names in aliases:
+            kinds = {found[name] for name in names if name in found}
+            if len(kinds) > 1:
+                raise NotImplementedError(f"{', '.join(names)} are tied, but the tensor-parallel plan cuts them unlike")
+            for name in names if kinds else ():
+                if name not in found and name.endswith(".weight") and model.get_submodule(name.rpartition(".")[0]):
+                    raise NotImplementedError(
+                        f"{name} is tied to {', '.join(set(names) & found.keys())}, which the tensor-parallel plan "
+                        f"cuts, but it has no rule for {name}; give it one, or a plan with vocabulary=False"
+                    )
+                self.shards[name] = next(iter(kinds))
+        self.shards.update(found)
+
+    def _fused(self, model: nn.Module, name: str) -> int:
+        for pattern, count in self._plan.fused.items():
+            if name in matching(model, [pattern], {name})[pattern]:
+                return count
+        return 1
+
+    def _check(self, model: nn.Module) -> None:
+        """Refuse a size that does not divide what is cut."""
+        config, size = model.config.get_text_config(), self.size  # type: ignore[union-attr, operator]
+        quantities: dict[str, int] = {}
+        for what, attribute in (
+            ("attention heads", "num_attention_heads"),
+            ("key-value heads", "num_key_value_heads"),
+        ):
+            count = getattr(config, attribute, None)
+            if isinstance(count, int):
+                quantities[what] = count
+        for name, shard in self.shards.items():
+            shape = self._shapes[name]
+            width = shape[shard.dim % len(shape)] // shard.blocks
+            is_vocabulary = self._styles.get(name.rpartition(".")[0], "") in (*GATHERED_STYLES, *VOCABULARY_STYLES)
+            quantities["entries in its vocabulary" if is_vocabulary else f"features to cut in {name}"] = width
+        wrong = {what: count for what, count in quantities.items() if count % size}
+        if not wrong:
+            return
+        what, count = next(iter(wrong.items()))
+        common = math.gcd(*quantities.values())
+        fitting = [number for number in range(1, common + 1) if common % number == 0]
+        hint = ""
+        if "vocabulary" in what:
+            more = -(-count // size) * size
+            hint = (
+                f"; or resize the model's vocabulary first (model.resize_token_embeddings({more})), or register a plan "
+                "with vocabulary=False"
+            )
+        raise ValueError(
+            f"tensor_parallel_size is {size}, but {type(model).__name__} has {count} {what}, which {size} does not "
+            f"divide: sizes that would do are {fitting}{hint}"
+        )
+
+
+def _shard_of(module: nn.Module, style: str, parameter: str, fused: int) -> Slicing | None:
+    """How a layer's weight or bias is cut; None for one that stays whole."""
+    transposed = isinstance(module, Conv1D)
+    if style in (*COLUMN_STYLES, *GATHERED_STYLES):
+        blocks = 2 if style == "packed_colwise" else fused
+        return Slicing(1 if transposed and parameter == "weight" else 0, blocks)
+    if style in ROW_STYLES:
+        if parameter == "bias":
+            return None
+        return Slicing(0 if transposed else 1, 2 if style == "packed_rowwise" else fused)
+    return Slicing(0) if style in VOCABULARY_STYLES else None
+
+
+def _shard_of_expert(model: nn.Module, name: str, style: str, shape: tuple[int, ...]) -> Slicing:
+    """How a stack of experts' weights [experts, out, in] is cut."""
+    owner = model.get_submodule(name.rpartition(".")[0])
+    if len(shape) != 3 or getattr(owner, "is_transposed", False):
+        raise NotImplementedError(
+            f"the tensor-parallel plan of {type(model).__name__} cuts {name} of shape {list(shape)}; only stacks of "
+            "experts' weights of shape [experts, out, in] can be cut"
+        )
+    if style in COLUMN_STYLES:
+        return Slicing(1, 2 if style == "packed_colwise" else 1)
+    return Slicing(2, 2 if style == "packed_rowwise" else 1)

@@ -1,0 +1,124 @@
+"""Layers that hold a slice of their weights: the module's own class with its call extended, its forward untouched.
+
+A class is swapped rather than a forward replaced, so that copies of the module work on their own weights.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers.pytorch_utils import Conv1D
+
+from .region import Region
+
+_REGION = "_penstock_region"
+
+
+class _Column:
+    """Holds some of the output features; gives its slice of the output."""
+
+    def __call__(self: Any, activation: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        region: Region = self.__dict__[_REGION]
+        output = super().__call__(region.enter(activation), *args, **kwargs)  # type: ignore[misc]  # a mixin
+        if not activation.is_meta:
+            region.begin()
+        return output
+
+
+class _Row:
+    """Holds some of the input features; its outputs are summed, and the bias is added once."""
+
+    def __call__(self: Any, activation: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        region: Region = self.__dict__[_REGION]
+        region.end()
+        bias = self._parameters.get("bias")
+        if bias is None:
+            return region.leave(super().__call__(activation, *args, **kwargs))  # type: ignore[misc]  # a mixin
+        self._parameters["bias"] = None
+        try:
+            output = super().__call__(activation, *args, **kwargs)  # type: ignore[misc]  # a mixin
+        finally:
+            self._parameters["bias"] = bias
+        output = region.leave(output)
+        return output + bias.to(output.dtype)
+
+
+class _RowConv1D(_Row):
+    """GPT-2's linear layer cannot do without a bias."""
+
+    def forward(self: Any, activation: torch.Tensor) -> torch.Tensor:
+        if self.bias is None:
+            return functional.linear(activation, self.weight.t())
+        return super().forward(activation)  # type: ignore[misc]  # a mixin
+
+
+class _Gathered:
+    """Column-wise, with all slices of the output gathered."""
+
+    def __call__(self: Any, activation: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        region: Region = self.__dict__[_REGION]
+        output = super().__call__(region.enter(activation), *args, **kwargs)  # type: ignore[misc]  # a mixin
+        region.end()
+        return self._joined(region, output)
+
+    def _joined(self, region: Region, output: torch.Tensor) -> torch.Tensor:
+        return region.gather(output)
+
+
+class _Head(_Gathered):
+    """The language-model head: the slices of its output are gathered unless the loss takes them."""
+
+    def _joined(self, region: Region, output: torch.Tensor) -> torch.Tensor:
+        if not region.keep_logits_sharded or output.is_meta:
+            output = region.gather(output)
+        region.logits = output
+        return output
+
+
+class _Vocabulary:
+    """An embedding that holds some of the rows; tokens of other ranks count as zero in the sum."""
+
+    def __call__(self: Any, tokens: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        region: Region = self.__dict__[_REGION]
+        rows = self.weight.shape[0]
+        local = tokens - region.index * rows
+        elsewhere = (local < 0) | (local >= rows)
+        output = super().__call__(local.masked_fill(elsewhere, 0), *args, **kwargs)  # type: ignore[misc]  # a mixin
+        return region.leave(output.masked_fill(elsewhere.unsqueeze(-1), 0))
+
+
+class _Experts:
+    """Every expert's slice: takes whole activations and routing weights, gives the sum."""
+
+    def __call__(self: Any, activation: torch.Tensor, indices: Any, weights: torch.Tensor, *args: Any) -> Any:
+        region: Region = self.__dict__[_REGION]
+        activation, weights = region.enter(activation), region.enter(weights)
+        if not activation.is_meta:
+            region.begin()
+        output = super().__call__(activation, indices, weights, *args)  # type: ignore[misc]  # a mixin
+        region.end()
+        return region.leave(output)
+
+
+COLUMN, ROW, GATHERED, HEAD, VOCABULARY, EXPERTS = _Column, _Row, _Gathered, _Head, _Vocabulary, _Experts
+_made: dict[tuple[type, type], type] = {}
+
+
+def extend(module: nn.Module, kind: type, region: Region) -> None:
+    """Make `module`, whose parameters are slices already, a layer of this kind."""
+    base = type(module)
+    if kind is _Row and isinstance(module, Conv1D):
+        kind = _RowConv1D
+    if (kind, base) not in _made:
+        names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+        _made[kind, base] = type(base.__name__, (kind, base), {**names, "_penstock_plain": base})
+    module.__dict__[_REGION] = region
+    module.__class__ = _made[kind, base]
+    if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+        rows = module.weight.shape[0]
+        place = module.padding_idx - region.index * rows
+        # The row of the padding token gets no gradient, wherever it is.
+        module.padding_idx = place if 0 <= place < rows else None

@@ -1,0 +1,152 @@
+"""Tensor-parallel plans: for each layer how its weights are cut. Data, one entry per family.
+
+transformers' own plans are used where it has them; the names of the styles are its.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+# What a plan may say of a layer.
+COLUMN_STYLES = ("colwise", "packed_colwise")
+ROW_STYLES = ("rowwise", "packed_rowwise")
+GATHERED_STYLES = ("colwise_gather_output", "colwise_rep")
+VOCABULARY_STYLES = ("embedding_rowwise",)
+PARTIAL_STYLES = ("replicated_with_grad_allreduce",)
+EXPERT_STYLES = ("moe_tp_experts",)
+REPLICATED_STYLES = ("replicate",)
+STYLES = (
+    *COLUMN_STYLES,
+    *ROW_STYLES,
+    *GATHERED_STYLES,
+    *VOCABULARY_STYLES,
+    *PARTIAL_STYLES,
+    *EXPERT_STYLES,
+    *REPLICATED_STYLES,
+)
+
+
+@dataclass(frozen=True)
+class TensorParallelPlan:
+    """How a family's weights are cut.
+
+    Names are those of modules or parameters, with `*` for a number between dots, with or without the prefix of the base
+    model (`transformer.`).
+
+    Attributes:
+        styles: the style of each layer: `colwise` (output features; the input is whole), `rowwise` (input features; the
+            outputs are summed), `packed_colwise` (two fused weights), `moe_tp_experts` (the module of all experts,
+            beside its parameters), `replicated_with_grad_allreduce` (whole, but used on slices, such as a norm of each
+            head), `embedding_rowwise` and `colwise_gather_output` (by vocabulary), `replicate`.
+        fused: of a `colwise` layer that fuses several weights along its output features, how many.
+        divided: of a module, the attributes that count features or heads of this rank.
+        vocabulary: whether input embeddings and the language-model head are cut by vocabulary.
+    """
+
+    styles: Mapping[str, str]
+    fused: Mapping[str, int] = field(default_factory=dict)
+    divided: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    vocabulary: bool = True
+
+    def __post_init__(self) -> None:
+        for name, style in self.styles.items():
+            if style not in STYLES:
+                raise ValueError(f"the style of {name!r} is {style!r}, but must be one of {', '.join(STYLES)}")
+
+
+PLANS: dict[str, TensorParallelPlan] = {
+    "gpt2": TensorParallelPlan(
+        styles={
+            "h.*.attn.c_attn": "colwise",
+            "h.*.attn.c_proj": "rowwise",
+            "h.*.mlp.c_fc": "colwise",
+            "h.*.mlp.c_proj": "rowwise",
+        },
+        fused={"h.*.attn.c_attn": 3},
+        divided={"h.*.attn": ("split_size", "num_heads")},
+    ),
+    "bert": TensorParallelPlan(
+        styles={
+            "encoder.layer.*.attention.self.query": "colwise",
+            "encoder.layer.*.attention.self.key": "colwise",
+            "encoder.layer.*.attention.self.value": "colwise",
+            "encoder.layer.*.attention.output.dense": "rowwise",
+            "encoder.layer.*.intermediate.dense": "colwise",
+            "encoder.layer.*.output.dense": "rowwise",
+        },
+        divided={"encoder.layer.*.attention.self": ("num_attention_heads", "all_head_size")},
+    ),
+    "opt": TensorParallelPlan(
+        styles={
+            "decoder.layers.*.self_attn.q_proj": "colwise",
+            "decoder.layers.*.self_attn.k_proj": "colwise",
+            "decoder.layers.*.self_attn.v_proj": "colwise",
+            "decoder.layers.*.self_attn.out_proj": "rowwise",
+            "decoder.layers.*.fc1": "colwise",
+            "decoder.layers.*.fc2": "rowwise",
+        },
+        divided={"decoder.layers.*.self_attn": ("num_heads", "embed_dim")},
+    ),
+    "vit": TensorParallelPlan(
+        styles={
+            "layers.*.attention.q_proj": "colwise",
+            "layers.*.attention.k_proj": "colwise",
+            "layers.*.attention.v_proj": "colwise",
+            "layers.*.attention.o_proj": "rowwise",
+            "layers.*.mlp.fc1": "colwise",
+            "layers.*.mlp.fc2": "rowwise",
+        },
+        divided={"layers.*.attention": ("num_attention_heads",)},
+    ),
+}
+
+_registered: dict[type | str, TensorParallelPlan] = {}
+
+
+def register_tensor_parallel_plan(model: type[nn.Module] | str, plan: TensorParallelPlan | Mapping[str, str]) -> None:
+    """Say how the weights of a family are cut, where Penstock and transformers have no plan, or instead of theirs.
+
+    Args:
+        model: a model class (its subclasses follow it), or a `config.model_type` such as `"gpt2"`.
+        plan: the plan, or only its `styles`. Every rank registers the same one, before `initialize()`.
+
+    Raises:
+        TypeError: `model` is neither. ValueError: the plan has a style that does not exist.
+    """
+    if not isinstance(model, (type, str)):
+        raise TypeError(f"a plan is registered for a model class or a model type, not {type(model).__name__}")
+    _registered[model] = plan if isinstance(plan, TensorParallelPlan) else TensorParallelPlan(dict(plan))
+
+
+def plan_of(model: nn.Module) -> TensorParallelPlan:
+    """The plan of a model: one registered for its class or its type, Penstock's, or transformers' own.
+
+    Raises:
+        NotImplementedError: there is none, or transformers' has a style that is not supported.
+    """
+    for kind in type(model).__mro__:
+        if kind in _registered:
+            return _registered[kind]
+    family = str(getattr(getattr(model, "config", None), "model_type", ""))
+    if family in _registered:
+        return _registered[family]
+    if family in PLANS:
+        return PLANS[family]
+    own: dict[str, Any] = dict(getattr(model, "_tp_plan", None) or {})
+    name = type(model).__name__
+    how = (
+        f'pass one with penstock.register_tensor_parallel_plan("{family}", {{"layers.*.q_proj": "colwise", ...}}), '
+        "or use tensor_parallel_size 1 (see docs/tensor_parallel.md)"
+    )
+    if not any("*" in pattern for pattern in own):
+        raise NotImplementedError(f"there is no tensor-parallel plan for {name} (model type {family!r}): {how}")
+    unknown = sorted({style for style in own.values() if style not in STYLES})
+    if unknown:
+        raise NotImplementedError(
+            f"transformers' tensor-parallel plan for {name} uses {', '.join(unknown)}, which is not supported: {how}"
+        )
+    return TensorParallelPlan(own)

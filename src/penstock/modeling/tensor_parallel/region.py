@@ -1,0 +1,141 @@
+"""Where activations are cut as the weights are: what ranks of a tensor-parallel group exchange in a forward.
+
+Megatron-LM's two conjugate operators (Shoeybi et al. 2019, section 3): entering is the identity forward and a sum
+backward, leaving is a sum forward and the identity backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+
+
+class Collectives(Protocol):
+    """The exchanges between the ranks of one tensor-parallel group."""
+
+    def sum(self, tensor: torch.Tensor) -> None:
+        """Sum a contiguous tensor over the ranks, in place."""
+
+    def largest(self, tensor: torch.Tensor) -> None:
+        """The elementwise maximum over the ranks, in place."""
+
+    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Every rank's tensor of this shape, in order."""
+
+    def sharded_by_last_dimension(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The distributed tensor whose last dimension's slices the ranks hold."""
+
+
+class Region:
+    """One rank's part in a tensor-parallel group.
+
+    Attributes:
+        index, size: this rank's place in the group.
+        collectives: given by the runtime before the first forward.
+        inside: whether the forward is between a column-wise and a row-wise layer, where activations are slices.
+        around: entered where such a stretch begins and left where it ends, if set.
+        keep_logits_sharded: whether a vocabulary-parallel head gives this rank's slice of the logits.
+        logits: what the head gave last in the forward that runs.
+    """
+
+    def __init__(self, index: int, size: int) -> None:
+        self.index = index
+        self.size = size
+        self.collectives: Collectives | None = None
+        self.inside = False
+        self.around: Callable[[], AbstractContextManager[Any]] | None = None
+        self.keep_logits_sharded = False
+        self.logits: torch.Tensor | None = None
+        self._open: AbstractContextManager[Any] | None = None
+        # What was entered last, with its version; only until the region ends, so that it is not kept alive.
+        self._entered: tuple[torch.Tensor, torch.Tensor, int] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Region:
+        # Copies of a module (shape functions) refer to the same group.
+        return self
+
+    @property
+    def ready(self) -> Collectives:
+        if self.collectives is None:
+            raise RuntimeError("a tensor-parallel layer was called before its group was made")
+        return self.collectives
+
+    def begin(self) -> None:
+        """Activations are slices from here on."""
+        if not self.inside:
+            self.inside = True
+            if self.around is not None:
+                self._open = self.around()
+                self._open.__enter__()
+
+    def end(self) -> None:
+        """Activations are whole again."""
+        self.inside = False
+        self._entered = None
+        if self._open is not None:
+            opened, self._open = self._open, None
+            opened.__exit__(None, None, None)
+
+    def enter(self, activation: torch.Tensor) -> torch.Tensor:
+        """`activation`, whose gradient is summed over the ranks: each computes only its slices' part of it.
+
+        Layers that take the same tensor (queries, keys and values) share one sum.
+        """
+        if activation.is_meta or not (torch.is_grad_enabled() and activation.requires_grad):
+            return activation
+        if self._entered is not None:
+            source, entered, version = self._entered
+            if source is activation and version == activation._version:
+                return entered
+        entered = _Enter.apply(self.ready, activation)
+        self._entered = activation, entered, activation._version
+        return entered
+
+    def leave(self, partial: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' `partial`, a tensor that nothing else refers to."""
+        return partial if partial.is_meta else _Leave.apply(self.ready, partial)
+
+    def gather(self, part: torch.Tensor) -> torch.Tensor:
+        """All ranks' slices of the last dimension together; what follows is the same on every rank."""
+        if part.is_meta:
+            return part.new_empty((*part.shape[:-1], part.shape[-1] * self.size))
+        return _Gather.apply(self.ready, self.index, part)
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, collectives: Collectives, activation: torch.Tensor) -> torch.Tensor:
+        ctx.collectives = collectives
+        return activation.view_as(activation)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        total = gradient.clone(memory_format=torch.contiguous_format)
+        ctx.collectives.sum(total)
+        return None, total
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, collectives: Collectives, partial: torch.Tensor) -> torch.Tensor:
+        total = partial.clone(memory_format=torch.contiguous_format)
+        collectives.sum(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return None, gradient
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, collectives: Collectives, index: int, part: torch.Tensor) -> torch.Tensor:
+        ctx.index, ctx.width = index, part.shape[-1]
+        return torch.cat(collectives.gather(part.contiguous()), dim=-1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return None, None, gradient.narrow(-1, ctx.index * ctx.width, ctx.width)

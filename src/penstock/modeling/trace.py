@@ -1,0 +1,298 @@
+"""Tracing one forward of a model whose units are replaced by their shape functions.
+
+The trace knows nothing of stages: it says which unit calls happen, in which order, and from which values each was
+computed. `penstock.modeling.plan` turns it into what crosses each cut.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from transformers.cache_utils import Cache
+
+from penstock.modeling import capture, ghost_cache
+from penstock.modeling.dataflow import (
+    Altered,
+    DataFlow,
+    Inside,
+    Outside,
+    ReachedInside,
+    Sources,
+    Value,
+    Watch,
+)
+from penstock.modeling.interception import Seat, Switchboard
+from penstock.modeling.loss import LossRule, loss_of
+from penstock.modeling.loss_trace import LossTrace, probe
+from penstock.modeling.shapes import OutputShape, ShapeFunctions, TensorShape, flatten
+
+
+@dataclass(frozen=True, slots=True)
+class TracedCall:
+    """One call of a unit, or of a dropout module between units.
+
+    Attributes:
+        unit: its name.
+        index: which call of this unit, counted from 0.
+        floating: whether it may run on any stage (it holds no parameters).
+        sources: what its arguments were computed from.
+        output: the structure of what it returns.
+        like_input: leaves of the output that have the shape and dtype of its first argument.
+    """
+
+    unit: str
+    index: int
+    floating: bool
+    sources: Sources
+    output: OutputShape
+    like_input: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """What a forward does with its units.
+
+    Attributes:
+        calls: in the order in which they happen.
+        output_sources: what the model's output was computed from.
+        controls: number of calls made before, and sources, of each value that decided what Python did next.
+        written: values that the model's code changes in place after a unit returned them.
+        written_inputs: arguments that the model's code changes in place.
+        loss: the loss rule, None if the output has no loss.
+        shapes: shape and dtype of each value in this forward (for reports; plans do not use them).
+    """
+
+    calls: tuple[TracedCall, ...]
+    output_sources: Sources
+    controls: tuple[tuple[int, Sources], ...]
+    written: frozenset[Value]
+    written_inputs: tuple[str, ...]
+    loss: LossRule | None
+    shapes: Mapping[Value, TensorShape]
+
+
+class Untraceable(Exception):
+    """The forward cannot be followed; the message says why."""
+
+
+def trace(
+    model: nn.Module,
+    functions: ShapeFunctions,
+    floating: Collection[str],
+    switchboard: Switchboard,
+    inputs: Mapping[str, Any],
+    call: Callable[..., Any] | None = None,
+    criterion: Callable[..., Any] | None = None,
+    device: torch.device | None = None,
+) -> Trace:
+    """Run `call(**inputs)` with every unit replaced by its shape function.
+
+    Leaves no trace itself: the model's parameters, buffers and modes, gradients, the inputs, caches and the state of
+    the random generators are as before.
+
+    Args:
+        model: its units and floating modules are intercepted through `switchboard`.
+        functions: the units' shape functions.
+        floating: names of intercepted modules without parameters; they are run as they are.
+        inputs: the arguments of the forward.
+        call: what to run, the model itself by default.
+        criterion: called as `criterion(output, inputs)` for the loss; by default the loss is the output's own.
+        device: where placeholders live; by default the device of the first input tensor.
+
+    Raises:
+        Untraceable: with the reason.
+        ReachedInside: the model's code uses a unit's parameter or buffer without calling the unit.
+    """
+    functions.sync()
+    with (
+        torch.inference_mode(False),
+        torch.no_grad(),
+        _untouched_random_state(),
+        _real_outside(model, functions, device),
+    ):
+        probes = {name: _probe(name, value) for name, value in inputs.items()}
+        planner = _Planner(functions, floating, device or _device_of(probes))
+        flow = planner.flow
+        _mark_tensors(model, functions, flow)
+        for name, value in probes.items():
+            for leaf in pytree.tree_leaves(value):
+                if isinstance(leaf, torch.Tensor):
+                    flow.mark_input(leaf, name)
+        losses = LossTrace(probes, flow)
+        switchboard.handler = planner
+        try:
+            with flow, Watch(flow, losses.observers()):
+                output = (call or model)(**probes)
+                loss = loss_of(output) if criterion is None else criterion(output, probes)
+        except ReachedInside:
+            raise
+        except Exception as error:
+            where = f" (after the call of {planner.calls[-1].unit})" if planner.calls else ""
+            raise Untraceable(f"{type(error).__name__}: {error}{where}") from error
+        finally:
+            switchboard.handler = None
+    leaves, _ = flatten(output)
+    return Trace(
+        calls=tuple(planner.calls),
+        output_sources=flow.sources(leaves) | flow.sources(loss),
+        controls=tuple(flow.controls),
+        written=frozenset(flow.written),
+        written_inputs=tuple(sorted(flow.written_inputs)),
+        loss=None if loss is None else losses.rule(flow.sources(loss)),
+        shapes=planner.shapes,
+    )
+
+
+class _Planner:
+    """Answers the calls of units with placeholders and notes what they depend on."""
+
+    def __init__(self, functions: ShapeFunctions, floating: Collection[str], device: torch.device) -> None:
+        self.calls: list[TracedCall] = []
+        self.shapes: dict[Value, TensorShape] = {}
+        self.flow = DataFlow(lambda: len(self.calls))
+        self._functions = functions
+        self._floating = floating
+        self._device = device
+        self._counts: Counter[str] = Counter()
+
+    def call(self, seat: Seat, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name, index = seat.name, self._counts[seat.name]
+        self._counts[name] += 1
+        leaves, _ = flatten((args, kwargs))
+        sources = self.flow.sources(leaves)
+        with self.flow.pause():
+            if name in self._floating:
+                output, shape = self._run_floating(seat, module, args, kwargs)
+            else:
+                output, shape = self._run_shape_function(name, index, args, kwargs, leaves)
+        output_leaves, _ = flatten(output)
+        for leaf, tensor in enumerate(output_leaves):
+            if isinstance(tensor, torch.Tensor):
+                value = Value(name, index, leaf)
+                self.flow.mark_value(tensor, value)
+                self.shapes[value] = TensorShape(tuple(tensor.shape), tensor.dtype)
+        first = args[0] if args else next(iter(kwargs.values()), None)
+        like_input = tuple(
+            leaf
+            for leaf, tensor in enumerate(output_leaves)
+            if isinstance(tensor, torch.Tensor)
+            and isinstance(first, torch.Tensor)
+            and tensor.shape == first.shape
+            and tensor.dtype == first.dtype
+        )
+        self.calls.append(TracedCall(name, index, name in self._floating, sources, shape, like_input))
+        return output
+
+    def _run_floating(
+        self, seat: Seat, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, OutputShape]:
+        output = seat.original(module, *args, **kwargs)
+        leaves, spec = flatten(output)
+        # A clone, because a dropout in evaluation returns its argument itself.
+        leaves = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        shapes = tuple(TensorShape(tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else x for x in leaves)
+        return pytree.tree_unflatten(leaves, spec), OutputShape(shapes, spec, (), (), (), False)
+
+    def _run_shape_function(
+        self, name: str, index: int, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]
+    ) -> tuple[Any, OutputShape]:
+        shape = self._functions(name, args, kwargs)
+        outputs = [
+            leaf.writable_zeros(self._device) if isinstance(leaf, TensorShape) else _known(name, leaf)
+            for leaf in shape.leaves
+        ]
+        lists = capture.collected()
+        for entry in shape.captured:
+            tensor = None
+            if isinstance(entry.leaf, int):
+                tensor = outputs[entry.leaf]
+            elif entry.leaf is not None and entry.shape is not None:
+                tensor = entry.shape.writable_zeros(self._device)
+                value = Value(name, index, entry.leaf)
+                self.flow.mark_value(tensor, value)
+                self.shapes[value] = entry.shape
+            lists[entry.key].append(tensor)
+        for position in shape.written:
+            self.flow.note_write(leaves[position])
+            self.flow.mark(leaves[position], (Altered(name, index),))
+        cache = next((leaf for leaf in leaves if isinstance(leaf, Cache)), None)
+        if cache is not None and shape.cache_layers:
+            like = next(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+            for layer in shape.cache_layers:
+                ghost_cache.advance(cache, layer, like, like.shape[1])
+        return pytree.tree_unflatten(outputs, shape.spec), shape
+
+
+def _known(name: str, leaf: Any) -> Any:
+    """A leaf that is no tensor must be the same on every rank, hence hold no tensors."""
+    if leaf is None or isinstance(leaf, (bool, int, float, str, Cache)):
+        return leaf
+    raise NotImplementedError(f"the unit {name} returns a {type(leaf).__name__}, whose tensors cannot be followed")
+
+
+def _probe(name: str, value: Any) -> Any:
+    if isinstance(value, Cache):
+        return ghost_cache.thin_copy(value)
+    leaves, spec = flatten(value)
+    return pytree.tree_unflatten(
+        [probe(name, leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec
+    )
+
+
+def _device_of(inputs: Mapping[str, Any]) -> torch.device:
+    for leaf in pytree.tree_leaves(dict(inputs)):
+        if isinstance(leaf, torch.Tensor) and not leaf.is_meta:
+            return leaf.device
+    return torch.device("cpu")
+
+
+def _mark_tensors(model: nn.Module, functions: ShapeFunctions, flow: DataFlow) -> None:
+    """Mark the tensors of units (not to be touched, as they are not on every stage) and those outside of units."""
+    for prefix, module in model.named_modules():
+        inside = functions.unit_of(prefix)
+        for name, tensor in [*module._parameters.items(), *module._buffers.items(), *vars(module).items()]:
+            if isinstance(tensor, torch.Tensor):
+                full = f"{prefix}.{name}" if prefix else name
+                flow.mark(tensor, (Outside(full) if inside is None else Inside(full),))
+
+
+@contextmanager
+def _real_outside(model: nn.Module, functions: ShapeFunctions, device: torch.device | None) -> Iterator[None]:
+    """Stand in zeros for meta tensors outside of units (a model built on the meta device), and put buffers back.
+
+    Buffers outside of units are copied for the duration, since the model's code may update them.
+    """
+    replaced: list[tuple[dict[str, Any], str, Any]] = []
+    for prefix, module in model.named_modules():
+        if functions.unit_of(prefix) is not None:
+            continue
+        for registry in (module._parameters, module._buffers):
+            for name, tensor in registry.items():
+                if tensor is not None and (tensor.is_meta or registry is module._buffers):
+                    replaced.append((registry, name, tensor))
+                    stand_in = torch.zeros_like(tensor, device=device or "cpu") if tensor.is_meta else tensor.clone()
+                    registry[name] = nn.Parameter(stand_in, False) if isinstance(tensor, nn.Parameter) else stand_in
+    try:
+        yield
+    finally:
+        for registry, name, tensor in replaced:
+            registry[name] = tensor
+
+
+@contextmanager
+def _untouched_random_state() -> Iterator[None]:
+    state = random.getstate()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=devices):
+        try:
+            yield
+        finally:
+            random.setstate(state)

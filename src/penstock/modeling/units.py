@@ -1,0 +1,208 @@
+"""Units: the named modules of a model that are placed as a whole, in the order in which the forward calls them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.modeling.dataflow import ReachedInside
+from penstock.modeling.dummy_inputs import dummy_inputs
+from penstock.modeling.interception import Switchboard, install, uninstall
+from penstock.modeling.shapes import ShapeFunctions
+from penstock.modeling.trace import Trace, Untraceable, trace
+
+# How often the choice of units is corrected by what a trace shows before giving up.
+MAX_CORRECTIONS = 100
+
+
+def list_units(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> list[str]:
+    """Names of the model's units, in forward order.
+
+    Units are the repeated blocks and what stands beside them: every parameter outside of them is small glue that stays
+    on every stage. Nothing is computed: the model's own code runs with shape functions in place of its units.
+
+    Args:
+        model: a whole model, or one built on the meta device. It is left as it was.
+        inputs: arguments of a forward, for a model that does not run on dummy inputs made from its configuration.
+
+    Raises:
+        NotImplementedError: "Auto policy for <class> is not implemented..." with the reason, if it cannot be split.
+    """
+    return list(traced_units(model, inputs)[0])
+
+
+def traced_units(
+    model: nn.Module, inputs: Mapping[str, Any] | None = None
+) -> tuple[list[str], Trace, Mapping[str, Any]]:
+    """The units, the trace they were found with, and its inputs."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"a model is needed to list its units, not a {type(model).__name__}")
+    units = _candidates(model)
+    try:
+        if len(units) < 2:
+            raise Untraceable("it has no modules that follow one another")
+        arguments = inputs if inputs is not None else _on_device_of(model, dummy_inputs(model))
+        for _ in range(MAX_CORRECTIONS):
+            inner_calls: dict[str, set[str]] = {name: set() for name in units}
+            try:
+                found = trace_units(model, units, arguments, inner_calls)
+            except ReachedInside as leak:
+                units = _without(model, units, leak.tensor, inner_calls)
+                continue
+            called = {call.unit for call in found.calls}
+            looked_into = [unit for unit in units if unit not in called and inner_calls[unit]]
+            if not looked_into:
+                return _ordered(units, found), found, arguments
+            units = [part for unit in units for part in (_parts(model, unit) if unit in looked_into else [unit])]
+        raise Untraceable("no modules were found that its forward calls as a whole")
+    except (Untraceable, NotImplementedError) as error:
+        raise refusal(model, str(error)) from error
+
+
+def trace_units(
+    model: nn.Module,
+    units: Iterable[str],
+    inputs: Mapping[str, Any],
+    inner_calls: Mapping[str, set[str]] | None = None,
+) -> Trace:
+    """A trace with these units, which are intercepted only meanwhile.
+
+    Args:
+        inner_calls: takes up, for each unit, the names of the modules inside it that the model's code calls directly.
+    """
+    modules = {name: model.get_submodule(name) for name in units}
+    floating = floating_modules(model, modules)
+    switchboard = Switchboard()
+    hooks = []
+    inner_calls = {name: set() for name in modules} if inner_calls is None else inner_calls
+    for name, module in modules.items():
+        for inner, child in module.named_modules(prefix=name):
+            if child is not module:
+
+                def note(_: nn.Module, args: Any, calls: set[str] = inner_calls[name], inner: str = inner) -> None:
+                    calls.add(inner)
+
+                hooks.append(child.register_forward_pre_hook(note))
+    functions = ShapeFunctions(modules)
+    install([*modules.items(), *floating.items()], switchboard)
+    try:
+        return trace(model, functions, set(floating), switchboard, inputs)
+    finally:
+        uninstall([*modules.values(), *floating.values()])
+        for hook in hooks:
+            hook.remove()
+
+
+def floating_modules(model: nn.Module, units: Iterable[str]) -> dict[str, nn.Module]:
+    """Dropout modules between units, by name. They hold nothing, so each call runs where its input is."""
+    prefixes = tuple(f"{unit}." for unit in units)
+    names = set(units)
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if name not in names and not name.startswith(prefixes) and _is_dropout(module)
+    }
+
+
+def _is_dropout(module: nn.Module) -> bool:
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return True
+    name = type(module).__name__
+    return name.endswith(("Dropout", "DropPath")) and not any(True for _ in (*module.parameters(), *module.buffers()))
+
+
+def refusal(model: nn.Module, reason: str) -> NotImplementedError:
+    """The error for a model that cannot be split."""
+    return NotImplementedError(f"Auto policy for {type(model).__name__} is not implemented... {reason}.")
+
+
+def _candidates(model: nn.Module) -> list[str]:
+    """Entries of module lists, and modules with parameters beside them; in the order of definition."""
+    found: list[str] = []
+
+    def descend(prefix: str, module: nn.Module) -> None:
+        for name, child in module.named_children():
+            full = f"{prefix}.{name}" if prefix else name
+            if not _has_parameters(child):
+                continue
+            if _is_block_list(child):
+                descend(full, child)
+            elif _is_block(model, child) or not _holds_blocks(model, child, _is_block_list(module)):
+                found.append(full)
+            else:
+                descend(full, child)
+
+    descend("", model)
+    return found
+
+
+def _holds_blocks(model: nn.Module, module: nn.Module, in_list: bool) -> bool:
+    """Whether units are to be looked for inside a module.
+
+    A list inside an entry of a list is no list of blocks (experts, heads), unless transformers names its entries.
+    """
+    inner = list(module.modules())[1:]
+    lists = list(filter(_is_block_list, inner))
+    if in_list:
+        return any(_is_block(model, entry) for entries in lists for entry in entries.children())
+    return bool(lists) or any(_is_block(model, child) for child in inner)
+
+
+def _is_block_list(module: nn.Module) -> bool:
+    return isinstance(module, (nn.ModuleList, nn.ModuleDict)) and len(module) > 0
+
+
+def _is_block(model: nn.Module, module: nn.Module) -> bool:
+    """Whether transformers says that modules of this class must stay in one piece."""
+    return type(module).__name__ in (getattr(model, "_no_split_modules", None) or ())
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _parts(model: nn.Module, unit: str) -> list[str]:
+    """The children of a unit that hold parameters."""
+    return [f"{unit}.{name}" for name, child in model.get_submodule(unit).named_children() if _has_parameters(child)]
+
+
+def _without(model: nn.Module, units: list[str], tensor: str, inner_calls: Mapping[str, set[str]]) -> list[str]:
+    """`units` after the model's code used `tensor` of one of them without calling that unit.
+
+    If the code called a module inside the unit, its parts are units. Otherwise it read the tensor itself, which then
+    must be on every stage, outside of units; small as a rule: a buffer of positions beside an embedding.
+    """
+    kept = []
+    for unit in units:
+        if not tensor.startswith(f"{unit}."):
+            kept.append(unit)
+        elif any(tensor.startswith(f"{inner}.") for inner in inner_calls.get(unit, ())):
+            kept += _parts(model, unit)
+        else:
+            kept += _without(model, _parts(model, unit), tensor, {})
+    return kept
+
+
+def _ordered(units: list[str], found: Trace) -> list[str]:
+    """Units by their first call; one that is never called stands before the unit that is defined after it."""
+    first: dict[str, int] = {}
+    for position, call in enumerate(found.calls):
+        first.setdefault(call.unit, position)
+    following = len(found.calls)
+    place: dict[str, tuple[int, int]] = {}
+    for index in range(len(units) - 1, -1, -1):
+        unit = units[index]
+        if unit in first:
+            following = first[unit]
+            place[unit] = (following, len(units))
+        else:
+            place[unit] = (following, index)
+    return sorted(units, key=place.__getitem__)
+
+
+def _on_device_of(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
+    device = next((tensor.device for tensor in model.parameters() if not tensor.is_meta), torch.device("cpu"))
+    return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}

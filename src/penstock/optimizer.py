@@ -1,0 +1,122 @@
+"""What the plugin makes of an optimizer: a step that clips by the whole model's norm and skips overflows everywhere."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from penstock.runtime.engine import Pipeline
+from penstock.runtime.precision import LossScale
+
+
+class PipelineOptimizer(Optimizer):
+    """Wraps the optimizer of a parallelised model; all that is not said here is the wrapped one's.
+
+    Attributes:
+        optim: the wrapped optimizer.
+        pipeline: the engine of the model whose parameters it has.
+        max_norm: `step` clips the norm of the whole model's gradients to this; 0 does not clip.
+        loss_scale: what float16 training multiplies losses with; None in other precisions.
+        num_skipped_steps: how many steps were skipped because gradients overflowed.
+    """
+
+    def __init__(
+        self, optim: Optimizer, pipeline: Pipeline, max_norm: float = 0.0, loss_scale: LossScale | None = None
+    ) -> None:
+        # No super().__init__(): parameter groups, state and hooks are the wrapped optimizer's.
+        self.optim = optim
+        self.pipeline = pipeline
+        self.max_norm = max_norm
+        self.loss_scale = loss_scale
+        self.num_skipped_steps = 0
+        self._grad_norm: torch.Tensor | None = None
+        if loss_scale is not None:
+            pipeline.loss_scale = loss_scale.scale
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optim":
+            raise AttributeError(name)
+        return getattr(self.optim, name)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]  # torch keeps it as an attribute
+        return self.optim.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]  # torch keeps it as an attribute
+        return self.optim.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]  # torch keeps it as an attribute
+        return self.optim.defaults
+
+    def __repr__(self) -> str:
+        return f"PipelineOptimizer({self.optim!r}, max_norm={self.max_norm})"
+
+    def unwrap(self) -> Optimizer:
+        """The wrapped optimizer."""
+        return self.optim
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self.optim.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of this rank's parameters only; `Booster.save_optimizer` saves the whole model's."""
+        return self.optim.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.optim.load_state_dict(state_dict)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optim.zero_grad(set_to_none)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """The backward of a yielded loss."""
+        loss.backward()
+
+    def clip_grad_by_norm(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Clip the norm of the whole model's gradients, over all stages and pipelines; every rank calls it.
+
+        Returns the norm before clipping, shape ().
+        """
+        return self.pipeline.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
+
+    def clip_grad_by_value(self, clip_value: float) -> None:
+        """Clip every element of the gradients to [-clip_value, clip_value]."""
+        torch.nn.utils.clip_grad_value_([p for group in self.param_groups for p in group["params"]], clip_value)
+
+    def get_grad_norm(self) -> float | None:
+        """The norm of the whole model's gradients before the last `step`; None if it did not need to know."""
+        return None if self._grad_norm is None else float(self._grad_norm)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Clip, and take the wrapped optimizer's step. In float16, an overflow on one rank makes all ranks skip it.
+
+        Every rank calls it. Raises ValueError for a closure: it would run the model outside of the schedule.
+        """
+        if closure is not None:
+            raise ValueError("an optimizer's step over pipelines takes no closure: run the step's forwards before it")
+        self._grad_norm = None
+        if self.loss_scale is not None or self.max_norm > 0:
+            self._grad_norm = self.pipeline.grad_norm()
+        if self.loss_scale is not None and self._overflowed(self.loss_scale):
+            self.num_skipped_steps += 1
+            self.zero_grad()
+            return None
+        if self._grad_norm is not None and self.max_norm > 0:
+            parameters = [held.parameter for held in self.pipeline.held]
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.max_norm, self._grad_norm)
+        return self.optim.step()
+
+    def _overflowed(self, loss_scale: LossScale) -> bool:
+        """All ranks have the same norm to the last bit, so they answer alike."""
+        overflow = self._grad_norm is not None and not math.isfinite(float(self._grad_norm))
+        loss_scale.update(overflow)
+        self.pipeline.loss_scale = loss_scale.scale
+        return overflow

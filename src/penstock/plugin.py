@@ -1,0 +1,283 @@
+"""The heterogeneous face: pipelines of different depth train one model together."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import PreTrainedModel
+
+from penstock.data.loader import HeterogeneousDataLoader
+from penstock.describe import LayoutDescription, describe_layout
+from penstock.face import PipelineModel, attach
+from penstock.modeling.loss import Criterion
+from penstock.modeling.split import SplitModel
+from penstock.optimizer import PipelineOptimizer
+from penstock.pipelines import Microbatches, check_microbatches, check_ranks, check_schedule, check_templates
+from penstock.runtime.bootstrap import ensure_process_group, local_device, rank_and_world_size
+from penstock.runtime.engine import Pipeline
+from penstock.runtime.layout import Layout
+from penstock.runtime.precision import LossScale
+from penstock.schedule import DEFAULT_SCHEDULE, build
+from penstock.template import PipelineTemplate
+
+PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+# Model, optimizer, criterion, data loader and learning rate scheduler; None for each that was not given.
+Configured = tuple[Any, Any, Any, Any, Any]
+
+
+class HeterogeneousParallelPlugin:
+    """Places pipelines, which need not be alike, on all ranks of the world, and parallelises a model over them.
+
+    Call `set_pipelines`, then `configure` (or `Booster(plugin=plugin).boost`), on every rank alike.
+
+    Args:
+        tp_size: ranks that share a stage, each with a slice of its weights; see docs/tensor_parallel.md.
+        microbatch_size: samples in a microbatch, the same in all pipelines.
+        precision: "fp32" leaves the model as it is; "bf16" and "fp16" run its forwards under `torch.autocast`, with
+            weights, gradients and optimizer as they are. fp16 scales losses dynamically; a step whose gradients
+            overflow on any rank is skipped on all of them.
+        max_norm: the optimizer's step clips the norm of the whole model's gradients to this; 0 does not clip.
+        schedule: of every pipeline; any of `penstock.schedule.schedule_names()` with one stage per rank.
+        initial_scale, min_scale, max_scale, growth_factor, backoff_factor, growth_interval, hysteresis: of fp16's loss
+            scale, see `penstock.runtime.precision.LossScale`.
+
+    Raises:
+        TypeError, ValueError: an argument that cannot be used.
+    """
+
+    def __init__(
+        self,
+        tp_size: int = 1,
+        microbatch_size: int = 1,
+        precision: str = "fp32",
+        max_norm: float = 0.0,
+        schedule: str = DEFAULT_SCHEDULE,
+        initial_scale: float = 2.0**16,
+        min_scale: float = 1.0,
+        max_scale: float = 2.0**32,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 1000,
+        hysteresis: int = 2,
+    ) -> None:
+        for name, value in (("tp_size", tp_size), ("microbatch_size", microbatch_size)):
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name} must be an integer, got {value!r} ({type(value).__name__})")
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if precision not in PRECISIONS:
+            raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
+        if not max_norm >= 0:
+            raise ValueError(f"max_norm must not be negative, got {max_norm}")
+        check_schedule(schedule)
+        self.tp_size = tp_size
+        self.microbatch_size = microbatch_size
+        self.precision = precision
+        self.max_norm = float(max_norm)
+        self.schedule = schedule
+        # Made in any precision, so that wrong numbers are refused in any.
+        self._loss_scale = LossScale(
+            scale=float(initial_scale),
+            min_scale=min_scale,
+            max_scale=max_scale,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
+            hysteresis=hysteresis,
+        )
+        self._pipelines: tuple[PipelineTemplate, ...] = ()
+        self._num_microbatches: tuple[int, ...] = ()
+        self._layout: Layout | None = None
+        self._description: LayoutDescription | None = None
+        self._model: PreTrainedModel | None = None
+
+    # -- the pipelines ---------------------------------------------------------------------------------------------
+
+    def set_pipelines(self, pipelines: list[PipelineTemplate], num_microbatches: Microbatches) -> None:
+        """Choose the pipelines; the first is placed on the first ranks, and so on.
+
+        No communication, and no process group is made, so every rank finds the same error.
+
+        Args:
+            pipelines: any mix of templates, also one template several times.
+            num_microbatches: microbatches of each pipeline in a step, as a dict from templates, or as a list with one
+                number for each pipeline, in which pipelines of one template may differ.
+
+        Raises:
+            AssertionError: the number of ranks does not match the world size, or a pipeline has no number of
+                microbatches.
+            TypeError, ValueError: an argument that cannot be used, such as templates of different models.
+            RuntimeError: a model is configured already.
+        """
+        if self._model is not None:
+            raise RuntimeError("set_pipelines must come before configure: this plugin has parallelised a model already")
+        checked = check_templates(pipelines)
+        check_ranks(checked, self.tp_size, rank_and_world_size()[1])
+        counts = check_microbatches(checked, num_microbatches)
+        self._pipelines, self._num_microbatches = checked, counts
+        self._layout = Layout.place(
+            [template.modules_per_stage for template in checked], tensor_parallel_size=self.tp_size
+        )
+        self._description = None
+
+    @property
+    def layout(self) -> Layout:
+        """Where the pipelines are placed. Raises RuntimeError before `set_pipelines`."""
+        if self._layout is None:
+            raise RuntimeError("the plugin has no pipelines yet: call set_pipelines first")
+        return self._layout
+
+    @property
+    def pipelines(self) -> tuple[PipelineTemplate, ...]:
+        """The template of each pipeline."""
+        return self._pipelines
+
+    @property
+    def num_microbatches(self) -> tuple[int, ...]:
+        """Microbatches of each pipeline in a step."""
+        return self._num_microbatches
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples in a step, over all pipelines."""
+        return sum(self._num_microbatches) * self.microbatch_size
+
+    @property
+    def pipeline_index(self) -> int:
+        """The index of this rank's pipeline. Raises RuntimeError before `set_pipelines`."""
+        return self.layout.place_of(rank_and_world_size()[0]).pipeline
+
+    def describe(
+        self, model: PreTrainedModel | None = None, plot: str | os.PathLike[str] | None = None
+    ) -> LayoutDescription:
+        """Print the pipelines as a table, on the first rank, and return what it shows.
+
+        Args:
+            model: a whole model to count the parameters of; not needed after `configure`.
+            plot: also draw the layout, and the schedule's timeline as the modules' costs predict it, to this .svg file.
+        """
+        description = self._description or self._describe(model)
+        if rank_and_world_size()[0] == 0:
+            print(description)
+            if plot is not None:
+                description.write_svg(plot)
+        return description
+
+    # -- the data --------------------------------------------------------------------------------------------------
+
+    def prepare_dataloader(
+        self,
+        dataset: Any,
+        shuffle: bool = False,
+        seed: int = 1024,
+        drop_last: bool = False,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_workers: int = 0,
+        **arguments: Any,
+    ) -> HeterogeneousDataLoader:
+        """A loader of this pipeline's own share of each global batch; see `HeterogeneousDataLoader`.
+
+        Raises:
+            RuntimeError: before `set_pipelines`. TypeError, ValueError: see `HeterogeneousDataLoader`.
+        """
+        return HeterogeneousDataLoader(
+            dataset,
+            self._num_microbatches,
+            self.microbatch_size,
+            self.pipeline_index,
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+            collate_fn=collate_fn,
+            num_workers=num_workers,
+            **arguments,
+        )
+
+    def check_dataloader(self, dataloader: Any) -> None:
+        """Raise TypeError or ValueError unless a loader gives each pipeline its own share of each global batch."""
+        if not isinstance(dataloader, HeterogeneousDataLoader):
+            raise TypeError(
+                f"the dataloader is a {type(dataloader).__name__}, which would give every pipeline the same samples: "
+                "make it with plugin.prepare_dataloader(dataset, ...)"
+            )
+        wanted = self._num_microbatches, self.microbatch_size, self.pipeline_index
+        if dataloader.share != wanted:
+            names = ("num_microbatches", "microbatch_size", "pipeline_index")
+            seen = ", ".join(f"{name}={value}" for name, value in zip(names, dataloader.share, strict=True))
+            expected = ", ".join(f"{name}={value}" for name, value in zip(names, wanted, strict=True))
+            raise ValueError(f"the dataloader was made for {seen}, but this plugin has {expected}")
+
+    # -- the model -------------------------------------------------------------------------------------------------
+
+    def configure(
+        self,
+        model: PreTrainedModel,
+        optimizer: Optimizer | None = None,
+        criterion: Criterion | None = None,
+        dataloader: HeterogeneousDataLoader | None = None,
+        lr_scheduler: LRScheduler | None = None,
+    ) -> Configured:
+        """Parallelise a model in place, and make what goes with it fit. Every rank calls this with an equal model.
+
+        Returns:
+            The same model, now also a `penstock.PipelineModel`; the optimizer, wrapped; the others as they were.
+
+        Raises:
+            RuntimeError: before `set_pipelines`.
+            ValueError: the templates do not cover the model, or it is parallelised already; see
+                `PipelineTemplate.validate`. No process group has been made then.
+            NotImplementedError: the model cannot be split. TypeError: `model` is no transformers model, or
+                `dataloader` was not prepared by this plugin.
+        """
+        layout = self.layout
+        if not isinstance(model, PreTrainedModel):
+            raise TypeError(f"configure() takes a transformers PreTrainedModel, got {type(model).__name__}")
+        if isinstance(model, PipelineModel):
+            raise ValueError("this model is parallelised already: configure() takes a whole one")
+        modules = PipelineTemplate.get_modules(model)
+        for template in dict.fromkeys(self._pipelines):
+            template.validate(model, modules)
+        if dataloader is not None:
+            self.check_dataloader(dataloader)
+        self._description = self._describe(model)
+        ensure_process_group()
+        model = self._parallelise(model, layout)
+        wrapped = None if optimizer is None else self._wrap(optimizer, model)
+        return model, wrapped, criterion, dataloader, lr_scheduler
+
+    def _parallelise(self, model: PreTrainedModel, layout: Layout) -> PreTrainedModel:
+        device = local_device()
+        place = layout.place_of(dist.get_rank())
+        mine = layout.pipelines[place.pipeline]
+        own = mine.stages_of(place.rank_in_pipeline)
+        split = SplitModel(model, mine.stages, own, place.tensor_parallel_rank, layout.tensor_parallel_size)
+        model.to(device)
+        pipeline = Pipeline(
+            split,
+            layout,
+            partial(build, self.schedule, mine.num_ranks),
+            device,
+            micro_batch_size=self.microbatch_size,
+        )
+        pipeline.autocast = PRECISIONS[self.precision]
+        self._model = attach(model, pipeline)
+        return self._model
+
+    def _wrap(self, optimizer: Optimizer, model: PreTrainedModel) -> PipelineOptimizer:
+        inner = optimizer.unwrap() if isinstance(optimizer, PipelineOptimizer) else optimizer
+        scale = self._loss_scale if self.precision == "fp16" else None
+        return PipelineOptimizer(inner, model.pipeline, self.max_norm, scale)
+
+    def _describe(self, model: PreTrainedModel | None) -> LayoutDescription:
+        layout, counts, size = self.layout, self._num_microbatches, self.microbatch_size
+        if model is None or isinstance(model, PipelineModel):
+            return LayoutDescription(self.pipelines[0].model_name, layout, counts, size, self.schedule)
+        return describe_layout(model, layout, counts, size, self.schedule)

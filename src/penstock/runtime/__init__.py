@@ -1,0 +1,1 @@
+"""Doing what a schedule says: layout, channels, executor, gradient reduction."""

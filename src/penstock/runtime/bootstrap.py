@@ -1,0 +1,125 @@
+"""torch.distributed from whatever launched this process, and this rank's device."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import re
+import socket
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+
+DEFAULT_PORT = 29500
+
+
+def ensure_process_group(timeout: datetime.timedelta | None = None) -> None:
+    """Initialise torch.distributed from the environment, unless somebody has.
+
+    Understands torchrun and `python -m torch.distributed.launch` (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), the
+    DeepSpeed launcher (the same variables), SLURM (SLURM_PROCID, ...) and Open MPI (OMPI_COMM_WORLD_RANK, ...). With
+    none of them the job is this one process.
+
+    Raises:
+        ValueError: the environment names a rank outside the world, or a value that is no number.
+    """
+    if dist.is_initialized():
+        return
+    place = find_place(os.environ)
+    if place is None:
+        os.environ.setdefault("LOCAL_RANK", "0")
+        dist.init_process_group(backend(), store=dist.HashStore(), rank=0, world_size=1)
+        return
+    for name, value in place.items():
+        os.environ.setdefault(name, value)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(local_device())
+    dist.init_process_group(backend(), timeout=timeout)
+
+
+def rank_and_world_size() -> tuple[int, int]:
+    """This process's rank and the number of processes, also before torch.distributed is initialised."""
+    if dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    place = find_place(os.environ)
+    return (0, 1) if place is None else (int(place["RANK"]), int(place["WORLD_SIZE"]))
+
+
+def find_place(environment: Mapping[str, str]) -> dict[str, str] | None:
+    """RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT from a launcher's environment; None without a
+    launcher."""
+    if "RANK" in environment and "WORLD_SIZE" in environment:
+        rank, world_size = environment["RANK"], environment["WORLD_SIZE"]
+        local_rank = environment.get("LOCAL_RANK", "")
+    elif "SLURM_PROCID" in environment and int(environment.get("SLURM_NTASKS", "1")) > 1:
+        rank, world_size = environment["SLURM_PROCID"], environment["SLURM_NTASKS"]
+        local_rank = environment.get("SLURM_LOCALID", "")
+    elif "OMPI_COMM_WORLD_RANK" in environment:
+        rank, world_size = environment["OMPI_COMM_WORLD_RANK"], environment["OMPI_COMM_WORLD_SIZE"]
+        local_rank = environment.get("OMPI_COMM_WORLD_LOCAL_RANK", "")
+    else:
+        return None
+    if not (rank.isdigit() and world_size.isdigit() and int(rank) < int(world_size)):
+        raise ValueError(f"the launcher's environment says rank {rank!r} of {world_size!r} processes")
+    place = {
+        "RANK": rank,
+        "WORLD_SIZE": world_size,
+        "MASTER_ADDR": environment.get("MASTER_ADDR") or first_host(environment),
+        "MASTER_PORT": environment.get("MASTER_PORT") or str(job_port(environment)),
+    }
+    if local_rank:
+        place["LOCAL_RANK"] = local_rank
+    return place
+
+
+def first_host(environment: Mapping[str, str]) -> str:
+    """The first host of a SLURM node list such as `gpu[03-06,9],login1`, without calling SLURM; else this machine."""
+    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST") or ""
+    match = re.match(r"([^,\[]+)(?:\[([^\]]+)\])?", nodes)
+    if match is None:
+        return "127.0.0.1"
+    prefix, numbers = match.groups()
+    return prefix + (re.split(r"[,-]", numbers)[0] if numbers else "")
+
+
+def job_port(environment: Mapping[str, str]) -> int:
+    """A port all processes of a SLURM job agree on, so that two jobs on one machine do not collide."""
+    return DEFAULT_PORT + int(environment.get("SLURM_JOB_ID", "0")) % 10_000
+
+
+def backend() -> str:
+    """gloo carries CPU tensors; with GPUs NCCL carries theirs."""
+    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+
+
+def local_device() -> torch.device:
+    """This rank's device: its GPU by local rank, or the CPU.
+
+    Raises:
+        RuntimeError: more processes on this machine than GPUs.
+    """
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    local_rank = int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")))
+    count = torch.cuda.device_count()
+    if local_rank >= count:
+        raise RuntimeError(
+            f"local rank {local_rank} has no GPU: this machine has {count}; start at most {count} processes"
+        )
+    return torch.device("cuda", local_rank)
+
+
+def default_store() -> dist.Store | None:
+    """The job's key-value store, or None where torch keeps none."""
+    with contextlib.suppress(Exception):
+        return dist.distributed_c10d._get_default_store()
+    return None
+
+
+def free_port() -> int:
+    """A TCP port nobody listens on, on this machine."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,333 @@
+"""The engine behind both faces: one rank's part of a layout of pipelines, with everything it needs to run steps."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from penstock.checkpoint.comm import GroupComm
+from penstock.data.batch import PerMicrobatch, microbatches_of
+from penstock.data.fingerprint import fingerprint
+from penstock.modeling.loss import Criterion
+from penstock.modeling.split import SplitModel
+from penstock.schedule import Kind, Schedule
+
+from . import norm, recorder
+from .bootstrap import default_store
+from .channel import Channel
+from .evaluation import evaluate, share_output
+from .exchange import Exchange
+from .executor import TrainingStep
+from .failure import FailureBoard
+from .groups import Groups
+from .holders import find_holders
+from .layout import Layout
+from .precision import ScaleWatch, autocast
+from .recorder import Recorder
+from .reduction import GradientReducer
+from .start import copy_from_first_holders, shared_name, shared_seed
+from .station import Station
+from .step import StepInputs, StepReport
+from .tensor_parallel import GroupCollectives, compare_inputs
+from .totals import Totals
+from .weight_gradients import WeightGradientQueues
+from .weight_gradients import install as install_deferral
+
+# (number of microbatches) -> the schedule of this rank's pipeline
+ScheduleMaker = Callable[[int], Schedule]
+DEFAULT_MICROBATCHES_PER_STAGE = 4
+
+
+class Pipeline:
+    """One rank's part of a layout: trains, evaluates, reduces gradients.
+
+    `split` has split the model for this rank. All ranks of the layout construct theirs together.
+
+    Attributes:
+        last_step: what the last training step took.
+        trace: a path; while it is set, each training step's timeline is written there (.svg or .json), that of the
+            first pipeline. Set it on all ranks alike.
+        autocast: the type in which stages run their matrix products, None for that of the weights.
+        loss_scale: what losses are multiplied with in the backward, so that half-precision gradients do not vanish. The
+            gradients between steps do not have it.
+        step_number: how many steps were begun. It decides the dropout of the next one.
+        holds_output: whether this rank holds the pipeline's last stage, which has the model's output.
+    """
+
+    def __init__(
+        self,
+        split: SplitModel,
+        layout: Layout,
+        make_schedule: ScheduleMaker,
+        device: torch.device,
+        *,
+        num_microbatches: int | None = None,
+        micro_batch_size: int | None = None,
+        trace: str | os.PathLike[str] | None = None,
+    ):
+        self.split = split
+        self.layout = layout
+        self.rank = dist.get_rank()
+        self.place = layout.place_of(self.rank)
+        self.device = device
+        self.num_microbatches = num_microbatches
+        self.micro_batch_size = micro_batch_size
+        self.last_step: StepReport | None = None
+        self.trace = trace
+        self.autocast: torch.dtype | None = None
+        self.loss_scale = 1.0
+        self.step_number = 0
+        self._recorder = Recorder(self.place.rank_in_pipeline)
+        self._make_schedule = make_schedule
+        self._schedules: dict[int, Schedule] = {}
+        self._synchronising = True
+        self._main_input_name = getattr(split.model, "main_input_name", None)
+        mine = layout.pipelines[self.place.pipeline]
+        self.holds_output = mine.stage_to_rank[-1] == self.place.rank_in_pipeline
+        self._last_rank = mine.global_rank(mine.num_stages - 1, self.place.tensor_parallel_rank)
+
+        local = dict(split.model.named_parameters(remove_duplicate=False))
+        cut = split.tensor_parallel
+        self.held, shared = find_holders(
+            layout, self.place.tensor_parallel_rank, split.aliases, local, cut.shards if cut else (),
+            cut.partial if cut else (),
+        )  # fmt: skip
+        self.groups = Groups(layout, self.rank, device, shared)
+        self.board = FailureBoard(default_store(), self.rank, shared_name(self.groups))
+        self.board.watch_interpreter()
+        if cut is not None:
+            assert self.groups.tensor_parallel is not None
+            cut.region.collectives = GroupCollectives(self.groups.tensor_parallel, device, self.board)
+        channel = Channel(
+            self.groups.line, partial(mine.global_rank, tensor_parallel_rank=self.place.tensor_parallel_rank),
+            device, self.board,
+        )  # fmt: skip
+        queues = WeightGradientQueues()
+        holders = [(held.parameter, held.ranks) for held in self.held]
+        reducer = GradientReducer(holders, self.groups.reduction, self.rank, self.board, queues.awaits)
+        totals = Totals(layout, self.rank, self.groups, self.board)
+        self.board.on_abort(totals.clear)
+        self.board.on_abort(channel.clear)
+        self.board.on_abort(reducer.clear)
+        self.board.on_abort(self.groups.destroy)
+        self._station = Station(
+            split=split,
+            parameters=[held.parameter for held in self.held],
+            exchange=Exchange(channel, mine.stage_to_rank, device),
+            channel=channel,
+            reducer=reducer,
+            queues=queues,
+            board=self.board,
+            device=device,
+            everyone=range(layout.world_size),
+            seed=shared_seed(self.groups),
+            totals=totals,
+            scaling=ScaleWatch(),
+            share_overflow=self._share_overflow,
+        )
+        copy_from_first_holders(self.held, self.groups)
+        if self.schedule(1).splits_backward:
+            install_deferral(split.model, queues)
+
+    # -- steps -----------------------------------------------------------------------------------------------------
+
+    def train(self, inputs: Mapping[str, Any], criterion: Criterion | None = None) -> Iterator[Any]:
+        """A training step on this pipeline's batch: yields each microbatch's output, whose loss wants a `backward()`.
+
+        The batch is checked now, before any communication; the step runs as the caller iterates.
+
+        Raises:
+            ValueError: the batch is empty, holds no tensors, is smaller than the number of microbatches, or gives the
+                model nothing to compute a loss from.
+        """
+        first = next((v.first_microbatch for v in inputs.values() if isinstance(v, PerMicrobatch)), None)
+        return self.train_microbatches(
+            *self._cut(inputs), first_microbatch=first, criterion=criterion, digest=fingerprint(inputs)
+        )
+
+    def train_microbatches(
+        self,
+        microbatches: Sequence[Mapping[str, Any]],
+        sizes: Sequence[int],
+        *,
+        first_microbatch: int | None = None,
+        criterion: Criterion | None = None,
+        digest: int = 0,
+    ) -> Iterator[Any]:
+        """`train` on a batch that is cut already; `sizes` are the microbatches' numbers of samples.
+
+        `first_microbatch` is the index of the first one in the global batch; by default the pipelines before this one
+        are taken to have as many as this one. A pipeline may have no microbatch at all, but must take part.
+        """
+        if first_microbatch is None:
+            first_microbatch = self.place.pipeline * len(microbatches)
+        inputs = self._prepare(microbatches, sizes, first_microbatch, digest, criterion)
+        self._refuse_without_loss(inputs)
+        schedule = self.schedule(len(microbatches))
+        if microbatches and not any(action.kind is Kind.B for action in schedule.actions[0]):
+            raise ValueError(f"schedule {schedule.name!r} is not written for {len(microbatches)} microbatches")
+        with autocast(self.device, self.autocast):
+            step = TrainingStep(
+                self._station,
+                schedule,
+                self.place.rank_in_pipeline,
+                inputs,
+                criterion=criterion,
+                reduce_gradients=self._synchronising,
+                loss_scale=self.loss_scale,
+                recorder=self._recorder if self.trace is not None else None,
+            )
+        return self._run(step)
+
+    def _run(self, step: TrainingStep) -> Iterator[Any]:
+        if self.trace is not None:
+            self._recorder.begin()
+            self._station.channel.on_wait = self._recorder.wait
+        yield from step.run()
+        self.last_step = step.report
+        self._station.channel.on_wait = None
+        if self.trace is not None:
+            events = self._recorder.gather(self.groups.pipeline_control)
+            if self.rank == 0:
+                schedule = self.layout.pipelines[0].num_ranks
+                recorder.write(events, self.trace, f"{type(self.split.model).__name__} on {schedule} ranks, as it ran")
+
+    def evaluate(self, inputs: Mapping[str, Any]) -> Any:
+        """The model's output for the whole batch, on every rank of this pipeline, without gradients.
+
+        Raises:
+            ValueError: as `train`, but a batch may come without labels and may be smaller than the number of
+            microbatches.
+        """
+        output = self._evaluate(inputs, None, over_all_pipelines=False)
+        with self.board.aborting():
+            return share_output(output, self.groups.pipeline, self._last_rank, self.device)
+
+    def evaluate_together(
+        self, inputs: Mapping[str, Any], criterion: Criterion | None = None, share_outputs: bool = False
+    ) -> tuple[float, Any]:
+        """The loss of the global batch, of which each pipeline gives its own part; all pipelines call this together.
+
+        Returns:
+            The loss, on every rank, and this pipeline's output: with `share_outputs` on all its ranks, otherwise on the
+            last stage. None where there is none, also on a pipeline without any microbatch.
+
+        Raises:
+            ValueError: as `train`.
+        """
+        output = self._evaluate(inputs, criterion, over_all_pipelines=True)
+        with self.board.aborting():
+            self._station.totals.start(0.0 if output is None else float(output.loss), False)
+            loss, _ = self._station.totals.finish()
+            if share_outputs:
+                output = share_output(output, self.groups.pipeline, self._last_rank, self.device)
+        return loss, output
+
+    def schedule(self, num_microbatches: int) -> Schedule:
+        """This pipeline's schedule for a number of microbatches; without any there is nothing to do."""
+        if num_microbatches not in self._schedules:
+            made = self._make_schedule(max(1, num_microbatches))
+            if not num_microbatches:
+                made = replace(made, num_microbatches=0, actions=((),) * made.num_ranks)
+            self._schedules[num_microbatches] = made
+        return self._schedules[num_microbatches]
+
+    def comms(self) -> tuple[GroupComm, GroupComm]:
+        """How all ranks, and the ranks of this pipeline, talk about checkpoints."""
+        return GroupComm(self.groups.world_control), GroupComm(self.groups.crew_control)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Steps in this context only accumulate gradients on this rank; the next one outside reduces them all."""
+        before, self._synchronising = self._synchronising, False
+        try:
+            yield
+        finally:
+            self._synchronising = before
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Clip the whole model's gradient norm, every logical parameter counted once; see `runtime.norm`."""
+        parameters, order = self._station.parameters, float(norm_type)
+        return norm.clip_grads(parameters, self.grad_norm, float(max_norm), order, error_if_nonfinite)
+
+    def grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
+        """The norm of the whole model's gradients: shape (), the same on every rank to the last bit."""
+        with self.board.guard("computing the gradient norm", self._station.everyone):
+            return norm.grad_norm(self._counted(), norm_type, self.groups.world, self.device)
+
+    def close(self) -> None:
+        """Give up the process groups. The model keeps its weights but runs no more steps."""
+        self._station.channel.clear()
+        if self.split.tensor_parallel is not None:
+            self.split.tensor_parallel.region.collectives = None
+        self.groups.destroy()
+
+    # -- parts -----------------------------------------------------------------------------------------------------
+
+    def _cut(self, inputs: Mapping[str, Any], at_most: bool = False) -> tuple[list[dict[str, Any]], list[int]]:
+        """Microbatches of a batch and their sizes."""
+        wanted = self.num_microbatches
+        default = DEFAULT_MICROBATCHES_PER_STAGE * self.layout.pipelines[self.place.pipeline].num_stages
+        if wanted is not None and at_most:
+            return microbatches_of(inputs, self._main_input_name, default=wanted)
+        return microbatches_of(inputs, self._main_input_name, wanted, self.micro_batch_size, default)
+
+    def _evaluate(self, inputs: Mapping[str, Any], criterion: Criterion | None, over_all_pipelines: bool) -> Any:
+        microbatches, sizes = self._cut(inputs, at_most=True)
+        prepared = self._prepare(microbatches, sizes, 0, fingerprint(inputs), criterion)
+        if over_all_pipelines:
+            self._refuse_without_loss(prepared)
+        with self.board.aborting(), autocast(self.device, self.autocast):
+            schedule, rank = self.schedule(len(microbatches)), self.place.rank_in_pipeline
+            return evaluate(self._station, schedule, rank, prepared, criterion, over_all_pipelines)
+
+    def _prepare(
+        self,
+        microbatches: Sequence[Mapping[str, Any]],
+        sizes: Sequence[int],
+        first_microbatch: int,
+        digest: int,
+        criterion: Criterion | None = None,
+    ) -> StepInputs:
+        if self.board.failed is not None:
+            raise self.board.failed
+        self._refuse_tuples(microbatches)
+        if self.split.tensor_parallel is not None:
+            ranks = self.layout.pipelines[self.place.pipeline].ranks()
+            compare_inputs(digest, ranks, self.groups.crew_control, self.board)
+        plans = [self.split.plan(microbatch, criterion=criterion) for microbatch in microbatches]
+        number, self.step_number = self.step_number, self.step_number + 1
+        return StepInputs.of(microbatches, plans, sizes, first_microbatch, number, digest, self.holds_output)
+
+    def _counted(self) -> list[torch.nn.Parameter]:
+        """The parameters this rank answers for in the norm."""
+        mine = self.rank, self.place.tensor_parallel_rank
+        return [held.parameter for held in self.held if held.counted_by(*mine)]
+
+    def _share_overflow(self) -> None:
+        with self.board.guard("comparing overflows", self._station.everyone):
+            norm.share_overflow(self._station.parameters, self.groups.world, self.device)
+
+    def _refuse_tuples(self, microbatches: Sequence[Mapping[str, Any]]) -> None:
+        asked = microbatches[0].get("return_dict") if microbatches else None
+        if not (getattr(self.split.model.config, "return_dict", True) if asked is None else asked):
+            raise ValueError(
+                "outputs of a parallelised model have named fields, so return_dict=False cannot be used: leave it out, "
+                "or call to_tuple() on an output"
+            )
+
+    def _refuse_without_loss(self, inputs: StepInputs) -> None:
+        if any(plan.loss is None for plan in inputs.plans):
+            raise ValueError(
+                f"{type(self.split.model).__name__} computes no loss from the inputs {sorted(inputs.microbatches[0])}: "
+                "pass labels, or evaluate under torch.no_grad()"
+            )

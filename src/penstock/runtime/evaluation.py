@@ -1,0 +1,114 @@
+"""Forward only: one ordinary output for the whole batch, on every rank of the pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils import _pytree as pytree
+from transformers.cache_utils import Cache
+
+from penstock.modeling.loss import Criterion
+from penstock.schedule.actions import Kind, Schedule
+
+from .station import StageOpener, Station
+from .step import StepInputs
+from .transfer import broadcast_tensors
+
+
+def evaluate(
+    station: Station,
+    schedule: Schedule,
+    rank_in_pipeline: int,
+    inputs: StepInputs,
+    criterion: Criterion | None = None,
+    over_all_pipelines: bool = False,
+) -> Any:
+    """Run the schedule's forwards; return the merged output on the rank of the last stage, None elsewhere.
+
+    Args:
+        criterion: gives the loss in place of the model's own.
+        over_all_pipelines: make the loss this pipeline's share of the global batch's loss rather than the mean over its
+            own batch. All pipelines must evaluate together then; one without any microbatch has no output.
+    """
+    actions = [action for action in schedule.actions_of(rank_in_pipeline) if action.kind is Kind.F]
+    last = schedule.num_stages - 1
+    is_last = last in schedule.stages_of(rank_in_pipeline)
+    opener = StageOpener(station, actions, inputs)
+    outputs: list[Any] = [None] * len(inputs.microbatches)
+    totals: Sequence[int] = inputs.total_counts() if is_last else ()
+    if over_all_pipelines and is_last:
+        totals = station.totals.counts(totals)
+    with torch.no_grad():
+        for action in actions:
+            stage, microbatch = action.stage, action.microbatch
+            received = station.exchange.take_activations(stage, microbatch, opener.open(stage))
+            plan, batch = inputs.plans[microbatch], inputs.microbatches[microbatch]
+            shares = None
+            if stage == last and plan.loss is not None:
+                shares = plan.loss.shares(inputs.counts[microbatch], totals)
+            seed = inputs.seed(station.seed, microbatch)
+            output, sent = station.split.forward(
+                plan, stage, batch, received, seed=seed, shares=shares, criterion=criterion
+            )
+            if stage == last:
+                outputs[microbatch] = output
+            else:
+                station.exchange.give_activations(stage, microbatch, sent)
+        station.channel.flush()
+        return merge_outputs(outputs, inputs.sizes) if is_last and outputs else None
+
+
+def merge_outputs(outputs: Sequence[Mapping[str, Any]], sizes: Sequence[int]) -> Any:
+    """One output for the batch from those of its microbatches of `sizes` samples.
+
+    The loss is the sum of the shares; tensors with a row per sample are concatenated, also inside tuples; other scalars
+    (a router's balance loss) are averaged by samples. Caches are dropped: each stage's holds only its own layers.
+    """
+    first = outputs[0]
+    merged = {
+        name: sum(output[name] for output in outputs) if name == "loss" else _merge([o[name] for o in outputs], sizes)
+        for name in first
+        if not isinstance(first[name], Cache)
+    }
+    return type(first)(**merged)
+
+
+def _merge(values: Sequence[Any], sizes: Sequence[int]) -> Any:
+    first = values[0]
+    if isinstance(first, torch.Tensor):
+        if first.dim() and all(value.shape[0] == size for value, size in zip(values, sizes, strict=True)):
+            return torch.cat(list(values))
+        if not first.dim() and first.is_floating_point():
+            return sum(value * (size / sum(sizes)) for value, size in zip(values, sizes, strict=True))
+        # A row per token (router logits of shape (samples * length, experts)).
+        return torch.cat(list(values)) if first.dim() else first
+    if isinstance(first, tuple | list):
+        return type(first)(_merge(list(parts), sizes) for parts in zip(*values, strict=True))
+    return first
+
+
+def share_output(output: Any, group: dist.ProcessGroup, source: int, device: torch.device) -> Any:
+    """Every rank of `group` gets the output that the global rank `source` holds (or its None)."""
+    if dist.get_world_size(group) == 1:
+        return output
+    is_source = dist.get_rank() == source
+    leaves: list[Any] = []
+    structure: list[Any] = [None]
+    if is_source and output is not None:
+        leaves, spec = pytree.tree_flatten(dict(output))
+        are_tensors = [isinstance(leaf, torch.Tensor) for leaf in leaves]
+        plain = [None if is_tensor else leaf for leaf, is_tensor in zip(leaves, are_tensors, strict=True)]
+        structure = [(type(output), spec, plain, are_tensors)]
+    dist.broadcast_object_list(structure, source, group=group, device=device)
+    if structure[0] is None:
+        return None
+    kind, spec, plain, are_tensors = structure[0]
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)] if is_source else None
+    received = iter(broadcast_tensors(tensors, source, group, device))
+    if is_source:
+        return output
+    merged = [next(received) if is_tensor else leaf for leaf, is_tensor in zip(plain, are_tensors, strict=True)]
+    return kind(**pytree.tree_unflatten(merged, spec))

@@ -1,0 +1,120 @@
+"""The process groups of a layout, all made at once and in one order on every rank.
+
+A group first used after a rank has died can hang, so none is made later.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+
+from .channel import Line
+from .layout import Layout
+
+# How long closing the groups may hold up the error that made it necessary.
+CLOSING_SECONDS = 5.0
+
+
+class Groups:
+    """Process groups this rank belongs to.
+
+    `pipeline` and `world` carry tensors of the device; `pipeline_control` and `world_control` are gloo groups for
+    objects and barriers. `reduction[ranks]` sums gradients over `ranks`. `tensor_parallel` joins the ranks that share
+    this rank's stages (None if there is only this one); `crew` and `crew_control` are all ranks of the pipeline.
+    """
+
+    def __init__(self, layout: Layout, rank: int, device: torch.device, reduction: Iterable[tuple[int, ...]]):
+        self._rank = rank
+        self._device = device
+        self._mine: list[dist.ProcessGroup] = []
+        self._made: dict[tuple[str, str, tuple[int, ...]], dist.ProcessGroup] = {}
+        place = layout.place_of(rank)
+        everyone = tuple(range(layout.world_size))
+        self.world = self._new(everyone, "world")
+        self.world_control = self._new(everyone, "world", control=True)
+        self._lines: dict[tuple[int | None, bool], dist.ProcessGroup] = {}
+        self.tensor_parallel: dist.ProcessGroup | None = None
+        for index, pipeline in enumerate(layout.pipelines):
+            crew_control = self._new(pipeline.ranks(), "pipeline", control=True)
+            crew = self._new(pipeline.ranks(), "pipeline")
+            if index == place.pipeline:
+                self.crew_control, self.crew = crew_control, crew
+            for tensor_parallel_rank in range(layout.tensor_parallel_size):
+                ranks = pipeline.ranks(tensor_parallel_rank)
+                mine = index == place.pipeline and tensor_parallel_rank == place.tensor_parallel_rank
+                control, whole = self._new(ranks, "pipeline", control=True), self._new(ranks, "pipeline")
+                if mine:
+                    self.pipeline_control, self.pipeline = control, whole
+                # On NCCL messages between two ranks share a stream, so each direction, and with several stages on a
+                # rank each cut, has a group of its own. gloo tells them apart by tag.
+                several = pipeline.num_stages > pipeline.num_ranks
+                cuts: list[int | None] = list(range(pipeline.num_stages - 1)) if several else [None]
+                for cut in cuts if device.type != "cpu" else [None]:
+                    for downstream in (True, False):
+                        name = f"cut {cut} down" if downstream else f"cut {cut} up"
+                        group = whole if device.type == "cpu" else self._new(ranks, name)
+                        if mine:
+                            self._lines[(cut, downstream)] = group
+            size = layout.tensor_parallel_size
+            for first in pipeline.ranks(0) if size > 1 else ():
+                together = self._new(tuple(range(first, first + size)), "tensor parallel")
+                if first <= rank < first + size:
+                    self.tensor_parallel = together
+        self._by_cut = len(self._lines) > 2
+        last = [
+            tuple(pipeline.global_rank(pipeline.num_stages - 1, t) for pipeline in layout.pipelines)
+            for t in range(layout.tensor_parallel_size)
+        ]
+        groups = [self._new(ranks, "last stages", control=True) for ranks in last]
+        self.last_stages = groups[place.tensor_parallel_rank] if rank in last[place.tensor_parallel_rank] else None
+        self.reduction = {ranks: self._new(ranks, "reduction") for ranks in sorted(set(reduction))}
+
+    def line(self, line: Line) -> dist.ProcessGroup:
+        """The group that carries a line."""
+        return self._lines[(line.cut if self._by_cut else None, line.kind.downstream)]
+
+    def warm_up(self) -> None:
+        """Make every connection now, in one order: a communicator made lazily in the middle of a step can deadlock."""
+        for group in self._mine:
+            dist.barrier(group=group)
+
+    def destroy(self) -> None:
+        """Close this rank's groups, so that ranks which wait on it wake with an error."""
+        groups, self._mine = self._mine, []
+        self._made.clear()
+        self._lines.clear()
+        self.reduction = {}
+        for name in ("world", "world_control", "pipeline", "pipeline_control", "last_stages", "tensor_parallel", "crew",
+                     "crew_control"):  # fmt: skip
+            setattr(self, name, None)
+        # Closing a group waits for what is under way in it, maybe on a rank that waits for another group to close:
+        # all at once, and without end only in the background.
+        threads = [threading.Thread(target=_destroy_last, args=(groups,), daemon=True) for _ in groups]
+        for thread in threads:
+            thread.start()
+        deadline = time.monotonic() + CLOSING_SECONDS
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        gc.collect()
+
+    def _new(self, ranks: tuple[int, ...], purpose: str, control: bool = False) -> dist.ProcessGroup:
+        """A new group. Every rank of the world calls this with the same arguments in the same order."""
+        backend = "gloo" if control or self._device.type == "cpu" else "nccl"
+        # On a CPU one gloo group can serve several purposes of the same ranks.
+        key = (backend, "" if backend == "gloo" else purpose, ranks)
+        if key not in self._made:
+            # Only members hold a usable handle; on the others new_group returns a placeholder.
+            self._made[key] = dist.new_group(list(ranks), backend=backend)
+            if self._rank in ranks:
+                self._mine.append(self._made[key])
+        return self._made[key]
+
+
+def _destroy_last(groups: list[dist.ProcessGroup]) -> None:
+    """Destroy one group. It is taken off the list here, because it closes only when nobody refers to it."""
+    dist.destroy_process_group(groups.pop())

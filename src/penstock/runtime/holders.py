@@ -1,0 +1,83 @@
+"""Which ranks hold each logical parameter: what is summed over whom, and who answers for it in the gradient norm."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from .layout import Layout
+
+
+@dataclass(frozen=True)
+class HeldParameter:
+    """A parameter this rank holds.
+
+    Attributes:
+        name: its first name in the unsplit model (a tied weight has several).
+        parameter: the object in the model.
+        ranks: the global ranks that hold a copy, ascending.
+        sharded: whether each rank of a tensor-parallel group holds another slice of it.
+    """
+
+    name: str
+    parameter: torch.nn.Parameter
+    ranks: tuple[int, ...]
+    sharded: bool = False
+
+    def counted_by(self, rank: int, tensor_parallel_rank: int) -> bool:
+        """Whether `rank` answers for it in the gradient norm: one rank does for each whole or slice."""
+        return self.ranks[0] == rank and (self.sharded or tensor_parallel_rank == 0)
+
+
+def find_holders(
+    layout: Layout,
+    tensor_parallel_rank: int,
+    aliases: Iterable[tuple[str, ...]],
+    local: Mapping[str, torch.nn.Parameter],
+    sharded: Collection[str] = (),
+    partial: Collection[str] = (),
+) -> tuple[list[HeldParameter], set[tuple[int, ...]]]:
+    """The local parameters with their holders, in an order all ranks share, and every set of several holders there is.
+
+    Args:
+        aliases: every parameter of the unsplit model as the tuple of its names, in the model's order.
+        local: the parameters this rank holds, by each of their names.
+        sharded: names of those of which each rank of a tensor-parallel group holds another slice.
+        partial: names of those that these ranks hold whole, but of whose gradient each has only a part: all of them
+            are holders, so that the parts are summed.
+
+    A parameter outside every unit is held by all ranks.
+    """
+    units = set(layout.units)
+    held: list[HeldParameter] = []
+    shared: set[tuple[int, ...]] = set()
+    for names in aliases:
+        by_index: list[set[int]] = []
+        for index in range(layout.tensor_parallel_size):
+            holders: set[int] = set()
+            for name in names:
+                unit = unit_of(name, units)
+                if unit is None:
+                    holders.update(rank for pipeline in layout.pipelines for rank in pipeline.ranks(index))
+                else:
+                    holders.update(layout.holders(unit, index))
+            by_index.append(holders)
+        if any(name in partial for name in names):
+            by_index = [set().union(*by_index)] * len(by_index)
+        every = [tuple(sorted(holders)) for holders in by_index]
+        shared.update(ranks for ranks in every if len(ranks) > 1)
+        parameter = next((local[name] for name in names if name in local), None)
+        if parameter is not None:
+            is_sharded = any(name in sharded for name in names)
+            held.append(HeldParameter(names[0], parameter, every[tensor_parallel_rank], is_sharded))
+    return held, shared
+
+
+def unit_of(parameter: str, units: Collection[str]) -> str | None:
+    """The unit a parameter's name belongs to, or None for one outside every unit."""
+    name = parameter
+    while name and name not in units:
+        name = name.rpartition(".")[0]
+    return name or None

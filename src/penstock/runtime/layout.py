@@ -1,0 +1,135 @@
+"""Which rank holds what: the map rank <-> (pipeline, rank in pipeline, tensor-parallel index), and the groups that
+follow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+Units = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class PipelineLayout:
+    """One pipeline placed on ranks `first_rank` to `first_rank + num_ranks * tensor_parallel_size - 1`.
+
+    `stages[s]` are the units of stage s; `stage_to_rank[s]` is the rank within the pipeline that holds it. With one
+    stage per rank that is the identity; interleaved and V-shaped schedules put several stages on a rank.
+    """
+
+    stages: tuple[Units, ...]
+    stage_to_rank: tuple[int, ...]
+    first_rank: int = 0
+    tensor_parallel_size: int = 1
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.stages)
+
+    @cached_property
+    def num_ranks(self) -> int:
+        return max(self.stage_to_rank) + 1
+
+    @property
+    def world_size(self) -> int:
+        return self.num_ranks * self.tensor_parallel_size
+
+    def global_rank(self, stage: int, tensor_parallel_rank: int = 0) -> int:
+        """The global rank that holds `stage`."""
+        return self.first_rank + self.stage_to_rank[stage] * self.tensor_parallel_size + tensor_parallel_rank
+
+    def stages_of(self, rank_in_pipeline: int) -> tuple[int, ...]:
+        """The stages a rank of this pipeline holds, in ascending order."""
+        return tuple(stage for stage, rank in enumerate(self.stage_to_rank) if rank == rank_in_pipeline)
+
+    def ranks(self, tensor_parallel_rank: int | None = None) -> tuple[int, ...]:
+        """Global ranks of the pipeline, in pipeline order; of one tensor-parallel index, or of all."""
+        every = range(self.first_rank, self.first_rank + self.world_size)
+        if tensor_parallel_rank is None:
+            return tuple(every)
+        return tuple(every[tensor_parallel_rank :: self.tensor_parallel_size])
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one rank stands."""
+
+    pipeline: int
+    rank_in_pipeline: int
+    tensor_parallel_rank: int
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A maximal run of units that every pipeline keeps together, and its holders (global ranks, one per pipeline)."""
+
+    units: Units
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All pipelines of a run, placed one after another on the ranks of the world."""
+
+    pipelines: tuple[PipelineLayout, ...]
+    tensor_parallel_size: int = 1
+
+    @classmethod
+    def place(
+        cls,
+        stages_per_pipeline: Sequence[Sequence[Sequence[str]]],
+        stage_to_rank: Sequence[Sequence[int]] | None = None,
+        tensor_parallel_size: int = 1,
+    ) -> Layout:
+        """Place pipelines (each a list of units per stage) on consecutive ranks, in the order given."""
+        pipelines, first_rank = [], 0
+        for index, stages in enumerate(stages_per_pipeline):
+            mapping = tuple(stage_to_rank[index]) if stage_to_rank is not None else tuple(range(len(stages)))
+            units = tuple(tuple(stage) for stage in stages)
+            pipelines.append(PipelineLayout(units, mapping, first_rank, tensor_parallel_size))
+            first_rank += pipelines[-1].world_size
+        return cls(tuple(pipelines), tensor_parallel_size)
+
+    @property
+    def world_size(self) -> int:
+        return sum(pipeline.world_size for pipeline in self.pipelines)
+
+    @property
+    def units(self) -> Units:
+        """Every unit, in forward order."""
+        return tuple(unit for stage in self.pipelines[0].stages for unit in stage)
+
+    def place_of(self, rank: int) -> Place:
+        for index, pipeline in enumerate(self.pipelines):
+            offset = rank - pipeline.first_rank
+            if 0 <= offset < pipeline.world_size:
+                return Place(index, *divmod(offset, self.tensor_parallel_size))
+        raise ValueError(f"rank {rank} is outside this layout of {self.world_size} ranks")
+
+    def holders(self, unit: str, tensor_parallel_rank: int = 0) -> tuple[int, ...]:
+        """Global ranks that hold `unit`, one per pipeline."""
+        return self._holders[tensor_parallel_rank][unit]
+
+    @cached_property
+    def _holders(self) -> list[dict[str, tuple[int, ...]]]:
+        tables: list[dict[str, tuple[int, ...]]] = []
+        for tensor_parallel_rank in range(self.tensor_parallel_size):
+            table: dict[str, list[int]] = {}
+            for pipeline in self.pipelines:
+                for stage, units in enumerate(pipeline.stages):
+                    for unit in units:
+                        table.setdefault(unit, []).append(pipeline.global_rank(stage, tensor_parallel_rank))
+            tables.append({unit: tuple(ranks) for unit, ranks in table.items()})
+        return tables
+
+    def segments(self, tensor_parallel_rank: int = 0) -> list[Segment]:
+        """The segments in forward order: at most 1 + the sum of (stages - 1) over the pipelines."""
+        found: list[Segment] = []
+        for unit in self.units:
+            ranks = self.holders(unit, tensor_parallel_rank)
+            if found and found[-1].ranks == ranks:
+                found[-1] = Segment((*found[-1].units, unit), ranks)
+            else:
+                found.append(Segment((unit,), ranks))
+        return found

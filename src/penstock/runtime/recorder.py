@@ -1,0 +1,72 @@
+"""Recording a step as it ran: every action, wait and reduction of every rank, drawn like the simulator's."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from penstock.schedule.events import EventKind, TimedEvent, with_waits
+from penstock.schedule.timeline import write_timeline
+
+from .channel import Line
+
+# Waits shorter than this are the cost of looking, not waiting.
+SHORTEST_WAIT = 20e-6
+
+
+class Recorder:
+    """Collects one rank's events of one step. Times are this process's monotonic clock, in seconds."""
+
+    def __init__(self, rank_in_pipeline: int):
+        self._rank = rank_in_pipeline
+        self._events: list[TimedEvent] = []
+        self._waited_until = 0.0
+
+    def begin(self) -> None:
+        """Forget the step before."""
+        self._events.clear()
+
+    def action(self, kind: str, stage: int, microbatch: int, start: float, end: float) -> None:
+        """An action that ran from `start` to `end`; what it waited for its input is not counted as its own."""
+        start = min(max(start, self._waited_until), end)
+        self._events.append(TimedEvent(self._rank, EventKind(kind), start, end, stage, microbatch))
+
+    def wait(self, line: Line, start: float, end: float) -> None:
+        """A wait for a message, inside an action."""
+        self._waited_until = end
+
+    def reductions(self, intervals: Iterable[tuple[float, float]]) -> None:
+        """Buckets of gradients that were under way in these intervals."""
+        self._events += [TimedEvent(self._rank, EventKind.REDUCTION, start, end) for start, end in intervals]
+
+    def gather(self, group: dist.ProcessGroup) -> list[TimedEvent]:
+        """All ranks' events of the step, from time 0. Every rank of the pipeline calls this.
+
+        On one machine the clocks are one. Between machines they are not, so there each machine's events begin at 0.
+        """
+        gathered: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(gathered, (socket.gethostname(), self._events), group=group)
+        origins: dict[str, float] = {}
+        for host, events in gathered:
+            for event in events:
+                origins[host] = min(origins.get(host, event.start), event.start)
+        shifted = [
+            replace(event, start=event.start - origins[host], end=event.end - origins[host])
+            for host, events in gathered
+            for event in events
+        ]
+        return with_waits(shifted, SHORTEST_WAIT)
+
+
+def write(events: list[TimedEvent], path: str | os.PathLike[str], title: str) -> None:
+    """Write a step's timeline whole or not at all: .svg for a chart, .json for a Chrome trace."""
+    path = Path(path)
+    draft = path.with_name(f".{path.stem}.draft{path.suffix}")
+    write_timeline(events, draft, title)
+    os.replace(draft, path)

@@ -1,0 +1,175 @@
+"""Gradient reduction between pipelines and between the holders of tied weights, overlapped with cool-down.
+
+Every parameter has a set of ranks that hold it: one rank in each pipeline for an ordinary parameter (all parameters
+of a segment share the set), more for a tied weight. Gradients are *summed* over that set: each microbatch's loss is
+already its share of the global batch's loss (see docs/exactness.md). A bucket is launched as soon as the step's last
+backward has completed it, always in one order, last units first, which is the order in which cool-down completes them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from .buckets import Bucket, make_buckets
+from .failure import FailureBoard
+
+
+@dataclass(frozen=True)
+class ReductionReport:
+    """What the reduction of a step took.
+
+    Attributes:
+        num_bytes: size of the gradients.
+        intervals: for each bucket, when it was launched and when its sum was complete (on an accelerator: was waited
+        for). seconds_waited: how long the step waited for them at its end.
+    """
+
+    num_bytes: int
+    intervals: tuple[tuple[float, float], ...]
+    seconds_waited: float
+
+    @property
+    def num_buckets(self) -> int:
+        return len(self.intervals)
+
+    @property
+    def seconds(self) -> float:
+        """How long any bucket was under way: the union of the intervals."""
+        total = end = 0.0
+        for start, stop in sorted(self.intervals):
+            total += max(0.0, stop - max(start, end))
+            end = max(end, stop)
+        return total
+
+    @property
+    def hidden(self) -> float:
+        """Share of the reduction's time that was hidden behind computation, between 0 and 1."""
+        return 1.0 if self.seconds <= 0 else max(0.0, 1.0 - self.seconds_waited / self.seconds)
+
+
+class GradientReducer:
+    """Sums this rank's gradients with those of the other holders, once for each step that is not under `no_sync`.
+
+    `holders` pairs each local parameter, in forward order, with the global ranks that hold it. `awaits` says of a
+    parameter whether a part of its gradient was deferred.
+    """
+
+    def __init__(
+        self,
+        holders: Sequence[tuple[torch.nn.Parameter, tuple[int, ...]]],
+        groups: Mapping[tuple[int, ...], dist.ProcessGroup],
+        rank: int,
+        board: FailureBoard,
+        awaits: Callable[[torch.Tensor], bool],
+    ):
+        self._groups = groups
+        self._rank = rank
+        self._board = board
+        self._awaits = awaits
+        self._buckets = make_buckets(holders)
+        self._bucket_of = {id(p): bucket for bucket in self._buckets for p in bucket.parameters}
+        self._armed = False
+        self._next = 0
+        # Parameters accumulated in the backward under way; those accumulated several times in one (a reentrant
+        # checkpoint runs backwards of its own inside); whether a backward has shown which ones these are.
+        self._accumulated: set[int] = set()
+        self._piecemeal: set[int] = set()
+        self._observed = False
+        # True while the gradients on this rank are already sums over all holders.
+        self._reduced = False
+        for bucket in self._buckets:
+            for parameter in bucket.parameters:
+                parameter.register_post_accumulate_grad_hook(self._note)
+
+    @property
+    def active(self) -> bool:
+        """Whether anything is held by more than one rank."""
+        return bool(self._buckets)
+
+    def begin(self) -> None:
+        """Before a step's first backward.
+
+        Gradients left from an earlier step are sums over all holders already. They must be counted once in the next
+        sum, so only the first holder keeps its copy.
+        """
+        self._armed = False
+        self._next = 0
+        if self._reduced:
+            for bucket in self._buckets:
+                if bucket.ranks[0] != self._rank:
+                    for parameter in bucket.parameters:
+                        if parameter.grad is not None:
+                            parameter.grad.zero_()
+            self._reduced = False
+
+    def enter_backward(self, final: bool) -> None:
+        """A backward on this rank begins. In the `final` one of a step, gradients become complete."""
+        self._accumulated.clear()
+        if final and self._observed:
+            for bucket in self._buckets:
+                bucket.reset()
+            self._armed = True
+        self._observed = True
+
+    def _note(self, parameter: torch.Tensor) -> None:
+        """Autograd has accumulated `parameter`'s gradient, or would have if its layer had not deferred it."""
+        if self._awaits(parameter):
+            return
+        key = id(parameter)
+        if key in self._accumulated:
+            self._piecemeal.add(key)
+            if self._bucket_of[key] in self._buckets[: self._next]:
+                raise RuntimeError(
+                    "a parameter's gradient was accumulated after it had been summed over the replicas: gradient "
+                    "checkpointing was switched on between two steps, on a model that uses a parameter several times; "
+                    "switch it on before the first step, or use use_reentrant=False"
+                )
+        self._accumulated.add(key)
+        if key not in self._piecemeal:
+            self.ready(parameter)
+
+    def ready(self, parameter: torch.Tensor) -> None:
+        """`parameter`'s gradient is complete for this step; launch every bucket that is complete, in order."""
+        bucket = self._bucket_of.get(id(parameter))
+        if not self._armed or bucket is None:
+            return
+        bucket.pending.discard(id(parameter))
+        while self._next < len(self._buckets) and not self._buckets[self._next].pending:
+            self._launch(self._buckets[self._next])
+
+    def launch_rest(self) -> None:
+        """Launch what is left: on a rank without any microbatch, everything."""
+        self._armed = False
+        while self._next < len(self._buckets):
+            self._launch(self._buckets[self._next])
+
+    def finish(self) -> ReductionReport:
+        """Launch what is left and wait for all sums. Every holder calls this, also one without any microbatch."""
+        self.launch_rest()
+        waited = 0.0
+        num_bytes = 0
+        for bucket in self._buckets:
+            start = time.perf_counter()
+            with self._board.guard("summing gradients", bucket.ranks):
+                bucket.finish()
+            waited += time.perf_counter() - start
+            num_bytes += sum(p.numel() * p.element_size() for p in bucket.parameters)
+        self._reduced = True
+        intervals = tuple((bucket.launched_at, bucket.finished_at) for bucket in self._buckets)
+        return ReductionReport(num_bytes, intervals, waited)
+
+    def clear(self) -> None:
+        """Forget everything under way, so that nothing keeps a dead group's connections open."""
+        self._groups = {}
+        for bucket in self._buckets:
+            bucket.work = None
+
+    def _launch(self, bucket: Bucket) -> None:
+        self._next += 1
+        with self._board.guard("summing gradients", bucket.ranks):
+            bucket.launch(self._groups[bucket.ranks])

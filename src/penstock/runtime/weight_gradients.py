@@ -1,0 +1,171 @@
+"""Deferred weight gradients: a linear layer's backward queues its weight gradient, and the W action computes it.
+
+Splitting backward into input gradients (B) and weight gradients (W) is the idea of zero-bubble pipelines (Qi et al.,
+"Zero Bubble Pipeline Parallelism", ICLR 2024, section 2). A queued closure costs no second pass over the graph.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers.pytorch_utils import Conv1D
+
+
+class Deferred(NamedTuple):
+    """A weight gradient still to be computed, and the parameters it is for."""
+
+    parameters: tuple[torch.Tensor, ...]
+    compute: Callable[[], None]
+
+
+class WeightGradientQueues:
+    """For each (stage, microbatch), the weight gradients its backward left for later."""
+
+    def __init__(self) -> None:
+        self._queues: dict[tuple[int, int], list[Deferred]] = {}
+        self._current: list[Deferred] | None = None
+        self._awaited: Counter[int] = Counter()
+
+    @property
+    def deferring(self) -> bool:
+        """Whether a backward is under way that leaves its weight gradients for later."""
+        return self._current is not None
+
+    def defer(self, deferred: Deferred) -> None:
+        """Leave a weight gradient of the backward under way for its W action."""
+        assert self._current is not None
+        self._current.append(deferred)
+        self._awaited.update(map(id, deferred.parameters))
+
+    def awaits(self, parameter: torch.Tensor) -> bool:
+        """Whether a part of the gradient of `parameter` is still to be computed."""
+        return self._awaited[id(parameter)] > 0
+
+    def open(self, stage: int, microbatch: int) -> None:
+        """From here on weight gradients are queued for `stage` and `microbatch`."""
+        self._current = self._queues.setdefault((stage, microbatch), [])
+
+    def close(self) -> None:
+        """From here on weight gradients are computed at once."""
+        self._current = None
+
+    def run(self, stage: int, microbatch: int, ready: Callable[[torch.Tensor], None] | None) -> None:
+        """Compute what was queued for `stage` and `microbatch`; tell `ready` each parameter that is finished."""
+        queue = self._queues.pop((stage, microbatch), [])
+        # A layer that is called twice is finished by its second entry.
+        left = Counter(id(parameter) for deferred in queue for parameter in deferred.parameters)
+        for parameters, compute in queue:
+            compute()
+            for parameter in parameters:
+                self._awaited[id(parameter)] -= 1
+                left[id(parameter)] -= 1
+                if ready is not None and not left[id(parameter)]:
+                    ready(parameter)
+
+    def clear(self) -> None:
+        """Drop everything: the step was given up."""
+        self._queues.clear()
+        self._awaited.clear()
+        self._current = None
+
+
+def install(model: nn.Module, queues: WeightGradientQueues) -> int:
+    """Make the linear layers of `model` defer their weight gradients to `queues`; return how many do.
+
+    Serves plain `nn.Linear` and GPT-2's `Conv1D`. Subclasses may compute something else, and a weight with several
+    holders in this model also gets gradients elsewhere, so both keep autograd's own gradient. Parameters, names and
+    class names stay as they are.
+    """
+    uses = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
+    deferring = {
+        kind: type(kind.__name__, (kind,), {"forward": make_forward(queues, transposed), "__module__": kind.__module__})
+        for kind, transposed in ((nn.Linear, False), (Conv1D, True))
+    }
+    count = 0
+    for module in model.modules():
+        alone = all(uses[id(parameter)] == 1 for parameter in module.parameters(recurse=False))
+        # A tensor-parallel layer computes on its slice as its plain class does.
+        kind = vars(type(module)).get("_penstock_plain", type(module))
+        if kind in deferring and alone:
+            namespace = {"forward": vars(deferring[kind])["forward"], "__module__": kind.__module__}
+            sharded = kind is not type(module)
+            module.__class__ = type(kind.__name__, (type(module),), namespace) if sharded else deferring[kind]
+            count += 1
+    return count
+
+
+def make_forward(queues: WeightGradientQueues, transposed: bool) -> Callable[[Any, torch.Tensor], torch.Tensor]:
+    """A `forward` for a linear layer whose weight is [out, in], or [in, out] if `transposed`."""
+
+    def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
+        weight, bias = self.weight, self.bias
+        if not (weight.requires_grad and torch.is_grad_enabled()):
+            matrix = weight.t() if transposed else weight
+            return functional.linear(input, matrix, bias)
+        dtype = input.dtype
+        if torch.is_autocast_enabled(input.device.type):
+            dtype = torch.get_autocast_dtype(input.device.type)
+        return _DeferringLinear.apply(queues, transposed, input.to(dtype), weight, bias)
+
+    return forward
+
+
+class _DeferringLinear(torch.autograd.Function):
+    """y = x w^T + b in the dtype of x, as autocast would compute it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        queues: WeightGradientQueues,
+        transposed: bool,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:
+        # The parameters themselves are kept too: a checkpoint gives back copies of what was saved.
+        ctx.queues, ctx.transposed, ctx.weight, ctx.bias = queues, transposed, weight, bias
+        ctx.save_for_backward(input, weight)
+        matrix = (weight.t() if transposed else weight).to(input.dtype)
+        return functional.linear(input, matrix, None if bias is None else bias.to(input.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        input, weight = ctx.saved_tensors
+        bias = ctx.bias if ctx.bias is not None and ctx.bias.requires_grad else None
+        input_gradient = None
+        if ctx.needs_input_grad[2]:
+            matrix = weight.to(gradient.dtype)
+            input_gradient = gradient @ (matrix.t() if ctx.transposed else matrix)
+        rows, outer = input.flatten(0, -2), gradient.flatten(0, -2)
+        one, other = (rows, outer) if ctx.transposed else (outer, rows)
+        if not ctx.queues.deferring:
+            # Nobody defers: autograd accumulates, so that hooks run as usual.
+            return None, None, input_gradient, one.t() @ other, None if bias is None else outer.sum(0)
+        parameters = (ctx.weight,) if bias is None else (ctx.weight, bias)
+        ctx.queues.defer(Deferred(parameters, partial(_accumulate, ctx.weight, bias, one, other, outer)))
+        return None, None, input_gradient, None, None
+
+
+@torch.no_grad()
+def _accumulate(
+    weight: torch.Tensor, bias: torch.Tensor | None, one: torch.Tensor, other: torch.Tensor, outer: torch.Tensor
+) -> None:
+    """Add one^T @ other to the weight's gradient and the column sums of `outer` to the bias's."""
+    if weight.grad is None:
+        weight.grad = (one.t() @ other).to(weight.dtype)
+    elif weight.grad.dtype == one.dtype:
+        weight.grad.addmm_(one.t(), other)
+    else:
+        weight.grad.add_(one.t() @ other)
+    if bias is not None:
+        total = outer.sum(0)
+        if bias.grad is None:
+            bias.grad = total.to(bias.dtype)
+        else:
+            bias.grad.add_(total)

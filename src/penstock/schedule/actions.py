@@ -1,0 +1,127 @@
+"""What runs when, as data: actions, and per pipeline rank the ordered list of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+
+
+class Kind(StrEnum):
+    """What an action computes.
+
+    ``B`` is the input gradient only where the schedule has ``splits_backward`` (a ``W`` follows), and the whole
+    backward otherwise.
+    """
+
+    F = "F"
+    B = "B"
+    W = "W"
+
+    # Actions are keys of large sets; Enum's own hash is a Python function and costs as much as all the rest.
+    __hash__ = str.__hash__
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One piece of compute: `kind` on `stage` for `microbatch`. Prints as ``0F1``: stage, kind, microbatch."""
+
+    kind: Kind
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind.value}{self.microbatch}"
+
+    def prerequisites(self, num_stages: int) -> tuple[Action, ...]:
+        """The actions that must be over before this one starts."""
+        if self.kind is Kind.F:
+            return (Action(Kind.F, self.stage - 1, self.microbatch),) if self.stage > 0 else ()
+        if self.kind is Kind.W:
+            return (Action(Kind.B, self.stage, self.microbatch),)
+        own_forward = Action(Kind.F, self.stage, self.microbatch)
+        if self.stage == num_stages - 1:
+            return (own_forward,)
+        return (own_forward, Action(Kind.B, self.stage + 1, self.microbatch))
+
+    def feeds(self, num_stages: int) -> Action | None:
+        """The action on a neighbouring stage that uses this one's result: the next F, or the B below."""
+        stage = self.stage + 1 if self.kind is Kind.F else self.stage - 1
+        if self.kind is Kind.W or not 0 <= stage < num_stages:
+            return None
+        return Action(self.kind, stage, self.microbatch)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The compute of one training step of one pipeline. Communication and reduction follow from it and are not in it.
+
+    Attributes:
+        name: the name that `build` knows it by, or a label for a user's own schedule.
+        num_stages: length of the chain of stages, over all ranks.
+        num_microbatches: microbatches per step.
+        stage_to_rank: the pipeline rank that holds each stage.
+        actions: per rank, its actions in execution order.
+        splits_backward: whether ``B`` is the input gradient only, with the weight gradient in a later ``W``.
+    """
+
+    name: str
+    num_stages: int
+    num_microbatches: int
+    stage_to_rank: tuple[int, ...]
+    actions: tuple[tuple[Action, ...], ...]
+    splits_backward: bool
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.actions)
+
+    @cached_property
+    def _stages_of_rank(self) -> tuple[tuple[int, ...], ...]:
+        held: list[list[int]] = [[] for _ in self.actions]
+        for stage, rank in enumerate(self.stage_to_rank):
+            held[rank].append(stage)
+        return tuple(tuple(stages) for stages in held)
+
+    def actions_of(self, rank: int) -> tuple[Action, ...]:
+        """The ordered actions of `rank`."""
+        return self.actions[rank]
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages that `rank` holds, in the order of the chain."""
+        return self._stages_of_rank[rank]
+
+    def top_stage(self, rank: int) -> int:
+        """The highest stage of `rank`: the first of its stages to run the backward of a microbatch."""
+        return self._stages_of_rank[rank][-1]
+
+    def is_local(self, stage: int, neighbour: int) -> bool:
+        """Whether two stages sit on one rank, so that values pass between them without a message."""
+        return self.stage_to_rank[stage] == self.stage_to_rank[neighbour]
+
+    @property
+    def last_kind(self) -> Kind:
+        """The action after which a microbatch's activations on a stage are no longer needed."""
+        return Kind.W if self.splits_backward else Kind.B
+
+    def peak_live_microbatches(self) -> dict[int, int]:
+        """Per stage, the most microbatches whose activations are held at once: from F to the end of the backward."""
+        return self._peaks({stage: stage for stage in range(self.num_stages)})
+
+    def peak_live_per_rank(self) -> dict[int, int]:
+        """Per rank, the most (stage, microbatch) pairs held at once over all stages of the rank."""
+        return self._peaks(dict(enumerate(self.stage_to_rank)))
+
+    def _peaks(self, place_of_stage: Mapping[int, int]) -> dict[int, int]:
+        live = dict.fromkeys(place_of_stage.values(), 0)
+        peak = dict(live)
+        for actions in self.actions:
+            for action in actions:
+                place = place_of_stage[action.stage]
+                if action.kind is Kind.F:
+                    live[place] += 1
+                    peak[place] = max(peak[place], live[place])
+                elif action.kind is self.last_kind:
+                    live[place] -= 1
+        return peak

@@ -1,0 +1,117 @@
+"""When everything happens in a layout: several pipelines side by side, then the reduction of their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+from penstock.schedule.actions import Kind, Schedule
+from penstock.schedule.costs import Costs
+from penstock.schedule.events import EventKind, TimedEvent
+from penstock.schedule.simulate import Simulation, simulate
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """One sum of gradients between pipelines.
+
+    Attributes:
+        seconds: how long it takes once all holders have their gradients.
+        holders: (pipeline, stage) of all who take part.
+    """
+
+    seconds: float
+    holders: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class LayoutSimulation:
+    """How the pipelines of a layout run.
+
+    Attributes:
+        pipelines: each on its own, its ranks counted from 0.
+        first_ranks: the rank, in the whole layout, of each pipeline's rank 0.
+        reduction_spans: start and end of each reduction, in seconds, in the order given.
+        reductions: what was reduced.
+    """
+
+    pipelines: tuple[Simulation, ...]
+    first_ranks: tuple[int, ...]
+    reduction_spans: tuple[tuple[float, float], ...]
+    reductions: tuple[Reduction, ...]
+
+    @property
+    def makespan(self) -> float:
+        """Seconds until every pipeline and reduction has ended."""
+        return max(*(pipeline.makespan for pipeline in self.pipelines), *(end for _, end in self.reduction_spans), 0.0)
+
+    @property
+    def bubble(self) -> tuple[float, ...]:
+        """Share of the step without compute, per rank of the layout."""
+        makespan = self.makespan
+        return tuple(
+            1 - busy / makespan if makespan > 0 else 0.0 for pipeline in self.pipelines for busy in pipeline.busy
+        )
+
+    @cached_property
+    def events(self) -> tuple[TimedEvent, ...]:
+        """Actions and reductions, with the ranks of the layout."""
+        events = [
+            TimedEvent(first + event.rank, event.kind, event.start, event.end, event.stage, event.microbatch)
+            for pipeline, first in zip(self.pipelines, self.first_ranks, strict=True)
+            for event in pipeline.events
+        ]
+        for reduction, (start, end) in zip(self.reductions, self.reduction_spans, strict=True):
+            for pipeline_index, stage in reduction.holders:
+                rank = self.first_ranks[pipeline_index] + _rank_of(self.pipelines[pipeline_index], stage)
+                events.append(TimedEvent(rank, EventKind.REDUCTION, start, end, stage))
+        return tuple(events)
+
+
+def simulate_layout(
+    pipelines: Sequence[tuple[Schedule, Costs]], reductions: Sequence[Reduction] = ()
+) -> LayoutSimulation:
+    """Run all `pipelines` at once, and each reduction when its holders have their gradients.
+
+    A rank takes part in one reduction at a time, in the order of `reductions`, beside its compute.
+
+    Raises:
+        ScheduleError: a schedule cannot run to its end.
+        ValueError: no pipeline, or costs that do not fit a schedule.
+    """
+    if not pipelines:
+        raise ValueError("a layout has at least 1 pipeline")
+    simulations = tuple(simulate(schedule, costs) for schedule, costs in pipelines)
+    sizes = (schedule.num_ranks for schedule, _ in pipelines)
+    first_ranks = tuple(accumulate(sizes, initial=0))[:-1]
+    ready = [_gradients_ready(simulation) for simulation in simulations]
+    network_free: dict[int, float] = {}
+    spans = []
+    for reduction in reductions:
+        ranks = [first_ranks[p] + _rank_of(simulations[p], stage) for p, stage in reduction.holders]
+        start = max(
+            *(ready[p][stage] for p, stage in reduction.holders),
+            *(network_free.get(rank, 0.0) for rank in ranks),
+        )
+        end = start + reduction.seconds
+        network_free.update(dict.fromkeys(ranks, end))
+        spans.append((start, end))
+    return LayoutSimulation(simulations, first_ranks, tuple(spans), tuple(reductions))
+
+
+def _rank_of(simulation: Simulation, stage: int) -> int:
+    return simulation.schedule.stage_to_rank[stage]
+
+
+def _gradients_ready(simulation: Simulation) -> dict[int, float]:
+    """Per stage, when its last gradient is there."""
+    schedule = simulation.schedule
+    ready = dict.fromkeys(range(schedule.num_stages), 0.0)
+    for actions, starts in zip(schedule.actions, simulation.starts, strict=True):
+        for action, start in zip(actions, starts, strict=True):
+            if action.kind is not Kind.F:
+                end = start + simulation.durations[action.kind][action.stage]
+                ready[action.stage] = max(ready[action.stage], end)
+    return ready

@@ -1,0 +1,177 @@
+"""Is a schedule right? Checked before anything runs, so that a wrong one is refused instead of hanging."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from itertools import islice
+
+from penstock.schedule.actions import Action, Kind, Schedule
+from penstock.schedule.communication import Blocked, Operation, Transfer, insert_communication
+
+_SHOWN = 5
+
+
+class ScheduleError(ValueError):
+    """A schedule that cannot run, or would not compute the whole step."""
+
+
+def validate(schedule: Schedule) -> None:
+    """Check that `schedule` computes one whole step and cannot deadlock.
+
+    Checked: every rank holds a stage and every stage has a rank; every action exactly once, on the rank of its stage;
+    the caller's order (each rank runs the B of its top stage for microbatch 0, 1, 2, ...); one order per channel (each
+    cut and direction); that all ranks reach the end, also if every send blocks until it is received.
+
+    Raises:
+        ScheduleError: naming the first kind of fault found; for a deadlock, the blocked action of each rank.
+    """
+    _check_placement(schedule)
+    _check_every_action_once(schedule)
+    _check_order_at_the_caller(schedule)
+    try:
+        operations = insert_communication(schedule)
+    except Blocked as blocked:
+        raise ScheduleError(_describe_block(schedule, blocked)) from None
+    _check_channels(schedule)
+    check_rendezvous(operations)
+
+
+def _check_placement(schedule: Schedule) -> None:
+    if schedule.num_stages < 1 or schedule.num_microbatches < 1:
+        raise ScheduleError(
+            f"a schedule has at least 1 stage and 1 microbatch, but this one has "
+            f"{schedule.num_stages} stages and {schedule.num_microbatches} microbatches"
+        )
+    if len(schedule.stage_to_rank) != schedule.num_stages:
+        raise ScheduleError(
+            f"schedule has {schedule.num_stages} stages but ranks were given for {len(schedule.stage_to_rank)}"
+        )
+    held = set(schedule.stage_to_rank)
+    if held != set(range(schedule.num_ranks)):
+        raise ScheduleError(
+            f"schedule has actions for ranks 0 to {schedule.num_ranks - 1} "
+            f"but its stages are on ranks {_some(sorted(held))}: every rank must hold a stage"
+        )
+
+
+def _check_every_action_once(schedule: Schedule) -> None:
+    kinds = (Kind.F, Kind.B, Kind.W) if schedule.splits_backward else (Kind.F, Kind.B)
+    for rank, actions in enumerate(schedule.actions):
+        wanted = {
+            Action(kind, stage, microbatch)
+            for kind in kinds
+            for stage in schedule.stages_of(rank)
+            for microbatch in range(schedule.num_microbatches)
+        }
+        if len(actions) == len(wanted) and wanted.issuperset(actions) and wanted.issubset(actions):
+            continue
+        count = Counter(actions)
+        faults: list[tuple[str, list[Action]]] = [
+            ("is missing", [action for action in wanted if action not in count]),
+            ("has more than once", [action for action, times in count.items() if times > 1]),
+            ("must not have", [action for action in count if action not in wanted]),
+        ]
+        for fault, found in faults:
+            if found:
+                in_order = sorted(found, key=_sort_key)
+                raise ScheduleError(f"rank {rank} {fault} {_some(in_order)}")
+
+
+def _check_order_at_the_caller(schedule: Schedule) -> None:
+    for rank, actions in enumerate(schedule.actions):
+        top = schedule.top_stage(rank)
+        order = [action.microbatch for action in actions if action.kind is Kind.B and action.stage == top]
+        if order != list(range(schedule.num_microbatches)):
+            raise ScheduleError(
+                f"rank {rank} runs the backward of its top stage {top} for microbatches {_some(order)}, "
+                "but must take them in order from 0: this is where the caller receives them"
+            )
+
+
+def _check_channels(schedule: Schedule) -> None:
+    """What a channel carries must be used in the order in which it was sent."""
+    order: dict[tuple[Kind, int], list[int]] = {}
+    for actions in schedule.actions:
+        for action in actions:
+            order.setdefault((action.kind, action.stage), []).append(action.microbatch)
+    for cut in range(schedule.num_stages - 1):
+        if schedule.is_local(cut, cut + 1):
+            continue
+        for kind, source, user in ((Kind.F, cut, cut + 1), (Kind.B, cut + 1, cut)):
+            sent, used = order[kind, source], order[kind, user]
+            if sent != used:
+                position = next(index for index, pair in enumerate(zip(sent, used, strict=True)) if pair[0] != pair[1])
+                raise ScheduleError(
+                    f"stage {source} sends the results of {kind} to stage {user} in another order than they are used: "
+                    f"number {position} is microbatch {sent[position]} where {used[position]} is expected"
+                )
+
+
+def check_rendezvous(operations: Sequence[Iterable[Operation]]) -> None:
+    """Run compute and communication with every send and receive blocking until the other side has reached it.
+
+    Args:
+        operations: per rank, what `insert_communication` returns, or another placement of the transfers.
+
+    Raises:
+        ScheduleError: naming the operation at which each rank is blocked.
+    """
+    to_do = [deque(rank_operations) for rank_operations in operations]
+    moving = deque(range(len(to_do)))  # ranks that may be able to go on
+    while moving:
+        rank = moving.popleft()
+        while to_do[rank]:
+            head = to_do[rank][0]
+            if isinstance(head, Transfer):
+                if not _meets(head, to_do[head.peer]):
+                    break
+                to_do[head.peer].popleft()
+                moving.append(head.peer)
+            to_do[rank].popleft()
+    if any(to_do):
+        heads = tuple(rank_to_do[0] if rank_to_do else None for rank_to_do in to_do)
+        raise ScheduleError(f"deadlock if sends block: {Blocked(heads)}")
+
+
+def _meets(transfer: Transfer, at_peer: deque[Operation]) -> bool:
+    """Whether the peer has reached the other side of `transfer`."""
+    other = at_peer[0] if at_peer else None
+    return (
+        isinstance(other, Transfer)
+        and other.direction is not transfer.direction
+        and (other.source, other.destination) == (transfer.source, transfer.destination)
+    )
+
+
+def _describe_block(schedule: Schedule, blocked: Blocked) -> str:
+    done = _completed_before(schedule, blocked)
+    lines = []
+    for rank, head in enumerate(blocked.heads):
+        if head is None:
+            lines.append(f"rank {rank} is done")
+        elif isinstance(head, Action):
+            missing = [needed for needed in head.prerequisites(schedule.num_stages) if needed not in done]
+            waits = " and ".join(f"{needed} of rank {schedule.stage_to_rank[needed.stage]}" for needed in missing)
+            lines.append(f"rank {rank} is blocked at {head}, which needs {waits}")
+    return "schedule deadlocks: " + "; ".join(lines)
+
+
+def _completed_before(schedule: Schedule, blocked: Blocked) -> set[Action]:
+    done: set[Action] = set()
+    for actions, head in zip(schedule.actions, blocked.heads, strict=True):
+        for action in actions:
+            if action == head:
+                break
+            done.add(action)
+    return done
+
+
+def _sort_key(action: Action) -> tuple[int, int, str]:
+    return action.microbatch, action.stage, action.kind.value
+
+
+def _some(items: Sequence[object]) -> str:
+    """The first few of `items`, and how many more there are."""
+    text = ", ".join(str(item) for item in islice(items, _SHOWN))
+    return text if len(items) <= _SHOWN else f"{text}, ... ({len(items)} in all)"

@@ -1,0 +1,29 @@
+"""Fixtures that every test file may use: see pool.py (many ranks) and launch.py (real launchers)."""
+
+import os
+from collections.abc import Iterator
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test that reaches for the network is a defect; fail at once
+
+import hypothesis
+import pytest
+import torch
+
+from pool import Pool
+
+torch.set_num_threads(1)
+# No deadline, because the machine may be busy; and in continuous integration the same examples in every run.
+hypothesis.settings.register_profile("penstock", deadline=None, derandomize="CI" in os.environ)
+hypothesis.settings.load_profile("penstock")
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Pool]:
+    """The session's worker processes; see Pool.run."""
+    workers = Pool()
+    try:
+        yield workers
+    finally:
+        workers.close()

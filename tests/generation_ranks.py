@@ -1,0 +1,254 @@
+"""What one rank does in the tests of generation, and the unsplit models that are their oracle."""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+import time
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers.cache_utils import EncoderDecoderCache
+from transformers.generation.streamers import BaseStreamer
+
+import penstock
+from families import FAMILIES, batch
+
+GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
+
+
+def build(family: str, dropout: float = 0.0, dtype: torch.dtype | None = None, **settings: Any) -> nn.Module:
+    """An unsplit model whose tokens vary: fresh weights are enlarged, or it would repeat one token."""
+    if family == "mixtral":
+        settings["output_router_logits"] = False  # transformers' own balance loss fails on a padded batch with a cache
+    # A softmax in float32, where float64's mask value is infinite: in float64 padding makes NaN.
+    dtype = dtype or (torch.float32 if family in ("bloom", "gemma2") else torch.float64)
+    model = FAMILIES[family].build(dropout=dropout, dtype=dtype, **settings).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(4)
+    return model
+
+
+def prompt(family: str, size: int = 3) -> dict[str, Any]:
+    """Inputs of rows of unequal length; padded on the left for a decoder alone."""
+    kind = FAMILIES[family].kind
+    inputs = batch(kind, size=size)
+    del inputs["labels"]
+    return {name: value.flip(1) for name, value in inputs.items()} if kind == "causal" else inputs
+
+
+def parallel(model: nn.Module, num_stages: int = 2, schedule: str = "1f1b") -> Any:
+    configuration = {"model_parallelism": {"pipeline_parallel_size": num_stages, "schedule": schedule}}
+    return penstock.initialize(copy.deepcopy(model), configuration)
+
+
+def rank() -> int:
+    return int(os.environ.get("RANK", "-1"))  # no rank for the unsplit model
+
+
+def run_cases(model: Any, inputs: dict[str, Any], cases: list[dict[str, Any]], seed: int) -> list[Any]:
+    """The results of generate(), one for each set of options, each from the same random state."""
+    results = []
+    for options in cases:
+        torch.manual_seed(seed)
+        results.append(model.generate(**inputs, **options))
+    return results
+
+
+def generate(family: str, cases: list[dict[str, Any]], num_stages: int = 2, schedule: str = "1f1b") -> list[Any]:
+    """A rank's results. The ranks' random states differ; the first rank's is the unsplit model's."""
+    model = parallel(build(family), num_stages, schedule)
+    return run_cases(model, prompt(family), cases, seed=5 if rank() == 0 else 100 + rank())
+
+
+def with_dropout(num_stages: int) -> tuple[list[Any], bool]:
+    """Sampling in training mode, and whether the model was left in it."""
+    model = parallel(build("gpt2", dropout=0.3), num_stages).train()
+    return run_cases(model, prompt("gpt2"), [{"max_new_tokens": 6, "do_sample": True}], 5), model.training
+
+
+def random_states() -> tuple[bool, torch.Tensor]:
+    """Whether a rank's own random state came back, and the state afterwards."""
+    model = parallel(build("gpt2"))
+    torch.manual_seed(5 + rank())
+    before = torch.get_rng_state()
+    model.generate(**prompt("gpt2"), max_new_tokens=6, do_sample=True)
+    return torch.equal(before, torch.get_rng_state()), torch.get_rng_state()
+
+
+def cache_layers(family: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Keys and values of every layer of this rank's cache after a greedy generation."""
+    model = parallel(build(family))
+    output = model.generate(**prompt(family), **GREEDY, return_dict_in_generate=True)
+    return layers_of(output.past_key_values)
+
+
+def layers_of(cache: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    part = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+    return [(layer.keys, layer.values) for layer in part.layers]
+
+
+def continued(model: Any) -> torch.Tensor:
+    """A generation that goes on from the cache of another one."""
+    first = model.generate(**prompt("llama"), **GREEDY, return_dict_in_generate=True)
+    mask = torch.cat([prompt("llama")["attention_mask"], torch.ones(3, GREEDY["max_new_tokens"], dtype=torch.int64)], 1)
+    cache = first.past_key_values
+    return model.generate(first.sequences, attention_mask=mask, past_key_values=cache, **GREEDY)
+
+
+def continued_on_stages() -> torch.Tensor:
+    return continued(parallel(build("llama")))
+
+
+class Collect(BaseStreamer):
+    """Keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.tokens: list[Any] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.tokens.append(value.tolist())
+
+    def end(self) -> None:
+        self.tokens.append("end")
+
+
+def stream(ranks: list[int]) -> tuple[Any, list[Any] | None]:
+    """Greedy tokens, and what the streamer got on the ranks that have one."""
+    streamer = Collect() if rank() in ranks else None
+    tokens = parallel(build("gpt2")).generate(**prompt("gpt2", 1), **GREEDY, streamer=streamer)
+    return tokens, streamer and streamer.tokens
+
+
+class AfterTokens(StoppingCriteria):
+    """Stops a sequence of a given length."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.full((input_ids.shape[0],), input_ids.shape[1] >= self.length)
+
+
+class Favour(LogitsProcessor):
+    """A user's own processor; fails on one rank if told to."""
+
+    def __init__(self, failing_rank: int | None = None, killed_rank: int | None = None, at: int = 12) -> None:
+        self.failing_rank, self.killed_rank, self.at = failing_rank, killed_rank, at
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if input_ids.shape[1] == self.at and self.failing_rank == rank():
+            raise ZeroDivisionError("a processor that fails")
+        if input_ids.shape[1] == self.at and self.killed_rank == rank():
+            os.kill(os.getpid(), signal.SIGKILL)
+        return scores + torch.linspace(0, 3, scores.shape[-1])
+
+
+def stop_on_one_rank(stopping_rank: int) -> torch.Tensor:
+    criteria = StoppingCriteriaList([AfterTokens(12)]) if rank() == stopping_rank else None
+    return parallel(build("gpt2")).generate(**prompt("gpt2"), **GREEDY, stopping_criteria=criteria)
+
+
+def stop_by_the_clock() -> torch.Tensor:
+    """The clock of one rank runs ahead by far."""
+    real = time.time
+    try:
+        if rank() == 1:
+            calls = iter(range(1000))
+            time.time = lambda: real() + 100.0 * next(calls)  # type: ignore[assignment]
+        return parallel(build("gpt2")).generate(**prompt("gpt2"), max_new_tokens=40, do_sample=False, max_time=250.0)
+    finally:
+        time.time = real
+
+
+def after_errors(mistakes: list[dict[str, Any]]) -> tuple[list[str], torch.Tensor, list[str]]:
+    """The errors of wrong calls; then a right one on the same pipeline, and what generate() has left on the model."""
+    model, errors = parallel(build("gpt2")), []
+    for mistake in mistakes:
+        try:
+            model.generate(**prompt("gpt2"), **{**GREEDY, **mistake})
+            errors.append("none")
+        except Exception as error:
+            errors.append(f"{type(error).__name__}: {error}")
+    tokens = model.generate(**prompt("gpt2"), **GREEDY)
+    left = [name for name in ("_get_stopping_criteria", "_valid_auto_compile_criteria") if name in vars(model)]
+    return errors, tokens, left
+
+
+def different_inputs() -> tuple[str, torch.Tensor]:
+    model = parallel(build("gpt2"))
+    inputs = prompt("gpt2")
+    try:
+        model.generate(**{**inputs, "input_ids": inputs["input_ids"] + rank()}, **GREEDY)
+    except ValueError as error:
+        return str(error), model.generate(**inputs, **GREEDY)
+    raise AssertionError("different inputs were not noticed")
+
+
+def failing(num_stages: int = 2, **where: Any) -> float:
+    """How long a generation took to end in an error."""
+    model = parallel(build("gpt2"), num_stages)
+    model.generate(**prompt("gpt2"), **GREEDY)
+    start = time.monotonic()
+    try:
+        model.generate(**prompt("gpt2"), **GREEDY, logits_processor=LogitsProcessorList([Favour(**where)]))
+    except Exception as error:
+        error.add_note(f"seconds: {time.monotonic() - start:.1f}")
+        raise
+    raise AssertionError("no error")
+
+
+def replicas() -> tuple[int, torch.Tensor]:
+    """Two pipelines, each with a batch of its own and as many steps as it likes."""
+    model = parallel(build("gpt2"))
+    mine = model.data_parallel_rank
+    options = {"max_new_tokens": 3 + 5 * mine, "do_sample": False}
+    return mine, model.generate(**prompt("gpt2", size=2 + mine), **options)
+
+
+def between_steps() -> tuple[float, torch.Tensor, float]:
+    """Training, generating, training on the same pipeline; the losses and the tokens."""
+    model = parallel(build("gpt2"))
+    losses = []
+    tokens = torch.empty(0)
+    for step in range(2):
+        if step:
+            tokens = model.generate(**prompt("gpt2"), **GREEDY)
+        total = 0.0
+        for output in model(**batch("causal", size=8)):
+            total += output.loss.item()
+            output.loss.backward()
+        losses.append(total)
+    return losses[0], tokens, losses[1]
+
+
+def custom(kind: str) -> Any:
+    """Options that hold objects, made here as each rank would."""
+    return options_of(kind, parallel(model_for(kind)))
+
+
+def model_for(kind: str) -> nn.Module:
+    return build("llama", dtype=torch.float32 if kind == "autocast" else None)
+
+
+def options_of(kind: str, model: Any) -> Any:
+    """`model`'s result for one of the options that a test cannot write down as plain data."""
+    inputs = prompt("llama")
+    if kind == "processor":
+        return model.generate(**inputs, **GREEDY, logits_processor=LogitsProcessorList([Favour()]))
+    if kind == "embeddings":
+        embeddings = build("llama").get_input_embeddings()(inputs["input_ids"]).detach()
+        return model.generate(inputs_embeds=embeddings, attention_mask=inputs["attention_mask"], **GREEDY)
+    if kind == "assistant":
+        one = {name: value[:1] for name, value in prompt("llama").items()}
+        return model.generate(**one, **GREEDY, assistant_model=build("llama", num_hidden_layers=1))
+    if kind == "lookup":
+        one = {name: value[:1].repeat(1, 2) for name, value in prompt("llama").items()}
+        return model.generate(**one, max_new_tokens=12, do_sample=False, prompt_lookup_num_tokens=3)
+    with torch.autocast("cpu", torch.bfloat16):
+        return model.generate(**inputs, **GREEDY)

@@ -1,0 +1,73 @@
+"""Scripts as a user starts them: real processes, real launchers, with a time limit that leaves nothing behind."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def run_command(
+    command: list[str], *, timeout: float = 60.0, environment: Mapping[str, str] | None = None, cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end and return its exit status, stdout and stderr as text.
+
+    The package's and the tests' folders are on PYTHONPATH and every process computes on one thread. When ``timeout``
+    seconds pass, the command and all its descendants are killed and subprocess.TimeoutExpired carries what it printed.
+    """
+    paths = [str(ROOT / "src"), str(ROOT / "tests"), str(ROOT / "examples"), os.environ.get("PYTHONPATH", "")]
+    variables = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+    }
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=cwd or ROOT,
+        env={**variables, **(environment or {})},
+        start_new_session=True,
+    )
+    try:
+        stdout, stderr = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired as error:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)  # torchrun forwards it to its workers, which have their own groups
+        try:
+            stdout, stderr = process.communicate(timeout=10)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            stdout, stderr = process.communicate()
+        raise subprocess.TimeoutExpired(command, timeout, stdout, stderr) from error
+    return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
+
+
+def run_python(
+    *arguments: str | Path,
+    timeout: float = 60.0,
+    environment: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run this interpreter with ``arguments`` (a script and its own, or ``-c`` and code). Options: see run_command."""
+    return run_command([sys.executable, *map(str, arguments)], timeout=timeout, environment=environment, cwd=cwd)
+
+
+def torchrun(
+    num_processes: int,
+    script: str | Path,
+    *arguments: str | Path,
+    timeout: float = 90.0,
+    environment: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run ``script`` under torchrun on this machine with ``num_processes`` ranks. Options: see run_command."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}"]
+    return run_python(*launcher, script, *arguments, timeout=timeout, environment=environment, cwd=cwd)

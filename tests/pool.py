@@ -1,0 +1,329 @@
+"""Worker processes that live for the whole test session, so that a test on several ranks does not pay their start-up.
+
+``Pool.run(world_size, function, ...)`` runs a module-level function on ``world_size`` processes that are set up as
+``torchrun`` would: the same environment variables and a store that lives outside the ranks (here: in the parent).
+This file is both sides: the parent imports ``Pool``, and each worker runs the file as a script.
+"""
+
+import contextlib
+import importlib
+import itertools
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
+from typing import Any
+
+MAX_WORKERS = 8
+START_TIMEOUT = 120.0  # importing torch and transformers on a busy machine
+
+
+class WorkerDied(RuntimeError):
+    """A worker process ended (killed, crashed, exited) before it returned its result."""
+
+
+class WorkerTimeout(RuntimeError):
+    """A worker process did not return its result in time. Its stacks at that moment are in the message."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What the parent sends: a function by name, its arguments, and the environment of its rank."""
+
+    module: str
+    function: str
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any]
+    environment: dict[str, str]
+    path: tuple[str, ...]
+    initialize: bool
+    timeout: float
+
+
+@dataclass
+class Worker:
+    """One process of the pool as the parent sees it."""
+
+    process: subprocess.Popen[bytes]
+    connection: Connection
+    log: Path
+    log_start: int = 0
+    ready: bool = False
+
+    def printed(self) -> str:
+        """What the worker printed since the current task began (its last 6000 characters)."""
+        with self.log.open("rb") as file:
+            file.seek(self.log_start)
+            return file.read().decode(errors="replace")[-6000:]
+
+    def stop(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self.connection.close()
+
+
+class Pool:
+    """Up to ``MAX_WORKERS`` processes, started when first needed and replaced when a test loses them."""
+
+    def __init__(self) -> None:
+        self._workers: list[Worker] = []
+        self._folder = tempfile.TemporaryDirectory(prefix="penstock-pool-")
+        self._numbers = itertools.count()
+
+    def run(
+        self,
+        world_size: int,
+        function: Callable[..., Any],
+        *args: Any,
+        timeout: float = 60.0,
+        outcomes: bool = False,
+        init: bool = True,
+        environment: dict[str, str] | None = None,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """Run ``function(*args, **kwargs)`` on ``world_size`` ranks and return its results in order of rank.
+
+        The function must stand at the top level of an importable module; arguments and results must be picklable
+        (tensors are). Every rank starts with the same random seed, one thread, and default global settings of torch.
+
+        Args:
+            timeout: seconds for the whole call; ranks that are still running are then stopped and replaced.
+            outcomes: return exceptions in the list instead of raising the first that arrived.
+            init: initialise ``torch.distributed`` (gloo) before the call. With False the function does it itself;
+                the environment is that of ``torchrun``.
+            environment: further environment variables for this call.
+
+        Raises:
+            the exception of the rank that failed first, with the tracebacks of all failed ranks as notes;
+            WorkerDied, WorkerTimeout: see there.
+        """
+        if not 1 <= world_size <= MAX_WORKERS:
+            raise ValueError(f"the pool has 1 to {MAX_WORKERS} workers, not {world_size}")
+        from torch.distributed import TCPStore
+
+        workers = self._first(world_size)
+        # The store lives here, as it lives in torchrun's agent: no race for a port, and it outlives any rank.
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout))
+        for rank, worker in enumerate(workers):
+            worker.log_start = worker.log.stat().st_size
+            task = Task(
+                module=function.__module__,
+                function=function.__qualname__,
+                arguments=args,
+                keywords=kwargs,
+                environment=_launcher_environment(rank, world_size, store.port) | (environment or {}),
+                path=tuple(sys.path),
+                initialize=init,
+                timeout=timeout,
+            )
+            worker.connection.send_bytes(pickle.dumps(task))
+        results, order = self._collect(workers, timeout)
+        failed = [rank for rank in order if isinstance(results[rank], BaseException)]
+        if failed and not outcomes:
+            # A lost worker explains itself last: what its peers raised because of it says less than its own end does.
+            failed.sort(key=lambda rank: not isinstance(results[rank], WorkerDied))
+            first = results[failed[0]]
+            for rank in failed[1:]:
+                first.add_note(f"--- also failed: {type(results[rank]).__name__}: {results[rank]}")
+                for note in getattr(results[rank], "__notes__", []):
+                    first.add_note(note)
+            raise first
+        return results
+
+    def close(self) -> None:
+        """Stop every worker. The pool may be used again; it starts new ones."""
+        while self._workers:
+            self._workers.pop().stop()
+
+    def _first(self, count: int) -> list[Worker]:
+        """The first ``count`` workers, alive."""
+        for index, worker in enumerate(self._workers):
+            if worker.process.poll() is not None:
+                worker.stop()
+                self._workers[index] = self._start()
+        while len(self._workers) < count:
+            self._workers.append(self._start())
+        chosen = self._workers[:count]
+        for worker in chosen:
+            _await_ready(worker)
+        return chosen
+
+    def _start(self) -> Worker:
+        ours, theirs = Pipe()
+        log = Path(self._folder.name) / f"worker-{next(self._numbers)}.log"
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                [sys.executable, __file__, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                pass_fds=[theirs.fileno()],
+                env=environment,
+                start_new_session=True,
+            )
+        theirs.close()
+        return Worker(process, ours, log)
+
+    def _collect(self, workers: Sequence[Worker], timeout: float) -> tuple[list[Any], list[int]]:
+        """Each rank's result or exception, and the order in which they arrived."""
+        results: list[Any] = [None] * len(workers)
+        order: list[int] = []
+        pending = {worker.connection: rank for rank, worker in enumerate(workers)}
+        deadline = time.monotonic() + timeout
+        while pending and (left := deadline - time.monotonic()) > 0:
+            for ready in wait(list(pending), timeout=left):
+                assert isinstance(ready, Connection)
+                rank = pending.pop(ready)
+                order.append(rank)
+                try:
+                    results[rank] = pickle.loads(ready.recv_bytes())
+                except (EOFError, ConnectionError):
+                    code = workers[rank].process.wait()
+                    results[rank] = WorkerDied(f"rank {rank} ended with {_exit_text(code)}; {_tail(workers[rank])}")
+                if isinstance(results[rank], BaseException):
+                    results[rank].add_note(f"(on rank {rank} of {len(workers)})")
+        for rank in pending.values():
+            worker = workers[rank]
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(worker.process.pid, signal.SIGUSR1)  # faulthandler prints every thread's stack to the log
+            order.append(rank)
+        if pending:
+            time.sleep(0.5)
+        for rank in pending.values():
+            results[rank] = WorkerTimeout(f"rank {rank} did not return in {timeout:g} s; {_tail(workers[rank])}")
+            self._replace(workers[rank])
+        for rank, result in enumerate(results):
+            if isinstance(result, WorkerDied):
+                self._replace(workers[rank])
+        return results, order
+
+    def _replace(self, worker: Worker) -> None:
+        worker.stop()
+        self._workers[self._workers.index(worker)] = self._start()
+
+
+def _launcher_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """The variables that torchrun sets for a rank on one machine."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "GROUP_RANK": "0",
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_RUN_ID": "pool",
+    }
+
+
+def _await_ready(worker: Worker) -> None:
+    """Wait for a new worker's word that its imports are done."""
+    if worker.ready:
+        return
+    if not worker.connection.poll(START_TIMEOUT):
+        raise WorkerTimeout(f"a pool worker did not start in {START_TIMEOUT:g} s; {_tail(worker)}")
+    try:
+        worker.connection.recv_bytes()
+    except (EOFError, ConnectionError):
+        raise WorkerDied(f"a pool worker did not start; {_tail(worker)}") from None
+    worker.ready = True
+
+
+def _exit_text(code: int) -> str:
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+
+
+def _tail(worker: Worker) -> str:
+    printed = worker.printed().strip()
+    return f"it printed:\n{printed}" if printed else "it printed nothing"
+
+
+# ---------------------------------------------------------------- the worker's side
+
+
+def _serve(connection: Connection) -> None:
+    """Answer tasks until the parent closes the connection."""
+    import faulthandler
+
+    import torch
+
+    for module in ("penstock", "transformers.models.gpt2.modeling_gpt2"):
+        importlib.import_module(module)  # here, with all it imports, so that no test pays for it
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    connection.send_bytes(b"ready")
+    while True:
+        try:
+            task: Task = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            return
+        before = dict(os.environ)
+        threads = torch.get_num_threads()
+        try:
+            answer = _answer(task)
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
+            torch.set_num_threads(threads)
+        connection.send_bytes(answer)
+
+
+def _answer(task: Task) -> bytes:
+    """The pickled result of a task, or its pickled exception with the traceback as a note."""
+    try:
+        return pickle.dumps(_perform(task))
+    except BaseException as error:  # SystemExit and KeyboardInterrupt included: a rank's end is a result here
+        text = "".join(traceback.format_exception(error))
+        try:
+            faithful = isinstance(error, Exception) and pickle.loads(pickle.dumps(error)) is not None
+        except Exception:
+            faithful = False
+        if not faithful:
+            error = RuntimeError(f"{type(error).__name__}: {error}")
+        error.__traceback__ = None
+        error.add_note(text)
+        return pickle.dumps(error)
+
+
+def _perform(task: Task) -> Any:
+    import gc
+
+    import torch
+    import torch.distributed as dist
+
+    os.environ.update(task.environment)
+    sys.path[:] = task.path
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float32)
+    torch.set_grad_enabled(True)
+    torch.manual_seed(0)
+    function = importlib.import_module(task.module)
+    for name in task.function.split("."):
+        function = getattr(function, name)
+    try:
+        if task.initialize:
+            dist.init_process_group("gloo", timeout=timedelta(seconds=task.timeout))
+        return function(*task.arguments, **task.keywords)  # type: ignore[operator]  # a module until its attribute
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        gc.collect()
+
+
+if __name__ == "__main__":
+    # Tasks are pickled under this module's imported name; without this they would not be found in __main__.
+    sys.path.insert(0, str(Path(__file__).parent))
+    importlib.import_module("pool")._serve(Connection(int(sys.argv[1])))

@@ -1,0 +1,96 @@
+"""Runs the stages of a pipeline one after another in one process: the oracle's counterpart in the modeling tests."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.modeling.split import SplitModel
+from penstock.modeling.units import list_units
+
+
+def cut(units: Sequence[str], num_stages: int) -> list[list[str]]:
+    """Units in `num_stages` parts of about equal number."""
+    ends = [round(i * len(units) / num_stages) for i in range(num_stages + 1)]
+    return [list(units[a:b]) for a, b in pairwise(ends)]
+
+
+def split(model: nn.Module, num_stages: int, ranks: Sequence[Sequence[int]] | None = None) -> list[SplitModel]:
+    """Copies of `model`, one per rank; `ranks` lists the stages of each, one stage each by default."""
+    stages = cut(list_units(model), num_stages)
+    return [SplitModel(copy.deepcopy(model), stages, local) for local in ranks or [[s] for s in range(num_stages)]]
+
+
+def rank_of(splits: Sequence[SplitModel], stage: int) -> SplitModel:
+    return next(split for split in splits if stage in split.local_stages)
+
+
+def step(
+    splits: Sequence[SplitModel],
+    inputs: Mapping[str, Any],
+    backward: bool = True,
+    loss_of: Callable[[Any], torch.Tensor] = lambda output: output.loss,
+    **options: Any,
+) -> Any:
+    """Forward through all stages, and backward; gradients land in `.grad`. Returns the last stage's output."""
+    plans = [split.plan(inputs, criterion=options.get("criterion")) for split in splits]
+    assert len({plan.digest for plan in plans}) == 1, "ranks disagree about the plan"
+    plan = plans[0]
+    values: tuple[torch.Tensor, ...] = ()
+    received_by_stage, sent_by_stage = [], []
+    output = None
+    for stage in range(plan.num_stages):
+        received = tuple(value.detach().requires_grad_(backward and value.is_floating_point()) for value in values)
+        output, values = rank_of(splits, stage).forward(plan, stage, inputs, received, **options)
+        received_by_stage.append(received)
+        sent_by_stage.append(values)
+    if backward:
+        loss_of(output).backward()
+        for stage in range(plan.num_stages - 2, -1, -1):
+            pairs = [
+                (sent, received.grad)
+                for sent, received in zip(sent_by_stage[stage], received_by_stage[stage + 1], strict=True)
+                if sent.requires_grad and received.grad is not None
+            ]
+            if pairs:
+                torch.autograd.backward([sent for sent, _ in pairs], [gradient for _, gradient in pairs])
+    return output
+
+
+def gradients(models: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
+    """The sum over `models` of each named parameter's gradient, every Parameter object counted once per model."""
+    total: dict[str, torch.Tensor] = {}
+    for model in models:
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                total[name] = total[name] + parameter.grad if name in total else parameter.grad.clone()
+    return total
+
+
+def split_gradients(splits: Sequence[SplitModel]) -> dict[str, torch.Tensor]:
+    """Gradients under the unsplit model's names, tied parameters summed over their holders."""
+    total = gradients([split.model for split in splits])
+    for group in splits[0].tied:
+        parts = [total.pop(name) for name in {name for _, name in group.holders} if name in total]
+        if parts:
+            total[group.name] = torch.stack(parts).sum(0)
+    return total
+
+
+def largest_difference(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> float:
+    """Over all parameters; one that only one side has counts as zeros on the other."""
+    worst = 0.0
+    for name in {*found, *expected}:
+        if name not in found:
+            difference = expected[name]
+        elif name not in expected:
+            difference = found[name]
+        else:
+            difference = found[name] - expected[name]
+        worst = max(worst, float(difference.abs().max()) if difference.numel() else 0.0)
+    return worst

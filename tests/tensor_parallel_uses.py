@@ -1,0 +1,122 @@
+"""What the ranks of further tensor-parallel tests run: unlike pipelines, plans of one's own, and what it costs."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import penstock
+from hetero import make_plugin, pad, samples
+from penstock import Booster, TensorParallelPlan
+from tensor_parallel_ranks import (
+    build,
+    config,
+    difference_to,
+    gather,
+    gather_gradients,
+    inputs_of,
+    one_step,
+    parameters_of,
+    train_against_unsplit,
+)
+
+
+def unlike_pipelines(family: str, pipelines: str, number: int, folder: str) -> dict[str, Any]:
+    """Two steps with unlike pipelines of stages that two ranks share, against the unsplit model; then the optimizer's
+    state saved and loaded."""
+    model, data = build(family), samples(family, number)
+    reference = copy.deepcopy(model)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (reference, model)]
+    plugin = make_plugin(model, pipelines, tp_size=2, max_norm=0.5)
+    booster = Booster(plugin=plugin)
+    loader = plugin.prepare_dataloader(data, collate_fn=pad)
+    model, optimizer, _, loader, _ = booster.boost(model, optimizers[1], None, loader)
+    batches, worst, size = iter(loader), 0.0, number // 2
+    for step in range(2):
+        optimizers[0].zero_grad()
+        optimizer.zero_grad()
+        expected = reference(**pad(data[step * size : (step + 1) * size])).loss
+        expected.backward()
+        loss = float(booster.execute_pipeline(batches, model, None, optimizer)["loss"])
+        worst = max(worst, abs(loss - float(expected)))
+        worst = max(worst, difference_to(reference, gather_gradients(model), gradients=True))
+        torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+        optimizers[0].step()
+        optimizer.step()
+    parameters = difference_to(reference, gather(model, parameters_of(model)))
+    before = [state["exp_avg"].clone() for state in optimizer.unwrap().state.values()]
+    booster.save_optimizer(optimizer, folder)
+    for state in optimizer.unwrap().state.values():
+        state["exp_avg"].zero_()
+    booster.load_optimizer(optimizer, folder)
+    after = [state["exp_avg"] for state in optimizer.unwrap().state.values()]
+    restored = all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+    return {"step": worst, "parameters": parameters, "restored": restored}
+
+
+def with_a_plan_of_its_own(stages: int) -> dict[str, float]:
+    penstock.register_tensor_parallel_plan(
+        "gptj",
+        TensorParallelPlan(
+            styles={
+                "h.*.attn.q_proj": "colwise",
+                "h.*.attn.k_proj": "colwise",
+                "h.*.attn.v_proj": "colwise",
+                "h.*.attn.out_proj": "rowwise",
+                "h.*.mlp.fc_in": "colwise",
+                "h.*.mlp.fc_out": "rowwise",
+            },
+            divided={"h.*.attn": ("num_attention_heads",)},
+        ),
+    )
+    return train_against_unsplit("gptj", stages, 2)
+
+
+def recomputed_with_dropout() -> float:
+    """Gradient checkpointing draws the same masks again: the largest difference of a gradient to that without."""
+    gradients = []
+    for checkpointing in (False, True):
+        torch.manual_seed(3)
+        model = build("gpt2", 0.3)
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        penstock.initialize(model, config(1, 2))
+        one_step(model, inputs_of("gpt2"))
+        gradients.append(gather_gradients(model))
+        model.pipeline.close()
+    return max(float((gradients[0][name] - gradients[1][name]).abs().max()) for name in gradients[0])
+
+
+def different_batches() -> str:
+    model = build("gpt2")
+    penstock.initialize(model, config(1, 2))
+    inputs = inputs_of("gpt2")
+    inputs["input_ids"] = inputs["input_ids"].clone()
+    inputs["input_ids"][0, 0] = 3 + dist.get_rank()
+    try:
+        one_step(model, inputs)
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def costs(family: str, stages: int, size: int) -> dict[str, Any]:
+    """Parameters on this rank over an equal share of the model's, and collectives of one microbatch."""
+    model = build(family, dtype=torch.float32)
+    whole, layers = sum(p.numel() for p in model.parameters()), model.config.num_hidden_layers
+    penstock.initialize(model, config(stages, size, 1))
+    counters = model.pipeline.split.tensor_parallel.region.collectives
+    one_step(model, inputs_of(family))  # shows that the loss takes the head's output itself
+    before = counters.num_sums, counters.num_gathers, counters.num_bytes
+    one_step(model, inputs_of(family))
+    held = sum(p.numel() for p in model.parameters())
+    return {
+        "share": held * stages * size / whole,
+        "sums": counters.num_sums - before[0],
+        "gathers": counters.num_gathers - before[1],
+        "bytes": counters.num_bytes - before[2],
+        "layers": layers,
+    }

@@ -1,0 +1,172 @@
+"""The trainer's options: defaults that fit together, and refusals that say what would do."""
+
+import pytest
+import torch
+
+from penstock.benchmark.activation import apply_policy
+from penstock.benchmark.configs import GPTConfig
+from penstock.benchmark.memory import check_memory, estimate, readable
+from penstock.benchmark.models import GPT
+from penstock.benchmark.modes import blocks_of
+from penstock.benchmark.options import OptionError, Options, World, read_options
+
+
+def world(size: int = 1, device_type: str = "cpu", num_devices: int = 8) -> World:
+    return World(size, size, 0, 0, device_type, num_devices)
+
+
+def options(text: str, size: int = 1, **place: object) -> Options:
+    return read_options(text.split(), world(size, **place))  # type: ignore[arg-type]  # the world's own fields
+
+
+@pytest.mark.parametrize(
+    ("text", "size", "message"),
+    [
+        ("--model gtp", 1, "unknown model 'gtp': known are GPTTiny"),
+        ("--mode dpp", 1, "unknown mode 'dpp': known are ddp, pdp, fsdp, pp"),
+        ("--dtype fp8", 1, "unknown dtype 'fp8': known are fp32, bf16, fp16"),
+        ("--activation none", 1, "unknown activation 'none': known are noop, checkpoint, offload"),
+        ("--optimizer lion", 1, "unknown optimizer 'lion': known are adamw, sgd"),
+        ("--mode pp --schedule 1f2b", 2, "unknown schedule '1f2b': known are gpipe, 1f1b"),
+        ("--mode pdp --ndevice_per_proc 9", 1, "--ndevice_per_proc 9 is more than the 8 CPU core(s) of this machine"),
+        ("--mode pdp --ndevice_per_proc 0", 1, "--ndevice_per_proc must be at least 1, but is 0"),
+        ("--iterations 0", 1, "--iterations must be at least 1, but is 0"),
+        ("--warmup -1", 1, "--warmup must not be negative, but is -1"),
+        ("--ndevice_per_proc 2", 1, "--ndevice_per_proc has no meaning with --mode ddp: it is for pdp"),
+        ("--schedule 1f1b", 1, "--schedule has no meaning with --mode ddp: it is for pp"),
+        ("--mode pp --cpu-offload", 2, "--cpu_offload has no meaning with --mode pp: it is for fsdp"),
+        ("--mode ddp --prefetch", 2, "--prefetch has no meaning with --mode ddp: it is for fsdp"),
+        ("--batch_size 10 --chunks 4", 2, "such as 8 or 16"),
+        ("--batch_size 3", 2, "a batch of 3 samples cannot be divided equally over 2 processes"),
+        ("--batch_size 2 --chunks 4", 1, "--batch_size must be a multiple of 4, such as 4"),
+        ("--mode pp --pipelines 1x4,1x3 --batch_size 8", 2, "the 7 microbatches of --pipelines 1x4,1x3"),
+        ("--mode pp --pipelines 1x4,2x8", 2, "--pipelines 1x4,2x8 needs 3 processes, but 2 were started"),
+        ("--mode pp --pipelines 1x4 --chunks 2", 1, "leave out --chunks"),
+        ("--mode pdp --ndevice_per_proc 5", 1, "5 stages need at least 5 layers, but GPTTiny has 4"),
+        ("--mode pp --schedule zb-v", 3, "6 stages need at least 6 layers, but GPTTiny has 4"),
+        ("--model resnet50 --mode pp", 2, "ResNet50 has no meaning with --mode pp"),
+        ("--model resnet50 --mode pdp", 1, "Use --mode ddp or fsdp, or one of GPTTiny, GPTSmall"),
+        ("--model resnet50 --n_layer 3", 1, "--n_layer is a size of a GPT, not of ResNet50: that has --image_size"),
+        ("--model resnet50 --mode fsdp --cpu-offload", 1, "--cpu-offload and --prefetch are for GPT models"),
+        ("--image_size 64", 1, "--image_size is a size of a ResNet, not of GPTTiny: that has --block_size"),
+        ("--n_head 3", 1, "n_head (3) must divide n_embd (128)"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_what_can(text: str, size: int, message: str) -> None:
+    with pytest.raises(OptionError) as raised:
+        options(text, size)
+    assert message in str(raised.value)
+
+
+def test_more_gpus_than_there_are_are_refused() -> None:
+    with pytest.raises(
+        OptionError, match=r"with 4 process\(es\) on this machine needs 12 GPUs, but it has 8: at most 2"
+    ):
+        options("--mode pdp --ndevice_per_proc 3", 4, device_type="cuda")
+    with pytest.raises(OptionError, match="needs 4 GPUs, but it has 2"):
+        options("", 4, device_type="cuda", num_devices=2)
+
+
+@pytest.mark.parametrize("text", ["--pipelines 1y4", "--pipelines 0x4", "--batch_size many", "--modes ddp"])
+def test_what_cannot_be_parsed_ends_with_usage(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as raised:
+        options(text)
+    assert raised.value.code == 2 and "usage: trainer.py" in capsys.readouterr().err
+
+
+def test_defaults_are_small_on_a_cpu_and_real_on_a_gpu() -> None:
+    assert options("").model == "GPTTiny" and options("", device_type="cuda").model == "GPTSmall"
+    config = options("--model small").config
+    assert isinstance(config, GPTConfig) and (config.vocab_size, config.block_size) == (50257, 2048)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("mode", ["ddp", "fsdp", "pdp", "pp"])
+def test_default_shares_are_equal_work_in_every_mode(mode: str, size: int) -> None:
+    """As many devices, be they one process's or several processes': the same global batch, cut without a rest."""
+    text = f"--mode {mode} --n_layer 12" + (f" --ndevice_per_proc {size}" if mode == "pdp" else "")
+    found = options(text, 1 if mode == "pdp" else size)
+    assert found.batch_size == 4 * size
+    replicas = {"pp": 1, "pdp": 1}.get(mode, size)
+    assert found.batch_size % (replicas * found.chunks) == 0
+    if mode == "pp":
+        assert found.pipelines == ((size, found.chunks),)
+
+
+def test_dashes_and_underscores_are_alike() -> None:
+    assert options("--batch-size 6 --n-layer 7").record() == options("--batch_size=6 --n_layer=7").record()
+    assert options("--local-rank 0").record() == options("").record()
+
+
+# ---------------------------------------------------------------- memory
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("policy", ["noop", "checkpoint"])
+@pytest.mark.parametrize(
+    "sizes",
+    ["--n_embd 64 --vocab_size 100 --block_size 64", "--vocab_size 2000", "--n_layer 8 --vocab_size 1000"],
+)
+def test_estimated_activations_are_what_autograd_keeps(dtype: str, policy: str, sizes: str) -> None:
+    chosen = options(f"{sizes} --batch_size 2 --dtype {dtype} --activation {policy}")
+    assert isinstance(chosen.config, GPTConfig)
+    model = GPT(chosen.config, "cpu", chosen.torch_dtype)
+    apply_policy(blocks_of(model), policy)
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in weights:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    ids = torch.randint(chosen.config.vocab_size, (2, chosen.config.block_size))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(input_ids=ids, labels=ids).loss
+    measured = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    assert loss.requires_grad
+    # What exists only for a moment comes on top: the logits once more, or one block that is recomputed.
+    tokens, size = 2 * chosen.config.block_size, chosen.torch_dtype.itemsize
+    moment = tokens * chosen.config.vocab_size * (size + 4)
+    if policy == "checkpoint":
+        moment += 17 * tokens * chosen.config.n_embd * size
+    found = estimate(chosen, world())
+    assert found.activations - moment == pytest.approx(measured, rel=0.16)
+    assert found.weights == sum(p.numel() for p in model.parameters()) * size
+    assert (found.gradients, found.optimizer) == (found.weights, 2 * found.weights)
+
+
+def test_sharding_and_pipelines_divide_the_estimate() -> None:
+    base = "--model GPTXL --block_size 128 --batch_size 8"
+    whole = estimate(options(f"--mode ddp {base}", 8), world(8))
+    shard = estimate(options(f"--mode fsdp {base}", 8), world(8))
+    assert shard.optimizer == whole.optimizer / 8
+    # The fullest stage has the embedding, or the head, beside its blocks.
+    stage = estimate(options(f"--mode pp {base}", 8), world(8))
+    assert whole.optimizer / 8 < stage.optimizer < whole.optimizer / 4
+    alone = estimate(options(f"--mode pdp --ndevice_per_proc 8 {base}"), world())
+    assert whole.optimizer / 8 < alone.optimizer < whole.optimizer / 4
+    assert estimate(options(f"--mode ddp --optimizer sgd {base}", 8), world(8)).optimizer == 0
+
+
+def test_the_longer_pipeline_is_not_the_fuller_one() -> None:
+    unlike = estimate(options("--mode pp --pipelines 1x4,2x8 --untied", 3), world(3))
+    alone = estimate(options("--mode pp --pipelines 1x4 --batch_size 4 --untied"), world())
+    assert unlike == alone
+
+
+def test_a_model_that_cannot_fit_is_refused_with_the_figures() -> None:
+    with pytest.raises(OptionError) as raised:
+        check_memory(options("--model GPT175B --batch_size 8", 8), world(8))
+    text = str(raised.value)
+    # 174.6 G parameters of 4 bytes, and as much for gradients, twice for AdamW.
+    assert "GPT175B with --mode ddp and --batch_size 8 needs about 2." in text and "TB on a device" in text
+    assert "(weights 698 GB, gradients 698 GB, optimizer 1.4 TB, activations" in text and "are free" in text
+    assert "--mode fsdp or pp" in text and "--activation checkpoint" in text
+    check_memory(options(""), world())
+
+
+def test_sizes_are_readable() -> None:
+    assert [readable(x) for x in (12, 3.2e4, 5e6, 1.25e9, 2.8e12, 3e15)] == [
+        "12 bytes", "32 kB", "5 MB", "1.25 GB", "2.8 TB", "3e+03 TB",
+    ]  # fmt: skip

@@ -1,0 +1,160 @@
+"""Merging writes what `save_pretrained` of the unsplit model would write, and no rank gathers more than a shard."""
+
+import json
+import os
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from checkpoint_ranks import assert_holds, raised, save, scramble, split_copies
+from families import FAMILIES
+from penstock.checkpoint.merge_plan import describe_holdings, plan_merge
+from penstock.checkpoint.options import SaveOptions
+
+
+def build(family: str) -> torch.nn.Module:
+    return scramble(FAMILIES[family].build(dtype=torch.float32), 11)
+
+
+def content_of(directory, extension: str) -> dict[str, torch.Tensor]:
+    read = load_file if extension == ".safetensors" else lambda path: torch.load(path, weights_only=True)
+    files = [name for name in os.listdir(directory) if name.endswith(extension)]
+    parts = [read(os.path.join(directory, name)) for name in files]
+    assert sum(map(len, parts)) == len(set().union(*parts))
+    return {name: tensor for part in parts for name, tensor in part.items()}
+
+
+def assert_same_content(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert tensor.dtype == other[name].dtype, name
+        assert torch.equal(tensor, other[name]), name
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_the_merged_file_is_what_save_pretrained_writes(family: str, tmp_path) -> None:
+    reference = build(family)
+    reference.save_pretrained(tmp_path / "plain")
+    models = split_copies(reference, 3)
+    raised(save(models, tmp_path / "merged", merge_checkpoints=True))
+    plain = set(os.listdir(tmp_path / "plain"))
+    assert set(os.listdir(tmp_path / "merged")) == plain - {"model.safetensors"} | {"pytorch_model.bin"}
+    for name in plain - {"model.safetensors"}:
+        assert (tmp_path / "merged" / name).read_bytes() == (tmp_path / "plain" / name).read_bytes()
+    merged = content_of(tmp_path / "merged", ".bin")
+    assert_same_content(merged, content_of(tmp_path / "plain", ".safetensors"))
+
+
+@pytest.mark.parametrize(("size", "safe"), [("50GB", False), ("30KB", False), ("30KB", True)])
+@pytest.mark.parametrize("family", ["gpt2", "mixtral", "t5"])
+def test_plain_transformers_loads_the_merged_folder(family: str, size: str, safe: bool, tmp_path) -> None:
+    reference = build(family)
+    raised(
+        save(split_copies(reference, 3), tmp_path, merge_checkpoints=True, max_shard_size=size, safe_serialization=safe)
+    )
+    assert any(name.endswith(".index.json") for name in os.listdir(tmp_path)) == (size == "30KB")
+    model, info = type(reference).from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    assert assert_holds(model, reference) == set(reference.state_dict())
+
+
+def test_shards_and_index_are_those_of_save_pretrained(tmp_path) -> None:
+    reference = build("llama")
+    reference.save_pretrained(tmp_path / "plain", max_shard_size="20KB")
+    options = {"max_shard_size": "20KB", "safe_serialization": True}
+    raised(save(split_copies(reference, 3), tmp_path / "merged", merge_checkpoints=True, **options))
+    assert set(os.listdir(tmp_path / "merged")) == set(os.listdir(tmp_path / "plain"))
+    indices = [json.loads((tmp_path / at / "model.safetensors.index.json").read_text()) for at in ("plain", "merged")]
+    assert indices[0] == indices[1]
+
+
+@pytest.mark.parametrize("family", ["gpt2", "mixtral"])
+def test_no_rank_gathers_more_than_a_shard(family: str, tmp_path) -> None:
+    models = split_copies(build(family), 4)
+    limit = 60_000
+    holdings = [describe_holdings(model, model.state_dict()) for model in models]
+    plan = plan_merge(models[0], holdings, SaveOptions(max_shard_size=limit))
+    assert len(plan.shards) > 4
+    received = [0, 0, 0, 0]
+    for shard in plan.shards:
+        sizes = {name: torch.Size(plan.holdings[name].shape).numel() * 4 for name in shard.inputs}
+        # A fused weight that is cut at the border of two shards is needed whole by both.
+        largest = max(sizes.values())
+        assert sum(sizes.values()) <= max(limit, largest) + 2 * largest * (family == "mixtral")
+        received[shard.assembler] += sum(size for name, size in sizes.items() if plan.holders[name] != shard.assembler)
+    comms = raised(save(models, tmp_path, merge_checkpoints=True, max_shard_size=limit))
+    assert [comm.received for comm in comms] == received
+    total = sum(tensor.nbytes for tensor in build(family).state_dict().values())
+    assert max(received) < total / 2
+
+
+def test_a_weight_that_was_renamed_when_it_was_loaded_gets_its_old_name_back(tmp_path) -> None:
+    """transformers remembers on the model which conversions its checkpoint needed."""
+    reference = build("mixtral")
+    reference.save_pretrained(tmp_path / "plain")
+    loaded = type(reference).from_pretrained(tmp_path / "plain")
+    raised(save(split_copies(loaded, 2), tmp_path / "merged", merge_checkpoints=True))
+    raised(save(split_copies(loaded, 2), tmp_path / "own", merge_checkpoints=True, save_original_format=False))
+    merged, own = content_of(tmp_path / "merged", ".bin"), content_of(tmp_path / "own", ".bin")
+    assert_same_content(merged, content_of(tmp_path / "plain", ".safetensors"))
+    assert own.keys() == reference.state_dict().keys()
+
+
+def test_an_auto_class_loads_the_merged_folder_with_its_generation_settings(tmp_path) -> None:
+    reference = build("gpt2")
+    reference.generation_config.update(do_sample=True, top_k=3)
+    raised(save(split_copies(reference, 2), tmp_path, merge_checkpoints=True))
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(model) is type(reference)
+    assert model.generation_config.top_k == 3
+    assert model.lm_head.weight is model.transformer.wte.weight
+
+
+def test_a_weight_that_was_untied_by_hand_is_written_under_both_names(tmp_path) -> None:
+    """The configuration still says that it is tied; what counts is what the model is."""
+    reference = build("gpt2")
+    reference.lm_head.weight = torch.nn.Parameter(reference.lm_head.weight.detach() + 1)
+    reference.save_pretrained(tmp_path / "plain")
+    raised(save(split_copies(reference, 3), tmp_path / "merged", merge_checkpoints=True))
+    merged = content_of(tmp_path / "merged", ".bin")
+    assert "lm_head.weight" in merged
+    assert_same_content(merged, content_of(tmp_path / "plain", ".safetensors"))
+
+
+def test_variants_have_the_names_transformers_looks_for(tmp_path) -> None:
+    reference = build("gpt2")
+    options = {"merge_checkpoints": True, "variant": "fp16"}
+    raised(save(split_copies(reference, 2), tmp_path, **options))
+    assert (tmp_path / "pytorch_model.fp16.bin").exists()
+    assert_holds(type(reference).from_pretrained(tmp_path, variant="fp16"), reference)
+    raised(save(split_copies(reference, 2), tmp_path, max_shard_size="30KB", safe_serialization=True, **options))
+    assert_holds(type(reference).from_pretrained(tmp_path, variant="fp16", use_safetensors=True), reference)
+
+
+@pytest.mark.parametrize("after", [(False, "50GB"), (False, "30KB"), (True, "30KB")])
+@pytest.mark.parametrize("before", [(False, "50GB"), (False, "25KB"), (True, "50GB"), (True, "25KB")])
+def test_a_new_checkpoint_replaces_one_of_another_form(before, after, tmp_path) -> None:
+    """transformers prefers safetensors and single files; an old one must not be found instead of the new one."""
+    (tmp_path / "notes.txt").write_text("mine")
+    old, new = scramble(build("gpt2"), 1), scramble(build("gpt2"), 2)
+    for model, (safe, size) in ((old, before), (new, after)):
+        options = {"safe_serialization": safe, "max_shard_size": size}
+        raised(save(split_copies(model, 2), tmp_path, merge_checkpoints=True, **options))
+        assert_holds(type(model).from_pretrained(tmp_path), model)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+    assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
+    indices = [
+        name for name in os.listdir(tmp_path) if name.endswith(f"{'safetensors' if after[0] else 'bin'}.index.json")
+    ]
+    assert bool(indices) == (after[1] == "30KB")
+
+
+def test_a_merged_and_a_parallel_checkpoint_share_a_folder(tmp_path) -> None:
+    reference = build("gpt2")
+    models = split_copies(reference, 2)
+    raised(save(models, tmp_path))
+    raised(save(models, tmp_path, merge_checkpoints=True))
+    assert (tmp_path / "parallel_checkpoint.json").exists()
+    assert_holds(type(reference).from_pretrained(tmp_path), reference)

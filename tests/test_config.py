@@ -1,0 +1,153 @@
+"""The configuration: what the tutorial shows is accepted, and every mistake is named with what was expected."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy
+import pytest
+
+from penstock.config import Configuration, ConfigurationError
+from penstock.schedule import schedule_names
+
+TUTORIAL_FILE = """// oslo-config.json
+
+{
+     "model_parallelism": {
+          "enable": true,
+          "pipeline_parallel_size": 4
+      }
+}
+"""
+
+
+def section(**keys: object) -> dict[str, object]:
+    return {"model_parallelism": {"pipeline_parallel_size": 2, **keys}}
+
+
+def test_the_tutorials_dicts_are_accepted() -> None:
+    with_enable = Configuration.from_any({"model_parallelism": {"enable": True, "pipeline_parallel_size": 4}})
+    without = Configuration.from_any({"model_parallelism": {"pipeline_parallel_size": 4}})
+    assert with_enable == without == Configuration(pipeline_parallel_size=4)
+
+
+@pytest.mark.parametrize("convert", [str, Path])
+def test_the_tutorials_file_is_accepted_comment_included(tmp_path: Path, convert: type) -> None:
+    file = tmp_path / "oslo-config.json"
+    file.write_text(TUTORIAL_FILE)
+    assert Configuration.from_any(convert(file)) == Configuration(pipeline_parallel_size=4)
+
+
+def test_defaults_are_the_documented_ones() -> None:
+    expected = {
+        "enable": True,
+        "pipeline_parallel_size": 3,
+        "tensor_parallel_size": 1,
+        "micro_batch_size": None,
+        "num_microbatches": None,
+        "schedule": "1f1b",
+        "trace": None,
+    }
+    configuration = Configuration.from_any({"model_parallelism": {"pipeline_parallel_size": 3}})
+    assert dataclasses.asdict(configuration) == expected
+
+
+def test_every_key_arrives() -> None:
+    values = {"enable": False, "pipeline_parallel_size": 3, "tensor_parallel_size": 1, "micro_batch_size": 2}
+    values |= {"num_microbatches": None, "schedule": "gpipe", "trace": "timeline.json"}
+    assert dataclasses.asdict(Configuration.from_any({"model_parallelism": values})) == values
+
+
+@pytest.mark.parametrize("name", schedule_names())
+def test_every_schedule_that_can_be_built_can_be_asked_for(name: str) -> None:
+    assert Configuration.from_any(section(schedule=name)).schedule == name
+
+
+def test_a_disabled_section_needs_no_size() -> None:
+    assert not Configuration.from_any({"model_parallelism": {"enable": False}}).enable
+
+
+def test_a_read_configuration_passes_through() -> None:
+    configuration = Configuration(pipeline_parallel_size=2)
+    assert Configuration.from_any(configuration) is configuration
+
+
+def test_integers_of_numpy_are_integers() -> None:
+    configuration = Configuration.from_any(section(num_microbatches=numpy.int64(8)))
+    assert json.loads(json.dumps(dataclasses.asdict(configuration)))["num_microbatches"] == 8
+
+
+def test_a_configuration_does_not_change() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Configuration().enable = False  # type: ignore[misc]  # the point of the test
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({}, r'no section "model_parallelism": expected \{"model_parallelism"'),
+        (
+            {"model_paralelism": {}},
+            r"unknown key 'model_paralelism' in the config.*mean \"model_parallelism\"\?",
+        ),
+        ({"model_parallelism": 2}, r"model_parallelism must be a dict, got 2 \(int\)"),
+        ({"model_parallelism": {}}, r"pipeline_parallel_size is missing"),
+        (section(pipeline_paralel_size=2), r"unknown key 'pipeline_paralel_size'.*mean \"pipeline_parallel_size\"\?"),
+        (section(frobnicate=2), r"unknown key 'frobnicate' in model_parallelism: known are enable, .*trace$"),
+        (section(enable=1), r"enable must be true or false, got 1 \(int\)"),
+        (section(enable="true"), r"enable must be true or false, got 'true' \(str\)"),
+        (section(pipeline_parallel_size=0), r"pipeline_parallel_size must be a positive integer, got 0 \(int\)"),
+        (section(pipeline_parallel_size=-2), r"must be a positive integer, got -2 \(int\)"),
+        (section(pipeline_parallel_size=True), r"must be a positive integer, got True \(bool\)"),
+        (section(pipeline_parallel_size=2.0), r"must be a positive integer, got 2.0 \(float\)"),
+        (section(pipeline_parallel_size="2"), r"must be a positive integer, got '2' \(str\)"),
+        (section(pipeline_parallel_size=None), r"must be a positive integer, got None"),
+        (section(tensor_parallel_size=0), r"tensor_parallel_size must be a positive integer, got 0"),
+        (section(micro_batch_size=0), r"micro_batch_size must be a positive integer or null, got 0"),
+        (section(num_microbatches=1.5), r"num_microbatches must be a positive integer or null, got 1.5"),
+        (section(num_microbatches=4, micro_batch_size=2), r"micro_batch_size \(2\) and .*\(4\).*give only one"),
+        (section(schedule="1F1B"), r"schedule must be one of \"gpipe\", \"1f1b\".*got '1F1B'.*mean \"1f1b\"\?"),
+        (section(schedule=None), r"schedule must be one of .*got None"),
+        (section(trace=True), r"trace must be the path of an .svg or .json file, or null, got True"),
+        (section(trace="steps.txt"), r"trace must be the path of an .svg or .json file, or null, got 'steps.txt'"),
+    ],
+)
+def test_mistakes_are_named_with_what_was_expected(config: dict[str, object], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        Configuration.from_any(config)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config))
+    with pytest.raises(ConfigurationError, match=r"config\.json: .*" + message):
+        Configuration.from_any(file)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", r"not valid JSON: Expecting value: line 1"),
+        ('// comment\n{"model_parallelism": {"enable": yes}}', r"not valid JSON: .*line 2 column"),
+        ("[1]", r"the configuration must be a JSON object, got list"),
+        ('{"model_parallelism": {"enable": true, "enable": false}}', r"key 'enable' is given 2 times"),
+    ],
+)
+def test_files_that_hold_no_configuration_are_named(text: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "broken.json"
+    file.write_text(text)
+    with pytest.raises(ConfigurationError, match=r"broken\.json: " + message):
+        Configuration.from_any(file)
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"absent\.json: cannot read .*No such file"):
+        Configuration.from_any(tmp_path / "absent.json")
+    with pytest.raises(ConfigurationError, match=r"cannot read .*Is a directory"):
+        Configuration.from_any(tmp_path)
+    (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigurationError, match=r"binary\.json: .*not UTF-8"):
+        Configuration.from_any(str(tmp_path / "binary.json"))
+
+
+@pytest.mark.parametrize("config", [None, 2, ["model_parallelism"]])
+def test_what_is_no_configuration_at_all_is_a_type_error(config: object) -> None:
+    with pytest.raises(TypeError, match=r"config must be a dict or the path of a JSON file, got"):
+        Configuration.from_any(config)  # type: ignore[arg-type]  # the point of the test

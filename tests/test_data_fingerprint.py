@@ -1,0 +1,112 @@
+"""The fingerprint of a batch: equal for equal batches in every process, different for different ones."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from transformers import BatchEncoding
+
+from penstock.data.fingerprint import WHOLE_BYTES, fingerprint
+
+IDS = torch.arange(16 * 128).view(16, 128) * 7919 % 50257
+
+
+def test_equal_batches_agree_whatever_their_container_and_order():
+    batch = {"input_ids": IDS, "labels": IDS.clone(), "use_cache": False}
+    turned = {"use_cache": False, "labels": IDS.clone(), "input_ids": IDS.T.contiguous().T}
+    assert fingerprint(batch) == fingerprint(turned) == fingerprint(BatchEncoding(batch))
+    assert 0 <= fingerprint(batch) < 2**63
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.float32, torch.bfloat16, torch.bool, torch.uint8])
+def test_every_single_element_of_a_small_tensor_counts(dtype):
+    tensor = torch.zeros(3, 7, dtype=dtype)
+    seen = {fingerprint({"x": tensor})}
+    for position in range(tensor.numel()):
+        changed = tensor.clone()
+        changed.view(-1)[position] = 1
+        seen.add(fingerprint({"x": changed}))
+    assert len(seen) == tensor.numel() + 1
+
+
+def test_what_else_differs_counts():
+    nan = float("nan")
+    batches = [
+        {"input_ids": IDS},
+        {"labels": IDS},
+        {"input_ids": IDS[:8]},
+        {"input_ids": IDS.view(8, 256)},
+        {"input_ids": IDS.int()},
+        {"input_ids": IDS.roll(1, 0)},
+        {"input_ids": IDS, "use_cache": True},
+        {"input_ids": IDS, "use_cache": False},
+        {"input_ids": IDS, "use_cache": None},
+        {"input_ids": IDS, "use_cache": nan},
+        {"input_ids": (IDS, IDS + 1)},
+        {"input_ids": (IDS + 1, IDS)},
+        {"input_ids": {"a": IDS}},
+        {"input_ids": IDS.numpy()},
+        {"input_ids": "text"},
+        {"input_ids": np.ones(3)},
+        {"input_ids": torch.empty(0)},
+        {},
+    ]
+    assert len({fingerprint(batch) for batch in batches}) == len(batches)
+    assert fingerprint({"x": nan}) == fingerprint({"x": nan})
+
+
+def test_swapped_inputs_differ():
+    assert fingerprint({"a": IDS, "b": IDS + 1}) != fingerprint({"a": IDS + 1, "b": IDS})
+
+
+def test_large_tensors_are_sampled_in_every_column():
+    padded = torch.zeros(4096, 512, dtype=torch.long)
+    assert padded.numel() * 8 > WHOLE_BYTES
+    other = padded.clone()
+    other[:, 1:] = 5  # the first column, where each sequence begins, stays equal
+    assert fingerprint({"input_ids": padded}) != fingerprint({"input_ids": other})
+    assert fingerprint({"input_ids": padded}) == fingerprint({"input_ids": padded.clone()})
+
+
+@pytest.mark.parametrize("count", [8193, 20000, 16384, 16400, 8191 * 3])
+def test_any_size_and_dtype_can_be_sampled(count):
+    for dtype in (torch.float32, torch.float64, torch.uint8, torch.float16):
+        tensor = torch.arange(count).to(dtype)
+        assert fingerprint({"x": tensor}) != fingerprint({"x": tensor + 1})
+
+
+def test_accelerators_and_unusual_tensors_count_by_shape_and_dtype():
+    makers = (
+        lambda n: torch.empty(n, device="meta"),
+        lambda n: torch.full((n,), 1j),
+        lambda n: torch.eye(n).to_sparse(),
+    )
+    for make in makers:
+        assert fingerprint({"x": make(3)}) == fingerprint({"x": make(3)}) != fingerprint({"x": make(4)})
+
+
+def test_objects_count_by_class_not_address():
+    class Thing:
+        pass
+
+    assert fingerprint({"x": Thing()}) == fingerprint({"x": Thing()})
+
+
+def test_tensors_that_require_gradients_can_be_read():
+    tensor = torch.ones(3, requires_grad=True)
+    assert fingerprint({"x": tensor}) == fingerprint({"x": torch.ones(3)})
+    assert fingerprint({"x": torch.nn.Parameter(torch.ones(3))}) == fingerprint({"x": torch.ones(3)})
+
+
+def test_every_process_finds_the_same_number():
+    code = (
+        "import torch; from penstock.data.fingerprint import fingerprint;"
+        "print(fingerprint({'input_ids': torch.arange(2048).view(16, 128), 'name': 'text', 'ids': (1, 2.5, None)}))"
+    )
+    here = fingerprint({"input_ids": torch.arange(2048).view(16, 128), "name": "text", "ids": (1, 2.5, None)})
+    # Python's own hash of strings differs between processes.
+    environment = {"PYTHONHASHSEED": "1", "PYTHONPATH": ":".join(sys.path)}
+    command = [sys.executable, "-c", code]
+    assert int(subprocess.run(command, env=environment, capture_output=True, check=True).stdout) == here

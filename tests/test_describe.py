@@ -1,0 +1,101 @@
+"""What a layout looks like: the table, the picture, the command."""
+
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from families import FAMILIES
+from hetero import make_plugin
+from launch import run_python
+from penstock.describe import LayoutDescription, compact, describe_pipelines
+from penstock.modeling.sizes import stage_sizes
+from penstock.runtime.layout import Layout
+from pool import Pool
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def description() -> LayoutDescription:
+    return describe_pipelines(FAMILIES["gpt2"].build(), [(1, 2), (3, 6)], 4, "1f1b")
+
+
+def test_the_table_has_every_stage_with_its_rank_units_parameters_and_share() -> None:
+    model = FAMILIES["gpt2"].build()
+    text = str(description())
+    assert "global batch: 8 microbatches of 4 = 32 samples" in text and "3 segment(s)" in text
+    total = sum(parameter.numel() for parameter in model.parameters())
+    row = next(line for line in text.splitlines() if "25.0%" in line)
+    assert f"{total:,}" in row and "transformer.wte" in row
+    assert "75.0%" in text and all(len(line) <= 120 for line in text.splitlines())
+
+
+def test_stages_hold_their_own_parameters_and_the_tied_one_twice() -> None:
+    model = FAMILIES["gpt2"].build()
+    blocks = [f"transformer.h.{index}" for index in range(4)]
+    units = ["transformer.wte", "transformer.wpe", *blocks, "transformer.ln_f", "lm_head"]
+    tied = model.get_input_embeddings().weight.numel()
+    total = sum(parameter.numel() for parameter in model.parameters())
+    assert stage_sizes(model, [units]) == [total]
+    assert sum(stage_sizes(model, [units[:4], units[4:]])) == total + tied
+    assert sum(stage_sizes(model, [units[:3], units[3:5], units[5:]])) == total + tied
+
+
+def test_names_of_blocks_are_joined() -> None:
+    units = ["a.wte", "a.h.0", "a.h.1", "a.h.2", "a.h.4", "b.h.5", "head"]
+    assert compact(units) == "a.wte, a.h.0-2, a.h.4, b.h.5, head"
+
+
+def test_the_picture_has_a_box_for_each_stage_and_the_timeline_below(tmp_path: Path) -> None:
+    drawn = description()
+    root = ElementTree.parse(drawn.write_svg(tmp_path / "layout.svg")).getroot()
+    own = [rect for rect in root.findall(f"{SVG}rect") if rect.find(f"{SVG}title") is not None]
+    assert len(own) == 4
+    widths = [float(rect.get("width", 0)) for rect in own]
+    assert widths[0] == pytest.approx(sum(widths[1:]), abs=0.5), "all pipelines hold all units"
+    (timeline,) = root.findall(f"{SVG}svg")
+    assert float(timeline.get("y", 0)) > max(float(rect.get("y", 0)) for rect in own)
+    with pytest.raises(ValueError, match=r"drawn as \.svg, but the path is"):
+        drawn.write_svg(tmp_path / "layout.png")
+
+
+def test_without_a_model_modules_count_alike() -> None:
+    layout = Layout.place([[["a", "b"]], [["a"], ["b"]]])
+    plain = LayoutDescription("mine", layout, (1, 2), 1, "1f1b")
+    assert "33.3%" in str(plain)
+    # Two modules of one second each and backwards of two: one microbatch on one rank, two on two ranks.
+    step = plain.simulate()
+    assert [pipeline.makespan for pipeline in step.pipelines] == pytest.approx([6.0, 9.0])
+
+
+def printed(plot: str) -> tuple[str, str]:
+    import contextlib
+    import io
+
+    model = FAMILIES["gpt2"].build()
+    plugin = make_plugin(model, "1x1,2x3")
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        before = plugin.describe()
+        plugin.configure(model)
+        after = plugin.describe(plot=plot)
+    assert before.parameters is None and after.parameters is not None
+    return out.getvalue(), str(after)
+
+
+def test_the_plugin_prints_on_the_first_rank_only(pool: Pool, tmp_path: Path) -> None:
+    (first, table), (second, same), (third, _) = pool.run(3, printed, str(tmp_path / "layout.svg"))
+    assert first.endswith(f"{table}\n") and table == same and not second and not third
+    assert (tmp_path / "layout.svg").exists()
+
+
+def test_the_command(tmp_path: Path) -> None:
+    FAMILIES["gpt2"].build().config.save_pretrained(tmp_path / "model")
+    config = tmp_path / "model" / "config.json"
+    config.write_text(config.read_text().replace("{", '{"architectures": ["GPT2LMHeadModel"],', 1))
+    command = ["-m", "penstock.cli", "describe", tmp_path / "model", "--pipelines"]
+    result = run_python(*command, "1x1,2x3", "--microbatch-size", "2", "--plot", tmp_path / "layout.svg", timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert "GPT2LMHeadModel: 2 pipeline(s) on 3 rank(s)" in result.stdout and (tmp_path / "layout.svg").exists()
+    wrong = run_python(*command, "1x", timeout=120)
+    assert wrong.returncode == 1 and "such as 1x3,2x5" in wrong.stderr and "Traceback" not in wrong.stderr

@@ -1,0 +1,82 @@
+"""The examples, run as a user runs them."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from launch import ROOT, run_python, torchrun
+
+sys.path.insert(0, str(ROOT / "examples"))
+from corpus import END_OF_TEXT, read_texts, token_blocks, train_tokenizer
+
+EXAMPLES = ROOT / "examples"
+
+
+def test_the_standard_library_is_text_of_the_asked_length() -> None:
+    texts = read_texts(None, 50_000)
+    assert sum(map(len, texts)) == 50_000
+    assert read_texts(None, 50_000) == texts
+
+
+def test_texts_come_from_files_and_folders(tmp_path: Path) -> None:
+    (tmp_path / "b.txt").write_text("second")
+    (tmp_path / "a.txt").write_text("first")
+    (tmp_path / "image.bin").write_bytes(b"\xff\xfe\x00\x81")
+    assert read_texts(str(tmp_path), 1000) == ["first", "second"]
+    assert read_texts(str(tmp_path), 7) == ["first", "se"]
+    assert read_texts(str(tmp_path / "b.txt"), 1000) == ["second"]
+    with pytest.raises(ValueError, match="no text in"):
+        read_texts(str(tmp_path / "image.bin"), 0)
+
+
+def test_equal_texts_give_equal_tokenizers_that_lose_nothing() -> None:
+    texts = [*read_texts(None, 30_000), "naïve ☃ \t\r\n"]
+    first, second = train_tokenizer(texts, 400), train_tokenizer(texts, 400)
+    assert first.get_vocab() == second.get_vocab() and len(first) == 400
+    assert all(first.decode(first(text)["input_ids"]) == text for text in texts)
+
+
+def test_blocks_are_the_texts_in_order_with_their_ends() -> None:
+    tokenizer = train_tokenizer(["ab ab ab", "abc"], 300)
+    blocks = token_blocks(tokenizer, ["ab ab ab", "abc"], 2)
+    assert "".join(tokenizer.batch_decode(blocks)).startswith(f"ab ab ab{END_OF_TEXT}abc"[: blocks.numel()])
+    assert blocks.shape[1] == 2
+
+
+def demo(tmp_path: Path, num_processes: int, *options: object, timeout: float = 300) -> tuple[list[float], str]:
+    """The loss curve of a run of demo.py, and what it printed."""
+    arguments = [EXAMPLES / "demo.py", "--output", tmp_path, "--steps", 4, *options]
+    if num_processes == 1:
+        result = run_python(*map(str, arguments), timeout=timeout)
+    else:
+        result = torchrun(num_processes, *map(str, arguments), timeout=timeout)
+    assert result.returncode == 0, result.stderr[-4000:]
+    return json.loads((tmp_path / "curve.json").read_text())["losses"], result.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_demo_gives_the_same_curve_for_any_number_of_stages_and_replicas(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("one", "three", "two-twice")]
+    whole, printed = demo(folders[0], 1, "--pipeline-parallel-size", 1)
+    assert "the pipeline of 1 stage(s) generates the same tokens: True" in printed
+    staged, printed = demo(folders[1], 3, "--pipeline-parallel-size", 3, "--schedule", "gpipe")
+    assert "the pipeline of 3 stage(s) generates the same tokens: True" in printed
+    replicated, _ = demo(folders[2], 4, "--pipeline-parallel-size", 2)
+    assert whole[-1] < whole[0] - 0.2
+    assert staged == pytest.approx(whole, abs=1e-5)
+    assert replicated == pytest.approx(whole, abs=1e-5)
+
+    merged = AutoModelForCausalLM.from_pretrained(folders[1] / "merged")
+    reference = AutoModelForCausalLM.from_pretrained(folders[0] / "merged")
+    for name, parameter in merged.named_parameters():
+        torch.testing.assert_close(parameter, reference.get_parameter(name), atol=1e-3, rtol=1e-2)
+
+    result = run_python(EXAMPLES / "compare_curves.py", *folders[:2])
+    assert result.returncode == 0, result.stderr
+    assert "three: loss 6." in result.stdout and "largest difference from one: " in result.stdout
+    assert (tmp_path / "loss.png").stat().st_size > 5000

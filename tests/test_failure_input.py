@@ -1,0 +1,232 @@
+"""Impossible sizes, unusable batches, models that cannot be split: an error on every rank, at once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from families import FAMILIES, batch
+from penstock.config import ConfigurationError
+from pool import Pool
+from training import gradients_of, losses_in_double, parallelize, run_step
+
+# Nothing here may wait for a timeout; the slack is for a busy machine.
+AT_ONCE = 10.0
+
+
+def build(**settings: Any) -> Any:
+    return FAMILIES["gpt2"].build(**settings)
+
+
+def caught(call: Any, *args: Any, **kwargs: Any) -> tuple[str, str]:
+    """The type and text of the exception that a call raises, within the time allowed."""
+    start = time.monotonic()
+    try:
+        call(*args, **kwargs)
+    except Exception as error:
+        assert time.monotonic() - start < AT_ONCE, f"took {time.monotonic() - start:.1f} s to raise {error}"
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+# ---------------------------------------------------------------- sizes
+
+
+def ask_for_sizes(*sizes: Any) -> list[tuple[str, str]]:
+    """What initialize() raises for each of several sizes, and that a possible one works after them."""
+    found = [caught(parallelize, build(), size) for size in sizes]
+    assert run_step(parallelize(build(), 1), batch("causal", 2))
+    return found
+
+
+@pytest.mark.parametrize("size", [0, -1, 2.5, True, "2"])
+def test_a_size_that_is_no_positive_integer_is_refused(pool: Pool, size: Any) -> None:
+    for ((kind, text),) in pool.run(2, ask_for_sizes, size):
+        assert kind == "ConfigurationError"
+        assert "pipeline_parallel_size" in text and "positive integer" in text and repr(size) in text
+
+
+def test_sizes_that_do_not_fit_the_world_are_refused(pool: Pool) -> None:
+    for larger, indivisible in pool.run(3, ask_for_sizes, 4, 2):
+        assert larger[0] == indivisible[0] == "ConfigurationError"
+        assert "is 4" in larger[1] and "only 3 processes" in larger[1]
+        assert "3 processes" in indivisible[1] and "[1, 3]" in indivisible[1]
+
+
+def ask_for_more_stages_than_units() -> list[tuple[str, str]]:
+    model = FAMILIES["bert_mlm"].build(num_hidden_layers=1)
+    found = [caught(parallelize, model, 3, schedule="zb-v")]
+    # The refused model is as it was, and may be split as far as it goes.
+    with losses_in_double():
+        run_step(parallelize(model, 3), batch("masked", 3))
+    return found
+
+
+def test_more_stages_than_units_are_refused(pool: Pool) -> None:
+    for ((kind, text),) in pool.run(3, ask_for_more_stages_than_units):
+        assert kind == "ConfigurationError"
+        assert "2 stage(s) per rank" in text and "only 3 units" in text
+
+
+def test_the_configuration_error_is_a_value_error() -> None:
+    assert issubclass(ConfigurationError, ValueError)
+
+
+# ---------------------------------------------------------------- ranks that were given different things
+
+
+def initialize_differently(rank: int, what: str) -> tuple[str, str]:
+    odd = torch.distributed.get_rank() == rank
+    settings: dict[str, Any] = {"n_layer": 5} if odd and what == "layers" else {}
+    model = build(**settings)
+    if odd and what == "class":
+        model = FAMILIES["llama"].build()
+    stages = 1 if odd and what == "stages" else 3
+    options = {"num_microbatches": 2} if odd and what == "microbatches" else {}
+    if odd and what == "wrong stages":
+        stages = 7
+    return caught(parallelize, model, stages, **options)
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("layers", "n_layer is 4 on rank 0 and 5 on rank 2"),
+        ("class", "class is 'GPT2LMHeadModel' on rank 0 and 'LlamaForCausalLM' on rank 2"),
+        ("stages", "pipeline_parallel_size is 3 on rank 0 and 1 on rank 2"),
+        ("microbatches", "num_microbatches is None on rank 0 and 2 on rank 2"),
+        ("wrong stages", "pipeline_parallel_size is 3 on rank 0 and 7 on rank 2"),
+    ],
+)
+def test_ranks_with_different_models_or_configurations_say_so(pool: Pool, what: str, words: str) -> None:
+    for kind, text in pool.run(3, initialize_differently, 2, what):
+        assert kind == "ValueError" and words in text
+
+
+# ---------------------------------------------------------------- batches
+
+
+def bad_batches() -> dict[str, Mapping[str, Any]]:
+    good = batch("causal", 4)
+    return {
+        "too small": {name: value[:2] for name, value in good.items()},
+        "empty": {name: value[:0] for name, value in good.items()},
+        "no tensors": {"use_cache": False},
+        "nothing": {},
+        "no labels": {name: value for name, value in good.items() if name != "labels"},
+        "unequal rows": {**good, "labels": good["labels"][:3]},
+    }
+
+
+def train_on_bad_batches() -> tuple[dict[str, tuple[str, str]], dict[str, torch.Tensor | None]]:
+    with losses_in_double():
+        model = parallelize(build(), 2, num_microbatches=3)
+        found = {name: caught(run_step, model, inputs) for name, inputs in bad_batches().items()}
+        run_step(model, batch("causal", 4))
+        return found, gradients_of(model)
+
+
+def test_unusable_batches_are_refused_on_every_rank_and_the_next_step_is_exact(pool: Pool) -> None:
+    expected = {
+        "too small": ["2 samples", "3 microbatches"],
+        "empty": ["empty", "(0, 9)"],
+        "no tensors": ["no tensors", "use_cache"],
+        "nothing": ["no tensors"],
+        "no labels": ["GPT2LMHeadModel computes no loss", "pass labels", "torch.no_grad()"],
+        "unequal rows": ["labels has 3", "input_ids has 4"],
+    }
+    model = build()
+    with losses_in_double():
+        model(**batch("causal", 4)).loss.backward()
+    for found, gradients in pool.run(2, train_on_bad_batches):
+        for name, words in expected.items():
+            kind, text = found[name]
+            assert kind == "ValueError" and all(word in text for word in words), f"{name}: {kind}: {text}"
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, gradients_of(model)[name], rtol=0, atol=1e-10)
+
+
+def train_on_other_batch(how: str) -> tuple[str, str]:
+    """Rank 1 of 3 is given another batch than the others."""
+    model = parallelize(build(), 3, micro_batch_size=1)
+    run_step(model, batch("causal", 4))
+    sizes = {"content": (4, 9, 1), "length": (4, 11, 0), "number": (3, 9, 0)}
+    odd = torch.distributed.get_rank() == 1
+    inputs = batch("causal", *(sizes[how] if odd else (4, 9, 0)))
+    return caught(run_step, model, inputs)
+
+
+@pytest.mark.parametrize("how", ["content", "length", "number"])
+def test_batches_that_differ_between_the_ranks_of_a_pipeline_are_noticed(pool: Pool, how: str) -> None:
+    found = pool.run(3, train_on_other_batch, how)
+    assert any(kind == "BatchMismatch" for kind, _ in found)
+    for kind, text in found:
+        assert kind in ("BatchMismatch", "PipelineFailure")
+        assert "was given" in text and "same batch" in text
+
+
+def evaluate_on_other_batch() -> tuple[str, str]:
+    model = parallelize(build(), 2)
+    with torch.no_grad():
+        return caught(model, **batch("causal", 4, seed=torch.distributed.get_rank()))
+
+
+def test_evaluation_notices_different_batches_too(pool: Pool) -> None:
+    for kind, text in pool.run(2, evaluate_on_other_batch):
+        assert kind in ("BatchMismatch", "PipelineFailure") and "same batch" in text
+
+
+# ---------------------------------------------------------------- models
+
+
+class Cyclic(transformers.PreTrainedModel):
+    """Its layers run in the order 0, 1, 0: no chain of stages holds them."""
+
+    config_class = transformers.GPT2Config
+    _no_split_modules = ["Linear"]  # noqa: RUF012  transformers declares it so
+
+    def __init__(self, config: transformers.GPT2Config) -> None:
+        super().__init__(config)
+        self.embed = nn.Embedding(config.vocab_size, config.n_embd)
+        self.layers = nn.ModuleList(nn.Linear(config.n_embd, config.n_embd) for _ in range(4))
+        self.head = nn.Linear(config.n_embd, config.vocab_size)
+        self.post_init()
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        hidden = self.embed(input_ids)
+        for index in (0, 1, 2, 3, 0):
+            hidden = self.layers[index](hidden).tanh()
+        logits = self.head(hidden)
+        loss = None if labels is None else nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return transformers.modeling_outputs.CausalLMOutput(loss=loss, logits=logits)
+
+
+def split_the_impossible() -> list[tuple[str, str]]:
+    def all_of_it(model: nn.Module) -> None:
+        run_step(parallelize(model, 2), batch("causal", 4))
+
+    return [caught(all_of_it, Cyclic(transformers.GPT2Config(vocab_size=97, n_embd=16)))]
+
+
+def test_a_model_that_cannot_be_split_is_refused_by_name_with_the_reason(pool: Pool) -> None:
+    for ((kind, text),) in pool.run(2, split_the_impossible):
+        assert kind == "NotImplementedError"
+        assert text.startswith("Auto policy for Cyclic is not implemented")
+        assert len(text) > len("Auto policy for Cyclic is not implemented...") + 20, f"no reason: {text}"
+
+
+def initialize_the_wrong_thing() -> list[tuple[str, str]]:
+    model = parallelize(build(), 2)
+    return [caught(parallelize, nn.Linear(2, 2), 2), caught(parallelize, model, 2, num_microbatches=3)]
+
+
+def test_what_is_no_model_or_is_parallelised_already_is_refused(pool: Pool) -> None:
+    for other, again in pool.run(2, initialize_the_wrong_thing):
+        assert other[0] == "TypeError" and "PreTrainedModel" in other[1] and "Linear" in other[1]
+        assert again[0] == "ValueError" and "already" in again[1]

@@ -1,0 +1,242 @@
+"""Wrong loops over the microbatches: a clear error on every rank or a clean end, never a hang."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from families import FAMILIES, batch
+from pool import Pool
+from training import (
+    EXACT,
+    assert_same_gradients,
+    gradients_of,
+    losses_in_double,
+    parallelize,
+    rows,
+    run_step,
+    unsplit_step,
+)
+
+STAGES, MICROBATCHES = 3, 4
+SOON = 15.0  # ranks that disagree wait some seconds for each other before they give up
+
+
+def build() -> Any:
+    return FAMILIES["gpt2"].build()
+
+
+def is_rank(rank: int | None) -> bool:
+    """Whether this is the rank that misbehaves; None stands for all."""
+    return rank is None or torch.distributed.get_rank() == rank
+
+
+# Each takes the outputs of a step as they come, and the rank that misbehaves.
+
+
+def skip(outputs: Iterator[Any], rank: int | None) -> None:
+    for number, output in enumerate(outputs):
+        if not (number == 1 and is_rank(rank)):
+            output.loss.backward()
+
+
+def skip_the_last(outputs: Iterator[Any], rank: int | None) -> None:
+    for number, output in enumerate(outputs):
+        if not (number == MICROBATCHES - 1 and is_rank(rank)):
+            output.loss.backward()
+
+
+def call_twice(outputs: Iterator[Any], rank: int | None) -> None:
+    for number, output in enumerate(outputs):
+        output.loss.backward(retain_graph=True)
+        if number == 1 and is_rank(rank):
+            output.loss.backward()
+
+
+def call_out_of_order(outputs: Iterator[Any], rank: int | None) -> None:
+    before = None
+    for number, output in enumerate(outputs):
+        if number == 1 and is_rank(rank):
+            assert before is not None
+            before.loss.backward()
+        output.loss.backward(retain_graph=True)
+        before = output
+
+
+def collect_first(outputs: Iterator[Any], rank: int | None) -> None:
+    if is_rank(rank):
+        sum(output.loss for output in list(outputs)).backward()
+    else:
+        for output in outputs:
+            output.loss.backward()
+
+
+def stop_before_backward(outputs: Iterator[Any], rank: int | None) -> None:
+    for number, output in enumerate(outputs):
+        if number == 1 and is_rank(rank):
+            break
+        output.loss.backward()
+
+
+def stop_after_backward(outputs: Iterator[Any], rank: int | None) -> None:
+    for number, output in enumerate(outputs):
+        output.loss.backward()
+        if number == 1 and is_rank(rank):
+            break
+
+
+def stop_at_the_first(outputs: Iterator[Any], rank: int | None) -> None:
+    for output in outputs:
+        if is_rank(rank):
+            break
+        output.loss.backward()
+
+
+def stop_at_the_last(outputs: Iterator[Any], rank: int | None) -> None:
+    for number, output in enumerate(outputs):
+        output.loss.backward()
+        if number == MICROBATCHES - 1 and is_rank(rank):
+            break
+
+
+def fail_in_body(outputs: Iterator[Any], rank: int | None) -> None:
+    for number, output in enumerate(outputs):
+        output.loss.backward()
+        if number == 1 and is_rank(rank):
+            raise KeyError("mistake in the loop's body")
+
+
+def fail_at_the_last(outputs: Iterator[Any], rank: int | None) -> None:
+    for number, output in enumerate(outputs):
+        output.loss.backward()
+        if number == MICROBATCHES - 1 and is_rank(rank):
+            raise KeyError("mistake in the loop's body")
+
+
+def misbehave(
+    body: Callable[[Iterator[Any], int | None], None], rank: int | None, ranks: int, schedule: str = "1f1b"
+) -> dict[str, Any]:
+    """A good step, one with a bad body, and a good one again; what each raised, and the last one's gradients."""
+    with losses_in_double():
+        stages = ranks if ranks < 4 else ranks // 2
+        model = parallelize(build(), stages, num_microbatches=MICROBATCHES, schedule=schedule)
+        inputs = rows(batch("causal", 8), model.data_parallel_rank, model.data_parallel_size)
+        run_step(model, inputs)
+        found: dict[str, Any] = {}
+        start = time.monotonic()
+        try:
+            body(model(**inputs), rank)
+            found["error"] = None
+        except Exception as error:
+            found["error"] = (type(error).__name__, str(error))
+        found["seconds"] = time.monotonic() - start
+        model.zero_grad()
+        try:
+            found["losses"] = run_step(model, inputs)
+            found["gradients"] = gradients_of(model)
+        except Exception as error:
+            found["later"] = (type(error).__name__, str(error))
+        return found
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (skip, "backward() was not called on the loss of microbatch 1"),
+        (skip_the_last, "backward() was not called on the loss of microbatch 3"),
+        (call_twice, "backward() of microbatch 1's loss was called a second time"),
+        (call_out_of_order, "backward() of microbatch 0's loss was called while microbatch 1 is due"),
+        (collect_first, "backward() was not called on the loss of microbatch 0"),
+    ],
+)
+@pytest.mark.parametrize("rank", [None, 1])
+def test_a_backward_that_is_not_as_due_is_an_error_on_every_rank(
+    pool: Pool, body: Callable[..., None], words: str, rank: int | None
+) -> None:
+    for number, found in enumerate(pool.run(STAGES, misbehave, body, rank, STAGES)):
+        assert found["seconds"] < SOON
+        kind, text = found["error"]
+        if rank is None or number == rank:
+            assert kind == "LoopError" and words in text
+        else:
+            assert kind == "PipelineFailure" and f"rank {rank} failed" in text and words in text
+            # The ranks are no longer at one place: each further step says what happened.
+            assert found["later"][0] == "PipelineFailure" and words in found["later"][1]
+
+
+@pytest.mark.parametrize("body", [stop_before_backward, stop_after_backward, stop_at_the_first, stop_at_the_last])
+@pytest.mark.parametrize(("ranks", "schedule"), [(3, "1f1b"), (2, "zb-v"), (4, "1f1b")])
+def test_a_break_on_all_ranks_ends_the_step_and_the_next_one_is_exact(
+    pool: Pool, body: Callable[..., None], ranks: int, schedule: str
+) -> None:
+    expected = unsplit_step(build(), (batch("causal", 8), 1.0))
+    found = pool.run(ranks, misbehave, body, None, ranks, schedule)
+    for rank in found:
+        assert rank["error"] is None and rank["seconds"] < SOON
+        assert "later" not in rank, rank.get("later")
+        assert_same_gradients(rank["gradients"], expected.gradients)
+    replicas = 2 if ranks == 4 else 1
+    total = sum(sum(rank["losses"]) for rank in found[:: ranks // replicas])
+    assert total == pytest.approx(sum(expected.losses), rel=EXACT)
+
+
+@pytest.mark.parametrize("body", [stop_before_backward, stop_after_backward, fail_in_body, fail_at_the_last])
+@pytest.mark.parametrize(("ranks", "odd"), [(3, 0), (3, 2), (4, 1)])
+def test_leaving_the_loop_on_one_rank_is_an_error_on_every_rank(
+    pool: Pool, body: Callable[..., None], ranks: int, odd: int
+) -> None:
+    for rank, found in enumerate(pool.run(ranks, misbehave, body, odd, ranks)):
+        assert found["seconds"] < SOON
+        if rank == odd and body in (fail_in_body, fail_at_the_last):
+            assert found["error"] == ("KeyError", repr("mistake in the loop's body"))
+        else:
+            kind, text = found["error"] or found["later"]
+            assert kind == "PipelineFailure" and f"rank {odd}" in text, text
+        assert found["later"][0] == "PipelineFailure"
+
+
+def see_nan(spoiled: int) -> dict[str, Any]:
+    """A weight of one rank is NaN for one step; every rank's loop stops when it sees so."""
+    with losses_in_double():
+        model = parallelize(build(), STAGES, num_microbatches=MICROBATCHES)
+        inputs = batch("causal", 4)
+        weight = next(p for name, p in model.named_parameters() if "ln_" in name)
+        kept = weight.detach().clone()
+        if torch.distributed.get_rank() == spoiled:
+            weight.data.fill_(torch.nan)
+        seen = []
+        for output in model(**inputs):
+            seen.append(bool(output.loss.isnan()))
+            if output.loss.isnan():
+                break
+            output.loss.backward()
+        weight.data.copy_(kept)
+        model.zero_grad()
+        run_step(model, inputs)
+        return {"seen": seen, "gradients": gradients_of(model)}
+
+
+@pytest.mark.parametrize("spoiled", [0, 2])
+def test_a_loss_that_is_nan_is_seen_on_all_ranks(pool: Pool, spoiled: int) -> None:
+    expected = unsplit_step(build(), (batch("causal", 4), 1.0)).gradients
+    for found in pool.run(STAGES, see_nan, spoiled):
+        assert found["seen"] == [True]
+        assert_same_gradients(found["gradients"], expected)
+
+
+def forget_the_loop() -> list[str]:
+    """Calling the model without iterating runs nothing; the ranks stay together."""
+    with losses_in_double():
+        model = parallelize(build(), 2)
+        model(**batch("causal", 4))
+        return [f"{loss:.6f}" for loss in run_step(model, batch("causal", 4))]
+
+
+def test_a_step_that_nobody_iterates_over_does_not_happen(pool: Pool) -> None:
+    one, other = pool.run(2, forget_the_loop)
+    assert one == other
+    assert sum(map(float, one)) == pytest.approx(sum(unsplit_step(build(), (batch("causal", 4), 1.0)).losses), abs=1e-4)

@@ -1,0 +1,61 @@
+"""Errors in generate() reach every rank within seconds, and wrong arguments leave the pipeline usable."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+import generation_ranks as ranks
+from penstock.runtime.failure import PipelineFailure
+from pool import Pool, WorkerDied
+
+MISTAKES = [
+    ({"nonsense": 1}, "ValueError.*nonsense"),
+    ({"max_new_tokens": -1}, "ValueError.*max_new_tokens"),
+    ({"custom_generate": "someone/recipe"}, "NotImplementedError.*custom_generate"),
+    ({"penalty_alpha": 0.6, "top_k": 4}, "ValueError.*trust_remote_code"),
+    ({"penalty_alpha": 0.6, "top_k": 4, "trust_remote_code": True}, "NotImplementedError.*contrastive"),
+    ({"assistant_early_exit": 1}, "NotImplementedError.*assistant_early_exit"),
+    ({"cache_implementation": "paged"}, "NotImplementedError.*continuous batching"),
+]
+
+
+def test_wrong_arguments_are_refused_and_the_pipeline_goes_on(pool: Pool) -> None:
+    expected = ranks.build("gpt2").generate(**ranks.prompt("gpt2"), **ranks.GREEDY)
+    for errors, tokens, left in pool.run(2, ranks.after_errors, [mistake for mistake, _ in MISTAKES]):
+        for error, (mistake, pattern) in zip(errors, MISTAKES, strict=True):
+            assert re.search(pattern, error, re.DOTALL), f"{mistake}: {error}"
+        assert torch.equal(tokens, expected)
+        assert left == []
+
+
+def test_different_inputs_are_noticed_on_every_rank(pool: Pool) -> None:
+    expected = ranks.build("gpt2").generate(**ranks.prompt("gpt2"), **ranks.GREEDY)
+    for error, tokens in pool.run(2, ranks.different_inputs):
+        assert "different arguments on ranks [0, 1]" in error
+        assert torch.equal(tokens, expected)
+
+
+def seconds(error: BaseException) -> float:
+    return max(float(note.split()[1]) for note in error.__notes__ if note.startswith("seconds:"))
+
+
+def test_an_error_on_one_rank_becomes_one_on_all(pool: Pool) -> None:
+    outcomes = pool.run(3, ranks.failing, 3, failing_rank=1, outcomes=True)
+    assert isinstance(outcomes[1], ZeroDivisionError)
+    for outcome in (outcomes[0], outcomes[2]):
+        assert isinstance(outcome, PipelineFailure)
+        assert "rank 1 failed: ZeroDivisionError: a processor that fails" in str(outcome)
+    assert max(map(seconds, outcomes)) < 10
+
+
+@pytest.mark.parametrize("killed", [0, 2])
+def test_a_killed_rank_is_named_on_all_others(pool: Pool, killed: int) -> None:
+    outcomes = pool.run(3, ranks.failing, 3, killed_rank=killed, outcomes=True)
+    assert isinstance(outcomes.pop(killed), WorkerDied)
+    for outcome in outcomes:
+        assert isinstance(outcome, PipelineFailure)
+        assert f"rank {killed}" in str(outcome)
+        assert seconds(outcome) < 10

@@ -1,0 +1,75 @@
+"""Gradient checkpointing on every stage changes no result, of either kind, whatever a stage shares with itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from families import FAMILIES, batch
+from pool import Pool
+from training import (
+    Batch,
+    Step,
+    assert_steps_equal,
+    gradients_of,
+    losses_in_double,
+    parallelize,
+    rows,
+    run_step,
+    unsplit_step,
+)
+
+
+def build(family: str) -> Any:
+    """A model; `"shared"` is a GPT-2 of which two layers share a weight."""
+    model = FAMILIES[family if family != "shared" else "gpt2"].build()
+    if family == "shared":
+        model.transformer.h[2].mlp.c_fc.weight = model.transformer.h[1].mlp.c_fc.weight
+    return model
+
+
+def train(family: str, stages: int, reentrant: bool, batches: Sequence[Batch], **options: Any) -> list[Step]:
+    with losses_in_double():
+        model = parallelize(build(family), stages, **options)
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        steps = []
+        for inputs in batches:
+            model.zero_grad()
+            losses = run_step(model, rows(inputs, model.data_parallel_rank, model.data_parallel_size))
+            steps.append(Step(losses, gradients_of(model)))
+        return steps
+
+
+def oracle(family: str, inputs: Batch) -> Step:
+    """Checkpointing recomputes what it does not keep, so the model without it is the oracle."""
+    return unsplit_step(build(family), (inputs, 1.0))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize(("family", "stages"), [("gpt2", 2), ("llama", 2), ("t5", 3), ("bart", 3)])
+def test_checkpointing_changes_no_gradient(pool: Pool, family: str, stages: int, reentrant: bool) -> None:
+    inputs = batch(FAMILIES[family].kind, 4)
+    found = pool.run(stages, train, family, stages, reentrant, [inputs])
+    assert_steps_equal([steps[0] for steps in found], oracle(family, inputs))
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed_weights_that_a_stage_uses_several_times_are_summed_once_complete(
+    pool: Pool, reentrant: bool, microbatches: int
+) -> None:
+    """A reentrant checkpoint accumulates a shared weight's gradient piece by piece."""
+    first, second = batch("causal", 4), batch("causal", 4, seed=1)
+    found = pool.run(2, train, "shared", 1, reentrant, [first, second], num_microbatches=microbatches)
+    for number, inputs in enumerate((first, second)):
+        assert_steps_equal([steps[number] for steps in found], oracle("shared", inputs), replicas=2)
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_goes_with_deferred_weight_gradients(pool: Pool, schedule: str, reentrant: bool) -> None:
+    inputs = batch("causal", 4)
+    found = pool.run(2, train, "gpt2", 2, reentrant, [inputs], schedule=schedule)
+    assert_steps_equal([steps[0] for steps in found], oracle("gpt2", inputs))

@@ -1,0 +1,73 @@
+"""Dropout depends on the step, the microbatch and the unit, not on the layout: any layout trains the same run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from families import FAMILIES, batch
+from pool import Pool
+from training import losses_in_double, parallelize, rows, run_step
+
+STEPS, MICROBATCHES = 3, 4
+
+
+def train_with_dropout(family: str, stages: int, seed: int, **options: Any) -> list[float]:
+    """The global batch's loss at every step, with updates between."""
+    torch.manual_seed(seed)
+    with losses_in_double():
+        model = FAMILIES[family].build(dropout=0.3)
+        model = parallelize(model, stages, **options)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        losses = []
+        for number in range(STEPS):
+            optimizer.zero_grad()
+            inputs = batch(FAMILIES[family].kind, MICROBATCHES, seed=number)
+            run_step(model, rows(inputs, model.data_parallel_rank, model.data_parallel_size))
+            losses.append(model.pipeline.last_step.global_loss)
+            optimizer.step()
+        return losses
+
+
+def curve(pool: Pool, family: str, ranks: int, stages: int, seed: int = 1, **options: Any) -> list[float]:
+    found = pool.run(ranks, train_with_dropout, family, stages, seed, **options)
+    assert all(losses == found[0] for losses in found)
+    return found[0]
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bart"])
+def test_the_run_is_the_same_on_every_layout_and_schedule(pool: Pool, family: str) -> None:
+    whole = curve(pool, family, 1, 1, num_microbatches=MICROBATCHES)
+    for stages in (2, 3):
+        split = curve(pool, family, stages, stages, num_microbatches=MICROBATCHES)
+        assert split == pytest.approx(whole, rel=1e-10)
+    for schedule in ("gpipe", "zb-v"):
+        split = curve(pool, family, 2, 2, num_microbatches=MICROBATCHES, schedule=schedule)
+        assert split == pytest.approx(whole, rel=1e-10)
+    replicas = curve(pool, family, 4, 2, num_microbatches=MICROBATCHES // 2)
+    assert replicas == pytest.approx(whole, rel=1e-10)
+
+
+def test_the_seed_decides_the_run(pool: Pool) -> None:
+    options = {"num_microbatches": MICROBATCHES}
+    one, other = (curve(pool, "gpt2", 2, 2, seed, **options) for seed in (1, 2))
+    assert one == curve(pool, "gpt2", 2, 2, 1, **options)
+    assert one != pytest.approx(other, rel=1e-3)
+    without = pool.run(1, train_without_dropout)[0]
+    assert one != pytest.approx(without, rel=1e-3), "dropout dropped nothing"
+
+
+def train_without_dropout() -> list[float]:
+    with losses_in_double():
+        model = FAMILIES["gpt2"].build()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        losses = []
+        for number in range(STEPS):
+            optimizer.zero_grad()
+            loss = model(**batch("causal", MICROBATCHES, seed=number)).loss
+            loss.backward()
+            losses.append(loss.item())
+            optimizer.step()
+        return losses

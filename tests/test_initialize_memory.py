@@ -1,0 +1,106 @@
+"""A rank holds its own share of the weights: other stages' storage is gone, also where an optimizer was made before."""
+
+from __future__ import annotations
+
+import gc
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from families import FAMILIES, batch
+from launch import torchrun
+from pool import Pool
+from training import parallelize, run_step
+
+MEBIBYTE = 2**20
+
+
+def bytes_held(early: bool) -> dict[str, int]:
+    """Bytes of all live parameter storage, of the model's parameters, and of Adam's state after a step."""
+    model = FAMILIES["llama"].build()
+    whole = sum(parameter.nbytes for parameter in model.parameters())
+    everything = list(model.parameters())
+    optimizer = torch.optim.Adam(model.parameters()) if early else None
+    model = parallelize(model, 2)
+    optimizer = optimizer or torch.optim.Adam(model.parameters())
+    run_step(model, batch("causal", 4))
+    optimizer.step()
+    gc.collect()
+    held = {id(parameter.untyped_storage()): parameter.untyped_storage().nbytes() for parameter in everything}
+    state = [value for values in optimizer.state.values() for value in values.values() if value.numel() > 1]
+    return {
+        "whole": whole,
+        "live": sum(held.values()),
+        "own": sum(parameter.nbytes for parameter in model.parameters()),
+        "optimizer": sum(tensor.untyped_storage().nbytes() for tensor in state),
+        "gradients": sum(p.grad.nbytes for p in everything if p.grad is not None),
+        "in optimizer": sum(len(group["params"]) for group in optimizer.param_groups),
+        "all": len(everything),
+    }
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_other_stages_parameters_are_released_though_an_optimizer_holds_them(pool: Pool, early: bool) -> None:
+    ranks = pool.run(2, bytes_held, early)
+    for rank in ranks:
+        assert rank["live"] == rank["own"] < 0.7 * rank["whole"]
+        assert rank["optimizer"] == 2 * rank["own"]
+        assert rank["gradients"] == rank["own"]
+        assert (rank["in optimizer"] == rank["all"]) == early
+    # Nothing is tied in this model: what one rank gave up, the other holds.
+    assert sum(rank["own"] for rank in ranks) == ranks[0]["whole"]
+
+
+def build() -> Any:
+    """About 100 MB of weights."""
+    return GPT2LMHeadModel(GPT2Config(vocab_size=2048, n_embd=512, n_layer=8, n_head=8, n_positions=64))
+
+
+def resident() -> int:
+    """Bytes of memory this process has in RAM."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def main(report: str) -> None:
+    """Each rank writes how much its memory grew from before the model was built to after it was split."""
+    import ctypes
+
+    build()  # whatever is loaded or allocated once, is now
+    gc.collect()
+    trim = ctypes.CDLL("libc.so.6").malloc_trim
+    trim(0)
+    before = resident()
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters())
+    whole = sum(parameter.nbytes for parameter in model.parameters())
+    full = resident() - before
+    model = parallelize(model, 2)
+    gc.collect()
+    trim(0)
+    kept = resident() - before
+    own = sum(parameter.nbytes for parameter in model.parameters())
+    measured = {"whole": whole, "full": full, "kept": kept, "own": own, "groups": len(optimizer.param_groups)}
+    Path(f"{report}.{torch.distributed.get_rank()}").write_text(json.dumps(measured))
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads the kernel's account of memory")
+def test_resident_memory_of_a_rank_is_its_share(tmp_path: Path) -> None:
+    result = torchrun(2, __file__, tmp_path / "report", timeout=150)
+    assert result.returncode == 0, result.stderr[-3000:]
+    for rank in range(2):
+        measured = json.loads((tmp_path / f"report.{rank}").read_text())
+        assert measured["whole"] > 100 * 10**6
+        assert measured["full"] > 0.9 * measured["whole"], "the measure does not see the weights"
+        # Up to a few MB for the engine: groups, connections, plans.
+        assert measured["own"] < 0.6 * measured["whole"]
+        assert measured["kept"] < measured["own"] + 24 * MEBIBYTE
+
+
+if __name__ == "__main__":
+    import sys
+
+    main(sys.argv[1])

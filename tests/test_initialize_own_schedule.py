@@ -1,0 +1,60 @@
+"""A schedule that the user wrote runs like a named one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import penstock
+from penstock.schedule import ScheduleError, build
+from penstock.schedule.text import format_schedule, own_or_named
+from pool import Pool
+
+
+def tiny() -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=61, n_embd=16, n_layer=3, n_head=2, n_positions=16, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+    )
+    return GPT2LMHeadModel(config)
+
+
+def train_with(schedule: str | list[str], num_microbatches: int) -> tuple[float, float]:
+    """The loss of a step and of an evaluation of another size, which the schedule was not written for."""
+    ids = torch.randint(0, 61, (2 * num_microbatches, 8), generator=torch.Generator().manual_seed(1))
+    section = {"pipeline_parallel_size": 2, "schedule": schedule, "num_microbatches": num_microbatches}
+    model = penstock.initialize(tiny(), {"model_parallelism": section})
+    loss = 0.0
+    for out in model(input_ids=ids, labels=ids):
+        out.loss.backward()
+        loss += out.loss.item()
+    with torch.no_grad():
+        return loss, model(input_ids=ids[:1], labels=ids[:1]).loss.item()
+
+
+def test_rows_and_a_csv_file_train_like_the_named_schedule(pool: Pool, tmp_path: Path) -> None:
+    text = format_schedule(build("zb-h1", 2, 4))
+    path = tmp_path / "mine.csv"
+    path.write_text(text)
+    ids = torch.randint(0, 61, (8, 8), generator=torch.Generator().manual_seed(1))
+    model = tiny()
+    expected = (model(input_ids=ids, labels=ids).loss.item(), model(input_ids=ids[:1], labels=ids[:1]).loss.item())
+    for schedule in (str(path), text.splitlines()):
+        for losses in pool.run(2, train_with, schedule=schedule, num_microbatches=4, timeout=60):
+            assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_schedule_of_other_size_is_refused_before_training(pool: Pool) -> None:
+    rows = format_schedule(build("1f1b", 2, 4)).splitlines()
+    for error in pool.run(2, train_with, schedule=rows, num_microbatches=3, timeout=60, outcomes=True):
+        assert isinstance(error, ValueError) and "not written for 3 microbatches" in str(error)
+
+
+def test_a_broken_schedule_is_refused_with_what_blocks_it() -> None:
+    with pytest.raises(ScheduleError):
+        own_or_named(["0F0,0B0", "1B0,1F0"], 2)
+    with pytest.raises(ScheduleError, match="written for 2 ranks"):
+        own_or_named(["0F0,0B0", "1F0,1B0"], 3)

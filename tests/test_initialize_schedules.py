@@ -1,0 +1,49 @@
+"""Every schedule gives the gradients of the unsplit model: schedules change when things happen, not what comes out."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from families import FAMILIES, batch
+from pool import Pool
+from training import Step, assert_steps_equal, train_family, unsplit_step
+
+SAMPLES = 6
+# "1f1b" is the default: every other test runs it.
+SCHEDULES = ["gpipe", "zb-h1", "interleaved-1f1b", "zb-v", "v-half"]
+
+
+@cache
+def oracle(family: str) -> Step:
+    return unsplit_step(FAMILIES[family].build(), (batch(FAMILIES[family].kind, SAMPLES), 1.0))
+
+
+@pytest.mark.parametrize(("family", "ranks"), [("gpt2", 2), ("llama", 3), ("bart", 3)])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_gives_the_unsplit_gradients(pool: Pool, schedule: str, family: str, ranks: int) -> None:
+    inputs = batch(FAMILIES[family].kind, SAMPLES)
+    found = pool.run(ranks, train_family, family, ranks, [inputs], num_microbatches=SAMPLES, schedule=schedule)
+    assert_steps_equal([steps[0] for steps in found], oracle(family))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", *SCHEDULES])
+def test_fewer_microbatches_than_stages_are_enough(pool: Pool, schedule: str) -> None:
+    inputs = batch("causal", SAMPLES)
+    found = pool.run(3, train_family, "gpt2", 3, [inputs], num_microbatches=2, schedule=schedule)
+    assert_steps_equal([steps[0] for steps in found], oracle("gpt2"))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
+def test_one_rank_runs_every_schedule(pool: Pool, schedule: str) -> None:
+    (steps,) = pool.run(1, train_family, "gpt2", 1, [batch("causal", SAMPLES)], schedule=schedule)
+    assert_steps_equal(steps, oracle("gpt2"))
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
+def test_deferred_weight_gradients_are_summed_over_replicas(pool: Pool, schedule: str) -> None:
+    """Four ranks: two pipelines that are given half of the batch each."""
+    inputs = batch("causal", SAMPLES)
+    found = pool.run(4, train_family, "gpt2", 2, [inputs], schedule=schedule)
+    assert_steps_equal([steps[0] for steps in found], oracle("gpt2"), replicas=2)

@@ -1,0 +1,221 @@
+"""Training loops as users write them, each step against the unsplit model trained the same way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from families import FAMILIES, batch
+from pool import Pool
+from training import (
+    EXACT,
+    Batch,
+    Step,
+    assert_same_gradients,
+    assert_steps_equal,
+    gradients_of,
+    losses_in_double,
+    parallelize,
+    rows,
+    run_step,
+    train_family,
+    unsplit_step,
+)
+
+# Sizes and lengths of five batches: every step another, and one that was seen before.
+SHAPES = [(4, 9), (3, 17), (7, 5), (1, 12), (4, 9)]
+
+
+def build() -> Any:
+    return FAMILIES["gpt2"].build()
+
+
+def batches(shapes: Sequence[tuple[int, int]] = SHAPES) -> list[Batch]:
+    return [batch("causal", size, tokens, seed) for seed, (size, tokens) in enumerate(shapes)]
+
+
+def parameters_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters(remove_duplicate=False)}
+
+
+# ---------------------------------------------------------------- shapes and microbatches
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_every_step_may_have_another_batch_size_and_length(pool: Pool, stages: int) -> None:
+    found = pool.run(stages, train_family, "gpt2", stages, batches())
+    for number, inputs in enumerate(batches()):
+        assert_steps_equal([steps[number] for steps in found], unsplit_step(build(), (inputs, 1.0)))
+
+
+@pytest.mark.parametrize(
+    ("option", "samples", "count"),
+    [
+        ({"micro_batch_size": 2}, 5, 3),
+        ({"micro_batch_size": 8}, 5, 1),
+        ({"num_microbatches": 3}, 7, 3),
+        ({}, 3, 3),
+        ({}, 11, 8),
+    ],
+)
+def test_a_batch_is_cut_as_configured_and_uneven_microbatches_are_exact(
+    pool: Pool, option: dict[str, int], samples: int, count: int
+) -> None:
+    """The default is four microbatches for each stage, at most one per sample."""
+    inputs = batch("causal", samples)
+    found = pool.run(2, train_family, "gpt2", 2, [inputs], **option)
+    assert [len(steps[0].losses) for steps in found] == [count, count]
+    assert_steps_equal([steps[0] for steps in found], unsplit_step(build(), (inputs, 1.0)))
+
+
+# ---------------------------------------------------------------- accumulation and scaling
+
+
+def accumulate(divisor: int, waits: bool) -> dict[str, torch.Tensor | None]:
+    """Gradients of several batches added up, each loss divided."""
+    with losses_in_double():
+        model = parallelize(build(), 2)
+        for inputs in batches()[: divisor - waits]:
+            if waits:
+                with model.no_sync():
+                    run_step(model, inputs, 1 / divisor)
+            else:
+                run_step(model, inputs, 1 / divisor)
+        if waits:
+            run_step(model, batches()[divisor - 1], 1 / divisor)
+        return gradients_of(model)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_divided_losses_accumulate_to_the_mean_gradient_of_several_batches(pool: Pool, waits: bool) -> None:
+    """With and without no_sync(); the tied weight is on both stages and counts once."""
+    model = build()
+    expected: dict[str, Any] = {}
+    for inputs in batches()[:4]:
+        for name, gradient in unsplit_step(model, (inputs, 0.25)).gradients.items():
+            expected[name] = expected.get(name, 0) + gradient
+    for gradients in pool.run(2, accumulate, 4, waits):
+        assert_same_gradients(gradients, expected)
+
+
+# ---------------------------------------------------------------- frozen parameters
+
+
+# The last is tied to the first, and its only name on the last stage.
+EMBEDDINGS = ("wte.weight", "wpe.weight", "lm_head.weight")
+
+
+def freeze(model: nn.Module, what: str) -> None:
+    trained: dict[str, Callable[[str], bool]] = {
+        "all": lambda name: True,
+        "not the embeddings": lambda name: not name.endswith(EMBEDDINGS),
+        "not the first half": lambda name: name.startswith(("transformer.h.2", "transformer.h.3", "transformer.ln_f")),
+        "the last normalisation only": lambda name: name.startswith("transformer.ln_f"),
+        "the first layer only": lambda name: name.startswith("transformer.h.0"),
+    }
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trained[what](name))
+
+
+def train_frozen(stages: int, plan: Sequence[str], schedule: str) -> list[Step]:
+    with losses_in_double():
+        model = parallelize(build(), stages, schedule=schedule)
+        steps = []
+        for number, what in enumerate(plan):
+            freeze(model, what)
+            model.zero_grad()
+            inputs = rows(batch("causal", 4, seed=number), model.data_parallel_rank, model.data_parallel_size)
+            steps.append(Step(run_step(model, inputs), gradients_of(model)))
+        return steps
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stages", "schedule"), [(2, 2, "1f1b"), (3, 3, "1f1b"), (2, 2, "zb-v"), (4, 2, "1f1b"), (4, 2, "zb-h1")]
+)
+def test_frozen_parameters_may_change_at_every_step(pool: Pool, ranks: int, stages: int, schedule: str) -> None:
+    """Parts of a stage, whole stages below or above the trained ones, with equal shapes at every cut."""
+    plan = ["not the embeddings", "not the first half", "all", "the last normalisation only", "the first layer only"]
+    found = pool.run(ranks, train_frozen, stages, plan, schedule)
+    model = build()
+    for number, what in enumerate(plan):
+        freeze(model, what)
+        expected = unsplit_step(model, (batch("causal", 4, seed=number), 1.0))
+        assert_steps_equal([steps[number] for steps in found], expected, replicas=ranks // stages)
+
+
+# ---------------------------------------------------------------- optimizers, clipping, learning rates
+
+
+def train_fully(ranks: int, stages: int, early: bool, norm_type: float) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """Several steps of AdamW with clipping and a schedule of the learning rate; the optimizer made early or late."""
+    with losses_in_double():
+        model = build()
+        if early:
+            optimizer = adamw(model)
+        if ranks > 0:
+            model = parallelize(model, stages)
+        if not early:
+            optimizer = adamw(model)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=len(SHAPES))
+        norms = []
+        for inputs in batches([(4, tokens) for _, tokens in SHAPES]):
+            optimizer.zero_grad()
+            if ranks > 0:
+                run_step(model, rows(inputs, model.data_parallel_rank, model.data_parallel_size))
+                norm = model.clip_grad_norm_(0.1, norm_type)
+            else:
+                model(**inputs).loss.backward()
+                norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type)
+            norms.append(float(norm))
+            optimizer.step()
+            scheduler.step()
+        return parameters_of(model), norms
+
+
+def adamw(model: nn.Module) -> torch.optim.AdamW:
+    # AdamW divides by the gradient's size; a large epsilon keeps rounding from deciding the sign of a step.
+    return torch.optim.AdamW(model.parameters(), lr=0.05, eps=1e-4, weight_decay=0.1)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stages", "early", "norm_type"),
+    [(2, 2, True, 2.0), (2, 2, False, 2.0), (3, 3, True, float("inf")), (4, 2, True, 2.0), (4, 2, False, 1.0)],
+)
+def test_training_with_clipping_and_a_schedule_ends_at_the_unsplit_weights(
+    pool: Pool, ranks: int, stages: int, early: bool, norm_type: float
+) -> None:
+    expected, expected_norms = train_fully(0, 1, early, norm_type)
+    assert min(expected_norms) > 0.1, "nothing was clipped"
+    start = parameters_of(build())
+    moved = max(float((expected[name] - start[name]).abs().max()) for name in expected)
+    assert moved > 0.02, "the weights hardly moved"
+    for parameters, norms in pool.run(ranks, train_fully, ranks, stages, early, norm_type):
+        assert norms == pytest.approx(expected_norms, rel=EXACT)
+        for name, parameter in parameters.items():
+            torch.testing.assert_close(
+                parameter, expected[name], rtol=0, atol=1e-8, msg=lambda text, n=name: f"{n}: {text}"
+            )
+
+
+def clip_wrongly() -> list[str]:
+    model = parallelize(build(), 2)
+    run_step(model, batch("causal", 4))
+    messages = []
+    for number, options in enumerate([{"max_norm": -1.0}, {"max_norm": 1.0, "norm_type": 0.0}, {"max_norm": 1.0}]):
+        if number == 2 and torch.distributed.get_rank() == 1:
+            next(iter(model.parameters())).grad.fill_(torch.nan)  # type: ignore[union-attr]  # every one has a gradient
+        with pytest.raises((ValueError, RuntimeError)) as caught:
+            model.clip_grad_norm_(**options, error_if_nonfinite=True)
+        messages.append(f"{caught.type.__name__}: {caught.value}")
+    return messages
+
+
+def test_impossible_clipping_is_refused_on_every_rank(pool: Pool) -> None:
+    for negative, order, infinite in pool.run(2, clip_wrongly):
+        assert negative.startswith("ValueError: max_norm must not be negative") and "-1.0" in negative
+        assert order.startswith("ValueError") and "0.0" in order
+        assert infinite.startswith("RuntimeError") and "nan" in infinite

@@ -1,0 +1,121 @@
+"""Caches of keys and values: decoding over stages gives the logits of the unsplit model with its own cache."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, EncoderDecoderCache, StaticCache
+
+from families import FAMILIES, batch
+from penstock.modeling.split import SplitModel
+from stage_driver import split
+
+
+def walk(splits: list[SplitModel], inputs: list[dict[str, Any]]) -> Any:
+    """Every stage runs the whole forward with its own cache; the last one's output."""
+    values: tuple[torch.Tensor, ...] = ()
+    digests = set()
+    for stage, part in enumerate(splits):
+        plan = part.plan(inputs[stage])
+        digests.add(plan.digest)
+        output, values = part.forward(plan, stage, inputs[stage], values, early_exit=False)
+        assert output is not None
+    assert len(digests) == 1
+    return output
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "mistral", "gemma3", "falcon", "mixtral"])
+@torch.no_grad()
+def test_decoding_with_a_cache_gives_the_unsplit_logits(family: str, static: bool) -> None:
+    model = FAMILIES[family].build(**({"output_router_logits": False} if family == "mixtral" else {})).eval()
+    tokens = batch("causal")["input_ids"]
+    mask = torch.ones_like(tokens)
+    mask[1, :3] = 0  # left-padded
+    splits = split(model, 3)
+
+    def cache() -> Any:
+        return StaticCache(config=model.config, max_cache_len=16) if static else DynamicCache(config=model.config)
+
+    caches = [cache() for _ in splits]
+    expected_cache = cache()
+    for start, end in ((0, 5), (5, 6), (6, 7), (7, 9)):
+        step = {"input_ids": tokens[:, start:end], "attention_mask": mask[:, :end], "use_cache": True}
+        expected = model(**step, past_key_values=expected_cache)
+        output = walk(splits, [{**step, "past_key_values": own} for own in caches])
+        torch.testing.assert_close(output.logits, expected.logits, rtol=0, atol=1e-10)
+        for own in caches:
+            assert int(own.get_seq_length()) == end == int(expected_cache.get_seq_length())
+    if not static:
+        # One number per token for each layer of another stage, instead of heads x dimensions of them.
+        held = sum(layer.keys.numel() for own in caches for layer in own.layers)
+        whole = sum(layer.keys.numel() for layer in expected_cache.layers)
+        assert held == whole + 2 * sum(layer.keys[:, :1, :, :1].numel() for layer in expected_cache.layers)
+
+
+@pytest.mark.parametrize("family", ["t5", "bart", "whisper"])
+@torch.no_grad()
+def test_encoder_decoder_caches(family: str) -> None:
+    model = FAMILIES[family].build().eval()
+    kind = FAMILIES[family].kind
+    inputs = {name: value for name, value in batch(kind).items() if name != "labels"}
+    states = model.get_encoder()(**inputs)
+    shared = {"encoder_outputs": states, "use_cache": True}
+    if "attention_mask" in inputs:
+        shared["attention_mask"] = inputs["attention_mask"]
+    splits = split(model, 3)
+
+    def cache() -> EncoderDecoderCache:
+        return EncoderDecoderCache(DynamicCache(config=model.config), DynamicCache(config=model.config))
+
+    caches, expected_cache = [cache() for _ in splits], cache()
+    tokens = torch.tensor([[2, 7, 9, 11, 5], [2, 8, 8, 4, 6]])
+    for start, end in ((0, 2), (2, 3), (3, 4), (4, 5)):
+        step = {**shared, "decoder_input_ids": tokens[:, start:end]}
+        expected = model(**step, past_key_values=expected_cache)
+        output = walk(splits, [{**step, "past_key_values": own} for own in caches])
+        torch.testing.assert_close(output.logits, expected.logits, rtol=0, atol=1e-10)
+        assert all(int(own.get_seq_length()) == end for own in caches)
+
+
+@torch.no_grad()
+def test_planning_leaves_a_filled_cache_as_it_is() -> None:
+    model = FAMILIES["llama"].build().eval()
+    (first, _) = split(model, 2)
+    cache = DynamicCache(config=model.config)
+    model(input_ids=torch.ones(1, 4, dtype=torch.long), past_key_values=cache)
+    before = copy.deepcopy(cache)
+    first.plan({"input_ids": torch.ones(1, 1, dtype=torch.long), "past_key_values": cache, "use_cache": True})
+    for layer, kept in zip(cache.layers, before.layers, strict=True):
+        assert torch.equal(layer.keys, kept.keys) and torch.equal(layer.values, kept.values)
+
+
+@torch.no_grad()
+def test_one_plan_for_the_prompt_and_one_for_every_further_token() -> None:
+    model = FAMILIES["llama"].build().eval()
+    splits = split(model, 2)
+    caches = [DynamicCache(config=model.config) for _ in splits]
+    for length in (4, 1, 1, 1, 1):
+        ids = torch.ones(2, length, dtype=torch.long)
+        walk(splits, [{"input_ids": ids, "past_key_values": own, "use_cache": True} for own in caches])
+    assert len(splits[0]._plans) == 2
+
+
+@torch.no_grad()
+def test_beams_reorder_every_stages_cache() -> None:
+    model = FAMILIES["gpt2"].build().eval()
+    splits = split(model, 3)
+    caches = [DynamicCache(config=model.config) for _ in splits]
+    expected_cache = DynamicCache(config=model.config)
+    ids = batch("causal")["input_ids"][:, :4]
+    model(input_ids=ids, past_key_values=expected_cache)
+    walk(splits, [{"input_ids": ids, "past_key_values": own, "use_cache": True} for own in caches])
+    order = torch.tensor([1, 1])
+    for own in (*caches, expected_cache):
+        own.reorder_cache(order)
+    expected = model(input_ids=ids[:, :1], past_key_values=expected_cache)
+    output = walk(splits, [{"input_ids": ids[:, :1], "past_key_values": own, "use_cache": True} for own in caches])
+    torch.testing.assert_close(output.logits, expected.logits, rtol=0, atol=1e-10)

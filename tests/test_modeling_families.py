@@ -1,0 +1,158 @@
+"""Every family, split into stages, gives the loss and gradients of the unsplit model, which is the oracle."""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from families import FAMILIES, batch
+from stage_driver import gradients, largest_difference, split, split_gradients, step
+
+TOLERANCE = 1e-10
+
+
+@cache
+def reference(family: str) -> tuple[nn.Module, Any, dict[str, torch.Tensor]]:
+    """The unsplit model, its output for the family's batch, and its gradients."""
+    model = FAMILIES[family].build()
+    worker = copy.deepcopy(model)
+    output = worker(**batch(FAMILIES[family].kind))
+    output.loss.backward()
+    return model, output, gradients([worker])
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_stages_give_the_unsplit_loss_and_gradients(family: str, num_stages: int) -> None:
+    model, expected, expected_gradients = reference(family)
+    splits = split(model, num_stages)
+    output = step(splits, batch(FAMILIES[family].kind))
+    assert type(output) is type(expected)
+    assert output.loss.item() == pytest.approx(expected.loss.item(), abs=TOLERANCE)
+    torch.testing.assert_close(output.logits, expected.logits, rtol=0, atol=TOLERANCE)
+    assert largest_difference(split_gradients(splits), expected_gradients) < TOLERANCE
+
+
+@pytest.mark.parametrize("family", ["gpt2", "mixtral", "bert_mlm", "vit", "t5"])
+def test_every_parameter_is_on_exactly_its_stages(family: str) -> None:
+    model, _, _ = reference(family)
+    splits = split(model, 3)
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    held: dict[str, list[int]] = {}
+    for stage, part in enumerate(splits):
+        for name, parameter in part.model.named_parameters(remove_duplicate=False):
+            assert torch.equal(parameter, model.get_parameter(name))
+            held.setdefault(name, []).append(stage)
+    assert set(held) == names
+    assert all(len(stages) == 1 for stages in held.values())
+
+
+def test_one_plan_serves_batches_of_every_size_and_length() -> None:
+    model = FAMILIES["gpt2"].build()
+    splits = split(model, 3)
+    for size, tokens, seed in ((2, 9, 0), (1, 5, 1), (5, 17, 2), (3, 4, 3)):
+        inputs = batch("causal", size, tokens, seed)
+        for part in splits:
+            part.model.zero_grad()
+        worker = copy.deepcopy(model)
+        expected = worker(**inputs)
+        expected.loss.backward()
+        output = step(splits, inputs)
+        assert output.loss.item() == pytest.approx(expected.loss.item(), abs=TOLERANCE)
+        assert largest_difference(split_gradients(splits), gradients([worker])) < TOLERANCE
+    assert len(splits[0]._plans) == 1
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gemma3", "mixtral", "bert_mlm", "t5", "whisper", "vit"])
+def test_hidden_states_and_attentions_of_every_stage_reach_the_output(family: str) -> None:
+    model = FAMILIES[family].build()
+    model.set_attn_implementation("eager")
+    inputs = {**batch(FAMILIES[family].kind), "output_hidden_states": True, "output_attentions": True}
+    worker = copy.deepcopy(model)
+    expected = worker(**inputs)
+    names = [name for name in expected if name.endswith(("hidden_states", "attentions"))]
+    assert len(names) >= 2
+
+    def loss_of_all(output: Any) -> torch.Tensor:
+        """Also the side outputs must carry gradients back to their stages."""
+        total = output.loss
+        for name in names:
+            for tensor in output[name]:
+                total = total + tensor.sin().sum()
+        return total
+
+    output = step(splits := split(model, 3), inputs, loss_of=loss_of_all)
+    loss_of_all(expected).backward()
+    for name in names:
+        assert len(output[name]) == len(expected[name])
+        for found, wanted in zip(output[name], expected[name], strict=True):
+            torch.testing.assert_close(found, wanted, rtol=0, atol=TOLERANCE)
+    # Attention scores of sharply different sizes are summed in another order.
+    assert largest_difference(split_gradients(splits), gradients([worker])) < 10 * TOLERANCE
+
+
+@pytest.mark.parametrize("return_dict", [True, False])
+def test_output_form_is_the_callers_choice(return_dict: bool) -> None:
+    model = FAMILIES["gpt2"].build().eval()
+    inputs = {**batch("causal"), "return_dict": return_dict}
+    with torch.no_grad():
+        expected = model(**inputs)
+        output = step(split(model, 2), inputs, backward=False)
+    assert type(output) is type(expected)
+    torch.testing.assert_close(output[0], expected[0])
+    torch.testing.assert_close(output[1], expected[1])
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "mixtral", "bert_mlm", "t5", "vit"])
+def test_gradient_checkpointing_changes_nothing(family: str, reentrant: bool) -> None:
+    model = FAMILIES[family].build()
+    model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    # Not the model without checkpointing: the reentrant kind captures mixtral's router logits without a graph.
+    worker = copy.deepcopy(model)
+    expected = worker(**batch(FAMILIES[family].kind))
+    expected.loss.backward()
+    splits = split(model, 3)
+    output = step(splits, batch(FAMILIES[family].kind))
+    assert output.loss.item() == pytest.approx(expected.loss.item(), abs=TOLERANCE)
+    assert largest_difference(split_gradients(splits), gradients([worker])) < TOLERANCE
+
+
+def test_frozen_parameters_get_no_gradient() -> None:
+    model = FAMILIES["llama"].build()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("layers.0" not in name and "embed" not in name)
+    worker = copy.deepcopy(model)
+    worker(**batch("causal")).loss.backward()
+    step(splits := split(model, 2), batch("causal"))
+    found = split_gradients(splits)
+    assert set(found) == set(gradients([worker]))
+    assert largest_difference(found, gradients([worker])) < TOLERANCE
+
+
+def test_autocast_gives_the_unsplit_loss() -> None:
+    model = FAMILIES["llama"].build(dtype=torch.float32)
+    inputs = batch("causal", dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = model(**inputs)
+        output = step(split(model, 3), inputs)
+    assert output.loss.item() == expected.loss.item()
+    assert output.logits.dtype == expected.logits.dtype == torch.bfloat16
+
+
+def test_a_kernel_without_meta_version_is_handled() -> None:
+    """In float32 mixtral's experts run a grouped matrix product, which meta tensors do not have."""
+    model = FAMILIES["mixtral"].build(dtype=torch.float32)
+    inputs = batch("causal", dtype=torch.float32)
+    worker = copy.deepcopy(model)
+    expected = worker(**inputs)
+    expected.loss.backward()
+    splits = split(model, 3)
+    output = step(splits, inputs)
+    assert output.loss.item() == pytest.approx(expected.loss.item(), abs=1e-6)
+    assert largest_difference(split_gradients(splits), gradients([worker])) < 1e-6

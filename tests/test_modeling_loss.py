@@ -1,0 +1,317 @@
+"""Loss rules: the shares of unequal microbatches add up to the whole batch's loss and gradients (the oracle)."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from families import BERT, FAMILIES, Family, batch
+from penstock.modeling.loss import LossRule, LossTerm
+from stage_driver import gradients, largest_difference, split, split_gradients, step
+
+TOLERANCE = 1e-10
+Batch = dict[str, Any]
+
+
+@pytest.fixture(autouse=True)
+def double_precision_losses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers' losses round logits to float32, which would hide all but gross errors in float64 models."""
+    to_float = torch.Tensor.float
+    monkeypatch.setattr(torch.Tensor, "float", lambda self: self if self.dtype == torch.float64 else to_float(self))
+
+
+def microbatches(inputs: Batch, sizes: list[int]) -> list[Batch]:
+    parts = {
+        name: value.split(sizes) if isinstance(value, torch.Tensor) and value.dim() else [value] * len(sizes)
+        for name, value in inputs.items()
+    }
+    return [{name: values[index] for name, values in parts.items()} for index in range(len(sizes))]
+
+
+def rule_of(model: nn.Module, inputs: Batch) -> LossRule:
+    rule = split(model, 2)[0].plan(inputs).loss
+    assert rule is not None
+    return rule
+
+
+def check_shares(model: nn.Module, inputs: Batch, sizes: list[int], tolerance: float = TOLERANCE) -> LossRule:
+    """Shares of microbatches over two stages against the whole batch at once."""
+    worker = copy.deepcopy(model)
+    expected = worker(**inputs)
+    expected.loss.backward()
+    splits = split(model, 2)
+    parts = microbatches(inputs, sizes)
+    rule = splits[0].plan(parts[0]).loss
+    assert rule is not None and rule.exact, rule
+    totals = [sum(counts) for counts in zip(*(rule.counts(part) for part in parts), strict=True)]
+    total = 0.0
+    for part in parts:
+        output = step(splits, part, shares=rule.shares(rule.counts(part), totals))
+        assert torch.isfinite(output.loss)
+        total += output.loss.item()
+    assert total == pytest.approx(expected.loss.item(), abs=tolerance)
+    assert largest_difference(split_gradients(splits), gradients([worker])) < tolerance
+    return rule
+
+
+def bert(model_class: str, **settings: Any) -> nn.Module:
+    return Family(model_class, "BertConfig", {**BERT, **settings}, "classes").build()
+
+
+def with_labels(labels: Any) -> Callable[[], Batch]:
+    def made() -> Batch:
+        inputs = batch("classes", size=5)
+        return {**inputs, "labels": labels(inputs)}
+
+    return made
+
+
+TOKEN_LABELS = with_labels(lambda inputs: (inputs["input_ids"] % 3).masked_fill(inputs["attention_mask"] == 0, -100))
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Batch], list[LossTerm]]] = {
+    "causal": (
+        FAMILIES["gpt2"].build,
+        lambda: batch("causal", size=5),
+        [LossTerm("tokens", "labels", 1, None, -100, calls=(0,))],
+    ),
+    "causal, more data": (
+        FAMILIES["qwen3"].build,
+        lambda: batch("causal", size=5, tokens=21, seed=3),
+        [LossTerm("tokens", "labels", 1, None, -100, calls=(0,))],
+    ),
+    "masked": (
+        FAMILIES["bert_mlm"].build,
+        lambda: batch("masked", size=5),
+        [LossTerm("tokens", "labels", 0, None, -100, calls=(0,))],
+    ),
+    "sequence to sequence": (
+        FAMILIES["t5"].build,
+        lambda: batch("sequences", size=5),
+        [LossTerm("tokens", "labels", 0, None, -100, calls=(0,))],
+    ),
+    "speech": (
+        FAMILIES["whisper"].build,
+        lambda: batch("speech", size=5),
+        [LossTerm("tokens", "labels", 0, None, -100, calls=(0,))],
+    ),
+    "images": (
+        FAMILIES["vit"].build,
+        lambda: batch("images", size=5),
+        [LossTerm("tokens", "labels", 0, None, -100, calls=(0,))],
+    ),
+    "classes": (
+        lambda: bert("BertForSequenceClassification", num_labels=3),
+        with_labels(lambda inputs: torch.tensor([0, 2, -100, 1, 2])),
+        [LossTerm("tokens", "labels", 0, None, -100, calls=(0,))],
+    ),
+    "regression": (
+        lambda: bert("BertForSequenceClassification", num_labels=1),
+        with_labels(lambda inputs: torch.linspace(0, 1, 5, dtype=torch.float64)),
+        [LossTerm("samples", calls=(0,))],
+    ),
+    "several regressions": (
+        lambda: bert("BertForSequenceClassification", num_labels=3, problem_type="regression"),
+        with_labels(lambda inputs: torch.linspace(0, 1, 15, dtype=torch.float64).view(5, 3)),
+        [LossTerm("samples", calls=(0,))],
+    ),
+    "several labels": (
+        lambda: bert("BertForSequenceClassification", num_labels=3),
+        with_labels(lambda inputs: (torch.arange(15).view(5, 3) % 2).double()),
+        [LossTerm("samples", calls=(0,))],
+    ),
+    "token classes": (
+        lambda: bert("BertForTokenClassification", num_labels=3),
+        TOKEN_LABELS,
+        [LossTerm("tokens", "labels", 0, None, -100, calls=(0,))],
+    ),
+    "choices": (
+        lambda: bert("BertForNextSentencePrediction"),
+        with_labels(lambda inputs: torch.arange(5) % 2),
+        [LossTerm("tokens", "labels", 0, None, -100, calls=(0,))],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_shares_add_up(case: str) -> None:
+    build, inputs, terms = CASES[case]
+    assert list(check_shares(build(), inputs(), [2, 1, 2]).terms) == terms
+
+
+def test_counts_are_those_of_valid_targets() -> None:
+    inputs = batch("causal", size=4)
+    rule = rule_of(FAMILIES["gpt2"].build(), inputs)
+    labels = inputs["labels"]
+    brute = sum(int(labels[row, column] != -100) for row in range(4) for column in range(1, labels.shape[1]))
+    assert rule.count(inputs) == brute
+    assert rule_of(FAMILIES["bert_mlm"].build(), inputs).count(inputs) == int((labels != -100).sum())
+
+
+def test_a_plan_does_not_depend_on_what_the_labels_are() -> None:
+    """Constant labels, or none that count, could be shifted or not for all one can see."""
+    model = FAMILIES["gpt2"].build()
+    expected = rule_of(model, batch("causal"))
+    for value in (0, 5, -100):
+        inputs = batch("causal")
+        inputs["labels"] = torch.full_like(inputs["labels"], value)
+        assert rule_of(model, inputs) == expected
+    short = {"input_ids": torch.tensor([[5, 6]]), "labels": torch.tensor([[5, 6]])}
+    assert rule_of(model, short).terms == expected.terms
+
+
+@pytest.mark.parametrize("family", ["gpt2", "mixtral", "t5"])
+def test_a_microbatch_in_which_nothing_counts_adds_an_exact_zero(family: str) -> None:
+    model = FAMILIES[family].build(**({"output_router_logits": False} if family == "mixtral" else {}))
+    inputs = batch(FAMILIES[family].kind, size=4)
+    inputs["labels"][:2] = -100
+    # A router's softmax is taken in float32.
+    check_shares(model, inputs, [2, 2], 1e-7 if family == "mixtral" else TOLERANCE)
+
+
+def test_a_batch_in_which_nothing_counts_gives_zero_gradients() -> None:
+    model = FAMILIES["gpt2"].build()
+    inputs = batch("causal")
+    inputs["labels"][:] = -100
+    splits = split(model, 2)
+    rule = splits[0].plan(inputs).loss
+    assert rule is not None and rule.counts(inputs) == (0,)
+    output = step(splits, inputs, shares=rule.shares((0,), (0,)))
+    assert output.loss.item() == 0.0
+    assert all(not gradient.any() for gradient in split_gradients(splits).values())
+
+
+def test_question_answering_means_over_starts_and_ends_separately() -> None:
+    inputs = batch("classes", size=5, tokens=9)
+    del inputs["labels"]
+    inputs["start_positions"] = torch.tensor([0, 3, 12, 9, 1])  # two of them lie outside of the sequence
+    inputs["end_positions"] = torch.tensor([2, 4, 5, 8, 30])
+    rule = check_shares(bert("BertForQuestionAnswering"), inputs, [2, 3])
+    assert rule.counts(inputs) == (3, 4)
+
+
+def test_two_means_of_one_loss_are_weighted_separately() -> None:
+    inputs = batch("masked", size=5)
+    inputs["next_sentence_label"] = torch.arange(5) % 2
+    rule = check_shares(bert("BertForPreTraining"), inputs, [2, 1, 2])
+    assert rule.counts(inputs) == (int((inputs["labels"] != -100).sum()), 5)
+
+
+def test_a_mean_without_counted_elements_does_not_spoil_the_other() -> None:
+    inputs = batch("masked", size=4)
+    inputs["labels"][:2] = -100
+    inputs["next_sentence_label"] = torch.tensor([0, 1, -100, -100])
+    check_shares(bert("BertForPreTraining"), inputs, [2, 2])
+
+
+def test_a_given_divisor_makes_every_microbatch_its_own_share() -> None:
+    model = FAMILIES["llama"].build()
+    inputs = batch("causal", size=4)
+    counted = torch.tensor(int((inputs["labels"][:, 1:] != -100).sum()))
+    rule = check_shares(model, {**inputs, "num_items_in_batch": counted}, [1, 3])
+    assert [term.kind for term in rule.terms] == ["sum"]
+
+
+def test_labels_selected_by_their_values() -> None:
+    model = Family(
+        "DebertaV2ForSequenceClassification", "DebertaV2Config", {**BERT, "num_labels": 3}, "classes"
+    ).build()
+    inputs = batch("classes", size=5)
+    inputs["labels"] = torch.tensor([0, -100, 2, -100, 1])
+    rule = check_shares(model, inputs, [2, 3])
+    assert rule.counts(inputs) == (3,)
+
+
+def test_router_losses_are_exact_against_accumulating_the_same_microbatches() -> None:
+    model = FAMILIES["mixtral"].build()
+    inputs = batch("causal", size=5)
+    parts = microbatches(inputs, [2, 3])
+    splits = split(model, 3)
+    rule = splits[0].plan(parts[0]).loss
+    assert rule is not None
+    counts = [rule.count(part) for part in parts]
+    worker = copy.deepcopy(model)
+    for part, count in zip(parts, counts, strict=True):
+        (worker(**part).loss * count / sum(counts)).backward()
+        step(splits, part, shares=rule.shares([count], [sum(counts)]))
+    # The routers' softmax is taken in float32.
+    assert largest_difference(split_gradients(splits), gradients([worker])) < 1e-7
+
+
+def test_without_labels_there_is_no_rule() -> None:
+    inputs = batch("causal")
+    del inputs["labels"]
+    assert split(FAMILIES["gpt2"].build(), 2)[0].plan(inputs).loss is None
+
+
+class ByHand(transformers.GPT2LMHeadModel):
+    """Takes its mean itself."""
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None):  # type: ignore[no-untyped-def]
+        logits = self.lm_head(self.transformer.h[0](self.transformer.wte(input_ids)))
+        loss = None
+        if labels is not None:
+            terms = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+            loss = terms.sum() / (labels != 3).sum()
+        return transformers.modeling_outputs.CausalLMOutput(loss=loss, logits=logits)
+
+
+class Contrastive(transformers.GPT2LMHeadModel):
+    """Compares samples with each other."""
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None):  # type: ignore[no-untyped-def]
+        pooled = self.lm_head(self.transformer.h[0](self.transformer.wte(input_ids))).mean(1)
+        loss = None
+        if labels is not None:
+            loss = nn.functional.cross_entropy(pooled @ pooled.T, torch.arange(len(input_ids)))
+        return transformers.modeling_outputs.CausalLMOutput(loss=loss, logits=pooled)
+
+
+class Weighted(transformers.GPT2LMHeadModel):
+    """Weighs its classes."""
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None):  # type: ignore[no-untyped-def]
+        logits = self.lm_head(self.transformer.h[0](self.transformer.wte(input_ids)))
+        loss = None
+        if labels is not None:
+            weight = torch.arange(logits.shape[-1], dtype=logits.dtype)
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), weight=weight)
+        return transformers.modeling_outputs.CausalLMOutput(loss=loss, logits=logits)
+
+
+@pytest.mark.parametrize(
+    ("model_class", "reason"),
+    [(ByHand, "reduction='none'"), (Contrastive, "no input"), (Weighted, "weighs classes")],
+)
+def test_other_losses_are_weighted_by_samples_and_said_to_be_inexact(model_class: Any, reason: str) -> None:
+    model = model_class(transformers.GPT2Config(**FAMILIES["gpt2"].settings)).double()
+    inputs = {"input_ids": torch.arange(12).view(4, 3), "labels": torch.arange(12).view(4, 3)}
+    rule = rule_of(model, inputs)
+    assert not rule.exact and reason in rule.reason
+    assert rule.counts(inputs) == (4,)
+
+
+def test_a_criterion_of_ones_own() -> None:
+    model = FAMILIES["gpt2"].build()
+    inputs = batch("causal", size=4)
+    labels = inputs.pop("labels")
+
+    def criterion(output: Any, inputs: Batch) -> torch.Tensor:
+        return nn.functional.cross_entropy(output.logits.flatten(0, 1), inputs["input_ids"].flatten(), ignore_index=0)
+
+    assert labels.shape == inputs["input_ids"].shape
+    worker = copy.deepcopy(model)
+    criterion(worker(**inputs), inputs).backward()
+    splits = split(model, 2)
+    parts = microbatches(inputs, [1, 3])
+    rule = splits[0].plan(parts[0], criterion=criterion).loss
+    assert rule is not None and rule.exact
+    counts = [rule.count(part) for part in parts]
+    assert counts == [int((part["input_ids"] != 0).sum()) for part in parts]
+    for part, count in zip(parts, counts, strict=True):
+        step(splits, part, shares=rule.shares([count], [sum(counts)]), criterion=criterion)
+    assert largest_difference(split_gradients(splits), gradients([worker])) < TOLERANCE

@@ -1,0 +1,157 @@
+"""Units: found in forward order, on whole and meta models, leaving them untouched; refusals name their reason."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from families import FAMILIES, batch
+from penstock.modeling.interception import original_class
+from penstock.modeling.units import list_units
+
+EXPECTED = {
+    "gpt2": ["transformer.wte", "transformer.wpe", *[f"transformer.h.{i}" for i in range(4)], "transformer.ln_f",
+             "lm_head"],
+    "llama": ["model.embed_tokens", *[f"model.layers.{i}" for i in range(4)], "model.norm", "lm_head"],
+    "bert_mlm": ["bert.embeddings", *[f"bert.encoder.layer.{i}" for i in range(4)], "cls"],
+    "vit": ["vit.embeddings", *[f"vit.layers.{i}" for i in range(4)], "vit.layernorm", "classifier"],
+    "t5": ["shared", "encoder.embed_tokens", *[f"encoder.block.{i}" for i in range(3)], "encoder.final_layer_norm",
+           "decoder.embed_tokens", *[f"decoder.block.{i}" for i in range(3)], "decoder.final_layer_norm", "lm_head"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", EXPECTED)
+def test_units_are_the_blocks_and_what_stands_beside_them(family: str) -> None:
+    assert list_units(FAMILIES[family].build()) == EXPECTED[family]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_meta_model_has_the_same_units(family: str) -> None:
+    with torch.device("meta"):
+        on_meta = FAMILIES[family].build(dtype=torch.float32)
+    assert all(parameter.is_meta for parameter in on_meta.parameters())
+    assert list_units(on_meta) == list_units(FAMILIES[family].build())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_units_hold_every_parameter_once(family: str) -> None:
+    model = FAMILIES[family].build()
+    units = list_units(model)
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        assert sum(name.startswith(f"{unit}.") for unit in units) == 1, name
+
+
+def test_listing_leaves_the_model_and_the_random_generator_as_they_were() -> None:
+    model = FAMILIES["mixtral"].build(dropout=0.1)
+    before = copy.deepcopy(model.state_dict())
+    classes = [type(module) for module in model.modules()]
+    hooks = sum(len(module._forward_pre_hooks) for module in model.modules())
+    state = torch.get_rng_state()
+    list_units(model)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [type(module) for module in model.modules()] == classes
+    assert sum(len(module._forward_pre_hooks) for module in model.modules()) == hooks
+    assert model.training
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name])
+
+
+def test_nothing_is_computed() -> None:
+    """A model of a trillion parameters lists its units, as no weight exists."""
+    config = transformers.GPT2Config(n_embd=25600, n_layer=4, n_head=160)
+    with torch.device("meta"):
+        model = transformers.GPT2LMHeadModel(config)
+    assert sum(parameter.numel() for parameter in model.parameters()) > 3e10
+    assert len(list_units(model)) == 8
+
+
+class Looking(transformers.GPT2PreTrainedModel):
+    """Its code reads a tensor of a unit without calling it."""
+
+    def __init__(self, config: transformers.GPT2Config) -> None:
+        super().__init__(config)
+        self.embedding = nn.ModuleDict({"words": nn.Embedding(50, 8), "unused": nn.Linear(2, 2)})
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.post_init()
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        hidden = torch.nn.functional.embedding(input_ids, self.embedding["words"].weight)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return hidden
+
+
+def test_a_tensor_that_the_models_code_reads_is_on_every_stage() -> None:
+    units = list_units(Looking(transformers.GPT2Config(vocab_size=50, eos_token_id=2)))
+    assert "embedding.words" not in units
+    assert [unit for unit in units if unit.startswith("blocks")] == ["blocks.0", "blocks.1", "blocks.2"]
+
+
+class Container(transformers.GPT2PreTrainedModel):
+    """Its code calls the children of a module, never the module itself."""
+
+    def __init__(self, config: transformers.GPT2Config) -> None:
+        super().__init__(config)
+        self.body = nn.Module()
+        self.body.embed = nn.Embedding(50, 8)
+        self.body.first = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 50)
+        self.post_init()
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body.first(self.body.embed(input_ids)))
+
+
+def test_a_module_that_is_never_called_is_opened() -> None:
+    assert list_units(Container(transformers.GPT2Config(vocab_size=50, eos_token_id=2))) == [
+        "body.embed",
+        "body.first",
+        "head",
+    ]
+
+
+def test_a_model_of_one_piece_is_refused_by_name() -> None:
+    class Single(transformers.GPT2PreTrainedModel):
+        def __init__(self, config: transformers.GPT2Config) -> None:
+            super().__init__(config)
+            self.only = nn.Linear(4, 4)
+            self.post_init()
+
+        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+            return self.only(input_ids.float())
+
+    with pytest.raises(NotImplementedError, match=r"Auto policy for Single is not implemented\.\.\. .*one another"):
+        list_units(Single(transformers.GPT2Config()))
+
+
+def test_a_forward_that_fails_is_refused_with_its_error() -> None:
+    class Broken(Container):
+        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+            hidden = self.body.embed(input_ids)
+            raise ValueError(f"no cheese for {tuple(hidden.shape)}")
+
+    with pytest.raises(NotImplementedError, match=r"Auto policy for Broken is not implemented\.\.\. .*no cheese"):
+        list_units(Broken(transformers.GPT2Config(vocab_size=50, eos_token_id=2)))
+
+
+def test_given_inputs_replace_dummy_ones() -> None:
+    class Images(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(3, 5), nn.Linear(5, 2)
+
+        def forward(self, picture: torch.Tensor) -> torch.Tensor:
+            return self.second(self.first(picture))
+
+    assert list_units(Images(), {"picture": torch.zeros(4, 3)}) == ["first", "second"]
+
+
+def test_intercepted_classes_are_put_back() -> None:
+    model = FAMILIES["gpt2"].build()
+    list_units(model)
+    assert all(original_class(type(module)) is type(module) for module in model.modules())
+    model(**batch("causal")).loss.backward()

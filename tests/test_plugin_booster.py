@@ -1,0 +1,232 @@
+"""The Booster's calls: criteria, outputs, evaluation, accumulation, clipping by hand, schedulers."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from families import FAMILIES, VOCABULARY
+from hetero import batch_size, make_plugin, pad, samples, train, unsplit
+from penstock import Booster
+from pool import Pool
+from training import gradients_of, losses_in_double
+
+PIPELINES = "1x2,2x3"
+NUMBER = batch_size(PIPELINES) + 3
+
+
+def smoothed(outputs: Any, inputs: Any) -> torch.Tensor:
+    """A criterion of the user's own."""
+    logits = outputs.logits[:, :-1].reshape(-1, VOCABULARY)
+    return functional.cross_entropy(logits, inputs["labels"][:, 1:].reshape(-1), label_smoothing=0.1)
+
+
+def boosted(data: list[Any]) -> tuple[Booster, Any, Any, Any]:
+    model: Any = FAMILIES["gpt2"].build()
+    plugin = make_plugin(model, PIPELINES)
+    booster = Booster(plugin=plugin)
+    loader = plugin.prepare_dataloader(data, collate_fn=pad)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, _, loader, _ = booster.boost(model, sgd, None, loader)
+    return booster, model, optimizer, loader
+
+
+def with_criteria() -> list[tuple[float, dict[str, Any]]]:
+    """Loss and gradients of the first batch under criteria of several kinds."""
+    booster, model, optimizer, loader = boosted(samples("gpt2", NUMBER))
+    seen = []
+    with losses_in_double():
+        for kind in ("function", "lambda", "the model's own"):
+            optimizer.zero_grad()
+            if kind == "function":
+                result = booster.execute_pipeline(iter(loader), model, smoothed, optimizer)
+            elif kind == "lambda":
+                result = booster.execute_pipeline(
+                    iter(loader), model, lambda out, batch: smoothed(out, batch), optimizer
+                )
+            else:
+                result = booster.execute_pipeline(iter(loader), model, lambda outputs, inputs: outputs.loss)
+            seen.append((result["loss"].item(), gradients_of(model)))
+    return seen
+
+
+def test_a_criterion_is_the_mean_over_the_global_batch(pool: Pool) -> None:
+    ranks = pool.run(3, with_criteria)
+    model = FAMILIES["gpt2"].build()
+    batch = pad(samples("gpt2", NUMBER)[: batch_size(PIPELINES)])
+    with losses_in_double():
+        for index, criterion in enumerate([smoothed, smoothed, lambda outputs, inputs: outputs.loss]):
+            model.zero_grad()
+            loss = criterion(model(**batch), batch)
+            loss.backward()
+            expected = gradients_of(model)
+            for steps in ranks:
+                found, gradients = steps[index]
+                assert found == pytest.approx(loss.item(), abs=1e-10)
+                for name, gradient in gradients.items():
+                    torch.testing.assert_close(gradient, expected[name], atol=1e-10, rtol=0)
+
+
+def with_a_loss_of_two_means() -> tuple[float, dict[str, Any]]:
+    """BERT's pretraining: a mean over masked tokens plus one over sentences, handed through by a criterion."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.BertConfig(**FAMILIES["bert_mlm"].settings)
+    config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0
+    model: Any = transformers.BertForPreTraining(config).double().train()
+    plugin = make_plugin(model, PIPELINES)
+    booster = Booster(plugin=plugin)
+    loader = plugin.prepare_dataloader(samples("bert_mlm", NUMBER), collate_fn=pad_pairs)
+    model, _, _, loader, _ = booster.boost(model, None, None, loader)
+    with losses_in_double():
+        result = booster.execute_pipeline(iter(loader), model, lambda outputs, inputs: outputs.loss)
+    return result["loss"].item(), gradients_of(model)
+
+
+def pad_pairs(chosen: Any) -> dict[str, torch.Tensor]:
+    batch = pad(chosen)
+    return {**batch, "next_sentence_label": batch["input_ids"][:, 0] % 2}
+
+
+def test_a_criterion_that_hands_on_a_loss_of_two_means_is_exact(pool: Pool) -> None:
+    import transformers
+
+    ranks = pool.run(3, with_a_loss_of_two_means)
+    torch.manual_seed(0)
+    config = transformers.BertConfig(**FAMILIES["bert_mlm"].settings)
+    config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0
+    model = transformers.BertForPreTraining(config).double().train()
+    with losses_in_double():
+        loss = model(**pad_pairs(samples("bert_mlm", NUMBER)[: batch_size(PIPELINES)])).loss
+    loss.backward()
+    expected = gradients_of(model)
+    for found, gradients in ranks:
+        assert found == pytest.approx(loss.item(), abs=1e-10)
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, expected[name], atol=1e-10, rtol=0)
+
+
+def with_outputs() -> list[tuple[Any, ...]]:
+    """The outputs in training and in evaluation, and the losses of an epoch of evaluation."""
+    booster, model, optimizer, loader = boosted(equal_samples())
+    seen: list[tuple[Any, ...]] = []
+    with losses_in_double():
+        result = booster.execute_pipeline(iter(loader), model, None, optimizer, return_loss=False, return_outputs=True)
+        logits = result["outputs"] and result["outputs"].logits
+        assert logits is None or not logits.requires_grad
+        seen.append((result["loss"], logits))
+        model.eval()
+        batches = iter(loader)
+        with torch.no_grad():
+            for _ in range(len(loader)):
+                result = booster.execute_pipeline(batches, model, return_outputs=True)
+                seen.append((result["loss"].item(), result["outputs"] and result["outputs"].logits))
+            alone = booster.execute_pipeline(iter(loader), model, smoothed)
+            assert alone["outputs"] is None
+            seen.append((alone["loss"].item(), None))
+    return seen
+
+
+def test_outputs_and_evaluation(pool: Pool) -> None:
+    ranks = pool.run(3, with_outputs)
+    model = FAMILIES["gpt2"].build()
+    batches = [pad(chosen) for chosen in (equal_samples()[:10], equal_samples()[10:])]
+    with losses_in_double(), torch.no_grad():
+        expected = [model(**batch) for batch in batches]
+        own = smoothed(expected[0], batches[0])
+    # Samples of the first batch: 4 for the first pipeline, 6 for the second; of the second batch: 2 and 1.
+    parts = [(expected[0].logits[:4], expected[1].logits[:2])] + [(expected[0].logits[4:], expected[1].logits[2:])] * 2
+    for rank, ((no_loss, training), first, last, alone) in enumerate(ranks):
+        assert no_loss is None
+        assert (training is None) == (rank == 1), "in training the last stage has the outputs"
+        if training is not None:
+            torch.testing.assert_close(training, parts[rank][0], atol=1e-10, rtol=0)
+        for index, (loss, logits) in enumerate((first, last)):
+            assert loss == pytest.approx(expected[index].loss.item(), abs=1e-10)
+            torch.testing.assert_close(logits, parts[rank][index], atol=1e-10, rtol=0)
+        assert alone[0] == pytest.approx(own.item(), abs=1e-10)
+
+
+def equal_samples() -> list[Any]:
+    """Of equal length, so that the logits of microbatches can be joined."""
+    ids = torch.randint(3, VOCABULARY, (13, 7), generator=torch.Generator().manual_seed(1))
+    return [{"input_ids": row, "labels": row} for row in ids]
+
+
+def accumulated() -> tuple[dict[str, Any], float]:
+    """Gradients of two batches, half each, and a norm clipped by hand."""
+    booster, model, optimizer, loader = boosted(samples("gpt2", 2 * batch_size(PIPELINES)))
+    batches = iter(loader)
+    with losses_in_double():
+        with booster.no_sync(model, optimizer):
+            for output in model(**next(batches)):
+                booster.backward(output.loss / 2, optimizer)
+        for output in model(**next(batches)):
+            booster.backward(output.loss / 2, optimizer)
+    gradients = gradients_of(model)
+    return gradients, float(booster.clip_grad_norm(optimizer, 0.1))
+
+
+def test_gradients_accumulate_over_batches(pool: Pool) -> None:
+    ranks = pool.run(3, accumulated)
+    one, two = unsplit_gradients(0), unsplit_gradients(1)
+    norm = torch.stack([((one[name] + two[name]) / 2).pow(2).sum() for name in unique_names()]).sum().sqrt().item()
+    for gradients, found in ranks:
+        assert found == pytest.approx(norm, abs=1e-10)
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, (one[name] + two[name]) / 2, atol=1e-10, rtol=0)
+
+
+def unsplit_gradients(index: int) -> dict[str, Any]:
+    model, size = FAMILIES["gpt2"].build(), batch_size(PIPELINES)
+    with losses_in_double():
+        model(**pad(samples("gpt2", 2 * size)[index * size : (index + 1) * size])).loss.backward()
+    return gradients_of(model)
+
+
+def unique_names() -> list[str]:
+    return [name for name, _ in FAMILIES["gpt2"].build().named_parameters()]
+
+
+def with_a_scheduler(order: str) -> list[float]:
+    """Learning rates and the loss of the second batch, with the scheduler made before or after `boost`."""
+    model: Any = FAMILIES["gpt2"].build()
+    plugin = make_plugin(model, PIPELINES)
+    loader = plugin.prepare_dataloader(samples("gpt2", 2 * batch_size(PIPELINES)), collate_fn=pad)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    if order == "before":
+        scheduler: Any = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        model, optimizer, _, loader, scheduler = plugin.configure(model, optimizer, None, loader, scheduler)
+    else:
+        model, optimizer, _, loader, _ = plugin.configure(model, optimizer, dataloader=loader)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    seen = []
+    with losses_in_double():
+        for batch in loader:  # an ordinary loop, without a Booster
+            for output in model(**batch):
+                output.loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+            seen += [optimizer.param_groups[0]["lr"], model.pipeline.last_step.global_loss]
+    return seen
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_schedulers_and_an_ordinary_loop(pool: Pool, order: str) -> None:
+    size = batch_size(PIPELINES)
+    first, second = unsplit("gpt2", 2 * size, size)
+    for seen in pool.run(3, with_a_scheduler, order):
+        assert seen == pytest.approx([0.05, first.loss, 0.025, second.loss], abs=1e-10)
+
+
+def test_gradients_are_summed_in_few_messages_and_the_report_says_how_much_is_hidden(pool: Pool) -> None:
+    """GPT-2 over one stage beside three: three segments, and the tied embedding, which has holders of its own."""
+    ranks = pool.run(4, train, "gpt2", "1x2,3x4", 2 * batch_size("1x2,3x4"))
+    for rank, steps in enumerate(ranks):
+        for step in steps:
+            num_parameters = len(step.gradients)
+            assert step.report["num_buckets"] <= (4 if rank == 0 else 2) < num_parameters
+            assert 0.0 <= step.report["hidden"] <= 1.0

@@ -1,0 +1,106 @@
+"""The Booster's checkpoints: a run goes on as if it had not been interrupted, also on other pipelines."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from families import FAMILIES
+from hetero import make_plugin, num_ranks, pad, samples
+from penstock import Booster
+from penstock.checkpoint import CheckpointError
+from pool import Pool
+
+NUMBER = 20  # two global batches of five microbatches of two
+
+
+def run(pipelines: str, folder: str, steps: range, shard: bool = False, seed: int = 0) -> list[float]:
+    """Steps of an epoch, with Adam, a scheduler, dropout and fp16, between a load and a save of everything."""
+    torch.manual_seed(0)
+    model: Any = FAMILIES["gpt2"].build(dropout=0.2, dtype=torch.float32)
+    if seed:
+        model.apply(lambda module: [p.data.normal_() for p in module.parameters(recurse=False)])
+    plugin = make_plugin(model, pipelines, precision="fp16", initial_scale=2.0**8, growth_interval=1)
+    booster = Booster(plugin=plugin)
+    loader = plugin.prepare_dataloader(samples("gpt2", NUMBER), shuffle=True, collate_fn=pad)
+    adam = torch.optim.Adam(model.parameters(), lr=1e-2)
+    scheduler: Any = torch.optim.lr_scheduler.StepLR(adam, 1, gamma=0.5)
+    model, optimizer, _, loader, scheduler = booster.boost(model, adam, None, loader, scheduler)
+    here = Path(folder)
+    if steps.start:
+        booster.load_model(model, here / "model")
+        booster.load_optimizer(optimizer, here / "model")
+        booster.load_lr_scheduler(scheduler, here / "scheduler.bin")
+        loader.load_state_dict(torch.load(here / "loader.bin"))
+    batches, losses = iter(loader), []
+    for _ in steps:
+        losses.append(booster.execute_pipeline(batches, model, None, optimizer)["loss"].item())
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    losses += [model.pipeline.loss_scale, optimizer.param_groups[0]["lr"]]
+    booster.save_model(model, here / "model", shard=shard, size_per_shard=1, use_safetensors=shard)
+    booster.save_optimizer(optimizer, here / "model")
+    booster.save_lr_scheduler(scheduler, here / "scheduler.bin")
+    if torch.distributed.get_rank() == 0:
+        torch.save(loader.state_dict(), here / "loader.bin")
+    torch.distributed.barrier()
+    return losses
+
+
+@pytest.mark.parametrize(("before", "after", "shard"), [("1x2,2x3", "1x2,2x3", False), ("1x2,2x3", "1x2,1x3", True)])
+def test_a_run_goes_on_also_on_other_pipelines(
+    pool: Pool, tmp_path: Path, before: str, after: str, shard: bool
+) -> None:
+    (whole, *_) = pool.run(num_ranks(before), run, before, str(tmp_path / "whole"), range(2))
+    (first, *_) = pool.run(num_ranks(before), run, before, str(tmp_path / "parts"), range(1), shard=shard)
+    (second, *_) = pool.run(num_ranks(after), run, after, str(tmp_path / "parts"), range(1, 2), seed=1)
+    assert first[0] == whole[0]
+    assert second[0] == pytest.approx(whole[1], rel=1e-3)  # float16 rounds otherwise in another order of sums
+    assert second[1:] == whole[2:]
+
+    reloaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "parts" / "model")
+    expected = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole" / "model")
+    for name, parameter in reloaded.named_parameters():
+        torch.testing.assert_close(parameter, expected.get_parameter(name), atol=2e-2, rtol=0)
+
+
+def loads(folder: str) -> list[str]:
+    """Loading what is no checkpoint of this model is refused by name on all ranks; a parallel one is taken."""
+    model: Any = FAMILIES["gpt2"].build(dtype=torch.float32)
+    plugin = make_plugin(model, "1x1,1x1")
+    booster = Booster(plugin=plugin)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, *_ = booster.boost(model, sgd)
+    before = {name: value.detach().clone() for name, value in model.named_parameters()}
+    messages = []
+    for name in ("missing", "llama", "wider"):
+        with pytest.raises(CheckpointError) as error:
+            booster.load_model(model, Path(folder) / name)
+        messages.append(str(error.value))
+    with pytest.raises(CheckpointError) as error:
+        booster.load_optimizer(optimizer, Path(folder) / "llama")
+    messages.append(str(error.value))
+    with pytest.raises(ValueError, match="leave prefix and gather_dtensor out"):
+        booster.save_model(model, folder, prefix="mine")
+    assert all(torch.equal(value, before[name]) for name, value in model.named_parameters())
+    model.save_parallelized(Path(folder) / "parallel")
+    with torch.no_grad():
+        next(iter(model.parameters())).zero_()
+    booster.load_model(model, Path(folder) / "parallel")
+    assert all(torch.equal(value, before[name]) for name, value in model.named_parameters())
+    return messages
+
+
+def test_foreign_checkpoints_are_refused_by_name(pool: Pool, tmp_path: Path) -> None:
+    FAMILIES["llama"].build(dtype=torch.float32).save_pretrained(tmp_path / "llama")
+    FAMILIES["gpt2"].build(dtype=torch.float32, n_inner=64).save_pretrained(tmp_path / "wider")
+    first, second = pool.run(2, loads, str(tmp_path))
+    assert first == second
+    missing, llama, wider, optimizer = first
+    assert f"{tmp_path}/missing is no directory" in missing
+    assert f"cannot load {tmp_path}/llama" in llama
+    assert f"cannot load {tmp_path}/wider" in wider and "c_fc" in wider
+    assert "holds no parallel checkpoint" in optimizer

@@ -1,0 +1,72 @@
+"""Pipelines of different depth train as the unsplit model does: loss, gradients, norm and parameters after the step."""
+
+import pytest
+import torch
+
+from hetero import assert_equal_training, batch_size, num_ranks, train, unsplit
+from pool import Pool
+
+# As stages x microbatches. GPT-2 ties its embedding to its head: both on one rank in a pipeline of one stage, on two in
+# a deeper one.
+LAYOUTS = {
+    "one stage beside two": "1x2,2x3",
+    "one stage twice beside three": "1x1,1x2,3x4",
+    "two stages twice, with unequal microbatches": "2x1,2x3",
+    "one stage twice, with unequal microbatches": "1x1,1x3",
+    "two beside three": "2x2,3x3",
+    "one pipeline alone": "3x4",
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_any_mix_of_pipelines_trains_as_the_unsplit_model(pool: Pool, name: str) -> None:
+    """Samples of unequal length, padded per microbatch; an incomplete last batch; clipping at every step."""
+    pipelines = LAYOUTS[name]
+    size = batch_size(pipelines)
+    number = 2 * size - 3
+    ranks = pool.run(num_ranks(pipelines), train, "gpt2", pipelines, number, max_norm=0.5)
+    assert_equal_training(ranks, unsplit("gpt2", number, size, max_norm=0.5))
+
+
+def test_a_pipeline_without_a_sample_of_the_last_batch_takes_part(pool: Pool) -> None:
+    pipelines = "1x2,1x2,2x3"
+    number = batch_size(pipelines) + 2
+    ranks = pool.run(4, train, "gpt2", pipelines, number, max_norm=0.5)
+    assert [steps[1].report["num_microbatches"] for steps in ranks] == [1, 0, 1, 1]
+    assert_equal_training(ranks, unsplit("gpt2", number, batch_size(pipelines), max_norm=0.5))
+
+
+@pytest.mark.parametrize("family", ["bert_classification", "bert_mlm", "llama", "opt", "vit"])
+def test_any_family_trains_as_unsplit(pool: Pool, family: str) -> None:
+    pipelines, number = "1x2,2x2", 11
+    ranks = pool.run(3, train, family, pipelines, number)
+    assert_equal_training(ranks, unsplit(family, number, batch_size(pipelines)))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
+def test_any_schedule_trains_as_unsplit(pool: Pool, schedule: str) -> None:
+    pipelines = "1x2,3x4"
+    number = 2 * batch_size(pipelines)
+    ranks = pool.run(4, train, "gpt2", pipelines, number, schedule=schedule)
+    assert_equal_training(ranks, unsplit("gpt2", number, batch_size(pipelines)))
+
+
+def test_a_loop_by_hand_trains_as_unsplit(pool: Pool) -> None:
+    pipelines = "1x2,1x1,2x3"
+    number = batch_size(pipelines) + 2
+    ranks = pool.run(4, train, "gpt2", pipelines, number, by_hand=True)
+    assert_equal_training(ranks, unsplit("gpt2", number, batch_size(pipelines)))
+
+
+def test_dropout_does_not_depend_on_the_layout(pool: Pool) -> None:
+    """The same microbatches, also in the incomplete last batch, on one rank and on three."""
+    number = 2 * batch_size("1x5") - 3
+    (whole,) = pool.run(1, train, "gpt2", "1x5", number, dropout=0.3)
+    (plain,) = pool.run(1, train, "gpt2", "1x5", number)
+    assert abs(whole[0].loss - plain[0].loss) > 1e-3
+    ranks = pool.run(3, train, "gpt2", "1x2,2x3", number, dropout=0.3)
+    for steps in ranks:
+        for step, expected in zip(steps, whole, strict=True):
+            assert step.loss == pytest.approx(expected.loss, abs=1e-10)
+            for name, gradient in step.gradients.items():
+                torch.testing.assert_close(gradient, expected.gradients[name], atol=1e-10, rtol=0)

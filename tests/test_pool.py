@@ -1,0 +1,133 @@
+"""The pool is what other tests stand on: its own claims, one by one."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pool import Pool, WorkerDied, WorkerTimeout
+
+
+def sum_of_ranks(scale: float) -> torch.Tensor:
+    value = torch.full((2,), scale * (dist.get_rank() + 1))
+    dist.all_reduce(value)
+    return value
+
+
+def environment_of_launcher() -> tuple[bool, int, int, str]:
+    was_initialized = dist.is_initialized()
+    dist.init_process_group("gloo")
+    return was_initialized, dist.get_rank(), dist.get_world_size(), os.environ.get("EXTRA", "")
+
+
+def fail_on(failing_rank: int) -> int:
+    if dist.get_rank() == failing_rank:
+        raise KeyError("lost key")
+    return dist.get_rank()
+
+
+def fail_while_others_wait(failing_rank: int) -> None:
+    if dist.get_rank() == failing_rank:
+        raise ZeroDivisionError("cause")
+    dist.barrier()
+
+
+class AwkwardError(Exception):
+    def __init__(self, first: int, second: int) -> None:
+        super().__init__(f"{first} and {second}")
+
+
+def raise_awkwardly() -> None:
+    raise AwkwardError(1, 2)
+
+
+def leave() -> None:
+    raise SystemExit(3)
+
+
+def kill_self(dying_rank: int) -> int:
+    if dist.get_rank() == dying_rank:
+        print("about to die")
+        os.kill(os.getpid(), signal.SIGKILL)
+    return dist.get_rank()
+
+
+def sleep_long_on(sleeping_rank: int) -> int:
+    if dist.get_rank() == sleeping_rank:
+        time.sleep(60)
+    return dist.get_rank()
+
+
+def spoil_settings() -> None:
+    torch.set_default_dtype(torch.float64)
+    torch.set_grad_enabled(False)
+    os.environ["LEFT_BEHIND"] = "1"
+
+
+def settings() -> tuple[torch.dtype, bool, bool, float]:
+    return torch.get_default_dtype(), torch.is_grad_enabled(), "LEFT_BEHIND" in os.environ, torch.rand(()).item()
+
+
+def process_id() -> int:
+    return os.getpid()
+
+
+@pytest.mark.parametrize("world_size", [3, 1, 2])
+def test_collectives_work_for_any_number_of_ranks(pool: Pool, world_size: int) -> None:
+    expected = 0.5 * world_size * (world_size + 1) / 2
+    for value in pool.run(world_size, sum_of_ranks, scale=0.5):
+        torch.testing.assert_close(value, torch.full((2,), expected))
+
+
+def test_workers_are_reused(pool: Pool) -> None:
+    assert pool.run(2, process_id) == pool.run(2, process_id)
+
+
+def test_a_function_can_initialise_from_the_environment(pool: Pool) -> None:
+    results = pool.run(2, environment_of_launcher, init=False, environment={"EXTRA": "value"})
+    assert results == [(False, 0, 2, "value"), (False, 1, 2, "value")]
+
+
+def test_an_exception_keeps_its_type_and_names_its_rank(pool: Pool) -> None:
+    with pytest.raises(KeyError, match="lost key") as caught:
+        pool.run(3, fail_on, 2)
+    notes = "\n".join(caught.value.__notes__)
+    assert "on rank 2 of 3" in notes and "in fail_on" in notes
+
+
+def test_outcomes_hold_results_and_exceptions(pool: Pool) -> None:
+    first, second = pool.run(2, fail_on, 1, outcomes=True)
+    assert first == 0 and isinstance(second, KeyError)
+
+
+def test_the_cause_is_raised_and_not_what_followed_from_it(pool: Pool) -> None:
+    with pytest.raises(ZeroDivisionError, match="cause"):
+        pool.run(2, fail_while_others_wait, 1)
+
+
+def test_exceptions_that_do_not_travel_are_still_told(pool: Pool) -> None:
+    with pytest.raises(RuntimeError, match="AwkwardError: 1 and 2"):
+        pool.run(1, raise_awkwardly)
+    with pytest.raises(RuntimeError, match="SystemExit: 3"):
+        pool.run(1, leave)
+
+
+def test_a_killed_worker_is_named_and_replaced(pool: Pool) -> None:
+    with pytest.raises(WorkerDied, match=r"rank 1 ended with signal SIGKILL; it printed:\nabout to die"):
+        pool.run(2, kill_self, 1)
+    assert pool.run(2, sum_of_ranks, 1.0)[1][0] == 3
+
+
+def test_a_hanging_worker_is_shown_and_replaced(pool: Pool) -> None:
+    first, second = pool.run(2, sleep_long_on, 1, timeout=1, outcomes=True)
+    assert first == 0 and isinstance(second, WorkerTimeout) and "in sleep_long_on" in str(second)
+    assert pool.run(2, sum_of_ranks, 1.0)[0][0] == 3
+
+
+def test_one_task_leaves_nothing_for_the_next(pool: Pool) -> None:
+    before = pool.run(1, settings)
+    pool.run(1, spoil_settings)
+    assert pool.run(1, settings) == before

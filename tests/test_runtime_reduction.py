@@ -1,0 +1,150 @@
+"""Summing gradients over holders: values against a plain sum, and when each bucket leaves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from penstock.runtime.buckets import make_buckets
+from penstock.runtime.failure import FailureBoard
+from penstock.runtime.reduction import GradientReducer
+from penstock.runtime.transfer import TensorSpec, decode_header, encode_header
+from pool import Pool
+
+BOTH = (0, 1)
+
+
+def parameters(*sizes: int) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.ones(size, dtype=torch.float64)) for size in sizes]
+
+
+def reducer_of(held: list[tuple[nn.Parameter, tuple[int, ...]]], deferred: set[int] | None = None) -> GradientReducer:
+    groups = {BOTH: dist.group.WORLD}
+    board = FailureBoard(None, dist.get_rank(), "test")
+    return GradientReducer(held, groups, dist.get_rank(), board, lambda p: id(p) in (deferred or set()))  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------- buckets
+
+
+def test_buckets_hold_shared_parameters_in_backward_order() -> None:
+    a, b, c, own, d = parameters(1, 2, 3, 4, 5)
+    half = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
+    held = [(a, BOTH), (b, (0, 1, 2)), (half, BOTH), (c, BOTH), (own, (0,)), (d, BOTH)]
+    buckets = make_buckets(held)
+    found = [([id(p) for p in bucket.parameters], bucket.ranks) for bucket in buckets]
+    assert found == [([id(d), id(c), id(a)], BOTH), ([id(half)], BOTH), ([id(b)], (0, 1, 2))]
+
+
+def test_a_bucket_is_no_larger_than_its_capacity_unless_one_parameter_is() -> None:
+    held = [(parameter, BOTH) for parameter in parameters(3, 3, 9, 2, 2)]
+    sizes = [[p.numel() for p in bucket.parameters] for bucket in make_buckets(held, capacity=6 * 8)]
+    assert sizes == [[2, 2], [9], [3, 3]]
+
+
+# ---------------------------------------------------------------- sums
+
+
+def sum_where_some_are_missing() -> list[torch.Tensor | None]:
+    """Rank 0 has gradients for the first and second parameter, rank 1 for the second and third; nobody for the last."""
+    rank = dist.get_rank()
+    weights = parameters(2, 2, 2, 2)
+    reducer = reducer_of([(weight, BOTH) for weight in weights])
+    reducer.begin()
+    reducer.enter_backward(final=True)
+    for index in (rank, rank + 1):
+        (weights[index] * float(1 + index + 10 * rank)).sum().backward()
+    report = reducer.finish()
+    assert report.num_bytes == 4 * 2 * 8
+    return [weight.grad for weight in weights]
+
+
+def test_a_gradient_that_only_one_holder_has_reaches_the_others_and_one_nobody_has_stays_none(pool: Pool) -> None:
+    for first, second, third, last in pool.run(2, sum_where_some_are_missing):
+        assert first.tolist() == [1.0, 1.0] and second.tolist() == [14.0, 14.0] and third.tolist() == [13.0, 13.0]
+        assert last is None
+
+
+def note_launches(case: str) -> tuple[list[str], float]:
+    """In which backward the bucket of a weight leaves, and its sum; the weight may be used once or in two pieces."""
+    (weight,) = parameters(1)
+    deferred: set[int] = {id(weight)} if case == "deferred" else set()
+    reducer = reducer_of([(weight, BOTH)], deferred)
+    log: list[str] = []
+    launch = reducer._launch
+    reducer._launch = lambda bucket: (log.append(place), launch(bucket))  # type: ignore[assignment,misc,return-value]
+
+    def backward() -> None:
+        weight.mul(1.0).sum().backward()
+        if case == "piecemeal":  # what a reentrant checkpoint does inside one backward
+            weight.mul(2.0).sum().backward()
+
+    reducer.begin()
+    for number in range(2):
+        place = f"backward {number}"
+        reducer.enter_backward(final=number == 1)
+        backward()
+    place = "W action"
+    if case == "deferred":
+        reducer.ready(weight)
+    place = "end"
+    reducer.finish()
+    assert weight.grad is not None
+    return log, float(weight.grad)
+
+
+@pytest.mark.parametrize(
+    ("case", "place", "total"), [("once", "backward 1", 4.0), ("piecemeal", "end", 12.0), ("deferred", "W action", 4.0)]
+)
+def test_a_bucket_leaves_when_its_gradients_are_complete_and_not_before(
+    pool: Pool, case: str, place: str, total: float
+) -> None:
+    for log, gradient in pool.run(2, note_launches, case):
+        assert log == [place]
+        assert gradient == total
+
+
+def switch_on_pieces_late() -> str:
+    (weight,) = parameters(1)
+    reducer = reducer_of([(weight, BOTH)])
+    for step in range(2):
+        reducer.begin()
+        weight.grad = None
+        reducer.enter_backward(final=False)
+        reducer.enter_backward(final=True)
+        weight.sum().backward()
+        if step == 0:
+            reducer.finish()
+    with pytest.raises(RuntimeError) as caught:
+        weight.sum().backward()
+    reducer.finish()
+    return str(caught.value)
+
+
+def test_a_gradient_that_comes_after_its_sum_is_an_error_and_not_lost(pool: Pool) -> None:
+    for text in pool.run(2, switch_on_pieces_late):
+        assert "after it had been summed" in text and "use_reentrant=False" in text
+
+
+# ---------------------------------------------------------------- headers
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
+def test_headers_tell_shapes_types_and_gradients(dtype: torch.dtype) -> None:
+    specs = (
+        TensorSpec((2, 3, 4), dtype, dtype.is_floating_point),
+        TensorSpec((), torch.float32),
+        TensorSpec((0,), dtype),
+    )
+    assert decode_header(encode_header(specs, torch.device("cpu"))) == specs
+    assert decode_header(encode_header((), torch.device("cpu"))) == ()
+
+
+def test_a_tensor_of_too_many_dimensions_is_refused() -> None:
+    spec: Any = TensorSpec((1,) * 9, torch.float32)
+    with pytest.raises(ValueError, match="9 dimensions"):
+        encode_header([spec], torch.device("cpu"))

@@ -1,0 +1,208 @@
+"""What `validate` accepts and refuses, against a plain search for a run of the schedule."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from penstock.schedule import Action, Kind, Schedule, ScheduleError, build, parse_schedule, schedule_names, validate
+from penstock.schedule.communication import (
+    Blocked,
+    Direction,
+    Operation,
+    Transfer,
+    insert_communication,
+    smallest_window,
+)
+from penstock.schedule.validate import check_rendezvous
+
+SMALL = st.builds(
+    build, st.sampled_from(schedule_names()), num_ranks=st.integers(1, 5), num_microbatches=st.integers(1, 6)
+)
+
+
+def with_row(schedule: Schedule, rank: int, row: list[Action]) -> Schedule:
+    return replace(schedule, actions=(*schedule.actions[:rank], tuple(row), *schedule.actions[rank + 1 :]))
+
+
+def runs_to_the_end(schedule: Schedule) -> bool:
+    """Sweep over the ranks until nothing moves."""
+    done: set[Action] = set()
+    rows = [list(row) for row in schedule.actions]
+    moved = True
+    while moved:
+        moved = False
+        for row in rows:
+            while row and all(needed in done for needed in row[0].prerequisites(schedule.num_stages)):
+                done.add(row.pop(0))
+                moved = True
+    return not any(rows)
+
+
+def keeps_its_orders(schedule: Schedule) -> bool:
+    """The caller's order, and one order at both ends of each cut and direction."""
+
+    def order(kind: Kind, stage: int) -> list[int]:
+        row = schedule.actions[schedule.stage_to_rank[stage]]
+        return [action.microbatch for action in row if (action.kind, action.stage) == (kind, stage)]
+
+    tops = [schedule.top_stage(rank) for rank in range(schedule.num_ranks)]
+    if any(order(Kind.B, top) != sorted(order(Kind.B, top)) for top in tops):
+        return False
+    return all(
+        order(kind, cut) == order(kind, cut + 1)
+        for cut in range(schedule.num_stages - 1)
+        if not schedule.is_local(cut, cut + 1)
+        for kind in (Kind.F, Kind.B)
+    )
+
+
+@settings(deadline=None, max_examples=300)
+@given(SMALL, st.data())
+def test_a_swap_is_refused_exactly_if_it_blocks_or_breaks_an_order(schedule: Schedule, data: st.DataObject) -> None:
+    rank = data.draw(st.integers(0, schedule.num_ranks - 1))
+    row = list(schedule.actions[rank])
+    first, second = data.draw(st.tuples(*[st.integers(0, len(row) - 1)] * 2))
+    assume(first != second)
+    row[first], row[second] = row[second], row[first]
+    swapped = with_row(schedule, rank, row)
+    if runs_to_the_end(swapped) and keeps_its_orders(swapped):
+        validate(swapped)
+    else:
+        with pytest.raises(ScheduleError):
+            validate(swapped)
+
+
+@settings(deadline=None, max_examples=100)
+@given(SMALL, st.data())
+def test_a_dropped_a_repeated_and_a_foreign_action_are_refused_by_name(schedule: Schedule, data: st.DataObject) -> None:
+    rank = data.draw(st.integers(0, schedule.num_ranks - 1))
+    row = list(schedule.actions[rank])
+    position = data.draw(st.integers(0, len(row) - 1))
+    with pytest.raises(ScheduleError, match=f"rank {rank} is missing {row[position]}$"):
+        validate(with_row(schedule, rank, row[:position] + row[position + 1 :]))
+    with pytest.raises(ScheduleError, match=f"rank {rank} has more than once {row[position]}$"):
+        validate(with_row(schedule, rank, row + [row[position]]))
+    foreign = replace(row[position], microbatch=schedule.num_microbatches)
+    with pytest.raises(ScheduleError, match=f"rank {rank} must not have {foreign}$"):
+        validate(with_row(schedule, rank, [*row, foreign]))
+
+
+def test_a_deadlock_names_what_every_rank_is_blocked_at() -> None:
+    schedule = build("1f1b", 3, 2)
+    rows = [list(row) for row in schedule.actions]
+    rows[0].remove(Action(Kind.F, 0, 1))
+    rows[0].append(Action(Kind.F, 0, 1))  # after the backwards, for which rank 1 wants the forward
+    with pytest.raises(ScheduleError) as error:
+        validate(with_row(schedule, 0, rows[0]))
+    assert str(error.value) == (
+        "schedule deadlocks: rank 0 is blocked at 0B0, which needs 1B0 of rank 1; "
+        "rank 1 is blocked at 1F1, which needs 0F1 of rank 0; rank 2 is blocked at 2F1, which needs 1F1 of rank 1"
+    )
+
+
+def test_a_weight_gradient_before_its_input_gradient_is_refused() -> None:
+    schedule = build("zb-h1", 2, 2)
+    row = list(schedule.actions[0])
+    b, w = row.index(Action(Kind.B, 0, 0)), row.index(Action(Kind.W, 0, 0))
+    row[b], row[w] = row[w], row[b]
+    with pytest.raises(ScheduleError, match="rank 0 is blocked at 0W0, which needs 0B0 of rank 0; rank 1 is done"):
+        validate(with_row(schedule, 0, row))
+
+
+def test_another_order_at_the_other_end_of_a_channel_is_refused() -> None:
+    schedule = build("gpipe", 2, 3)
+    row = list(schedule.actions[1])
+    row[0], row[1] = row[1], row[0]
+    message = "stage 0 sends the results of F to stage 1 in another order than they are used: number 0 is microbatch 0"
+    with pytest.raises(ScheduleError, match=message):
+        validate(with_row(schedule, 1, row))
+
+
+def test_backwards_out_of_order_at_the_caller_are_refused() -> None:
+    actions = [[Action(kind, stage, mb) for kind in (Kind.F, Kind.B) for mb in (1, 0)] for stage in range(2)]
+    schedule = replace(build("gpipe", 2, 2), actions=tuple(tuple(row) for row in actions))
+    with pytest.raises(ScheduleError, match="rank 0 runs the backward of its top stage 0 for microbatches 1, 0"):
+        validate(schedule)
+
+
+def test_stages_without_a_rank_and_ranks_without_a_stage_are_refused() -> None:
+    schedule = build("1f1b", 2, 2)
+    with pytest.raises(ScheduleError, match="2 stages but ranks were given for 1"):
+        validate(replace(schedule, stage_to_rank=(0,)))
+    with pytest.raises(ScheduleError, match="every rank must hold a stage"):
+        validate(replace(schedule, stage_to_rank=(0, 0)))
+
+
+@settings(deadline=None, max_examples=100)
+@given(SMALL)
+def test_communication_is_a_send_and_a_receive_per_message_with_the_compute_unchanged(schedule: Schedule) -> None:
+    operations = insert_communication(schedule)
+    compute = tuple(tuple(op for op in row if isinstance(op, Action)) for row in operations)
+    assert compute == schedule.actions
+    sides = {
+        direction: sorted(
+            (str(op.source), str(op.destination))
+            for row in operations
+            for op in row
+            if isinstance(op, Transfer) and op.direction is direction
+        )
+        for direction in Direction
+    }
+    assert sides[Direction.SEND] == sides[Direction.RECEIVE]
+    num_remote_cuts = sum(not schedule.is_local(cut, cut + 1) for cut in range(schedule.num_stages - 1))
+    assert len(sides[Direction.SEND]) == 2 * num_remote_cuts * schedule.num_microbatches
+    for row in operations:
+        for position, op in enumerate(row):
+            if isinstance(op, Transfer) and op.direction is Direction.SEND:
+                assert row.index(op.source) < position
+            elif isinstance(op, Transfer):
+                assert position < row.index(op.destination)
+
+
+@settings(deadline=None, max_examples=100)
+@given(SMALL)
+def test_any_two_ranks_see_their_messages_in_one_order(schedule: Schedule) -> None:
+    operations = insert_communication(schedule)
+    for rank, row in enumerate(operations):
+        for peer in range(schedule.num_ranks):
+            here = [(op.source, op.destination) for op in row if isinstance(op, Transfer) and op.peer == peer]
+            there = [
+                (op.source, op.destination) for op in operations[peer] if isinstance(op, Transfer) and op.peer == rank
+            ]
+            assert here == there
+
+
+def naive_communication(schedule: Schedule) -> list[list[Operation]]:
+    """A receive right before its use, a send right after what it sends."""
+    result: list[list[Operation]] = []
+    for row in schedule.actions:
+        operations: list[Operation] = []
+        for action in row:
+            if action.kind is not Kind.W:
+                source = action.stage + (-1 if action.kind is Kind.F else 1)
+                if 0 <= source < schedule.num_stages:
+                    message = Action(action.kind, source, action.microbatch)
+                    peer = schedule.stage_to_rank[source]
+                    operations.append(Transfer(Direction.RECEIVE, message, action, peer))
+            operations.append(action)
+            user = action.feeds(schedule.num_stages)
+            if user is not None:
+                operations.append(Transfer(Direction.SEND, action, user, schedule.stage_to_rank[user.stage]))
+        result.append(operations)
+    return result
+
+
+def test_naive_placement_is_valid_for_gpipe_and_deadlocks_for_1f1b_if_sends_block() -> None:
+    check_rendezvous(naive_communication(build("gpipe", 3, 4)))
+    with pytest.raises(ScheduleError, match="deadlock if sends block: rank 0: 0SEND_F1, rank 1: 1SEND_B0"):
+        check_rendezvous(naive_communication(build("1f1b", 2, 4)))
+
+
+def test_a_schedule_that_needs_a_wider_window_says_so() -> None:
+    # Rank 0 sends four before it takes a gradient, rank 1 wants to give the second before it takes the third.
+    schedule = parse_schedule(["0F0,0F1,0F2,0F3,0B0,0B1,0B2,0B3", "1F0,1B0,1F1,1B1,1F2,1B2,1F3,1B3"])
+    with pytest.raises(Blocked, match="rank 0: 0SEND_F3, rank 1: 1SEND_B1"):
+        insert_communication(schedule, window=1)
+    assert smallest_window(schedule) == 2
