@@ -176,19 +176,19 @@ class Pool:
         return Worker(process, ours, log)
 
     def _collect(self, workers: Sequence[Worker], timeout: float) -> tuple[list[Any], list[int]]:
-        """Each rank's result or exception, and the order in which they arrived."""
+        """Each rank's result or exception, and the ranks in the order in which they ended."""
         results: list[Any] = [None] * len(workers)
-        order: list[int] = []
+        ended: dict[int, float] = {}
         pending = {worker.connection: rank for rank, worker in enumerate(workers)}
         deadline = time.monotonic() + timeout
         while pending and (left := deadline - time.monotonic()) > 0:
             for ready in wait(list(pending), timeout=left):
                 assert isinstance(ready, Connection)
                 rank = pending.pop(ready)
-                order.append(rank)
                 try:
-                    results[rank] = pickle.loads(ready.recv_bytes())
+                    ended[rank], results[rank] = pickle.loads(ready.recv_bytes())
                 except (EOFError, ConnectionError):
+                    ended[rank] = time.monotonic()
                     code = workers[rank].process.wait()
                     results[rank] = WorkerDied(f"rank {rank} ended with {_exit_text(code)}; {_tail(workers[rank])}")
                 if isinstance(results[rank], BaseException):
@@ -197,7 +197,7 @@ class Pool:
             worker = workers[rank]
             with contextlib.suppress(ProcessLookupError):
                 os.kill(worker.process.pid, signal.SIGUSR1)  # faulthandler prints every thread's stack to the log
-            order.append(rank)
+            ended[rank] = deadline
         if pending:
             time.sleep(0.5)
         for rank in pending.values():
@@ -206,7 +206,7 @@ class Pool:
         for rank, result in enumerate(results):
             if isinstance(result, WorkerDied):
                 self._replace(workers[rank])
-        return results, order
+        return results, sorted(ended, key=ended.__getitem__)
 
     def _replace(self, worker: Worker) -> None:
         worker.stop()
@@ -282,9 +282,17 @@ def _serve(connection: Connection) -> None:
 
 
 def _answer(task: Task) -> bytes:
-    """The pickled result of a task, or its pickled exception with the traceback as a note."""
+    """When the task's function ended and its result, or its exception with the traceback as a note; pickled."""
+    ended = time.monotonic()
     try:
-        return pickle.dumps(_perform(task))
+        try:
+            _set_up(task)
+            result = _function(task)(*task.arguments, **task.keywords)
+        finally:
+            # Before anything is taken down: the peers that fail because this rank's connections close fail later.
+            ended = time.monotonic()
+            _take_down()
+        return pickle.dumps((ended, result))
     except BaseException as error:  # SystemExit and KeyboardInterrupt included: a rank's end is a result here
         text = "".join(traceback.format_exception(error))
         try:
@@ -295,12 +303,17 @@ def _answer(task: Task) -> bytes:
             error = RuntimeError(f"{type(error).__name__}: {error}")
         error.__traceback__ = None
         error.add_note(text)
-        return pickle.dumps(error)
+        return pickle.dumps((ended, error))
 
 
-def _perform(task: Task) -> Any:
-    import gc
+def _function(task: Task) -> Callable[..., Any]:
+    found: Any = importlib.import_module(task.module)
+    for name in task.function.split("."):
+        found = getattr(found, name)
+    return found
 
+
+def _set_up(task: Task) -> None:
     import torch
     import torch.distributed as dist
 
@@ -310,17 +323,18 @@ def _perform(task: Task) -> Any:
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
     torch.manual_seed(0)
-    function = importlib.import_module(task.module)
-    for name in task.function.split("."):
-        function = getattr(function, name)
-    try:
-        if task.initialize:
-            dist.init_process_group("gloo", timeout=timedelta(seconds=task.timeout))
-        return function(*task.arguments, **task.keywords)  # type: ignore[operator]  # a module until its attribute
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        gc.collect()
+    if task.initialize:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=task.timeout))
+
+
+def _take_down() -> None:
+    import gc
+
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    gc.collect()
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from transformers import initialization
 
 from checkpoint_ranks import in_fork
 from families import FAMILIES
@@ -159,10 +160,10 @@ def test_torch_is_left_as_it_was() -> None:
     model_class, config = configuration("vit")
     stages = cut(list_units(meta_model(model_class, config)), 2)
     before = (nn.Module.register_parameter, torch.nn.init.normal_, torch.nn.init.trunc_normal_)
-    table = dict(transformers.initialization.TORCH_INIT_FUNCTIONS)
+    table = dict(initialization.TORCH_INIT_FUNCTIONS)
     model = init_stage(model_class, config, stages, [0])
     assert (nn.Module.register_parameter, torch.nn.init.normal_, torch.nn.init.trunc_normal_) == before
-    assert table == transformers.initialization.TORCH_INIT_FUNCTIONS
+    assert table == initialization.TORCH_INIT_FUNCTIONS
     assert not any(hasattr(parameter, "_number") for parameter in model.parameters())
 
 
