@@ -50,6 +50,8 @@ format: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/pipeline_efficiency.py
+	$(BIN)/python benchmarks/heterogeneous.py
+	$(BIN)/python benchmarks/tensor_parallel.py
 
 clean:
 	rm -rf $(VENV) runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -21,7 +21,9 @@ from torch import nn
 from torch.nn import functional
 from transformers import GPT2Config, GPT2LMHeadModel
 
-Step = Callable[[], float]
+# A step's figures: its loss, and maybe others.
+Figures = dict[str, float]
+Step = Callable[[], Figures]
 
 
 def build(arguments: dict[str, Any]) -> GPT2LMHeadModel:
@@ -51,7 +53,8 @@ def tokens(arguments: dict[str, Any]) -> torch.Tensor:
 def one_process(arguments: dict[str, Any]) -> Step:
     """The unsplit model, accumulating over the same microbatches."""
     model, ids = build(arguments), tokens(arguments)
-    return lambda: accumulate(model, model, ids.chunk(arguments["num_microbatches"]), arguments["num_microbatches"])
+    microbatches = ids.chunk(arguments["num_microbatches"])
+    return lambda: {"loss": accumulate(model, model, microbatches, len(microbatches))}
 
 
 def accumulate(model: nn.Module, call: nn.Module, microbatches: Any, total: int) -> float:
@@ -72,14 +75,20 @@ def data_parallel(arguments: dict[str, Any]) -> Step:
         arguments["num_microbatches"] // dist.get_world_size()
     )
 
-    def step() -> float:
+    def step() -> Figures:
         with replica.no_sync():
             loss = accumulate(model, replica, mine[:-1], len(mine))
         last = replica(input_ids=mine[-1], labels=mine[-1], use_cache=False).loss / len(mine)
         last.backward()
-        return loss + last.item()
+        return {"loss": mean_over_ranks(loss + last.item())}
 
     return step
+
+
+def mean_over_ranks(value: float) -> float:
+    total = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(total)
+    return float(total) / dist.get_world_size()
 
 
 def fully_sharded(arguments: dict[str, Any]) -> Step:
@@ -95,7 +104,7 @@ def fully_sharded(arguments: dict[str, Any]) -> Step:
         arguments["num_microbatches"] // dist.get_world_size()
     )
 
-    def step() -> float:
+    def step() -> Figures:
         model.zero_grad()
         total = 0.0
         for index, batch in enumerate(mine):
@@ -103,7 +112,7 @@ def fully_sharded(arguments: dict[str, Any]) -> Step:
             loss = model(input_ids=batch, labels=batch, use_cache=False).loss / len(mine)
             loss.backward()
             total += loss.item()
-        return total
+        return {"loss": mean_over_ranks(total)}
 
     return step
 
@@ -111,23 +120,38 @@ def fully_sharded(arguments: dict[str, Any]) -> Step:
 def penstock_pipeline(arguments: dict[str, Any]) -> Step:
     import penstock
 
-    model = penstock.initialize(
-        build(arguments),
-        {
-            "model_parallelism": {
-                "pipeline_parallel_size": int(os.environ["WORLD_SIZE"]),
-                "num_microbatches": arguments["num_microbatches"],
-                "schedule": arguments["schedule"],
-            }
-        },
-    )
-    ids = tokens(arguments)
+    section = {
+        "pipeline_parallel_size": int(os.environ["WORLD_SIZE"]),
+        "num_microbatches": arguments["num_microbatches"],
+        "schedule": arguments["schedule"],
+        "trace": arguments.get("trace"),
+    }
+    model = penstock.initialize(build(arguments), {"model_parallelism": section})
+    return penstock_step(model, tokens(arguments))
 
-    def step() -> float:
+
+def one_stage_pipelines(arguments: dict[str, Any]) -> Step:
+    """A pipeline of one stage on every rank, through the plugin: the layout of data parallelism."""
+    import penstock
+
+    model, world = build(arguments), int(os.environ["WORLD_SIZE"])
+    template = penstock.PipelineTemplate("gpt2", [penstock.PipelineTemplate.get_modules(model)])
+    plugin = penstock.HeterogeneousParallelPlugin(
+        microbatch_size=arguments["micro_batch_size"], schedule=arguments["schedule"]
+    )
+    plugin.set_pipelines([template] * world, [arguments["num_microbatches"] // world] * world)
+    model, *_ = plugin.configure(model)
+    return penstock_step(model, tokens(arguments).chunk(world)[plugin.pipeline_index])
+
+
+def penstock_step(model: Any, ids: torch.Tensor) -> Step:
+    def step() -> Figures:
         model.zero_grad()
         for out in model(input_ids=ids, labels=ids):
             out.loss.backward()
-        return model.pipeline.last_step.loss
+        report = model.pipeline.last_step
+        hidden = {} if report.reduction is None else {"hidden": report.reduction.hidden}
+        return {"loss": report.global_loss, **hidden}
 
     return step
 
@@ -152,6 +176,12 @@ class TorchStage(nn.Module):
         return hidden if self.head is None else self.head(hidden)
 
 
+def loss_of(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """The model's own loss, for peers that take the head's output."""
+    shifted = functional.pad(target, (0, 1), value=-100)[..., 1:]
+    return functional.cross_entropy(logits.flatten(0, 1).float(), shifted.flatten())
+
+
 def torch_pipeline(arguments: dict[str, Any]) -> Step:
     from torch.distributed import pipelining
 
@@ -163,22 +193,40 @@ def torch_pipeline(arguments: dict[str, Any]) -> Step:
     del model
     stage = pipelining.PipelineStage(module, rank, size, torch.device("cpu"))
 
-    def loss_of(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        shifted = functional.pad(target, (0, 1), value=-100)[..., 1:]
-        return functional.cross_entropy(logits.flatten(0, 1).float(), shifted.flatten())
-
     kind = getattr(pipelining, arguments["schedule"])
     single = arguments["schedule"] in ("Schedule1F1B", "ScheduleGPipe")
     schedule = kind(stage if single else [stage], arguments["num_microbatches"], loss_fn=loss_of)
 
-    def step() -> float:
+    def step() -> Figures:
         module.zero_grad()
         losses: list[torch.Tensor] = []
         extra = {"target": ids, "losses": losses} if rank == size - 1 else {}
         schedule.step(*([ids] if rank == 0 else []), **extra)
-        return float(torch.stack(losses).mean()) if losses else 0.0
+        return {"loss": float(torch.stack(losses).mean())} if losses else {}
 
     return step
+
+
+def deepspeed_pipeline(arguments: dict[str, Any]) -> Step:
+    """DeepSpeed's own engine. Its step cannot leave the optimizer out, so that is plain SGD."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
+    from deepspeed.pipe import PipelineModule
+
+    deepspeed.init_distributed("gloo")
+    model, ids = build(arguments), tokens(arguments)
+    layers = [TorchStage(model, index, index + 1) for index in range(arguments["layers"])]
+    module = PipelineModule(layers, num_stages=dist.get_world_size(), loss_fn=loss_of, partition_method="uniform")
+    settings = {
+        "train_batch_size": len(ids),
+        "train_micro_batch_size_per_gpu": arguments["micro_batch_size"],
+        "gradient_accumulation_steps": arguments["num_microbatches"],
+        "steps_per_print": 10**9,
+    }
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings)
+    microbatches = [(part, part) for part in ids.chunk(arguments["num_microbatches"])]
+    return lambda: {"loss": float(engine.train_batch(iter(microbatches)))}
 
 
 KINDS = {
@@ -186,7 +234,9 @@ KINDS = {
     "ddp": data_parallel,
     "fsdp": fully_sharded,
     "penstock": penstock_pipeline,
+    "one-stage pipelines": one_stage_pipelines,
     "torch": torch_pipeline,
+    "deepspeed": deepspeed_pipeline,
 }
 
 
@@ -194,30 +244,29 @@ def main() -> None:
     arguments, output = json.loads(sys.argv[1]), sys.argv[2]
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     step = KINDS[arguments["kind"]](arguments)
-    losses = [step() for _ in range(arguments["warmup"])]
-    seconds = []
+    for _ in range(arguments["warmup"]):
+        step()
+    seconds, figures = [], []
     for _ in range(arguments["steps"]):
         if dist.is_initialized():
             dist.barrier()
         start = time.perf_counter()
-        losses.append(step())
+        figures.append(step())
         if dist.is_initialized():
             dist.barrier()
         seconds.append(time.perf_counter() - start)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    loss, peaks = losses[-1], [peak]
+    ranks: list[Any] = [(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, figures)]
     if dist.is_initialized():
-        gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, (peak, losses[-1]))
-        peaks = [entry[0] for entry in gathered]
-        loss = gathered[-1][1]
-        if arguments["kind"] in ("ddp", "fsdp"):
-            loss = sum(entry[1] for entry in gathered) / len(gathered)
-    if int(os.environ["RANK"]) == 0:
-        with open(output, "w") as file:
-            json.dump({"seconds": seconds, "peak_mib": peaks, "loss": loss}, file)
-    if dist.is_initialized():
+        mine, ranks = ranks[0], [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, mine)
         dist.destroy_process_group()
+    if int(os.environ["RANK"]) == 0:
+        result = {"seconds": seconds, "peak_mib": [peak for peak, _ in ranks]}
+        # The last rank knows every figure: a pipeline's loss is made there.
+        for name in ranks[-1][1][0]:
+            result[name] = [entry[name] for entry in ranks[-1][1]]
+        with open(output, "w") as file:
+            json.dump(result, file)
 
 
 if __name__ == "__main__":

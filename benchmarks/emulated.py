@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -19,6 +20,10 @@ from torch import nn
 from torch.nn import functional
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
+
+import penstock
+from penstock.runtime.weight_gradients import Deferred, WeightGradientQueues
+from penstock.schedule import build
 
 WIDTH = 16
 
@@ -55,18 +60,15 @@ class _Sleep(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor, torch.Tensor]:
         block = ctx.block
         sleep(block.backward_seconds)
-        queue = block.queues.current if block.queues is not None else None
-        if queue is None:
-            sleep(block.weight_seconds)
+        if block.queues is not None and block.queues.deferring:
+            block.queues.defer(Deferred((), partial(sleep, block.weight_seconds)))
         else:
-            from penstock.runtime.weight_gradients import Deferred
-
-            queue.append(Deferred((), partial(sleep, block.weight_seconds)))
+            sleep(block.weight_seconds)
         return None, gradient, gradient.sum((0, 1))
 
 
 class SleepingBlock(nn.Module):
-    queues: Any = None
+    queues: WeightGradientQueues | None = None
 
     def __init__(self, config: SleepConfig):
         super().__init__()
@@ -102,9 +104,6 @@ class SleepingModel(PreTrainedModel):
 
 
 def penstock_steps(arguments: dict[str, Any]) -> list[float]:
-    import penstock
-    from penstock.schedule import build
-
     size = int(os.environ["WORLD_SIZE"])
     num_stages = build(arguments["schedule"], size, 1).num_stages
     # A rank's work is the same however many stages it is cut into.
@@ -120,9 +119,29 @@ def penstock_steps(arguments: dict[str, Any]) -> list[float]:
             }
         },
     )
+    return _timed_steps(model, arguments["num_microbatches"], arguments)
+
+
+def heterogeneous_steps(arguments: dict[str, Any]) -> list[float]:
+    """Pipelines of `arguments["stages"]` stages each, on a model of `num_blocks` blocks that cost the same."""
+    costs = (arguments[name] for name in ("forward", "backward", "weight"))
+    model = SleepingModel(SleepConfig(arguments["num_blocks"], *costs))
+    names = [f"blocks.{index}" for index in range(arguments["num_blocks"])]
+    templates = []
+    for sizes in arguments["stages"]:
+        ends = list(accumulate(sizes, initial=0))
+        templates.append(penstock.PipelineTemplate("sleeping", [names[a:b] for a, b in pairwise(ends)]))
+    plugin = penstock.HeterogeneousParallelPlugin(microbatch_size=1, schedule=arguments["schedule"])
+    plugin.set_pipelines(templates, arguments["num_microbatches"])
+    model, *_ = plugin.configure(model)
+    return _timed_steps(model, arguments["num_microbatches"][plugin.pipeline_index], arguments)
+
+
+def _timed_steps(model: Any, num_samples: int, arguments: dict[str, Any]) -> list[float]:
+    """Seconds of each training step on batches of one sample per microbatch."""
     for block in model.blocks:
         block.queues = model.pipeline.weight_gradients
-    data = torch.zeros(arguments["num_microbatches"], 4, WIDTH)
+    data = torch.zeros(num_samples, 4, WIDTH)
     seconds = []
     for _ in range(arguments["warmup"] + arguments["steps"]):
         dist.barrier()
@@ -157,7 +176,8 @@ def torch_steps(arguments: dict[str, Any]) -> list[float]:
 def main() -> None:
     arguments, output = json.loads(sys.argv[1]), sys.argv[2]
     torch.set_num_threads(1)
-    steps = {"penstock": penstock_steps, "torch": torch_steps}[arguments["kind"]]
+    kinds = {"penstock": penstock_steps, "torch": torch_steps, "heterogeneous": heterogeneous_steps}
+    steps = kinds[arguments["kind"]]
     seconds = steps(arguments)
     if int(os.environ["RANK"]) == 0:
         with open(output, "w") as file:

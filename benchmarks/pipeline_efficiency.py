@@ -1,19 +1,25 @@
 """How close pipelines come to their schedules' ideal, beside their peers: `python benchmarks/pipeline_efficiency.py`.
 
-Four parts, each with a result file in benchmarks/results: real compute on two cores, memory against the number of
-microbatches, emulated devices, and a tiny model that shows the cost of the machinery itself.
+Five parts, each with a result file in benchmarks/results: real compute on two cores, memory against the number of
+microbatches, emulated devices, a tiny model that shows the cost of the machinery itself, and how well the simulator
+predicts real compute.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import statistics
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from measure import interleave, median_of, run_ranks, spread_of, write_results
 
-from penstock.schedule import build
-from penstock.schedule.simulate import Costs, simulate
+from penstock.schedule import Costs, build, simulate
 
 SHAPE = {"vocabulary": 512, "layers": 12, "width": 384, "heads": 6, "length": 128}
 TINY = {"vocabulary": 64, "layers": 2, "width": 32, "heads": 2, "length": 16}
@@ -26,6 +32,7 @@ CONTESTANTS: dict[str, tuple[dict[str, Any], int, int]] = {
     "torch Schedule1F1B": ({"kind": "torch", "schedule": "Schedule1F1B"}, 2, 1),
     "torch ScheduleInterleaved1F1B": ({"kind": "torch", "schedule": "ScheduleInterleaved1F1B"}, 2, 1),
     "torch ScheduleInterleavedZeroBubble": ({"kind": "torch", "schedule": "ScheduleInterleavedZeroBubble"}, 2, 1),
+    "DeepSpeed PipelineModule": ({"kind": "deepspeed"}, 2, 1),
     "penstock gpipe": ({"kind": "penstock", "schedule": "gpipe"}, 2, 1),
     "penstock 1f1b": ({"kind": "penstock", "schedule": "1f1b"}, 2, 1),
     "penstock zb-h1": ({"kind": "penstock", "schedule": "zb-h1"}, 2, 1),
@@ -44,23 +51,32 @@ def real_compute(rounds: int, steps: int) -> None:
         rounds,
     )
     alone = median_of(results["one process, one thread"], "seconds") or float("nan")
+    torch_1f1b = median_of(results["torch Schedule1F1B"], "seconds") or float("nan")
     best_torch = min(
         (median_of(runs, "seconds") or float("inf")) for name, runs in results.items() if name.startswith("torch")
     )
-    rows = ["| | seconds a step | min - max | efficiency | of torch's best | loss |", "|---|---|---|---|---|---|"]
+    rows = [
+        "| | seconds a step | min - max | efficiency | speed to torch's 1F1B | to torch's best | loss |",
+        "|---|---|---|---|---|---|---|",
+    ]
     figures = {}
     for name, runs in results.items():
         seconds, spread = median_of(runs, "seconds"), spread_of(runs, "seconds")
         if seconds is None or spread is None:
-            rows.append(f"| {name} | did not run | | | | |")
+            rows.append(f"| {name} | did not run | | | | | |")
             continue
         # Throughput over that of two cores which each run the unsplit model at full speed.
         efficiency = alone / (2 * seconds)
         loss = median_of(runs, "loss")
-        figures[name] = {"seconds": seconds, "efficiency": efficiency, "speed_to_torch_best": best_torch / seconds}
+        figures[name] = {
+            "seconds": seconds,
+            "efficiency": efficiency,
+            "speed_to_torch_1f1b": torch_1f1b / seconds,
+            "speed_to_torch_best": best_torch / seconds,
+        }
         rows.append(
             f"| {name} | {seconds:.3f} | {spread[0]:.3f} - {spread[1]:.3f} | {efficiency:.3f} | "
-            f"{best_torch / seconds:.3f} | {loss:.5f} |"
+            f"{torch_1f1b / seconds:.3f} | {best_torch / seconds:.3f} | {loss:.5f} |"
         )
     content = {
         "title": "Two stages on two cores: one step of a 12-block GPT-2",
@@ -133,11 +149,13 @@ def ideal(schedule: str, num_ranks: int, num_microbatches: int, seconds: float) 
 def tiny(rounds: int, steps: int) -> None:
     """A model whose actions take next to nothing: the cost of the machinery, in microseconds per microbatch."""
     common = {**TINY, "num_microbatches": 32, "micro_batch_size": 1, "steps": steps, "warmup": 5}
-    names = ("one process, one thread", "torch Schedule1F1B", "penstock 1f1b")
+    names = ("one process, one thread", "torch Schedule1F1B", "penstock 1f1b", "penstock zb-h1")
+    contestants = {name: (CONTESTANTS[name][0], CONTESTANTS[name][1]) for name in names}
+    contestants["penstock 1f1b, one stage"] = (CONTESTANTS["penstock 1f1b"][0], 1)
     results = interleave(
         {
-            name: partial(run_ranks, "contestants.py", CONTESTANTS[name][1], {**common, **CONTESTANTS[name][0]}, 1)
-            for name in names
+            name: partial(run_ranks, "contestants.py", processes, {**common, **arguments}, 1)
+            for name, (arguments, processes) in contestants.items()
         },
         rounds,
     )
@@ -146,6 +164,10 @@ def tiny(rounds: int, steps: int) -> None:
     for name, runs in results.items():
         figures[name] = (median_of(runs, "seconds") or float("nan")) / common["num_microbatches"] * 1e6
         rows.append(f"| {name} | {figures[name]:.0f} |")
+    # One stage does the same computation as the plain loop, in a forward and a backward action per microbatch.
+    extra = (figures["penstock 1f1b, one stage"] - figures["one process, one thread"]) / 2
+    figures["added per action"] = extra
+    rows.append(f"\nOne stage adds {extra:.0f} microseconds per action to the plain loop over the same microbatches.")
     content = {
         "title": "A tiny model: the cost of the machinery",
         "config": {**common, "rounds": rounds},
@@ -153,6 +175,47 @@ def tiny(rounds: int, steps: int) -> None:
         "runs": results,
     }
     write_results("tiny", content, "\n".join(rows))
+
+
+def prediction(rounds: int, steps: int) -> None:
+    """Two stages of real compute: steps simulated with action times from a recorded run, beside measured ones."""
+    common = {**SHAPE, "num_microbatches": 8, "micro_batch_size": 2, "steps": steps, "warmup": 1, "kind": "penstock"}
+    schedules = ("gpipe", "1f1b", "zb-h1")
+    contestants = {name: partial(run_ranks, "contestants.py", 2, {**common, "schedule": name}) for name in schedules}
+    recorded: list[Costs] = []
+
+    def record() -> dict[str, Any]:
+        with tempfile.TemporaryDirectory() as folder:
+            trace = Path(folder) / "trace.json"
+            result = run_ranks("contestants.py", 2, {**common, "schedule": "zb-h1", "trace": str(trace)})
+            recorded.append(costs_of(trace))
+        return result
+
+    results = interleave({"recording": record, **contestants}, rounds)
+    rows = ["| schedule | predicted s | measured s | measured / predicted |", "|---|---|---|---|"]
+    figures = {}
+    for name in schedules:
+        predicted = statistics.median(simulate(build(name, 2, 8), costs).makespan for costs in recorded)
+        measured = median_of(results[name], "seconds") or float("nan")
+        figures[name] = {"predicted": predicted, "measured": measured, "ratio": measured / predicted}
+        rows.append(f"| {name} | {predicted:.3f} | {measured:.3f} | {measured / predicted:.3f} |")
+    content = {
+        "title": "Predicted and measured steps on real compute",
+        "config": {**common, "rounds": rounds},
+        "figures": figures,
+        "runs": results,
+    }
+    write_results("prediction", content, "\n".join(rows))
+
+
+def costs_of(trace: Path) -> Costs:
+    """Median seconds of F, B and W on each stage in a recorded step."""
+    durations: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for event in json.loads(trace.read_text())["traceEvents"]:
+        if event.get("cat") in ("F", "B", "W"):
+            durations[event["cat"], event["args"]["stage"]].append(event["dur"] * 1e-6)
+    forward, backward, weight = ([statistics.median(durations[kind, stage]) for stage in (0, 1)] for kind in "FBW")
+    return Costs(forward=forward, backward=backward, weight=weight)
 
 
 def draw(figures: dict[str, dict[str, float]]) -> None:
@@ -176,19 +239,22 @@ def draw(figures: dict[str, dict[str, float]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("parts", nargs="*", default=["real", "memory", "emulated", "tiny"])
+    parser.add_argument("parts", nargs="*", help=f"some of {', '.join(PARTS)} (default: all)")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=0.02, help="of an emulated F, B and W each")
     options = parser.parse_args()
-    if "real" in options.parts:
-        real_compute(options.rounds, options.steps)
-    if "memory" in options.parts:
-        memory()
-    if "emulated" in options.parts:
-        emulated(1, options.steps, options.seconds)
-    if "tiny" in options.parts:
-        tiny(options.rounds, 10 * options.steps)
+    for part in options.parts or PARTS:
+        PARTS[part](options)
+
+
+PARTS: dict[str, Callable[[argparse.Namespace], None]] = {
+    "real": lambda options: real_compute(options.rounds, options.steps),
+    "memory": lambda options: memory(),
+    "emulated": lambda options: emulated(1, options.steps, options.seconds),
+    "tiny": lambda options: tiny(options.rounds, 10 * options.steps),
+    "prediction": lambda options: prediction(options.rounds, options.steps),
+}
 
 
 if __name__ == "__main__":

@@ -174,3 +174,17 @@ def test_replicas_start_from_the_first_ones_weights(pool: Pool) -> None:
         assert found[rank].keys() == found[rank + STAGES].keys()
         for name, parameter in found[rank].items():
             assert torch.equal(parameter, found[rank + STAGES][name]), name
+
+
+def orders_of_an_unseeded_shuffle() -> list[int]:
+    torch.manual_seed(torch.distributed.get_rank())
+    parallelize(build(), STAGES)
+    loader = DataLoader(range(100), batch_size=100, shuffle=True)
+    return [number for _ in range(2) for samples in loader for number in samples.tolist()]
+
+
+def test_an_unseeded_shuffle_has_one_order_on_all_ranks_of_a_pipeline(pool: Pool) -> None:
+    """As in the tutorial: the ranks of a pipeline need the same batches, and its script sets no seed."""
+    first, second, third, fourth = pool.run(WORLD, orders_of_an_unseeded_shuffle)
+    assert first == second and third == fourth
+    assert first != third and first[:100] != first[100:]

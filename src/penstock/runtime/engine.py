@@ -30,6 +30,7 @@ from .groups import Groups
 from .holders import find_holders
 from .layout import Layout
 from .precision import ScaleWatch, autocast
+from .random_state import adopt_random_state
 from .recorder import Recorder
 from .reduction import GradientReducer
 from .start import copy_from_first_holders, shared_name, shared_seed
@@ -133,8 +134,15 @@ class Pipeline:
             share_overflow=self._share_overflow,
         )
         copy_from_first_holders(self.held, self.groups)
+        # A shuffle without a seed then draws one order on all ranks of a pipeline, as they need the same batches.
+        adopt_random_state(mine.ranks()[0], self.groups.crew_control, device)
         if self.schedule(1).splits_backward:
             install_deferral(split.model, queues)
+
+    @property
+    def weight_gradients(self) -> WeightGradientQueues:
+        """Where a module of your own may leave the weight gradients of its backward for their W action."""
+        return self._station.queues
 
     # -- steps -----------------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from .engine import Pipeline
 from .failure import PipelineFailure
+from .random_state import adopt_random_state, set_random_state
 
 
 class Lockstep:
@@ -90,30 +91,10 @@ class Lockstep:
         if len(self.ranks) == 1:
             yield
             return
-        own = _random_state(self._device)
-        shared = own.clone()
         with self.exchange(), self._board.guard("sharing the random state", self.ranks):
-            dist.broadcast(shared, self.ranks[0], group=self._groups.crew_control)
-        differs = not torch.equal(own, shared)
-        if differs:
-            _set_random_state(shared, self._device)
+            own = adopt_random_state(self.ranks[0], self._groups.crew_control, self._device)
         try:
             yield
         finally:
-            if differs:
-                _set_random_state(own, self._device)
-
-
-def _random_state(device: torch.device) -> torch.Tensor:
-    """The states of the generators that a model on `device` draws from, as bytes on the CPU."""
-    states = [torch.get_rng_state()]
-    if device.type != "cpu":
-        states.append(torch.get_device_module(device).get_rng_state(device))
-    return torch.cat(states)
-
-
-def _set_random_state(state: torch.Tensor, device: torch.device) -> None:
-    length = torch.get_rng_state().numel()
-    torch.set_rng_state(state[:length])
-    if device.type != "cpu":
-        torch.get_device_module(device).set_rng_state(state[length:], device)
+            if own is not None:
+                set_random_state(own, self._device)
