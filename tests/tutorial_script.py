@@ -3,7 +3,7 @@
 It is as published there but for three things: ``import penstock as oslo``, DEVICE for the tutorial's "cuda" and
 NUM_YOUR_GPUS, which the reader fills in. test_tutorial.py runs it where ``gpt2`` and ``squad`` are local folders.
 """
-# ruff: noqa: E402, I001, F811  # the tutorial's own order
+# ruff: noqa: B007, E402, I001  # the tutorial's own order
 
 import os
 import torch
