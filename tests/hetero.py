@@ -15,7 +15,7 @@ from torch import nn
 from families import FAMILIES, VOCABULARY
 from penstock import Booster, HeterogeneousParallelPlugin, PipelineTemplate
 from penstock.pipelines import parse_pipelines
-from training import gradients_of, losses_in_double
+from training import gradients_of, kept_in_double
 
 MICROBATCH_SIZE = 2
 LEARNING_RATE = 0.1
@@ -104,7 +104,7 @@ def train(
     sgd = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     model, optimizer, _, loader, _ = booster.boost(model, sgd, None, loader)
     seen = []
-    with losses_in_double():
+    with kept_in_double():
         batches = iter(loader)
         for _ in range(len(loader)):
             optimizer.zero_grad()
@@ -137,7 +137,7 @@ def unsplit(family: str, number: int, size: int, max_norm: float = 0.0) -> list[
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     every = samples(family, number)
     seen = []
-    with losses_in_double():
+    with kept_in_double():
         for start in range(0, number, size):
             optimizer.zero_grad()
             loss = model(**pad(every[start : start + size])).loss

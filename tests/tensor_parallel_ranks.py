@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -15,6 +14,7 @@ from families import FAMILIES, batch
 from penstock.modeling.split import SplitModel
 from penstock.modeling.units import list_units
 from penstock.runtime.step import StepInputs
+from training import kept_in_double
 
 # A vocabulary that two and four ranks can share.
 VOCABULARY = {"vocab_size": 100}
@@ -76,9 +76,9 @@ def gather(model: Any, mine: dict[str, Any]) -> dict[str, Any]:
 
 
 def in_double(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run `function` with `Tensor.float()` keeping double precision: transformers takes the logits to float32 for the
-    loss, and a sum in another order could then only be compared to float32's rounding."""
-    with mock.patch.object(torch.Tensor, "float", torch.Tensor.double):
+    """Run `function` without transformers' roundings to single precision: a sum in another order could else only be
+    compared to float32's."""
+    with kept_in_double():
         return function(*args, **kwargs)
 
 

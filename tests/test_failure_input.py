@@ -14,7 +14,7 @@ from torch import nn
 from families import FAMILIES, batch
 from penstock.config import ConfigurationError
 from pool import Pool
-from training import gradients_of, losses_in_double, parallelize, run_step
+from training import gradients_of, kept_in_double, parallelize, run_step
 
 # Nothing here may wait for a timeout; the slack is for a busy machine.
 AT_ONCE = 10.0
@@ -63,7 +63,7 @@ def ask_for_more_stages_than_units() -> list[tuple[str, str]]:
     model = FAMILIES["bert_mlm"].build(num_hidden_layers=1)
     found = [caught(parallelize, model, 3, schedule="zb-v")]
     # The refused model is as it was, and may be split as far as it goes.
-    with losses_in_double():
+    with kept_in_double():
         run_step(parallelize(model, 3), batch("masked", 3))
     return found
 
@@ -125,7 +125,7 @@ def bad_batches() -> dict[str, Mapping[str, Any]]:
 
 
 def train_on_bad_batches() -> tuple[dict[str, tuple[str, str]], dict[str, torch.Tensor | None]]:
-    with losses_in_double():
+    with kept_in_double():
         model = parallelize(build(), 2, num_microbatches=3)
         found = {name: caught(run_step, model, inputs) for name, inputs in bad_batches().items()}
         run_step(model, batch("causal", 4))
@@ -142,7 +142,7 @@ def test_unusable_batches_are_refused_on_every_rank_and_the_next_step_is_exact(p
         "unequal rows": ["labels has 3", "input_ids has 4"],
     }
     model = build()
-    with losses_in_double():
+    with kept_in_double():
         model(**batch("causal", 4)).loss.backward()
     for found, gradients in pool.run(2, train_on_bad_batches):
         for name, words in expected.items():

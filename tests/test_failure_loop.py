@@ -15,7 +15,7 @@ from training import (
     EXACT,
     assert_same_gradients,
     gradients_of,
-    losses_in_double,
+    kept_in_double,
     parallelize,
     rows,
     run_step,
@@ -121,7 +121,7 @@ def misbehave(
     body: Callable[[Iterator[Any], int | None], None], rank: int | None, ranks: int, schedule: str = "1f1b"
 ) -> dict[str, Any]:
     """A good step, one with a bad body, and a good one again; what each raised, and the last one's gradients."""
-    with losses_in_double():
+    with kept_in_double():
         stages = ranks if ranks < 4 else ranks // 2
         model = parallelize(build(), stages, num_microbatches=MICROBATCHES, schedule=schedule)
         inputs = rows(batch("causal", 8), model.data_parallel_rank, model.data_parallel_size)
@@ -201,7 +201,7 @@ def test_leaving_the_loop_on_one_rank_is_an_error_on_every_rank(
 
 def see_nan(spoiled: int) -> dict[str, Any]:
     """A weight of one rank is NaN for one step; every rank's loop stops when it sees so."""
-    with losses_in_double():
+    with kept_in_double():
         model = parallelize(build(), STAGES, num_microbatches=MICROBATCHES)
         inputs = batch("causal", 4)
         weight = next(p for name, p in model.named_parameters() if "ln_" in name)
@@ -230,7 +230,7 @@ def test_a_loss_that_is_nan_is_seen_on_all_ranks(pool: Pool, spoiled: int) -> No
 
 def forget_the_loop() -> list[str]:
     """Calling the model without iterating runs nothing; the ranks stay together."""
-    with losses_in_double():
+    with kept_in_double():
         model = parallelize(build(), 2)
         model(**batch("causal", 4))
         return [f"{loss:.6f}" for loss in run_step(model, batch("causal", 4))]

@@ -14,7 +14,7 @@ from training import (
     Step,
     assert_steps_equal,
     gradients_of,
-    losses_in_double,
+    kept_in_double,
     parallelize,
     rows,
     run_step,
@@ -31,7 +31,7 @@ def build(family: str) -> Any:
 
 
 def train(family: str, stages: int, reentrant: bool, batches: Sequence[Batch], **options: Any) -> list[Step]:
-    with losses_in_double():
+    with kept_in_double():
         model = parallelize(build(family), stages, **options)
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
         steps = []

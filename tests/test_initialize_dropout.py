@@ -9,7 +9,7 @@ import torch
 
 from families import FAMILIES, batch
 from pool import Pool
-from training import losses_in_double, parallelize, rows, run_step
+from training import kept_in_double, parallelize, rows, run_step
 
 STEPS, MICROBATCHES = 3, 4
 
@@ -17,7 +17,7 @@ STEPS, MICROBATCHES = 3, 4
 def train_with_dropout(family: str, stages: int, seed: int, **options: Any) -> list[float]:
     """The global batch's loss at every step, with updates between."""
     torch.manual_seed(seed)
-    with losses_in_double():
+    with kept_in_double():
         model = FAMILIES[family].build(dropout=0.3)
         model = parallelize(model, stages, **options)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -60,7 +60,7 @@ def test_the_seed_decides_the_run(pool: Pool) -> None:
 
 
 def train_without_dropout() -> list[float]:
-    with losses_in_double():
+    with kept_in_double():
         model = FAMILIES["gpt2"].build()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         losses = []

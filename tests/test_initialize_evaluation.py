@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from families import FAMILIES, batch
 from pool import Pool
-from training import EXACT, Batch, cut, losses_in_double, parallelize, rows, run_step, tokens_in_loss, weigh
+from training import EXACT, Batch, cut, kept_in_double, parallelize, rows, run_step, tokens_in_loss, weigh
 
 Fields = dict[str, Any]
 
@@ -29,7 +29,7 @@ def fields_of(output: Any) -> Fields:
 def evaluate(
     family: str, stages: int, batches: Sequence[Batch], extra: Mapping[str, Any], **options: Any
 ) -> list[Fields]:
-    with losses_in_double():
+    with kept_in_double():
         model = parallelize(build(family), stages, **options)
         model.set_attn_implementation("eager")
         assert not model.training
@@ -55,7 +55,7 @@ def rows_of(inputs: Batch, replica: int, replicas: int) -> Batch:
 def unsplit(family: str, inputs: Batch, extra: Mapping[str, Any] | None = None) -> Fields:
     model = build(family)
     model.set_attn_implementation("eager")
-    with torch.no_grad(), losses_in_double():
+    with torch.no_grad(), kept_in_double():
         return fields_of(model(**inputs, **(extra or {})))
 
 
@@ -127,7 +127,7 @@ def test_each_replica_evaluates_its_own_batch(pool: Pool) -> None:
 def train_and_evaluate() -> list[float]:
     """A loop that evaluates between steps, by each way to disable gradients."""
     losses = []
-    with losses_in_double():
+    with kept_in_double():
         model = parallelize(FAMILIES["gpt2"].build(), 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         for number, context in enumerate((torch.no_grad, torch.inference_mode)):
@@ -145,7 +145,7 @@ def test_evaluation_between_training_steps_sees_the_updated_weights(pool: Pool) 
     model = FAMILIES["gpt2"].build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     expected = []
-    with losses_in_double():
+    with kept_in_double():
         for number in range(2):
             optimizer.zero_grad()
             model(**batch("causal", 4, seed=number)).loss.backward()

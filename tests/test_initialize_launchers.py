@@ -14,7 +14,7 @@ from families import FAMILIES, batch
 from launch import run_python
 from penstock.runtime.bootstrap import find_place, first_host
 from pool import Pool
-from training import EXACT, losses_in_double, parallelize, run_step, unsplit_step
+from training import EXACT, kept_in_double, parallelize, run_step, unsplit_step
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_", "OMPI_", "TORCHELASTIC_")
 
@@ -55,7 +55,7 @@ def train_under(kind: str, world_size: int, port: int) -> tuple[float, int, int,
             del os.environ[name]
     os.environ.update(variables(kind, rank, world_size, port))
     assert not dist.is_initialized()
-    with losses_in_double():
+    with kept_in_double():
         model = parallelize(FAMILIES["gpt2"].build(), world_size)
         loss = sum(run_step(model, batch("causal", 4)))
     return loss, dist.get_rank(), dist.get_world_size(), model.data_parallel_size == 1

@@ -19,7 +19,7 @@ from training import (
     assert_same_gradients,
     assert_steps_equal,
     gradients_of,
-    losses_in_double,
+    kept_in_double,
     parallelize,
     run_step,
     train_family,
@@ -45,7 +45,7 @@ def build() -> torch.nn.Module:
 
 def train_on_own_batches(replicas: Sequence[Sequence[Batch]], waiting: int = 0, zero: bool = True) -> list[Step]:
     """A step on each of this replica's batches, of which the first `waiting` only accumulate."""
-    with losses_in_double():
+    with kept_in_double():
         model = parallelize(build(), STAGES)
         steps = []
         for number, inputs in enumerate(replicas[model.data_parallel_rank]):
@@ -72,7 +72,7 @@ def samples_of(size: int) -> list[dict[str, torch.Tensor]]:
 def train_with_loader(kind: str, num_samples: int, batch_size: int) -> list[tuple[dict[str, Any], Step]]:
     """An epoch, each replica reading its own batches; returns each batch as one dict of tensors, and its step."""
     dataset = samples_of(num_samples)
-    with losses_in_double():
+    with kept_in_double():
         model = parallelize(build(), STAGES)
         rank, size = model.data_parallel_rank, model.data_parallel_size
         if kind == "sampler":

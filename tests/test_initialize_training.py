@@ -18,7 +18,7 @@ from training import (
     assert_same_gradients,
     assert_steps_equal,
     gradients_of,
-    losses_in_double,
+    kept_in_double,
     parallelize,
     rows,
     run_step,
@@ -77,7 +77,7 @@ def test_a_batch_is_cut_as_configured_and_uneven_microbatches_are_exact(
 
 def accumulate(divisor: int, waits: bool) -> dict[str, torch.Tensor | None]:
     """Gradients of several batches added up, each loss divided."""
-    with losses_in_double():
+    with kept_in_double():
         model = parallelize(build(), 2)
         for inputs in batches()[: divisor - waits]:
             if waits:
@@ -122,7 +122,7 @@ def freeze(model: nn.Module, what: str) -> None:
 
 
 def train_frozen(stages: int, plan: Sequence[str], schedule: str) -> list[Step]:
-    with losses_in_double():
+    with kept_in_double():
         model = parallelize(build(), stages, schedule=schedule)
         steps = []
         for number, what in enumerate(plan):
@@ -152,7 +152,7 @@ def test_frozen_parameters_may_change_at_every_step(pool: Pool, ranks: int, stag
 
 def train_fully(ranks: int, stages: int, early: bool, norm_type: float) -> tuple[dict[str, torch.Tensor], list[float]]:
     """Several steps of AdamW with clipping and a schedule of the learning rate; the optimizer made early or late."""
-    with losses_in_double():
+    with kept_in_double():
         model = build()
         if early:
             optimizer = adamw(model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -12,8 +13,16 @@ from torch import nn
 
 from families import FAMILIES, batch
 from stage_driver import gradients, largest_difference, split, split_gradients, step
+from training import kept_in_double
 
 TOLERANCE = 1e-10
+
+
+@pytest.fixture(autouse=True)
+def double_precision() -> Iterator[None]:
+    """float32 inside a float64 model would hide all but gross errors."""
+    with kept_in_double():
+        yield
 
 
 @cache

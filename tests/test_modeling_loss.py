@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,16 +14,17 @@ from torch import nn
 from families import BERT, FAMILIES, Family, batch
 from penstock.modeling.loss import LossRule, LossTerm
 from stage_driver import gradients, largest_difference, split, split_gradients, step
+from training import kept_in_double
 
 TOLERANCE = 1e-10
 Batch = dict[str, Any]
 
 
 @pytest.fixture(autouse=True)
-def double_precision_losses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers' losses round logits to float32, which would hide all but gross errors in float64 models."""
-    to_float = torch.Tensor.float
-    monkeypatch.setattr(torch.Tensor, "float", lambda self: self if self.dtype == torch.float64 else to_float(self))
+def double_precision() -> Iterator[None]:
+    """float32 inside a float64 model would hide all but gross errors."""
+    with kept_in_double():
+        yield
 
 
 def microbatches(inputs: Batch, sizes: list[int]) -> list[Batch]:

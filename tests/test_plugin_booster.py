@@ -10,7 +10,7 @@ from families import FAMILIES, VOCABULARY
 from hetero import batch_size, make_plugin, pad, samples, train, unsplit
 from penstock import Booster
 from pool import Pool
-from training import gradients_of, losses_in_double
+from training import gradients_of, kept_in_double
 
 PIPELINES = "1x2,2x3"
 NUMBER = batch_size(PIPELINES) + 3
@@ -36,7 +36,7 @@ def with_criteria() -> list[tuple[float, dict[str, Any]]]:
     """Loss and gradients of the first batch under criteria of several kinds."""
     booster, model, optimizer, loader = boosted(samples("gpt2", NUMBER))
     seen = []
-    with losses_in_double():
+    with kept_in_double():
         for kind in ("function", "lambda", "the model's own"):
             optimizer.zero_grad()
             if kind == "function":
@@ -55,7 +55,7 @@ def test_a_criterion_is_the_mean_over_the_global_batch(pool: Pool) -> None:
     ranks = pool.run(3, with_criteria)
     model = FAMILIES["gpt2"].build()
     batch = pad(samples("gpt2", NUMBER)[: batch_size(PIPELINES)])
-    with losses_in_double():
+    with kept_in_double():
         for index, criterion in enumerate([smoothed, smoothed, lambda outputs, inputs: outputs.loss]):
             model.zero_grad()
             loss = criterion(model(**batch), batch)
@@ -80,7 +80,7 @@ def with_a_loss_of_two_means() -> tuple[float, dict[str, Any]]:
     booster = Booster(plugin=plugin)
     loader = plugin.prepare_dataloader(samples("bert_mlm", NUMBER), collate_fn=pad_pairs)
     model, _, _, loader, _ = booster.boost(model, None, None, loader)
-    with losses_in_double():
+    with kept_in_double():
         result = booster.execute_pipeline(iter(loader), model, lambda outputs, inputs: outputs.loss)
     return result["loss"].item(), gradients_of(model)
 
@@ -98,7 +98,7 @@ def test_a_criterion_that_hands_on_a_loss_of_two_means_is_exact(pool: Pool) -> N
     config = transformers.BertConfig(**FAMILIES["bert_mlm"].settings)
     config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0
     model = transformers.BertForPreTraining(config).double().train()
-    with losses_in_double():
+    with kept_in_double():
         loss = model(**pad_pairs(samples("bert_mlm", NUMBER)[: batch_size(PIPELINES)])).loss
     loss.backward()
     expected = gradients_of(model)
@@ -112,7 +112,7 @@ def with_outputs() -> list[tuple[Any, ...]]:
     """The outputs in training and in evaluation, and the losses of an epoch of evaluation."""
     booster, model, optimizer, loader = boosted(equal_samples())
     seen: list[tuple[Any, ...]] = []
-    with losses_in_double():
+    with kept_in_double():
         result = booster.execute_pipeline(iter(loader), model, None, optimizer, return_loss=False, return_outputs=True)
         logits = result["outputs"] and result["outputs"].logits
         assert logits is None or not logits.requires_grad
@@ -133,7 +133,7 @@ def test_outputs_and_evaluation(pool: Pool) -> None:
     ranks = pool.run(3, with_outputs)
     model = FAMILIES["gpt2"].build()
     batches = [pad(chosen) for chosen in (equal_samples()[:10], equal_samples()[10:])]
-    with losses_in_double(), torch.no_grad():
+    with kept_in_double(), torch.no_grad():
         expected = [model(**batch) for batch in batches]
         own = smoothed(expected[0], batches[0])
     # Samples of the first batch: 4 for the first pipeline, 6 for the second; of the second batch: 2 and 1.
@@ -159,7 +159,7 @@ def accumulated() -> tuple[dict[str, Any], float]:
     """Gradients of two batches, half each, and a norm clipped by hand."""
     booster, model, optimizer, loader = boosted(samples("gpt2", 2 * batch_size(PIPELINES)))
     batches = iter(loader)
-    with losses_in_double():
+    with kept_in_double():
         with booster.no_sync(model, optimizer):
             for output in model(**next(batches)):
                 booster.backward(output.loss / 2, optimizer)
@@ -181,7 +181,7 @@ def test_gradients_accumulate_over_batches(pool: Pool) -> None:
 
 def unsplit_gradients(index: int) -> dict[str, Any]:
     model, size = FAMILIES["gpt2"].build(), batch_size(PIPELINES)
-    with losses_in_double():
+    with kept_in_double():
         model(**pad(samples("gpt2", 2 * size)[index * size : (index + 1) * size])).loss.backward()
     return gradients_of(model)
 
@@ -203,7 +203,7 @@ def with_a_scheduler(order: str) -> list[float]:
         model, optimizer, _, loader, _ = plugin.configure(model, optimizer, dataloader=loader)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     seen = []
-    with losses_in_double():
+    with kept_in_double():
         for batch in loader:  # an ordinary loop, without a Booster
             for output in model(**batch):
                 output.loss.backward()

@@ -41,22 +41,29 @@ def parallelize(model: nn.Module, stages: int, **options: Any) -> Any:
 
 
 @contextlib.contextmanager
-def losses_in_double() -> Iterator[None]:
-    """Keep transformers' losses from rounding double-precision logits to single precision.
+def kept_in_double() -> Iterator[None]:
+    """Keep transformers from rounding double precision to single inside a model.
 
-    They call `logits.float()`, to *raise* half precision. For doubles it rounds, differently for a share of a mean than
-    for the mean, and would hide whether the pipeline itself is exact.
+    Its losses call `logits.float()` and some attentions `query.to(torch.float32)`, to *raise* half precision. Doubles
+    they round, differently for a share of a mean than for the mean, and for one sample than for a batch of it, which
+    would hide whether the pipeline itself is exact.
     """
-    rounding = torch.Tensor.float
+    rounding, converting = torch.Tensor.float, torch.Tensor.to
 
     def keep(self: torch.Tensor, **options: Any) -> torch.Tensor:
         return self if self.dtype == torch.float64 else rounding(self, **options)
 
+    def convert(self: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        raised = args == (torch.float32,) and not options and self.dtype == torch.float64
+        return self if raised else converting(self, *args, **options)
+
     torch.Tensor.float = keep  # type: ignore[method-assign]
+    torch.Tensor.to = convert  # type: ignore[method-assign]
     try:
         yield
     finally:
         torch.Tensor.float = rounding  # type: ignore[method-assign]
+        torch.Tensor.to = converting  # type: ignore[method-assign]
 
 
 def run_step(model: Any, batch: Batch, scale: float = 1.0) -> list[float]:
@@ -84,7 +91,7 @@ def train_family(
     With several pipelines each is given its rows of every batch. `settings` change the model's configuration; `options`
     are those of `initialize`.
     """
-    with losses_in_double():
+    with kept_in_double():
         model = parallelize(FAMILIES[family].build(**(settings or {})), stages, **options)
         steps = []
         for batch in batches:
@@ -101,7 +108,7 @@ def unsplit_step(model: nn.Module, *pieces: tuple[Batch, float]) -> Step:
     """
     model.zero_grad()
     losses = []
-    with losses_in_double():
+    with kept_in_double():
         for piece, share in pieces:
             loss = model(**piece).loss * share
             loss.backward()
