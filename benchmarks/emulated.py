@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
@@ -30,6 +31,8 @@ WIDTH = 16
 
 def sleep(seconds: float) -> None:
     """Sleep, to within a few microseconds: the operating system oversleeps, so the end is waited for awake."""
+    if not seconds:
+        return
     end = time.perf_counter() + seconds
     time.sleep(max(0.0, seconds - 0.0003))
     while time.perf_counter() < end:
@@ -103,12 +106,32 @@ class SleepingModel(PreTrainedModel):
         return CausalLMOutput(loss=loss, logits=hidden)
 
 
+def plain_steps(arguments: dict[str, Any]) -> list[float]:
+    """One process that accumulates over the same microbatches."""
+    costs = (arguments[name] for name in ("forward", "backward", "weight"))
+    model = SleepingModel(SleepConfig(arguments["num_blocks"], *costs))
+    count = arguments["num_microbatches"]
+    data = torch.zeros(count, 4, WIDTH)
+
+    def step() -> None:
+        for part in data.chunk(count):
+            (model(inputs_embeds=part, labels=part).loss / count).backward()
+
+    return _timed(step, arguments)
+
+
 def penstock_steps(arguments: dict[str, Any]) -> list[float]:
+    """Equal pipelines of one stage per rank, or of as many as the schedule has."""
     size = int(os.environ["WORLD_SIZE"])
     num_stages = build(arguments["schedule"], size, 1).num_stages
     # A rank's work is the same however many stages it is cut into.
     cut = num_stages // size
-    config = SleepConfig(num_stages, arguments["forward"] / cut, arguments["backward"] / cut, arguments["weight"] / cut)
+    config = SleepConfig(
+        arguments.get("num_blocks", num_stages),
+        arguments["forward"] / cut,
+        arguments["backward"] / cut,
+        arguments["weight"] / cut,
+    )
     model = penstock.initialize(
         SleepingModel(config),
         {
@@ -138,19 +161,32 @@ def heterogeneous_steps(arguments: dict[str, Any]) -> list[float]:
 
 
 def _timed_steps(model: Any, num_samples: int, arguments: dict[str, Any]) -> list[float]:
-    """Seconds of each training step on batches of one sample per microbatch."""
+    """Seconds of each training step, on a batch of one sample for each microbatch."""
     for block in model.blocks:
         block.queues = model.pipeline.weight_gradients
     data = torch.zeros(num_samples, 4, WIDTH)
-    seconds = []
-    for _ in range(arguments["warmup"] + arguments["steps"]):
-        dist.barrier()
-        start = time.perf_counter()
+
+    def step() -> None:
         for out in model(inputs_embeds=data, labels=data):
             out.loss.backward()
-        dist.barrier()
+
+    return _timed(step, arguments)
+
+
+def _timed(step: Callable[[], None], arguments: dict[str, Any]) -> list[float]:
+    seconds = []
+    for _ in range(arguments["warmup"] + arguments["steps"]):
+        _barrier()
+        start = time.perf_counter()
+        step()
+        _barrier()
         seconds.append(time.perf_counter() - start)
     return seconds[arguments["warmup"] :]
+
+
+def _barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()
 
 
 def torch_steps(arguments: dict[str, Any]) -> list[float]:
@@ -163,26 +199,28 @@ def torch_steps(arguments: dict[str, Any]) -> list[float]:
     kind = getattr(pipelining, arguments["schedule"])
     schedule = kind(stage, arguments["num_microbatches"], loss_fn=functional.mse_loss)
     data = torch.zeros(arguments["num_microbatches"], 4, WIDTH)
-    seconds = []
-    for _ in range(arguments["warmup"] + arguments["steps"]):
-        dist.barrier()
-        start = time.perf_counter()
+
+    def step() -> None:
         schedule.step(*([data] if rank == 0 else []), **({"target": data} if rank == size - 1 else {}))
-        dist.barrier()
-        seconds.append(time.perf_counter() - start)
-    return seconds[arguments["warmup"] :]
+
+    return _timed(step, arguments)
 
 
 def main() -> None:
     arguments, output = json.loads(sys.argv[1]), sys.argv[2]
     torch.set_num_threads(1)
-    kinds = {"penstock": penstock_steps, "torch": torch_steps, "heterogeneous": heterogeneous_steps}
-    steps = kinds[arguments["kind"]]
-    seconds = steps(arguments)
+    kinds = {
+        "plain": plain_steps,
+        "penstock": penstock_steps,
+        "torch": torch_steps,
+        "heterogeneous": heterogeneous_steps,
+    }
+    seconds = kinds[arguments["kind"]](arguments)
     if int(os.environ["RANK"]) == 0:
         with open(output, "w") as file:
             json.dump({"seconds": seconds}, file)
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

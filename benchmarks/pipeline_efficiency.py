@@ -22,7 +22,6 @@ from measure import interleave, median_of, run_ranks, spread_of, write_results
 from penstock.schedule import Costs, build, simulate
 
 SHAPE = {"vocabulary": 512, "layers": 12, "width": 384, "heads": 6, "length": 128}
-TINY = {"vocabulary": 64, "layers": 2, "width": 32, "heads": 2, "length": 16}
 CONTESTANTS: dict[str, tuple[dict[str, Any], int, int]] = {
     # name: arguments, processes, threads of each
     "one process, one thread": ({"kind": "one process"}, 1, 1),
@@ -42,7 +41,7 @@ CONTESTANTS: dict[str, tuple[dict[str, Any], int, int]] = {
 
 def real_compute(rounds: int, steps: int) -> None:
     """Two stages on two cores, one thread each, eight microbatches of 2 x 128 tokens."""
-    common = {**SHAPE, "num_microbatches": 8, "micro_batch_size": 2, "steps": steps, "warmup": 1}
+    common = {**SHAPE, "num_microbatches": 8, "micro_batch_size": 2, "steps": steps, "warmup": 2}
     results = interleave(
         {
             name: partial(run_ranks, "contestants.py", processes, {**common, **arguments}, threads)
@@ -147,14 +146,18 @@ def ideal(schedule: str, num_ranks: int, num_microbatches: int, seconds: float) 
 
 
 def tiny(rounds: int, steps: int) -> None:
-    """A model whose actions take next to nothing: the cost of the machinery, in microseconds per microbatch."""
-    common = {**TINY, "num_microbatches": 32, "micro_batch_size": 1, "steps": steps, "warmup": 5}
-    names = ("one process, one thread", "torch Schedule1F1B", "penstock 1f1b", "penstock zb-h1")
-    contestants = {name: (CONTESTANTS[name][0], CONTESTANTS[name][1]) for name in names}
-    contestants["penstock 1f1b, one stage"] = (CONTESTANTS["penstock 1f1b"][0], 1)
+    """Two blocks that do next to nothing: the cost of the machinery, in microseconds per microbatch."""
+    common = {"forward": 0.0, "backward": 0.0, "weight": 0.0, "num_microbatches": 32, "steps": steps, "warmup": 5}
+    contestants = {
+        "a plain loop, one process": ({"kind": "plain", "num_blocks": 2}, 1),
+        "penstock, one stage, one process": ({"kind": "penstock", "schedule": "1f1b", "num_blocks": 2}, 1),
+        "torch Schedule1F1B, two stages": ({"kind": "torch", "schedule": "Schedule1F1B"}, 2),
+        "penstock 1f1b, two stages": ({"kind": "penstock", "schedule": "1f1b"}, 2),
+        "penstock zb-h1, two stages": ({"kind": "penstock", "schedule": "zb-h1"}, 2),
+    }
     results = interleave(
         {
-            name: partial(run_ranks, "contestants.py", processes, {**common, **arguments}, 1)
+            name: partial(run_ranks, "emulated.py", processes, {**common, **arguments})
             for name, (arguments, processes) in contestants.items()
         },
         rounds,
@@ -165,7 +168,7 @@ def tiny(rounds: int, steps: int) -> None:
         figures[name] = (median_of(runs, "seconds") or float("nan")) / common["num_microbatches"] * 1e6
         rows.append(f"| {name} | {figures[name]:.0f} |")
     # One stage does the same computation as the plain loop, in a forward and a backward action per microbatch.
-    extra = (figures["penstock 1f1b, one stage"] - figures["one process, one thread"]) / 2
+    extra = (figures["penstock, one stage, one process"] - figures["a plain loop, one process"]) / 2
     figures["added per action"] = extra
     rows.append(f"\nOne stage adds {extra:.0f} microseconds per action to the plain loop over the same microbatches.")
     content = {
@@ -179,7 +182,7 @@ def tiny(rounds: int, steps: int) -> None:
 
 def prediction(rounds: int, steps: int) -> None:
     """Two stages of real compute: steps simulated with action times from a recorded run, beside measured ones."""
-    common = {**SHAPE, "num_microbatches": 8, "micro_batch_size": 2, "steps": steps, "warmup": 1, "kind": "penstock"}
+    common = {**SHAPE, "num_microbatches": 8, "micro_batch_size": 2, "steps": steps, "warmup": 2, "kind": "penstock"}
     schedules = ("gpipe", "1f1b", "zb-h1")
     contestants = {name: partial(run_ranks, "contestants.py", 2, {**common, "schedule": name}) for name in schedules}
     recorded: list[Costs] = []

@@ -54,8 +54,8 @@ def criterion_key(criterion: Callable[..., Any] | None) -> Any:
     return criterion
 
 
-def device_of(inputs: Mapping[str, Any], otherwise: torch.device) -> torch.device:
+def device_of(inputs: Mapping[str, Any]) -> torch.device | None:
     for value in inputs.values():
         if isinstance(value, torch.Tensor):
             return value.device
-    return otherwise
+    return None

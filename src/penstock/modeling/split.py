@@ -245,7 +245,7 @@ class SplitModel:
         seeded = seed is not None and self.random and self.model.training
         if plan.num_stages == 1 and not seeded:  # an ordinary forward
             return evaluate(), ()
-        run = StageRun(script, self._functions, received, early_exit, device_of(inputs, self.device), hand_over)
+        run = StageRun(script, self._functions, received, early_exit, device_of(inputs) or self.device, hand_over)
         if seeded:
             assert seed is not None
             if self._generators is None:

@@ -95,7 +95,7 @@ class Channel:
         """Wait for the oldest posted receive of `line`. On an accelerator only the stream waits."""
         buffers, works, peer = self._posted[line].popleft()
         start = time.perf_counter()
-        self._wait(works, peer, f"receiving {_name(line)}")
+        self._wait(works, peer, "receiving", line)
         end = time.perf_counter()
         self.seconds_waited += end - start
         if self.on_wait is not None:
@@ -134,9 +134,9 @@ class Channel:
 
     def _finish_oldest_send(self, line: Line, flight: deque[tuple[list[dist.Work], Sequence[torch.Tensor]]]) -> None:
         works, _ = flight.popleft()
-        self._wait(works, self._route(line, receiving=False)[2], f"sending {_name(line)}")
+        self._wait(works, self._route(line, receiving=False)[2], "sending", line)
 
-    def _wait(self, works: list[dist.Work], peer: int, doing: str) -> None:
+    def _wait(self, works: list[dist.Work], peer: int, doing: str, line: Line) -> None:
         try:
             while works:
                 works[-1].wait()
@@ -144,7 +144,7 @@ class Channel:
         except RuntimeError as error:
             # A work that is referred to keeps its group's connections open, and the neighbours waiting on them.
             works.clear()
-            raise self._board.lost_connection(doing, [peer], error) from error
+            raise self._board.lost_connection(f"{doing} {_name(line)}", [peer], error) from error
 
     def _route(self, line: Line, receiving: bool) -> tuple[dist.ProcessGroup, int, int, int]:
         """(group, peer's rank in it, peer's global rank, first tag) of a line, looked up once."""

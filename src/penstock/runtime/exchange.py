@@ -17,8 +17,10 @@ from .channel import Channel, Kind, Line
 from .transfer import TensorSpec, decode_header, encode_header, header_buffer
 
 # Messages of a line that may be posted before the one being waited for is used. One hides the latency, the second the
-# jitter; more would only hold memory.
+# jitter; more would only hold memory, so only small ones are posted further ahead: posting tells the sender, which
+# disturbs it while it computes.
 RECEIVES_AHEAD = 2
+BYTES_AHEAD = 1 << 20
 LOSS_DTYPE = torch.float64
 
 
@@ -79,6 +81,7 @@ class Exchange:
         if stage + 1 < self._num_stages and not self._is_local(stage):
             message = torch.tensor(notice, dtype=torch.int64, device=self._device)
             self._channel.send(Line(stage, Kind.STEP), [message])
+            self.post_gradients(stage)
 
     # -- activations -----------------------------------------------------------------------------------------------
 
@@ -108,10 +111,8 @@ class Exchange:
         cut, traffic = stage - 1, self._traffic[stage]
         if cut < 0 or self._is_local(cut):
             return
-        line = Line(cut, Kind.ACTIVATION)
-        while self._channel.num_posted(line) < RECEIVES_AHEAD:
-            if not self._post_activation(cut, traffic, upstream_state, learn=False):
-                return
+        while self._post_activation(cut, traffic, upstream_state, learn=False):
+            pass
 
     def give_activations(self, stage: int, microbatch: int, tensors: Sequence[torch.Tensor]) -> None:
         """Send the values that cross out of `stage`. None at all, where some are due, says that the step was left."""
@@ -149,30 +150,41 @@ class Exchange:
             specs = decode_header(self._channel.receive(line)[0])
             if len(specs) == self._num_values[cut]:
                 self._specs[key] = specs
+        line = Line(cut, Kind.ACTIVATION)
+        if not self._has_room(line, specs):
+            return False
         traffic.expected[microbatch] = specs
-        self._channel.post_receive(Line(cut, Kind.ACTIVATION), [spec.empty(self._device) for spec in specs])
+        self._channel.post_receive(line, [spec.empty(self._device) for spec in specs])
         traffic.activations_posted += 1
         return True
 
     # -- losses and gradients --------------------------------------------------------------------------------------
 
     def post_gradients(self, stage: int) -> None:
-        """Post receives for the next losses and gradients of `stage`, whose forwards have run."""
+        """Post receives for the next losses and gradients of `stage`, as far as their shapes are known."""
         if stage == self._num_stages - 1 or self._is_local(stage):
             return
         traffic = self._traffic[stage]
         gradients, losses = Line(stage, Kind.GRADIENT), Line(stage, Kind.LOSS)
-        while self._channel.num_posted(gradients) < RECEIVES_AHEAD:
-            if traffic.gradients_posted == len(traffic.backward_order):
-                return
+        while traffic.gradients_posted < len(traffic.backward_order):
             microbatch = traffic.backward_order[traffic.gradients_posted]
-            if microbatch not in traffic.sent:
+            sent = traffic.sent.get(microbatch)
+            if sent is None:
+                sent = self._specs.get((stage, traffic.state, self._signatures[microbatch]))
+            if sent is None:
+                return
+            specs = [spec for spec in sent if spec.requires_grad]
+            if not self._has_room(gradients, specs):
                 return
             if self._carries_loss(stage):
                 self._channel.post_receive(losses, [torch.empty((), dtype=LOSS_DTYPE, device=self._device)])
-            specs = [spec for spec in traffic.sent[microbatch] if spec.requires_grad]
             self._channel.post_receive(gradients, [spec.empty(self._device) for spec in specs])
             traffic.gradients_posted += 1
+
+    def _has_room(self, line: Line, specs: Sequence[TensorSpec]) -> bool:
+        """Whether one more message like `specs` may be posted ahead on `line`."""
+        posted = self._channel.num_posted(line)
+        return posted < RECEIVES_AHEAD or (posted + 1) * sum(spec.num_bytes for spec in specs) <= BYTES_AHEAD
 
     def take_loss(self, stage: int) -> torch.Tensor:
         """The value of the next microbatch's loss, from the stage above. Shape (), float64."""

@@ -69,6 +69,7 @@ class TrainingStep:
         self._losses: list[torch.Tensor] = []
         self._incoming: torch.Tensor | None = None
         self._autocast = autocast_now(station.device)
+        self._proxy_dtype = torch.float64 if station.split.dtype == torch.float64 else torch.float32
         backwards = [i for i, action in enumerate(self._actions) if action.kind is Kind.B]
         weights = [i for i, action in enumerate(self._actions) if action.kind is Kind.W]
         self._final_backward = backwards[-1] if backwards else -1
@@ -165,8 +166,7 @@ class TrainingStep:
             live.output = live.loss = None
         else:
             value = exchange.take_loss(stage)
-            dtype = torch.float64 if self._station.split.dtype == torch.float64 else torch.float32
-            output = StageOutput(loss=proxy_loss(value.to(dtype), live.sent, on_backward))
+            output = StageOutput(loss=proxy_loss(value.to(self._proxy_dtype), live.sent, on_backward))
         exchange.give_loss(stage, value)
         self._losses.append(value)
         return output

@@ -50,14 +50,14 @@ class Groups:
                 control, whole = self._new(ranks, "pipeline", control=True), self._new(ranks, "pipeline")
                 if mine:
                     self.pipeline_control, self.pipeline = control, whole
-                # On NCCL messages between two ranks share a stream, so each direction, and with several stages on a
-                # rank each cut, has a group of its own. gloo tells them apart by tag.
+                # Each direction has a group of its own. On NCCL messages between two ranks share a stream, so with
+                # several stages on a rank each cut has, too. On gloo, which tells cuts apart by tag, they share a lock:
+                # while one thread sends, the thread that receives spins on it, for milliseconds if cores are few.
                 several = pipeline.num_stages > pipeline.num_ranks
                 cuts: list[int | None] = list(range(pipeline.num_stages - 1)) if several else [None]
                 for cut in cuts if device.type != "cpu" else [None]:
                     for downstream in (True, False):
-                        name = f"cut {cut} down" if downstream else f"cut {cut} up"
-                        group = whole if device.type == "cpu" else self._new(ranks, name)
+                        group = self._new(ranks, f"cut {cut} {'down' if downstream else 'up'}", apart=True)
                         if mine:
                             self._lines[(cut, downstream)] = group
             size = layout.tensor_parallel_size
@@ -102,11 +102,13 @@ class Groups:
             thread.join(max(0.0, deadline - time.monotonic()))
         gc.collect()
 
-    def _new(self, ranks: tuple[int, ...], purpose: str, control: bool = False) -> dist.ProcessGroup:
+    def _new(
+        self, ranks: tuple[int, ...], purpose: str, control: bool = False, apart: bool = False
+    ) -> dist.ProcessGroup:
         """A new group. Every rank of the world calls this with the same arguments in the same order."""
         backend = "gloo" if control or self._device.type == "cpu" else "nccl"
-        # On a CPU one gloo group can serve several purposes of the same ranks.
-        key = (backend, "" if backend == "gloo" else purpose, ranks)
+        # One gloo group can serve several purposes of the same ranks, unless it is to be apart.
+        key = (backend, purpose if apart or backend == "nccl" else "", ranks)
         if key not in self._made:
             # Only members hold a usable handle; on the others new_group returns a placeholder.
             self._made[key] = dist.new_group(list(ranks), backend=backend)
