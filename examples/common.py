@@ -20,7 +20,7 @@ from corpus import END_OF_TEXT, read_texts, token_blocks, train_tokenizer
 from penstock import Booster, HeterogeneousParallelPlugin, PipelineTemplate
 from penstock.pipelines import parse_pipelines
 from penstock.runtime.bootstrap import rank_and_world_size
-from penstock.schedule import schedule_names
+from penstock.schedule import default_stages_per_rank, schedule_names
 
 CHARACTERS = 300_000  # of local text
 VOCABULARY_SIZE = 512  # of the tokenizer trained on it
@@ -40,7 +40,8 @@ def parse_options(description: str) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=30, help="training steps")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--precision", choices=["fp32", "bf16", "fp16"], default="fp32")
-    parser.add_argument("--schedule", choices=schedule_names(), default="1f1b")
+    schedules = [name for name in schedule_names() if default_stages_per_rank(name) == 1]
+    parser.add_argument("--schedule", choices=schedules, default="1f1b")
     parser.add_argument("--output", type=Path, default=Path("runs/heterogeneous"), help="where the model is saved")
     parser.add_argument("--plot", type=Path, help="draw the layout and the schedule to this .svg file")
     options = parser.parse_args()

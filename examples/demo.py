@@ -39,7 +39,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 def main(
     pipeline_parallel_size: Annotated[int, typer.Option(help="Stages of the pipeline.")] = 2,
     steps: Annotated[int, typer.Option(help="Training steps.", min=1)] = 120,
-    schedule: Annotated[str, typer.Option(help="The pipeline schedule: 1f1b or gpipe.")] = "1f1b",
+    schedule: Annotated[str, typer.Option(help="The pipeline schedule, as `penstock simulate` lists them.")] = "1f1b",
     text: Annotated[
         str | None, typer.Option(help="A text file, a folder, or a dataset's name. Default: Python's standard library.")
     ] = None,

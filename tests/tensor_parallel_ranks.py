@@ -13,7 +13,7 @@ import penstock
 from families import FAMILIES, batch
 from penstock.modeling.split import SplitModel
 from penstock.modeling.units import list_units
-from penstock.runtime.step import StepInputs
+from penstock.runtime.inputs import StepInputs
 from training import kept_in_double
 
 # A vocabulary that two and four ranks can share.
@@ -179,7 +179,7 @@ def dropout_against_one_stage(family: str, stages: int, size: int, **settings: A
     for index, microbatch in enumerate(microbatches):
         plan = split.plan(microbatch)
         shares = plan.loss.shares(counts[index], totals)
-        seed = StepInputs.of([microbatch], [plan], [2], index, 0, 0, False).seed(model.pipeline._station.seed, 0)
+        seed = StepInputs.of([microbatch], [plan], [2], index, 0, 0, 0, 0, False).seed(model.pipeline._station.seed, 0)
         output, _ = split.forward(plan, 0, microbatch, (), seed=seed, shares=shares)
         output.loss.backward()
         expected += float(output.loss)
@@ -257,5 +257,5 @@ def overflow_is_shared(family: str, stages: int, size: int) -> float:
     one_step(model, inputs_of(family))
     if dist.get_rank() == dist.get_world_size() - 1:
         next(p for p in model.parameters() if p.grad is not None).grad.fill_(float("inf"))
-    model.pipeline._share_overflow()
+    model.pipeline._norm.share_overflow()
     return float(sum(p.grad.abs().sum() for p in model.parameters() if p.grad is not None))

@@ -291,3 +291,24 @@ def test_replicas_drop_the_last_batch_when_asked_and_resume():
 def test_impossible_replicas_are_refused(size, replicas, rank):
     with pytest.raises(ValueError, match=r"must be at least 1|is not one of"):
         prepare_dataloader(NUMBERS, size, replicas, rank)
+
+
+def test_a_loop_that_counts_its_batches_comes_to_the_next_epoch_too():
+    """Nobody asks such a loader whether there is another batch, neither at an epoch's end nor before it is saved."""
+    counted, exhausted = (heterogeneous(1, shuffle=True) for _ in range(2))
+    for _ in range(2):
+        batches = iter(counted)
+        taken = [next(batches) for _ in range(len(counted))]
+        assert samples_in(taken) == samples_in(list(exhausted))
+    resumed = heterogeneous(1, shuffle=True)
+    resumed.load_state_dict(counted.state_dict())
+    assert samples_in(list(resumed)) == samples_in(list(exhausted))
+
+
+def test_a_counted_epoch_ends_where_drop_last_ends_it():
+    loader = heterogeneous(0, drop_last=True)
+    for _ in range(2):
+        batches = iter(loader)
+        assert samples_in([next(batches) for _ in range(len(loader))]) == [0, 1, 8, 9]
+    iter(loader)
+    assert loader.epoch == 2

@@ -71,3 +71,31 @@ def train_without_dropout() -> list[float]:
             losses.append(loss.item())
             optimizer.step()
         return losses
+
+
+def train_with_evaluations(evaluating: int | None) -> list[float]:
+    """A pipeline that evaluates between its steps, and trains under gradients all the same afterwards."""
+    torch.manual_seed(1)
+    with kept_in_double():
+        model = parallelize(FAMILIES["gpt2"].build(dropout=0.3), 2, num_microbatches=MICROBATCHES)
+        losses = []
+        for number in range(STEPS):
+            inputs = rows(batch("causal", 2 * MICROBATCHES, seed=number), model.data_parallel_rank, 2)
+            if model.data_parallel_rank == evaluating:
+                model.eval()
+                model.pipeline.evaluate(inputs)
+                model.train()
+            model.zero_grad()
+            run_step(model, inputs)
+            losses.append(model.pipeline.last_step.global_loss)
+        for output in model(**inputs):  # all ranks leave at the same place
+            output.loss.backward()
+            break
+        model.zero_grad()
+        run_step(model, inputs)
+        return [*losses, model.pipeline.last_step.global_loss]
+
+
+def test_an_evaluation_changes_neither_the_dropout_nor_what_the_other_pipelines_expect(pool: Pool) -> None:
+    without, with_one = (pool.run(4, train_with_evaluations, evaluating) for evaluating in (None, 1))
+    assert all(losses == without[0] for losses in [*without, *with_one])

@@ -178,3 +178,15 @@ def ask_for_tuples() -> list[str]:
 def test_outputs_without_names_are_refused(pool: Pool) -> None:
     for messages in pool.run(2, ask_for_tuples):
         assert all("return_dict=False" in message for message in messages)
+
+
+def evaluate_with_gradients_enabled() -> tuple[float, float]:
+    model = parallelize(FAMILIES["gpt2"].build(), 2)
+    inputs = batch("causal", 4)
+    trained = sum(run_step(model, inputs))
+    return trained, float(model.pipeline.evaluate(inputs).loss)
+
+
+def test_the_pipelines_own_evaluation_needs_no_context(pool: Pool) -> None:
+    for trained, evaluated in pool.run(2, evaluate_with_gradients_enabled):
+        assert trained == pytest.approx(evaluated, rel=1e-6)

@@ -104,3 +104,19 @@ if __name__ == "__main__":
     import sys
 
     main(sys.argv[1])
+
+
+def parameters_left_after_closing() -> int:
+    import weakref
+
+    model = parallelize(FAMILIES["gpt2"].build(), 1)
+    run_step(model, batch("causal", 4))
+    watched = [weakref.ref(parameter) for parameter in model.parameters()]
+    model.pipeline.close()
+    del model
+    gc.collect()
+    return sum(reference() is not None for reference in watched)
+
+
+def test_a_closed_pipeline_is_forgotten(pool: Pool) -> None:
+    assert pool.run(2, parameters_left_after_closing) == [0, 0]

@@ -140,3 +140,21 @@ def overflow_at_scale_one() -> list[bool]:
 
 def test_a_scale_of_one_still_shares_overflows(pool: Pool) -> None:
     assert pool.run(2, overflow_at_scale_one) == [[False, False, False, True]] * 2
+
+
+def scale_where_the_output_is() -> dict[str, torch.Tensor | None]:
+    """Only the last stage has logits to look at, so a loop may scale the loss there and nowhere else."""
+    model = parallelize(build("gpt2"), 2, num_microbatches=len(SIZES))
+    for output in model(**batch("causal", sum(SIZES), dtype=torch.float32)):
+        (output.loss * 0.5 if "logits" in output else output.loss).backward()
+    assert model.clip_grad_norm_(1e9).isfinite()
+    return gradients_of(model)
+
+
+def test_the_last_stage_alone_may_scale_the_loss(pool: Pool) -> None:
+    model = build("gpt2")
+    (model(**batch("causal", sum(SIZES), dtype=torch.float32)).loss * 0.5).backward()
+    expected = gradients_of(model)
+    for found in pool.run(2, scale_where_the_output_is):
+        for name, gradient in found.items():
+            torch.testing.assert_close(gradient, expected[name], atol=1e-6, rtol=1e-4)

@@ -220,3 +220,30 @@ def test_a_killed_rank_ends_all_others_within_ten_seconds(pool: Pool, victim: in
             assert not isinstance(outcome, BaseException), f"rank {rank}: {outcome!r}"
             seconds, message = outcome
             assert seconds < 10 and message.startswith(f"rank {victim} was lost: "), outcome
+
+
+def configure_differently(what: str) -> str:
+    """Rank 1 is given something else than rank 0."""
+    odd = dist.get_rank() == 1
+    model = FAMILIES["gpt2"].build(**({"n_positions": 80} if odd and what == "model" else {}))
+    plugin = HeterogeneousParallelPlugin(microbatch_size=2, max_norm=1.0 if odd and what == "max_norm" else 0.0)
+    template = PipelineTemplate.balanced(model, 2)
+    plugin.set_pipelines([template], [3 if odd and what == "microbatches" else 2])
+    try:
+        plugin.configure(model)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("model", "n_positions is 64 on rank 0 and 80 on rank 1"),
+        ("max_norm", "max_norm is 0.0 on rank 0 and 1.0 on rank 1"),
+        ("microbatches", r"num_microbatches is (2,) on rank 0 and (3,) on rank 1"),
+    ],
+)
+def test_ranks_that_were_given_different_things_all_say_so(pool: Pool, what: str, words: str) -> None:
+    for message in pool.run(2, configure_differently, what):
+        assert "the ranks were given different models" in message and words in message

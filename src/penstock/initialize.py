@@ -22,7 +22,7 @@ from penstock.modeling.units import list_units
 from penstock.runtime.bootstrap import ensure_process_group, local_device
 from penstock.runtime.engine import Pipeline
 from penstock.runtime.layout import Layout
-from penstock.runtime.start import require_agreement
+from penstock.runtime.start import facts_of, require_agreement
 from penstock.schedule.text import own_or_named
 
 ConfigLike = Configuration | Mapping[str, Any] | str | os.PathLike[str]
@@ -131,7 +131,8 @@ def choose_layout(model: PreTrainedModel, configuration: Configuration) -> Layou
         ConfigurationError: the configuration does not fit the world or the model.
         ValueError: the ranks were given different models or configurations.
     """
-    require_agreement(_facts(model, configuration))
+    settings = {f"{SECTION}.{name}": value for name, value in vars(configuration).items()}
+    require_agreement({**facts_of(model), **settings})
     units = list_units(model)
     stages, stage_to_rank, num_pipelines = plan_stages(configuration, units, unit_costs(model, units))
     size = configuration.tensor_parallel_size
@@ -141,20 +142,6 @@ def choose_layout(model: PreTrainedModel, configuration: Configuration) -> Layou
         except ValueError as error:
             raise ConfigurationError(f"model_parallelism.{error}") from error
     return Layout.place([stages] * num_pipelines, [stage_to_rank] * num_pipelines, size)
-
-
-def _facts(model: PreTrainedModel, configuration: Configuration) -> dict[str, Any]:
-    """What tells two models and configurations apart, apart from where they were loaded from and the weights."""
-    settings = {f"the model's config.{name}": value for name, value in model.config.to_dict().items()}
-    settings.pop("the model's config._name_or_path", None)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    return {
-        "the model's class": type(model).__name__,
-        "the model's number of parameters": parameters,
-        "the type of its weights": str(model.dtype),
-        **settings,
-        **{f"{SECTION}.{name}": value for name, value in vars(configuration).items()},
-    }
 
 
 def _local(layout: Layout) -> tuple[Sequence[Sequence[str]], tuple[int, ...]]:

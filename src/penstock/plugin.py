@@ -24,6 +24,7 @@ from penstock.runtime.bootstrap import ensure_process_group, local_device, rank_
 from penstock.runtime.engine import Pipeline
 from penstock.runtime.layout import Layout
 from penstock.runtime.precision import LossScale
+from penstock.runtime.start import facts_of, require_agreement
 from penstock.schedule import DEFAULT_SCHEDULE, build
 from penstock.template import PipelineTemplate
 
@@ -233,7 +234,8 @@ class HeterogeneousParallelPlugin:
         Raises:
             RuntimeError: before `set_pipelines`.
             ValueError: the templates do not cover the model, or it is parallelised already; see
-                `PipelineTemplate.validate`. No process group has been made then.
+                `PipelineTemplate.validate`. No process group has been made then. Or the ranks were given different
+                models, pipelines or settings.
             NotImplementedError: the model cannot be split. TypeError: `model` is no transformers model, or
                 `dataloader` was not prepared by this plugin.
         """
@@ -249,9 +251,15 @@ class HeterogeneousParallelPlugin:
             self.check_dataloader(dataloader)
         self._description = self._describe(model)
         ensure_process_group()
+        require_agreement({**facts_of(model), **self._facts()})
         model = self._parallelise(model, layout)
         wrapped = None if optimizer is None else self._wrap(optimizer, model)
         return model, wrapped, criterion, dataloader, lr_scheduler
+
+    def _facts(self) -> dict[str, Any]:
+        """What all ranks must have been given alike."""
+        names = ("tp_size", "microbatch_size", "precision", "max_norm", "schedule", "pipelines", "num_microbatches")
+        return {f"the plugin's {name}": getattr(self, name) for name in names}
 
     def _parallelise(self, model: PreTrainedModel, layout: Layout) -> PreTrainedModel:
         device = local_device()

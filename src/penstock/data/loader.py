@@ -106,7 +106,8 @@ class HeterogeneousDataLoader(DataLoader[Any]):
     def state_dict(self) -> dict[str, Any]:
         """The position after the last batch given out (not those that workers have prepared). Equal on all ranks."""
         meaning = {name: getattr(self._shares, name) for name in POSITION_MEANING}
-        return {"epoch": self.epoch, "position": self._position, **meaning}
+        epoch, position = (self.epoch + 1, 0) if self._at_the_end() else (self.epoch, self._position)
+        return {"epoch": epoch, "position": position, **meaning}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved position: the next iteration gives the rest of its epoch.
@@ -125,6 +126,8 @@ class HeterogeneousDataLoader(DataLoader[Any]):
         self._position = self._resume_at = state["position"]
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch promises its own iterator class
+        if self._at_the_end():
+            self.set_epoch(self.epoch + 1)
         self._shares.start = self._position = self._resume_at
         self._resume_at = 0
         return self._batches(super().__iter__(), self.epoch)
@@ -136,6 +139,10 @@ class HeterogeneousDataLoader(DataLoader[Any]):
             yield self._present(MicrobatchedBatch(microbatches, num_samples, names, first_microbatch))
         if self.epoch == epoch:
             self.set_epoch(epoch + 1)
+
+    def _at_the_end(self) -> bool:
+        """Whether the epoch's last batch was taken, while nobody asked yet whether there is another one."""
+        return self._position >= self._shares.samples_per_epoch
 
     def _present(self, batch: MicrobatchedBatch) -> Any:
         return batch

@@ -114,6 +114,11 @@ class HeterogeneousSampler:
         """Samples in a full global batch, over all pipelines."""
         return sum(self.num_microbatches) * self.microbatch_size
 
+    @property
+    def samples_per_epoch(self) -> int:
+        """Samples in a whole epoch, over all pipelines, without those that `drop_last` drops."""
+        return min(self.num_samples, len(self) * self.global_batch_size)
+
     def __len__(self) -> int:
         """Global batches in a whole epoch."""
         full, rest = divmod(self.num_samples, self.global_batch_size)

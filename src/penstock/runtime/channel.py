@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -86,6 +86,22 @@ class Channel:
         except RuntimeError as error:
             raise self._board.lost_connection(f"posting a receive of {_name(line)}", [peer], error) from error
         self._posted.setdefault(line, deque()).append(Receive(buffers, works, peer))
+
+    def warm_up(self, cuts: Iterable[int], stages: Collection[int]) -> None:
+        """Send one number over each of `cuts`, down and up again, in one order on all ranks.
+
+        Every rank of the pipeline calls this with the cuts between stages of different ranks, and its own stages.
+        """
+        for cut in cuts:
+            down, up = Line(cut, Kind.ACTIVATION), Line(cut, Kind.GRADIENT)
+            if cut in stages:
+                self.send(down, [torch.zeros(1, device=self._device)])
+                self.post_receive(up, [torch.zeros(1, device=self._device)])
+                self.receive(up)
+            elif cut + 1 in stages:
+                self.post_receive(down, [torch.zeros(1, device=self._device)])
+                self.send(up, self.receive(down))
+        self.flush()
 
     def num_posted(self, line: Line) -> int:
         posted = self._posted.get(line)

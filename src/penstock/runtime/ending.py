@@ -2,36 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
+
 from .precision import multiply_gradients
 from .reduction import ReductionReport
 from .station import Station
 
 
 def sum_over_pipelines(
-    station: Station, loss: float, scaled: bool, reduce_gradients: bool, loss_scale: float
-) -> tuple[float, ReductionReport | None]:
+    station: Station, losses: Sequence[torch.Tensor], scaled: bool, reduce_gradients: bool, loss_scale: float
+) -> tuple[float, float, ReductionReport | None]:
     """Complete the gradients, and sum the loss. Every rank calls this, also one without any microbatch.
 
     Args:
-        loss: this pipeline's share of the global batch's loss.
+        losses: the microbatches' shares of the global batch's loss; shape (), float64.
         scaled: whether the caller scaled the losses on this rank; it is enough that one rank knows.
         reduce_gradients: whether to sum them now. They lose their scale in any case.
         loss_scale: that of the gradients.
 
     Returns:
-        The loss of the global batch, and what the reduction took (None without one).
+        This pipeline's loss and that of the global batch, and what the reduction took (None without one).
     """
     totals, reducer, report = station.totals, station.reducer, None
     if reduce_gradients:
         reducer.launch_rest()
-    if totals.several:
+    # After the last bucket has left: on an accelerator this is where the host waits.
+    own = loss = float(torch.stack(list(losses)).sum()) if losses else 0.0
+    if totals.shared:
         # Behind every bucket, which is one order on all ranks, and under way while they are waited for.
         totals.start(loss, scaled)
     if reduce_gradients and reducer.active:
         report = reducer.finish()
-    if totals.several:
+    if totals.shared:
         loss, scaled = totals.finish()
     multiply_gradients(station.parameters, 1.0 / loss_scale)
     if reduce_gradients and scaled:
         station.share_overflow()
-    return loss, report
+    return own, loss, report

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,7 +20,6 @@ from penstock.modeling.loss import Criterion
 from penstock.modeling.split import SplitModel
 from penstock.schedule import Kind, Schedule
 
-from . import norm, recorder
 from .bootstrap import default_store
 from .channel import Channel
 from .evaluation import evaluate, share_output
@@ -28,14 +28,16 @@ from .executor import TrainingStep
 from .failure import FailureBoard
 from .groups import Groups
 from .holders import find_holders
+from .inputs import StepInputs, refuse_tuples, refuse_without_loss
 from .layout import Layout
+from .norm import GradientNorm
 from .precision import ScaleWatch, autocast
 from .random_state import adopt_random_state
 from .recorder import Recorder
 from .reduction import GradientReducer
 from .start import copy_from_first_holders, shared_name, shared_seed
 from .station import Station
-from .step import StepInputs, StepReport
+from .step import StepReport
 from .tensor_parallel import GroupCollectives, compare_inputs
 from .totals import Totals
 from .weight_gradients import WeightGradientQueues
@@ -58,7 +60,7 @@ class Pipeline:
         autocast: the type in which stages run their matrix products, None for that of the weights.
         loss_scale: what losses are multiplied with in the backward, so that half-precision gradients do not vanish. The
             gradients between steps do not have it.
-        step_number: how many steps were begun. It decides the dropout of the next one.
+        step_number: how many training steps were begun. It decides the dropout of the next one.
         holds_output: whether this rank holds the pipeline's last stage, which has the model's output.
     """
 
@@ -85,6 +87,8 @@ class Pipeline:
         self.autocast: torch.dtype | None = None
         self.loss_scale = 1.0
         self.step_number = 0
+        self._num_calls = 0
+        self._num_attempts = 0
         self._recorder = Recorder(self.place.rank_in_pipeline)
         self._make_schedule = make_schedule
         self._schedules: dict[int, Schedule] = {}
@@ -118,6 +122,9 @@ class Pipeline:
         self.board.on_abort(channel.clear)
         self.board.on_abort(reducer.clear)
         self.board.on_abort(self.groups.destroy)
+        counted = [h.parameter for h in self.held if h.counted_by(self.rank, self.place.tensor_parallel_rank)]
+        everyone = range(layout.world_size)
+        self._norm = GradientNorm(self.held, counted, everyone, self.groups, device, self.board)
         self._station = Station(
             split=split,
             parameters=[held.parameter for held in self.held],
@@ -127,12 +134,16 @@ class Pipeline:
             queues=queues,
             board=self.board,
             device=device,
-            everyone=range(layout.world_size),
+            everyone=everyone,
             seed=shared_seed(self.groups),
             totals=totals,
             scaling=ScaleWatch(),
-            share_overflow=self._share_overflow,
+            share_overflow=self._norm.share_overflow,
         )
+        if device.type != "cpu":
+            self.groups.warm_up()
+        own = mine.stages_of(self.place.rank_in_pipeline)
+        channel.warm_up([cut for cut, (a, b) in enumerate(pairwise(mine.stage_to_rank)) if a != b], own)
         copy_from_first_holders(self.held, self.groups)
         # A shuffle without a seed then draws one order on all ranks of a pipeline, as they need the same batches.
         adopt_random_state(mine.ranks()[0], self.groups.crew_control, device)
@@ -177,10 +188,12 @@ class Pipeline:
         if first_microbatch is None:
             first_microbatch = self.place.pipeline * len(microbatches)
         inputs = self._prepare(microbatches, sizes, first_microbatch, digest, criterion)
-        self._refuse_without_loss(inputs)
+        refuse_without_loss(self.split.model, inputs)
         schedule = self.schedule(len(microbatches))
         if microbatches and not any(action.kind is Kind.B for action in schedule.actions[0]):
             raise ValueError(f"schedule {schedule.name!r} is not written for {len(microbatches)} microbatches")
+        self.step_number += 1
+        self._num_attempts += 1
         with autocast(self.device, self.autocast):
             step = TrainingStep(
                 self._station,
@@ -195,17 +208,14 @@ class Pipeline:
         return self._run(step)
 
     def _run(self, step: TrainingStep) -> Iterator[Any]:
-        if self.trace is not None:
-            self._recorder.begin()
-            self._station.channel.on_wait = self._recorder.wait
-        yield from step.run()
+        if self.trace is None:
+            yield from step.run()
+        else:
+            path = self.trace if self.rank == 0 else None
+            yield from self._recorder.recording(
+                step.run(), self._station.channel, self.board, self.groups.pipeline_control, path
+            )
         self.last_step = step.report
-        self._station.channel.on_wait = None
-        if self.trace is not None:
-            events = self._recorder.gather(self.groups.pipeline_control)
-            if self.rank == 0:
-                schedule = self.layout.pipelines[0].num_ranks
-                recorder.write(events, self.trace, f"{type(self.split.model).__name__} on {schedule} ranks, as it ran")
 
     def evaluate(self, inputs: Mapping[str, Any]) -> Any:
         """The model's output for the whole batch, on every rank of this pipeline, without gradients.
@@ -264,20 +274,17 @@ class Pipeline:
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
         """Clip the whole model's gradient norm, every logical parameter counted once; see `runtime.norm`."""
-        parameters, order = self._station.parameters, float(norm_type)
-        return norm.clip_grads(parameters, self.grad_norm, float(max_norm), order, error_if_nonfinite)
+        return self._norm.clip(float(max_norm), float(norm_type), error_if_nonfinite)
 
     def grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
         """The norm of the whole model's gradients: shape (), the same on every rank to the last bit."""
-        with self.board.guard("computing the gradient norm", self._station.everyone):
-            return norm.grad_norm(self._counted(), norm_type, self.groups.world, self.device)
+        return self._norm.of_all(norm_type)
 
     def close(self) -> None:
         """Give up the process groups. The model keeps its weights but runs no more steps."""
-        self._station.channel.clear()
+        self.board.close()
         if self.split.tensor_parallel is not None:
             self.split.tensor_parallel.region.collectives = None
-        self.groups.destroy()
 
     # -- parts -----------------------------------------------------------------------------------------------------
 
@@ -293,7 +300,7 @@ class Pipeline:
         microbatches, sizes = self._cut(inputs, at_most=True)
         prepared = self._prepare(microbatches, sizes, 0, fingerprint(inputs), criterion)
         if over_all_pipelines:
-            self._refuse_without_loss(prepared)
+            refuse_without_loss(self.split.model, prepared)
         with self.board.aborting(), autocast(self.device, self.autocast):
             schedule, rank = self.schedule(len(microbatches)), self.place.rank_in_pipeline
             return evaluate(self._station, schedule, rank, prepared, criterion, over_all_pipelines)
@@ -308,34 +315,14 @@ class Pipeline:
     ) -> StepInputs:
         if self.board.failed is not None:
             raise self.board.failed
-        self._refuse_tuples(microbatches)
+        refuse_tuples(self.split.model, microbatches)
         if self.split.tensor_parallel is not None:
             ranks = self.layout.pipelines[self.place.pipeline].ranks()
             compare_inputs(digest, ranks, self.groups.crew_control, self.board)
         plans = [self.split.plan(microbatch, criterion=criterion) for microbatch in microbatches]
-        number, self.step_number = self.step_number, self.step_number + 1
-        return StepInputs.of(microbatches, plans, sizes, first_microbatch, number, digest, self.holds_output)
-
-    def _counted(self) -> list[torch.nn.Parameter]:
-        """The parameters this rank answers for in the norm."""
-        mine = self.rank, self.place.tensor_parallel_rank
-        return [held.parameter for held in self.held if held.counted_by(*mine)]
-
-    def _share_overflow(self) -> None:
-        with self.board.guard("comparing overflows", self._station.everyone):
-            norm.share_overflow(self._station.parameters, self.groups.world, self.device)
-
-    def _refuse_tuples(self, microbatches: Sequence[Mapping[str, Any]]) -> None:
-        asked = microbatches[0].get("return_dict") if microbatches else None
-        if not (getattr(self.split.model.config, "return_dict", True) if asked is None else asked):
-            raise ValueError(
-                "outputs of a parallelised model have named fields, so return_dict=False cannot be used: leave it out, "
-                "or call to_tuple() on an output"
-            )
-
-    def _refuse_without_loss(self, inputs: StepInputs) -> None:
-        if any(plan.loss is None for plan in inputs.plans):
-            raise ValueError(
-                f"{type(self.split.model).__name__} computes no loss from the inputs {sorted(inputs.microbatches[0])}: "
-                "pass labels, or evaluate under torch.no_grad()"
-            )
+        inputs = StepInputs.of(
+            microbatches, plans, sizes, first_microbatch,
+            self.step_number, self._num_calls, self._num_attempts, digest, self.holds_output,
+        )  # fmt: skip
+        self._num_calls += 1
+        return inputs

@@ -13,8 +13,8 @@ from transformers.cache_utils import Cache
 from penstock.modeling.loss import Criterion
 from penstock.schedule.actions import Kind, Schedule
 
+from .inputs import StepInputs
 from .station import StageOpener, Station
-from .step import StepInputs
 from .transfer import broadcast_tensors
 
 
@@ -36,12 +36,12 @@ def evaluate(
     actions = [action for action in schedule.actions_of(rank_in_pipeline) if action.kind is Kind.F]
     last = schedule.num_stages - 1
     is_last = last in schedule.stages_of(rank_in_pipeline)
-    opener = StageOpener(station, actions, inputs)
     outputs: list[Any] = [None] * len(inputs.microbatches)
     totals: Sequence[int] = inputs.total_counts() if is_last else ()
     if over_all_pipelines and is_last:
         totals = station.totals.counts(totals)
     with torch.no_grad():
+        opener = StageOpener(station, actions, inputs)
         for action in actions:
             stage, microbatch = action.stage, action.microbatch
             received = station.exchange.take_activations(stage, microbatch, opener.open(stage))

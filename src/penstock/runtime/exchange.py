@@ -72,14 +72,14 @@ class Exchange:
         if stage == 0 or self._is_local(stage - 1):
             return None
         line = Line(stage - 1, Kind.STEP)
-        self._channel.post_receive(line, [torch.zeros(length, dtype=torch.int64, device=self._device)])
+        self._channel.post_receive(line, [torch.zeros(length, dtype=torch.int64)])
         return self._channel.receive(line)[0].tolist()
 
     def give_notice(self, stage: int, notice: Sequence[int]) -> None:
         """Pass the notice on, and remember `notice[-1]`, the state of all stages up to this one."""
         self._traffic[stage].state = notice[-1]
         if stage + 1 < self._num_stages and not self._is_local(stage):
-            message = torch.tensor(notice, dtype=torch.int64, device=self._device)
+            message = torch.tensor(notice, dtype=torch.int64)
             self._channel.send(Line(stage, Kind.STEP), [message])
             self.post_gradients(stage)
 

@@ -22,10 +22,11 @@ from .ending import sum_over_pipelines
 from .exchange import LOSS_DTYPE
 from .failure import PipelineFailure
 from .gate import gate_loss, proxy_loss
+from .inputs import StepInputs
 from .precision import autocast_now, multiply_gradients
 from .recorder import Recorder
 from .station import StageOpener, Station
-from .step import Live, StageOutput, StepInputs, StepReport
+from .step import Live, StageOutput, StepReport
 
 
 class LoopError(RuntimeError):
@@ -240,9 +241,10 @@ class TrainingStep:
     # -- the end of the step ---------------------------------------------------------------------------------------
 
     def _finish(self, waited: float) -> StepReport:
-        loss = float(torch.stack(self._losses).sum()) if self._losses else 0.0
         scaled = self._station.scaling.note(self._incoming)
-        global_loss, reduction = sum_over_pipelines(self._station, loss, scaled, self._reduce, self._loss_scale)
+        loss, global_loss, reduction = sum_over_pipelines(
+            self._station, self._losses, scaled, self._reduce, self._loss_scale
+        )
         if reduction is not None and self._recorder is not None:
             self._recorder.reductions(reduction.intervals)
         seconds = time.perf_counter() - self._started
@@ -258,18 +260,19 @@ class TrainingStep:
             return
         patience = 2 * (time.perf_counter() - self._started)
         left_at = f"microbatch {self._open}, backward {'called' if self._called else 'not called'}"
-        if not station.board.agree(f"left/{self._inputs.number}", left_at, station.everyone, patience):
+        if not station.board.agree(f"left/{self._inputs.attempt}", left_at, station.everyone, patience):
             raise station.board.abort(
                 f"left the loop over the microbatches at {left_at}, while other ranks did not ({why})"
             )
-        station.queues.clear()
-        for action in self._actions[self._position :]:
-            self._skip(action)
-        station.channel.flush()
-        if self._reduce and station.reducer.active:
-            station.reducer.finish()
-        multiply_gradients(station.parameters, 1.0 / self._loss_scale)
-        self._live.clear()
+        with station.board.aborting():
+            station.queues.clear()
+            for action in self._actions[self._position :]:
+                self._skip(action)
+            station.channel.flush()
+            if self._reduce and station.reducer.active:
+                station.reducer.finish()
+            multiply_gradients(station.parameters, 1.0 / self._loss_scale)
+            self._live.clear()
 
     def _skip(self, action: Action) -> None:
         """Do the communication of an action with zeros, so that no message is left under way."""

@@ -55,14 +55,19 @@ class FailureBoard:
             first = self._record(cause, list(suspects) or [self._rank])
             self.failed = PipelineFailure(cause)
             self._report_alive()
-            for close in self._on_abort:
-                # A group may be half gone already; the point is only that it closes.
-                with contextlib.suppress(Exception):
-                    close()
+            self.close()
             # Last, because it may wait for what other ranks still have to say.
             lost = self._lost(first)
             self.failed = PipelineFailure(self._message(first, lost), lost[0] if len(lost) == 1 else None)
         return self.failed
+
+    def close(self) -> None:
+        """Close what was registered, once."""
+        closers, self._on_abort = self._on_abort, []
+        for close in closers:
+            # A group may be half gone already; the point is only that it closes.
+            with contextlib.suppress(Exception):
+                close()
 
     @contextlib.contextmanager
     def guard(self, doing: str, peers: Sequence[int] = ()) -> Iterator[None]:
@@ -157,13 +162,14 @@ class FailureBoard:
 
     def watch_interpreter(self) -> None:
         """Tell the others what exception ends this process, through `sys.excepthook`."""
-        previous = sys.excepthook
+        previous, store, key = sys.excepthook, self._store, f"detail/{self._rank}"
 
+        # It outlives the pipeline, so it refers to nothing of it but the store.
         def hook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
-            if self._store is not None and not isinstance(value, PipelineFailure):
+            if store is not None and not isinstance(value, PipelineFailure):
                 text = "".join(traceback.format_exception_only(kind, value)).strip()
                 with contextlib.suppress(Exception):
-                    self._store.set(f"detail/{self._rank}", text[:500])
+                    store.set(key, text[:500])
             previous(kind, value, trace)
 
         sys.excepthook = hook

@@ -3,76 +3,90 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
+from .failure import FailureBoard
+from .groups import Groups
+from .holders import HeldParameter
 
-def clip_grads(
-    parameters: Iterable[torch.nn.Parameter],
-    norm_of_all: Callable[[float], torch.Tensor],
-    max_norm: float,
-    norm_type: float,
-    error_if_nonfinite: bool = False,
-) -> torch.Tensor:
-    """Scale the gradients of `parameters` so that the whole model's norm is at most `max_norm`.
 
-    `norm_of_all(norm_type)` gives that norm, the same on every rank to the last bit, so that replicas stay equal.
+class GradientNorm:
+    """Norms over all ranks' gradients. Every rank of `ranks`, which is all of them, makes the same calls.
 
-    Returns the norm before clipping: a tensor of shape ().
-
-    Raises:
-        ValueError: `max_norm` is negative or `norm_type` is not positive.
-        RuntimeError: the norm is not finite and `error_if_nonfinite`. All ranks raise.
+    `counted` are the parameters this rank answers for: each logical parameter is counted by one rank.
     """
-    if max_norm < 0 or not norm_type > 0:
-        raise ValueError(
-            f"max_norm must not be negative and norm_type must be positive, got {max_norm} and {norm_type}"
-        )
-    parameters = list(parameters)
-    norm = norm_of_all(norm_type)
-    if error_if_nonfinite and not bool(torch.isfinite(norm)):
-        raise RuntimeError(
-            f"the gradients' total norm of order {norm_type} is {float(norm)}, so they cannot be clipped"
-        )
-    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-    return norm if any(p.dtype == torch.float64 for p in parameters) else norm.to(torch.float32)
 
+    def __init__(
+        self,
+        held: Sequence[HeldParameter],
+        counted: Sequence[torch.nn.Parameter],
+        ranks: Sequence[int],
+        groups: Groups,
+        device: torch.device,
+        board: FailureBoard,
+    ):
+        self._parameters = [parameter.parameter for parameter in held]
+        self._counted = counted
+        self._ranks = ranks
+        self._groups = groups
+        self._device = device
+        self._board = board
 
-def grad_norm(
-    counted: Sequence[torch.nn.Parameter], norm_type: float, group: dist.ProcessGroup, device: torch.device
-) -> torch.Tensor:
-    """The norm of the whole model's gradients, not finite if one of them is not: shape (), float64.
+    def clip(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> torch.Tensor:
+        """Scale this rank's gradients so that the whole model's norm is at most `max_norm`.
 
-    `counted` are the parameters this rank answers for: each logical parameter is counted by one rank of the world.
-    """
-    gradients = [parameter.grad for parameter in counted if parameter.grad is not None]
-    largest = math.isinf(norm_type)
-    # The sum runs over ranks and over very unlike tensors: float64 keeps it independent of their order in practice.
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    if gradients:
-        norms = torch.stack([n.to(torch.float64) for n in torch._foreach_norm(gradients, norm_type)])
-        total = norms.max() if largest else norms.pow(norm_type).sum()
-    dist.all_reduce(total, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
-    return total if largest else total.pow(1.0 / norm_type)
+        The norm is the same on every rank to the last bit, so replicas stay equal.
 
+        Returns the norm before clipping: a tensor of shape ().
 
-def share_overflow(parameters: Iterable[torch.nn.Parameter], group: dist.ProcessGroup, device: torch.device) -> None:
-    """Make a gradient overflow on one rank an overflow on all ranks.
+        Raises:
+            ValueError: `max_norm` is negative or `norm_type` is not positive.
+            RuntimeError: the norm is not finite and `error_if_nonfinite`. All ranks raise.
+        """
+        if max_norm < 0 or not norm_type > 0:
+            raise ValueError(
+                f"max_norm must not be negative and norm_type must be positive, got {max_norm} and {norm_type}"
+            )
+        norm = self.of_all(norm_type)
+        if error_if_nonfinite and not bool(torch.isfinite(norm)):
+            raise RuntimeError(
+                f"the gradients' total norm of order {norm_type} is {float(norm)}, so they cannot be clipped"
+            )
+        torch.nn.utils.clip_grads_with_norm_(self._parameters, max_norm, norm)
+        return norm if any(p.dtype == torch.float64 for p in self._parameters) else norm.to(torch.float32)
 
-    A GradScaler looks only at its own rank's gradients. When another rank's are not finite, one of this rank's is made
-    infinite, so that all scalers skip the step and lower their scale together.
-    """
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    mine = torch.zeros((), device=device)
-    if gradients:
-        # A sum of finite norms is finite unless it overflows by itself, which float64 cannot here.
-        norms = torch.stack([norm.to(torch.float64) for norm in torch._foreach_norm(gradients, 1)])
-        mine = (~torch.isfinite(norms).all()).to(torch.float32)
-    anywhere = mine.clone()
-    dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=group)
-    if gradients:
-        # No reading of the value: on an accelerator the host need not wait.
-        first = gradients[0].view(-1)[:1]
-        first.copy_(torch.where((anywhere > mine).expand(1), torch.full_like(first, math.inf), first))
+    def of_all(self, norm_type: float = 2.0) -> torch.Tensor:
+        """The norm of the whole model's gradients, not finite if one of them is not: shape (), float64."""
+        gradients = [parameter.grad for parameter in self._counted if parameter.grad is not None]
+        largest = math.isinf(norm_type)
+        # The sum runs over ranks and over very unlike tensors: float64 keeps it independent of their order in practice.
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        if gradients:
+            norms = torch.stack([n.to(torch.float64) for n in torch._foreach_norm(gradients, norm_type)])
+            total = norms.max() if largest else norms.pow(norm_type).sum()
+        with self._board.guard("computing the gradient norm", self._ranks):
+            dist.all_reduce(total, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=self._groups.world)
+        return total if largest else total.pow(1.0 / norm_type)
+
+    def share_overflow(self) -> None:
+        """Make a gradient overflow on one rank an overflow on all ranks.
+
+        A GradScaler looks only at its own rank's gradients. When another rank's are not finite, one of this rank's is
+        made infinite, so that all scalers skip the step and lower their scale together.
+        """
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        mine = torch.zeros((), device=self._device)
+        if gradients:
+            # A sum of finite norms is finite unless it overflows by itself, which float64 cannot here.
+            norms = torch.stack([norm.to(torch.float64) for norm in torch._foreach_norm(gradients, 1)])
+            mine = (~torch.isfinite(norms).all()).to(torch.float32)
+        anywhere = mine.clone()
+        with self._board.guard("comparing overflows", self._ranks):
+            dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=self._groups.world)
+        if gradients:
+            # No reading of the value: on an accelerator the host need not wait.
+            first = gradients[0].view(-1)[:1]
+            first.copy_(torch.where((anywhere > mine).expand(1), torch.full_like(first, math.inf), first))

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from .step import StepInputs
+from .inputs import StepInputs
 from .transfer import DTYPES
 
 MASK = (1 << 62) - 1
@@ -26,7 +26,7 @@ class Notice(NamedTuple):
     """`state` sums up what decides dtypes and gradient flags at a cut: which parameters are trainable in all stages
     up to here, and autocast."""
 
-    number: int
+    call: int
     fingerprint: int
     num_microbatches: int
     state: int
@@ -39,7 +39,7 @@ class Notice(NamedTuple):
         if torch.is_autocast_enabled(device.type):
             autocast = 1 + DTYPES.index(torch.get_autocast_dtype(device.type))
         state = ((trainable * MIX + autocast) * 2 + torch.is_grad_enabled()) & MASK
-        return cls(inputs.number, inputs.fingerprint, len(inputs.microbatches), state)
+        return cls(inputs.call, inputs.fingerprint, len(inputs.microbatches), state)
 
     def after(self, below: int) -> Notice:
         """This notice with the state of the stages below folded in."""
@@ -53,7 +53,7 @@ def check_notice(theirs: Notice, mine: Notice, stage: int) -> None:
         BatchMismatch: they are about different steps or batches.
     """
     for field, what in (
-        ("number", "step number {}"),
+        ("call", "call {} of the model"),
         ("num_microbatches", "a batch of {} microbatches"),
         ("fingerprint", "a batch with digest {:x}"),
     ):

@@ -60,7 +60,7 @@ class LossScale:
         scale: the present scale.
         min_scale, max_scale: it stays between them.
         growth_factor: it grows by this after `growth_interval` steps without overflow.
-        backoff_factor: it shrinks by this at an overflow, when `hysteresis` overflows came since it last changed.
+        backoff_factor: it shrinks by this at an overflow, if that is at least the `hysteresis`-th since it last grew.
 
     Raises:
         ValueError: the numbers make no sense.

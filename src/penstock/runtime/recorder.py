@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,8 @@ import torch.distributed as dist
 from penstock.schedule.events import EventKind, TimedEvent, with_waits
 from penstock.schedule.timeline import write_timeline
 
-from .channel import Line
+from .channel import Channel, Line
+from .failure import FailureBoard
 
 # Waits shorter than this are the cost of looking, not waiting.
 SHORTEST_WAIT = 20e-6
@@ -28,9 +29,25 @@ class Recorder:
         self._events: list[TimedEvent] = []
         self._waited_until = 0.0
 
-    def begin(self) -> None:
-        """Forget the step before."""
+    def recording(
+        self,
+        step: Iterator[Any],
+        channel: Channel,
+        board: FailureBoard,
+        group: dist.ProcessGroup,
+        path: str | os.PathLike[str] | None,
+    ) -> Iterator[Any]:
+        """Run `step` and record it; if a path is given, write there what all ranks of `group` recorded."""
         self._events.clear()
+        channel.on_wait = self.wait
+        try:
+            yield from step
+        finally:
+            channel.on_wait = None
+        with board.aborting():
+            events = self._gather(group)
+            if path is not None:
+                _write(events, path, f"{dist.get_world_size(group)} ranks, as they ran")
 
     def action(self, kind: str, stage: int, microbatch: int, start: float, end: float) -> None:
         """An action that ran from `start` to `end`; what it waited for its input is not counted as its own."""
@@ -45,7 +62,7 @@ class Recorder:
         """Buckets of gradients that were under way in these intervals."""
         self._events += [TimedEvent(self._rank, EventKind.REDUCTION, start, end) for start, end in intervals]
 
-    def gather(self, group: dist.ProcessGroup) -> list[TimedEvent]:
+    def _gather(self, group: dist.ProcessGroup) -> list[TimedEvent]:
         """All ranks' events of the step, from time 0. Every rank of the pipeline calls this.
 
         On one machine the clocks are one. Between machines they are not, so there each machine's events begin at 0.
@@ -64,7 +81,7 @@ class Recorder:
         return with_waits(shifted, SHORTEST_WAIT)
 
 
-def write(events: list[TimedEvent], path: str | os.PathLike[str], title: str) -> None:
+def _write(events: list[TimedEvent], path: str | os.PathLike[str], title: str) -> None:
     """Write a step's timeline whole or not at all: .svg for a chart, .json for a Chrome trace."""
     path = Path(path)
     draft = path.with_name(f".{path.stem}.draft{path.suffix}")

@@ -8,11 +8,24 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from transformers import PreTrainedModel
 
 from .buckets import make_buckets
 from .failure import PipelineFailure
 from .groups import Groups
 from .holders import HeldParameter
+
+
+def facts_of(model: PreTrainedModel) -> dict[str, Any]:
+    """What tells two models apart, other than where they were loaded from and the weights; for `require_agreement`."""
+    settings = {f"the model's config.{name}": value for name, value in model.config.to_dict().items()}
+    settings.pop("the model's config._name_or_path", None)
+    return {
+        "the model's class": type(model).__name__,
+        "the model's number of parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "the type of its weights": str(model.dtype),
+        **settings,
+    }
 
 
 def require_agreement(facts: Mapping[str, Any]) -> None:

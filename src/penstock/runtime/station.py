@@ -13,10 +13,10 @@ from penstock.schedule.actions import Action, Kind
 from .channel import Channel
 from .exchange import Exchange
 from .failure import FailureBoard
+from .inputs import StepInputs
 from .notice import Notice, check_notice
 from .precision import ScaleWatch
 from .reduction import GradientReducer
-from .step import StepInputs
 from .totals import Totals
 from .weight_gradients import WeightGradientQueues
 

@@ -20,11 +20,13 @@ class Totals:
 
     Attributes:
         several: whether there is more than one pipeline.
+        shared: whether there is another rank at all, which may know what this one does not.
     """
 
     def __init__(self, layout: Layout, rank: int, groups: Groups, board: FailureBoard):
         place = layout.place_of(rank)
         self.several = len(layout.pipelines) > 1
+        self.shared = layout.world_size > 1
         self._speaks = (
             place.rank_in_pipeline == layout.pipelines[place.pipeline].stage_to_rank[-1]
             and place.tensor_parallel_rank == 0
