@@ -82,9 +82,12 @@ class GradientReducer:
         self._observed = False
         # True while the gradients on this rank are already sums over all holders.
         self._reduced = False
-        for bucket in self._buckets:
-            for parameter in bucket.parameters:
-                parameter.register_post_accumulate_grad_hook(self._note)
+        # Kept to be removed: the garbage collector does not see the reference from a parameter to its hook.
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._note)
+            for bucket in self._buckets
+            for parameter in bucket.parameters
+        ]
 
     @property
     def active(self) -> bool:
@@ -166,6 +169,8 @@ class GradientReducer:
     def clear(self) -> None:
         """Forget everything under way, so that nothing keeps a dead group's connections open."""
         self._groups = {}
+        for hook in self._hooks:
+            hook.remove()
         for bucket in self._buckets:
             bucket.work = None
 
