@@ -225,6 +225,11 @@ def save_and_reshard(family: str, folder: str, layouts: list[tuple[int, int]]) -
         penstock.initialize(target, config(stages, size))
         target.from_parallelized(f"{folder}/parallel")
         assert difference_to(reference, gather(target, parameters_of(target))) == 0, (stages, size)
+        with torch.no_grad():
+            for parameter in target.parameters():
+                parameter.fill_(7.0)
+        penstock.Booster(plugin=penstock.HeterogeneousParallelPlugin()).load_model(target, f"{folder}/merged")
+        assert difference_to(reference, gather(target, parameters_of(target))) == 0, (stages, size)
         target.pipeline.close()
     plain = type(reference).from_pretrained(f"{folder}/merged", dtype=torch.float64)
     assert difference_to(reference, parameters_of(plain)) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -230,3 +231,29 @@ def test_what_is_no_model_or_is_parallelised_already_is_refused(pool: Pool) -> N
     for other, again in pool.run(2, initialize_the_wrong_thing):
         assert other[0] == "TypeError" and "PreTrainedModel" in other[1] and "Linear" in other[1]
         assert again[0] == "ValueError" and "already" in again[1]
+
+
+class Summed(Cyclic):
+    """Can be split, but takes its loss from the largest logit of the whole batch: no mean that shares add up to."""
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        hidden = self.embed(input_ids)
+        for layer in self.layers:
+            hidden = layer(hidden).tanh()
+        logits = self.head(hidden)
+        loss = None if labels is None else logits.max()
+        return transformers.modeling_outputs.CausalLMOutput(loss=loss, logits=logits)
+
+
+def train_what_is_no_mean() -> list[str]:
+    model = parallelize(Summed(transformers.GPT2Config(vocab_size=97, n_embd=16)), 2)
+    with warnings.catch_warnings(record=True) as caught_warnings:
+        warnings.simplefilter("always")
+        run_step(model, batch("causal", 4))
+    return [str(warning.message) for warning in caught_warnings if "no mean" in str(warning.message)]
+
+
+def test_a_loss_that_microbatches_cannot_add_up_to_is_warned_of_where_it_is_computed(pool: Pool) -> None:
+    without, (warning,) = pool.run(2, train_what_is_no_mean)
+    assert not without
+    assert "the loss of Summed" in warning and "accumulating over the same microbatches" in warning

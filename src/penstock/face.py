@@ -112,10 +112,11 @@ class PipelineModel:
             **kwargs,
         )
 
-    def from_parallelized(self, directory: str | os.PathLike[str]) -> PipelineModel:
+    def from_parallelized(self, directory: str | os.PathLike[str], variant: str | None = None) -> PipelineModel:
         """Load what `save_parallelized` wrote, from any number of stages and tensor-parallel ranks, into this model;
-        returns it."""
-        from_parallelized(cast(PreTrainedModel, self), directory, world_comm=self.pipeline.comms()[0])
+        returns it. `variant` is the one it was saved with."""
+        comm = self.pipeline.comms()[0]
+        from_parallelized(cast(PreTrainedModel, self), directory, world_comm=comm, variant=variant)
         return self
 
     def _bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:

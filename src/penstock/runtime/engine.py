@@ -28,7 +28,7 @@ from .executor import TrainingStep
 from .failure import FailureBoard
 from .groups import Groups
 from .holders import find_holders
-from .inputs import StepInputs, refuse_tuples, refuse_without_loss
+from .inputs import StepInputs, refuse_tuples, refuse_without_loss, warn_of_inexact_loss
 from .layout import Layout
 from .norm import GradientNorm
 from .precision import ScaleWatch, autocast
@@ -189,6 +189,8 @@ class Pipeline:
             first_microbatch = self.place.pipeline * len(microbatches)
         inputs = self._prepare(microbatches, sizes, first_microbatch, digest, criterion)
         refuse_without_loss(self.split.model, inputs)
+        if self.holds_output:
+            warn_of_inexact_loss(self.split.model, inputs)
         schedule = self.schedule(len(microbatches))
         if microbatches and not any(action.kind is Kind.B for action in schedule.actions[0]):
             raise ValueError(f"schedule {schedule.name!r} is not written for {len(microbatches)} microbatches")

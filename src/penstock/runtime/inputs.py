@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -91,6 +92,17 @@ def refuse_tuples(model: PreTrainedModel, microbatches: Sequence[Mapping[str, An
             "outputs of a parallelised model have named fields, so return_dict=False cannot be used: leave it out, "
             "or call to_tuple() on an output"
         )
+
+
+def warn_of_inexact_loss(model: PreTrainedModel, inputs: StepInputs) -> None:
+    """Warn, as often as the user's filters let it through, if microbatches cannot add up to the whole batch's loss."""
+    for plan in inputs.plans[:1]:
+        if plan.loss is not None and not plan.loss.exact:
+            warnings.warn(
+                f"the loss of {type(model).__name__} is no mean over tokens or samples ({plan.loss.reason}): the run "
+                "equals the unsplit model accumulating over the same microbatches, not over the whole batch at once",
+                stacklevel=2,
+            )
 
 
 def refuse_without_loss(model: PreTrainedModel, inputs: StepInputs) -> None:
