@@ -1,5 +1,6 @@
 """Fixtures that every test file may use: see pool.py (many ranks) and launch.py (real launchers)."""
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -17,6 +18,12 @@ torch.set_num_threads(1)
 # No deadline, because the machine may be busy; and in continuous integration the same examples in every run.
 hypothesis.settings.register_profile("penstock", deadline=None, derandomize="CI" in os.environ)
 hypothesis.settings.load_profile("penstock")
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays; the garbage collector need not look at it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
