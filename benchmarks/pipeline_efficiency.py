@@ -245,7 +245,7 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", help=f"some of {', '.join(PARTS)} (default: all)")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=0.02, help="of an emulated F, B and W each")
+    parser.add_argument("--seconds", type=float, default=0.03, help="of an emulated F, B and W each")
     options = parser.parse_args()
     for part in options.parts or PARTS:
         PARTS[part](options)
