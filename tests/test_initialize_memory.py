@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import json
+import os
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from families import FAMILIES, batch
 from launch import torchrun
 from pool import Pool
-from training import parallelize, run_step
+from training import parallelize, run_step, train_family
 
 MEBIBYTE = 2**20
 
@@ -106,17 +108,34 @@ if __name__ == "__main__":
     main(sys.argv[1])
 
 
-def parameters_left_after_closing() -> int:
-    import weakref
-
+def left_over(closed: bool) -> tuple[int, int]:
+    """Of a pipeline that went out of use: how many parameters are still alive, and how many groups."""
     model = parallelize(FAMILIES["gpt2"].build(), 1)
     run_step(model, batch("causal", 4))
     watched = [weakref.ref(parameter) for parameter in model.parameters()]
-    model.pipeline.close()
+    groups = [weakref.ref(group) for group in model.pipeline.groups._mine]
+    if closed:
+        model.pipeline.close()
+    else:
+        torch.distributed.destroy_process_group()
     del model
     gc.collect()
-    return sum(reference() is not None for reference in watched)
+    return sum(reference() is not None for reference in watched), sum(reference() is not None for reference in groups)
 
 
-def test_a_closed_pipeline_is_forgotten(pool: Pool) -> None:
-    assert pool.run(2, parameters_left_after_closing) == [0, 0]
+@pytest.mark.parametrize("closed", [True, False])
+def test_a_pipeline_out_of_use_is_forgotten(pool: Pool, closed: bool) -> None:
+    assert pool.run(2, left_over, closed) == [(0, 0), (0, 0)]
+
+
+def num_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def test_pipelines_one_after_another_leave_no_threads(pool: Pool) -> None:
+    """Each process group has threads of its own, which end when nothing refers to it."""
+    pool.run(2, train_family, "gpt2", 2, [batch("causal", 4)])
+    before = pool.run(2, num_threads)
+    for _ in range(3):
+        pool.run(2, train_family, "gpt2", 2, [batch("causal", 4)])
+    assert pool.run(2, num_threads) == before

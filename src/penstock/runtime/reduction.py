@@ -9,6 +9,7 @@ backward has completed it, always in one order, last units first, which is the o
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -82,12 +83,17 @@ class GradientReducer:
         self._observed = False
         # True while the gradients on this rank are already sums over all holders.
         self._reduced = False
-        # Kept to be removed: the garbage collector does not see the reference from a parameter to its hook.
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._note)
-            for bucket in self._buckets
-            for parameter in bucket.parameters
-        ]
+        # The garbage collector does not see the reference from a parameter to its hook, so the hook holds nothing.
+        note = weakref.WeakMethod(self._note)
+
+        def hook(parameter: torch.Tensor) -> None:
+            method = note()
+            if method is not None:
+                method(parameter)
+
+        for bucket in self._buckets:
+            for parameter in bucket.parameters:
+                parameter.register_post_accumulate_grad_hook(hook)
 
     @property
     def active(self) -> bool:
@@ -169,8 +175,6 @@ class GradientReducer:
     def clear(self) -> None:
         """Forget everything under way, so that nothing keeps a dead group's connections open."""
         self._groups = {}
-        for hook in self._hooks:
-            hook.remove()
         for bucket in self._buckets:
             bucket.work = None
 
