@@ -100,9 +100,8 @@ def memory() -> None:
     write_results("memory", content, "\n".join(rows))
 
 
-def emulated(rounds: int, steps: int, seconds: float) -> None:
-    """Sleeping stages: measured time of a step over the simulated ideal of its schedule."""
-    sizes = [(2, 8), (3, 8), (4, 8), (4, 32), (8, 8), (8, 32)]
+def emulated(rounds: int, steps: int, seconds: float, sizes: list[tuple[int, int]]) -> None:
+    """Sleeping stages, as (ranks, microbatches): measured time of a step over the simulated ideal of its schedule."""
     costs = {"forward": seconds, "backward": seconds, "weight": seconds}
     contestants, ideals = {}, {}
     for ranks, count in sizes:
@@ -246,6 +245,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=0.03, help="of an emulated F, B and W each")
+    parser.add_argument("--sizes", default="2x8,3x8,4x8,4x32,8x8,8x32", help="emulated ranks x microbatches")
     options = parser.parse_args()
     for part in options.parts or PARTS:
         PARTS[part](options)
@@ -254,7 +254,9 @@ def main() -> None:
 PARTS: dict[str, Callable[[argparse.Namespace], None]] = {
     "real": lambda options: real_compute(options.rounds, options.steps),
     "memory": lambda options: memory(),
-    "emulated": lambda options: emulated(1, options.steps, options.seconds),
+    "emulated": lambda options: emulated(
+        1, options.steps, options.seconds, [tuple(map(int, size.split("x"))) for size in options.sizes.split(",")]
+    ),
     "tiny": lambda options: tiny(options.rounds, 10 * options.steps),
     "prediction": lambda options: prediction(options.rounds, options.steps),
 }
