@@ -19,7 +19,7 @@ from typing import Any
 
 from measure import interleave, median_of, run_ranks, spread_of, write_results
 
-from penstock.schedule import Costs, build, simulate
+from penstock.schedule import Costs, build, schedule_names, simulate
 
 SHAPE = {"vocabulary": 512, "layers": 12, "width": 384, "heads": 6, "length": 128}
 CONTESTANTS: dict[str, tuple[dict[str, Any], int, int]] = {
@@ -100,12 +100,12 @@ def memory() -> None:
     write_results("memory", content, "\n".join(rows))
 
 
-def emulated(rounds: int, steps: int, seconds: float, sizes: list[tuple[int, int]]) -> None:
+def emulated(rounds: int, steps: int, seconds: float, sizes: list[tuple[int, int]], schedules: list[str]) -> None:
     """Sleeping stages, as (ranks, microbatches): measured time of a step over the simulated ideal of its schedule."""
     costs = {"forward": seconds, "backward": seconds, "weight": seconds}
     contestants, ideals = {}, {}
     for ranks, count in sizes:
-        for schedule in ("gpipe", "1f1b", "zb-h1", "interleaved-1f1b", "zb-v", "v-half"):
+        for schedule in schedules:
             name = f"penstock {schedule} {ranks}x{count}"
             arguments = {**costs, "num_microbatches": count, "steps": steps, "warmup": 1}
             contestants[name] = partial(
@@ -246,17 +246,22 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=0.03, help="of an emulated F, B and W each")
     parser.add_argument("--sizes", default="2x8,3x8,4x8,4x32,8x8,8x32", help="emulated ranks x microbatches")
+    parser.add_argument("--schedules", nargs="+", default=list(schedule_names()), help="emulated ones")
     options = parser.parse_args()
     for part in options.parts or PARTS:
         PARTS[part](options)
 
 
+def sizes_of(text: str) -> list[tuple[int, int]]:
+    """(ranks, microbatches) from `2x8,4x32`."""
+    pairs = [size.split("x") for size in text.split(",")]
+    return [(int(ranks), int(count)) for ranks, count in pairs]
+
+
 PARTS: dict[str, Callable[[argparse.Namespace], None]] = {
     "real": lambda options: real_compute(options.rounds, options.steps),
     "memory": lambda options: memory(),
-    "emulated": lambda options: emulated(
-        1, options.steps, options.seconds, [tuple(map(int, size.split("x"))) for size in options.sizes.split(",")]
-    ),
+    "emulated": lambda options: emulated(1, options.steps, options.seconds, sizes_of(options.sizes), options.schedules),
     "tiny": lambda options: tiny(options.rounds, 10 * options.steps),
     "prediction": lambda options: prediction(options.rounds, options.steps),
 }
