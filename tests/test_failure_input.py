@@ -233,7 +233,7 @@ def test_what_is_no_model_or_is_parallelised_already_is_refused(pool: Pool) -> N
         assert again[0] == "ValueError" and "already" in again[1]
 
 
-class Summed(Cyclic):
+class Largest(Cyclic):
     """Can be split, but takes its loss from the largest logit of the whole batch: no mean that shares add up to."""
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
@@ -246,7 +246,7 @@ class Summed(Cyclic):
 
 
 def train_what_is_no_mean() -> list[str]:
-    model = parallelize(Summed(transformers.GPT2Config(vocab_size=97, n_embd=16)), 2)
+    model = parallelize(Largest(transformers.GPT2Config(vocab_size=97, n_embd=16)), 2)
     inputs = {name: value for name, value in batch("causal", 4).items() if name != "attention_mask"}
     with warnings.catch_warnings(record=True) as caught_warnings:
         warnings.simplefilter("always")
@@ -257,4 +257,4 @@ def train_what_is_no_mean() -> list[str]:
 def test_a_loss_that_microbatches_cannot_add_up_to_is_warned_of_where_it_is_computed(pool: Pool) -> None:
     without, (warning,) = pool.run(2, train_what_is_no_mean)
     assert not without
-    assert "the loss of Summed" in warning and "accumulating over the same microbatches" in warning
+    assert "the loss of Largest" in warning and "accumulating over the same microbatches" in warning

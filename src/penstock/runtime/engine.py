@@ -122,9 +122,7 @@ class Pipeline:
         self.board.on_abort(channel.clear)
         self.board.on_abort(reducer.clear)
         self.board.on_abort(self.groups.destroy)
-        counted = [h.parameter for h in self.held if h.counted_by(self.rank, self.place.tensor_parallel_rank)]
-        everyone = range(layout.world_size)
-        self._norm = GradientNorm(self.held, counted, everyone, self.groups, device, self.board)
+        self._norm = GradientNorm(self.held, layout, self.rank, self.groups, device, self.board)
         self._station = Station(
             split=split,
             parameters=[held.parameter for held in self.held],
@@ -134,7 +132,7 @@ class Pipeline:
             queues=queues,
             board=self.board,
             device=device,
-            everyone=everyone,
+            everyone=range(layout.world_size),
             seed=shared_seed(self.groups),
             totals=totals,
             scaling=ScaleWatch(),

@@ -11,26 +11,26 @@ import torch.distributed as dist
 from .failure import FailureBoard
 from .groups import Groups
 from .holders import HeldParameter
+from .layout import Layout
 
 
 class GradientNorm:
-    """Norms over all ranks' gradients. Every rank of `ranks`, which is all of them, makes the same calls.
-
-    `counted` are the parameters this rank answers for: each logical parameter is counted by one rank.
-    """
+    """Norms over all ranks' gradients; every rank of the layout makes the same calls. `held` is what this rank holds."""
 
     def __init__(
         self,
         held: Sequence[HeldParameter],
-        counted: Sequence[torch.nn.Parameter],
-        ranks: Sequence[int],
+        layout: Layout,
+        rank: int,
         groups: Groups,
         device: torch.device,
         board: FailureBoard,
     ):
         self._parameters = [parameter.parameter for parameter in held]
-        self._counted = counted
-        self._ranks = ranks
+        # Each logical parameter is counted by one rank.
+        place = layout.place_of(rank)
+        self._counted = [p.parameter for p in held if p.counted_by(rank, place.tensor_parallel_rank)]
+        self._ranks = range(layout.world_size)
         self._groups = groups
         self._device = device
         self._board = board
