@@ -8,10 +8,11 @@ torch's DistributedDataParallel, on real compute.
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from functools import partial
 
-from measure import interleave, median_of, run_ranks, spread_of, write_results
+from measure import SHAPE, Comparison, interleave, median_of, run_ranks, spread_of
 
 from penstock.schedule import Costs, build, simulate, split_microbatches
 
@@ -64,36 +65,27 @@ def emulated(rounds: int, steps: int, block: float) -> None:
                 }
                 contestants[name] = partial(run_ranks, "emulated.py", sum(map(len, stages)), arguments)
     results = interleave(contestants, rounds)
-    rows = ["| layout | microbatches | ideal s | measured s | measured / ideal | speed |", "|---|---|---|---|---|---|"]
-    figures = {}
+    columns = ("layout", "microbatches", "ideal s", "measured s", "measured / ideal", "speed")
+    config = {"blocks": BLOCKS, "seconds of a block's F, B and W": block, "steps": steps, "rounds": rounds}
+    table = Comparison("heterogeneous", "Unlike pipelines on emulated devices", columns, config, results)
     for name, runs in results.items():
         counts, ideal = plans[name]
         measured = median_of(runs, "seconds")
-        if measured is None:
-            rows.append(f"| {name} | {counts} | {ideal:.3f} | did not run | | |")
+        if math.isnan(measured):
+            table.add_missing(name)
             continue
-        group = name.rsplit(", [", 1)[0]
-        single = f"{group}, [{name.split()[0]}]"
-        beside = median_of(results[single], "seconds") or float("nan")
-        figures[name] = {"microbatches": counts, "ideal": ideal, "measured": measured, "speed": beside / measured}
-        rows.append(
-            f"| {name} | {', '.join(map(str, counts))} | {ideal:.3f} | {measured:.3f} | {measured / ideal:.3f} "
-            f"| {beside / measured:.2f} |"
-        )
-    rows.append("\nSpeed is relative to one pipeline over all devices with the same schedule.")
-    content = {
-        "title": "Unlike pipelines on emulated devices",
-        "config": {"blocks": BLOCKS, "seconds of a block's F, B and W": block, "steps": steps, "rounds": rounds},
-        "figures": figures,
-        "runs": results,
-    }
-    write_results("heterogeneous", content, "\n".join(rows))
+        devices, schedule, _ = name.split(", ", 2)
+        single = f"{devices}, {schedule}, [{devices.split()[0]}]"
+        speed = median_of(results[single], "seconds") / measured
+        times = [f"{figure:.3f}" for figure in (ideal, measured, measured / ideal)]
+        figures = {"microbatches": counts, "ideal": ideal, "measured": measured, "speed": speed}
+        table.add(name, [", ".join(map(str, counts)), *times, f"{speed:.2f}"], **figures)
+    table.write("Speed is relative to one pipeline over all devices with the same schedule.")
 
 
 def reduction(rounds: int, steps: int) -> None:
     """Two one-stage pipelines against DistributedDataParallel: the same model, tokens and microbatches."""
-    shape = {"vocabulary": 512, "layers": 12, "width": 384, "heads": 6, "length": 128}
-    common = {**shape, "num_microbatches": 8, "micro_batch_size": 2, "steps": steps, "warmup": 1}
+    common = {**SHAPE, "num_microbatches": 8, "micro_batch_size": 2, "steps": steps, "warmup": 1}
     contestants = {
         "DistributedDataParallel": {"kind": "ddp"},
         "two one-stage pipelines": {"kind": "one-stage pipelines", "schedule": "1f1b"},
@@ -105,27 +97,19 @@ def reduction(rounds: int, steps: int) -> None:
         },
         rounds,
     )
-    ddp = median_of(results["DistributedDataParallel"], "seconds") or float("nan")
-    rows = ["| | seconds a step | min - max | of DDP's time | hidden reduction |", "|---|---|---|---|---|"]
-    figures = {}
+    ddp = median_of(results["DistributedDataParallel"], "seconds")
+    columns = ("", "seconds a step", "min - max", "of DDP's time", "hidden reduction")
+    title = "Gradient reduction between one-stage pipelines, beside DDP"
+    table = Comparison("reduction", title, columns, {**common, "rounds": rounds}, results)
     for name, runs in results.items():
-        seconds, spread = median_of(runs, "seconds"), spread_of(runs, "seconds")
-        if seconds is None or spread is None:
-            rows.append(f"| {name} | did not run | | | |")
+        seconds, hidden = median_of(runs, "seconds"), median_of(runs, "hidden")
+        if math.isnan(seconds):
+            table.add_missing(name)
             continue
-        hidden = median_of(runs, "hidden")
-        figures[name] = {"seconds": seconds, "of_ddp": seconds / ddp, "hidden": hidden}
-        rows.append(
-            f"| {name} | {seconds:.3f} | {spread[0]:.3f} - {spread[1]:.3f} | {seconds / ddp:.3f} "
-            f"| {'' if hidden is None else f'{hidden:.0%}'} |"
-        )
-    content = {
-        "title": "Gradient reduction between one-stage pipelines, beside DDP",
-        "config": {**common, "rounds": rounds},
-        "figures": figures,
-        "runs": results,
-    }
-    write_results("reduction", content, "\n".join(rows))
+        share = "" if math.isnan(hidden) else f"{hidden:.0%}"
+        cells = [f"{seconds:.3f}", spread_of(runs, "seconds"), f"{seconds / ddp:.3f}", share]
+        table.add(name, cells, seconds=seconds, of_ddp=seconds / ddp)
+    table.write()
 
 
 def main() -> None:

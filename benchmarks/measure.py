@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 import os
 import platform
 import random
@@ -20,6 +21,9 @@ from typing import Any
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
+
+# A GPT-2 of 12 blocks, whose vocabulary is small enough for two stages to balance.
+SHAPE = {"vocabulary": 512, "layers": 12, "width": 384, "heads": 6, "length": 128}
 
 
 def run_ranks(
@@ -84,20 +88,20 @@ def interleave(
     return results
 
 
-def median_of(results: Sequence[dict], key: str) -> float | None:
-    """The median over runs of a figure; None if no run has it. A figure may be a list of samples."""
+def median_of(results: Sequence[dict], key: str) -> float:
+    """The median over runs of a figure; NaN if no run has it. A figure may be a list of samples."""
     samples: list[float] = []
     for result in results:
         value = result.get(key)
         if value is not None:
             samples.extend(value if isinstance(value, list) else [value])
-    return statistics.median(samples) if samples else None
+    return statistics.median(samples) if samples else math.nan
 
 
-def spread_of(results: Sequence[dict], key: str) -> tuple[float, float] | None:
-    """Smallest and largest sample."""
-    samples = [x for result in results for x in (result.get(key) or [])]
-    return (min(samples), max(samples)) if samples else None
+def spread_of(results: Sequence[dict], key: str) -> str:
+    """Smallest and largest sample, for a table."""
+    samples = [x for result in results for x in result.get(key, [])]
+    return f"{min(samples):.3f} - {max(samples):.3f}"
 
 
 def environment() -> dict[str, Any]:
@@ -117,18 +121,41 @@ def environment() -> dict[str, Any]:
     }
 
 
-def write_results(name: str, content: Mapping[str, Any], table: str) -> None:
-    """Write `results/<name>.json` and the table a person reads, `results/<name>.md`."""
-    RESULTS.mkdir(exist_ok=True)
-    whole = {"environment": environment(), **content}
-    (RESULTS / f"{name}.json").write_text(json.dumps(whole, indent=1) + "\n")
-    head = ", ".join(f"{package} {number}" for package, number in whole["environment"]["versions"].items() if number)
-    (RESULTS / f"{name}.md").write_text(
-        f"# {content['title']}\n\n{whole['environment']['date']}; {head}; Python {platform.python_version()}; "
-        f"{os.cpu_count()} cores; medians of interleaved runs.\n\n{table}\n\nConfiguration: "
-        f"`{json.dumps(content['config'])}`\n"
-    )
-    print(table)
+class Comparison:
+    """A table of contestants, and what it was made from, to be written as `results/<name>.json` and `.md`."""
+
+    def __init__(self, name: str, title: str, columns: Sequence[str], config: Mapping[str, Any], runs: Mapping):
+        self.figures: dict[str, dict[str, Any]] = {}
+        self._name = name
+        self._title = title
+        self._config = config
+        self._runs = runs
+        self._width = len(columns)
+        self._rows = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
+
+    def add(self, name: str, cells: Sequence[str], **figures: Any) -> None:
+        """A row, and the figures behind it."""
+        self.figures[name] = figures
+        self._rows.append("| " + " | ".join([name, *cells]) + " |")
+
+    def add_missing(self, name: str) -> None:
+        """A row for a contestant that did not run."""
+        self._rows.append("| " + " | ".join([name, "did not run", *[""] * (self._width - 2)]) + " |")
+
+    def write(self, note: str = "") -> None:
+        """Write both files, with date, versions and configuration, and print the table."""
+        RESULTS.mkdir(exist_ok=True)
+        facts = environment()
+        content = {"title": self._title, "config": self._config, "figures": self.figures, "runs": self._runs}
+        (RESULTS / f"{self._name}.json").write_text(json.dumps({"environment": facts, **content}, indent=1) + "\n")
+        head = ", ".join(f"{package} {number}" for package, number in facts["versions"].items() if number)
+        table = "\n".join(self._rows) + (f"\n\n{note}" if note else "")
+        (RESULTS / f"{self._name}.md").write_text(
+            f"# {self._title}\n\n{facts['date']}; {head}; Python {platform.python_version()}; "
+            f"{os.cpu_count()} cores; medians of interleaved runs.\n\n{table}\n\nConfiguration: "
+            f"`{json.dumps(self._config)}`\n"
+        )
+        print(table)
 
 
 def _short(result: dict) -> str:

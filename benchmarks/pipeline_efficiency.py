@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import tempfile
 from collections import defaultdict
@@ -17,11 +18,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from measure import interleave, median_of, run_ranks, spread_of, write_results
+from measure import SHAPE, Comparison, interleave, median_of, run_ranks, spread_of
 
 from penstock.schedule import Costs, build, schedule_names, simulate
 
-SHAPE = {"vocabulary": 512, "layers": 12, "width": 384, "heads": 6, "length": 128}
 CONTESTANTS: dict[str, tuple[dict[str, Any], int, int]] = {
     # name: arguments, processes, threads of each
     "one process, one thread": ({"kind": "one process"}, 1, 1),
@@ -49,55 +49,45 @@ def real_compute(rounds: int, steps: int) -> None:
         },
         rounds,
     )
-    alone = median_of(results["one process, one thread"], "seconds") or float("nan")
-    torch_1f1b = median_of(results["torch Schedule1F1B"], "seconds") or float("nan")
-    best_torch = min(
-        (median_of(runs, "seconds") or float("inf")) for name, runs in results.items() if name.startswith("torch")
+    alone, torch_1f1b = (
+        median_of(results[name], "seconds") for name in ("one process, one thread", "torch Schedule1F1B")
     )
-    rows = [
-        "| | seconds a step | min - max | efficiency | speed to torch's 1F1B | to torch's best | loss |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    figures = {}
+    torch_runs = [median_of(runs, "seconds") for name, runs in results.items() if name.startswith("torch")]
+    best_torch = min((seconds for seconds in torch_runs if not math.isnan(seconds)), default=math.nan)
+    columns = ("", "seconds a step", "min - max", "efficiency", "speed to torch's 1F1B", "to torch's best", "loss")
+    title = "Two stages on two cores: one step of a 12-block GPT-2"
+    table = Comparison("real_compute", title, columns, {**common, "rounds": rounds}, results)
     for name, runs in results.items():
-        seconds, spread = median_of(runs, "seconds"), spread_of(runs, "seconds")
-        if seconds is None or spread is None:
-            rows.append(f"| {name} | did not run | | | | | |")
+        seconds = median_of(runs, "seconds")
+        if math.isnan(seconds):
+            table.add_missing(name)
             continue
-        # Throughput over that of two cores which each run the unsplit model at full speed.
-        efficiency = alone / (2 * seconds)
-        loss = median_of(runs, "loss")
-        figures[name] = {
+        figures = {
             "seconds": seconds,
-            "efficiency": efficiency,
+            # Throughput over that of two cores which each run the unsplit model at full speed.
+            "efficiency": alone / (2 * seconds),
             "speed_to_torch_1f1b": torch_1f1b / seconds,
             "speed_to_torch_best": best_torch / seconds,
         }
-        rows.append(
-            f"| {name} | {seconds:.3f} | {spread[0]:.3f} - {spread[1]:.3f} | {efficiency:.3f} | "
-            f"{torch_1f1b / seconds:.3f} | {best_torch / seconds:.3f} | {loss:.5f} |"
-        )
-    content = {
-        "title": "Two stages on two cores: one step of a 12-block GPT-2",
-        "config": {**common, "rounds": rounds},
-        "figures": figures,
-        "runs": results,
-    }
-    write_results("real_compute", content, "\n".join(rows))
-    draw(figures)
+        measured, *ratios = (f"{figure:.3f}" for figure in figures.values())
+        table.add(name, [measured, spread_of(runs, "seconds"), *ratios, f"{median_of(runs, 'loss'):.5f}"], **figures)
+    table.write()
+    draw(table.figures)
 
 
 def memory() -> None:
     """Peak resident memory per rank for few and many microbatches."""
-    rows = ["| | microbatches | peak MiB, rank 0 | rank 1 |", "|---|---|---|---|"]
-    runs = {}
+    runs: dict[str, dict] = {}
+    columns = ("", "peak MiB, rank 0", "rank 1")
+    table = Comparison("memory", "Peak resident memory per rank", columns, SHAPE, runs)
     for name in ("torch Schedule1F1B", "penstock 1f1b", "penstock zb-h1"):
         for count in (8, 32):
             arguments = {**SHAPE, "num_microbatches": count, "micro_batch_size": 2, "steps": 1, "warmup": 1}
-            runs[f"{name}, {count}"] = result = run_ranks("contestants.py", 2, {**arguments, **CONTESTANTS[name][0]})
-            rows.append(f"| {name} | {count} | {result['peak_mib'][0]:.0f} | {result['peak_mib'][1]:.0f} |")
-    content = {"title": "Peak resident memory per rank", "config": SHAPE, "runs": runs}
-    write_results("memory", content, "\n".join(rows))
+            label = f"{name}, {count} microbatches"
+            runs[label] = run_ranks("contestants.py", 2, {**arguments, **CONTESTANTS[name][0]})
+            peaks = runs[label]["peak_mib"]
+            table.add(label, [f"{peak:.0f}" for peak in peaks], peak_mib=peaks)
+    table.write()
 
 
 def emulated(rounds: int, steps: int, seconds: float, sizes: list[tuple[int, int]], schedules: list[str]) -> None:
@@ -118,23 +108,17 @@ def emulated(rounds: int, steps: int, seconds: float, sizes: list[tuple[int, int
         )
         ideals[name] = ideal("1f1b", ranks, count, seconds)
     results = interleave(contestants, rounds)
-    rows = ["| schedule | ranks x microbatches | ideal s | measured s | measured / ideal |", "|---|---|---|---|---|"]
-    figures = {}
+    columns = ("schedule, ranks x microbatches", "ideal s", "measured s", "measured / ideal")
+    title = "Emulated devices: how close a step comes to its schedule's ideal"
+    table = Comparison("emulated", title, columns, {**costs, "steps": steps, "rounds": rounds}, results)
     for name, runs in results.items():
         measured = median_of(runs, "seconds")
-        kind, _, size = name.rpartition(" ")
-        if measured is None:
-            rows.append(f"| {kind} | {size} | {ideals[name]:.3f} | did not run | |")
+        if math.isnan(measured):
+            table.add_missing(name)
             continue
-        figures[name] = {"ideal": ideals[name], "measured": measured, "ratio": measured / ideals[name]}
-        rows.append(f"| {kind} | {size} | {ideals[name]:.3f} | {measured:.3f} | {measured / ideals[name]:.3f} |")
-    content = {
-        "title": "Emulated devices: how close a step comes to its schedule's ideal",
-        "config": {**costs, "steps": steps, "rounds": rounds},
-        "figures": figures,
-        "runs": results,
-    }
-    write_results("emulated", content, "\n".join(rows))
+        figures = {"ideal": ideals[name], "measured": measured, "ratio": measured / ideals[name]}
+        table.add(name, [f"{figure:.3f}" for figure in figures.values()], **figures)
+    table.write()
 
 
 def ideal(schedule: str, num_ranks: int, num_microbatches: int, seconds: float) -> float:
@@ -161,22 +145,15 @@ def tiny(rounds: int, steps: int) -> None:
         },
         rounds,
     )
-    rows = ["| | microseconds per microbatch |", "|---|---|"]
-    figures = {}
-    for name, runs in results.items():
-        figures[name] = (median_of(runs, "seconds") or float("nan")) / common["num_microbatches"] * 1e6
-        rows.append(f"| {name} | {figures[name]:.0f} |")
+    columns = ("", "microseconds per microbatch")
+    title = "A tiny model: the cost of the machinery"
+    table = Comparison("tiny", title, columns, {**common, "rounds": rounds}, results)
+    cost = {name: median_of(runs, "seconds") / common["num_microbatches"] * 1e6 for name, runs in results.items()}
+    for name, microseconds in cost.items():
+        table.add(name, [f"{microseconds:.0f}"], microseconds=microseconds)
     # One stage does the same computation as the plain loop, in a forward and a backward action per microbatch.
-    extra = (figures["penstock, one stage, one process"] - figures["a plain loop, one process"]) / 2
-    figures["added per action"] = extra
-    rows.append(f"\nOne stage adds {extra:.0f} microseconds per action to the plain loop over the same microbatches.")
-    content = {
-        "title": "A tiny model: the cost of the machinery",
-        "config": {**common, "rounds": rounds},
-        "figures": figures,
-        "runs": results,
-    }
-    write_results("tiny", content, "\n".join(rows))
+    extra = (cost["penstock, one stage, one process"] - cost["a plain loop, one process"]) / 2
+    table.write(f"One stage adds {extra:.0f} microseconds per action to the plain loop over the same microbatches.")
 
 
 def prediction(rounds: int, steps: int) -> None:
@@ -194,20 +171,15 @@ def prediction(rounds: int, steps: int) -> None:
         return result
 
     results = interleave({"recording": record, **contestants}, rounds)
-    rows = ["| schedule | predicted s | measured s | measured / predicted |", "|---|---|---|---|"]
-    figures = {}
+    columns = ("schedule", "predicted s", "measured s", "measured / predicted")
+    title = "Predicted and measured steps on real compute"
+    table = Comparison("prediction", title, columns, {**common, "rounds": rounds}, results)
     for name in schedules:
         predicted = statistics.median(simulate(build(name, 2, 8), costs).makespan for costs in recorded)
-        measured = median_of(results[name], "seconds") or float("nan")
-        figures[name] = {"predicted": predicted, "measured": measured, "ratio": measured / predicted}
-        rows.append(f"| {name} | {predicted:.3f} | {measured:.3f} | {measured / predicted:.3f} |")
-    content = {
-        "title": "Predicted and measured steps on real compute",
-        "config": {**common, "rounds": rounds},
-        "figures": figures,
-        "runs": results,
-    }
-    write_results("prediction", content, "\n".join(rows))
+        measured = median_of(results[name], "seconds")
+        figures = {"predicted": predicted, "measured": measured, "ratio": measured / predicted}
+        table.add(name, [f"{figure:.3f}" for figure in figures.values()], **figures)
+    table.write()
 
 
 def costs_of(trace: Path) -> Costs:

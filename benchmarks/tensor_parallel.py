@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from measure import run_ranks, write_results
+from measure import Comparison, run_ranks
 
 SHAPE = {"vocabulary": 512, "layers": 4, "width": 128, "heads": 4, "length": 64, "samples": 2}
 LAYOUTS = [("gpt2", 1, 2), ("llama", 1, 2), ("llama", 2, 2)]
@@ -78,29 +78,26 @@ def measure(family: str, stages: int, size: int, output: str) -> None:
 
 def main() -> None:
     minimum = SHAPE["samples"] * SHAPE["length"] * SHAPE["width"] * 4
-    rows, results = [], {}
+    columns = (
+        "model, stages x ranks a stage",
+        "largest rank's parameters / equal share",
+        "sums per layer (minimum 4)",
+        "bytes per layer / minimum",
+        "gathers",
+    )
+    runs: dict[str, dict] = {}
+    table = Comparison("tensor_parallel", "Tensor parallelism: memory and communication", columns, SHAPE, runs)
     for family, stages, size in LAYOUTS:
+        name = f"{family} {stages}x{size}"
         arguments = {"family": family, "stages": stages, "size": size}
-        figures = run_ranks(Path(__file__).name, stages * size, arguments)
-        results[f"{family} {stages}x{size}"] = figures
+        figures = runs[name] = run_ranks(Path(__file__).name, stages * size, arguments)
         # Beside the layers: the embedding, the head's backward, and two small sums in the loss.
         beside = 2 * minimum + 3 * SHAPE["samples"] * (SHAPE["length"]) * 4
         per_layer = (figures["sums"] - 4) / SHAPE["layers"]
         bytes_per_layer = (figures["bytes"] - beside) / SHAPE["layers"] / (4 * minimum)
-        rows.append(
-            f"| {family} | {stages} | {size} | {figures['share']:.3f} | {per_layer:g} | {bytes_per_layer:.3f} "
-            f"| {figures['gathers']} |"
-        )
-    table = "\n".join(
-        [
-            "| model | stages | ranks a stage | largest rank's parameters / equal share | sums per layer (minimum 4) "
-            "| bytes per layer / minimum | gathers |",
-            "|---|---|---|---|---|---|---|",
-            *rows,
-        ]
-    )
-    content = {"title": "Tensor parallelism: memory and communication", "config": SHAPE, "results": results}
-    write_results("tensor_parallel", content, table)
+        cells = [f"{figures['share']:.3f}", f"{per_layer:g}", f"{bytes_per_layer:.3f}", str(figures["gathers"])]
+        table.add(name, cells, share=figures["share"], sums_per_layer=per_layer, bytes_per_layer=bytes_per_layer)
+    table.write()
 
 
 if __name__ == "__main__":

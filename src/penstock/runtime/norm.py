@@ -15,7 +15,10 @@ from .layout import Layout
 
 
 class GradientNorm:
-    """Norms over all ranks' gradients; every rank of the layout makes the same calls. `held` is what this rank holds."""
+    """Norms over all ranks' gradients; every rank of the layout makes the same calls.
+
+    `held` is what this rank holds.
+    """
 
     def __init__(
         self,
