@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -258,3 +259,17 @@ def test_a_loss_that_microbatches_cannot_add_up_to_is_warned_of_where_it_is_comp
     without, (warning,) = pool.run(2, train_what_is_no_mean)
     assert not without
     assert "the loss of Largest" in warning and "accumulating over the same microbatches" in warning
+
+
+def trace_then_step(path: str) -> list[tuple[str, str]]:
+    """A step whose trace rank 0 cannot write, and the next one."""
+    model = parallelize(build(), 2, trace=path)
+    return [caught(run_step, model, batch("causal", 4)) for _ in range(2)]
+
+
+def test_a_trace_that_cannot_be_written_ends_every_rank(pool: Pool, tmp_path: Path) -> None:
+    writer, other = pool.run(2, trace_then_step, str(tmp_path / "missing" / "step.svg"))
+    assert writer[0][0] == "FileNotFoundError" and "missing" in writer[0][1]
+    # The other may be done with the step before the writing fails; then the next one says so.
+    assert other[1][0] == writer[1][0] == "PipelineFailure"
+    assert "rank 0 failed: FileNotFoundError" in other[1][1]
