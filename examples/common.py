@@ -18,9 +18,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from corpus import END_OF_TEXT, read_texts, token_blocks, train_tokenizer
 from penstock import Booster, HeterogeneousParallelPlugin, PipelineTemplate
-from penstock.pipelines import parse_pipelines
+from penstock.pipelines import num_stages_on, parse_pipelines
 from penstock.runtime.bootstrap import rank_and_world_size
-from penstock.schedule import default_stages_per_rank, schedule_names
+from penstock.schedule import schedule_names
 
 CHARACTERS = 300_000  # of local text
 VOCABULARY_SIZE = 512  # of the tokenizer trained on it
@@ -40,8 +40,7 @@ def parse_options(description: str) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=30, help="training steps")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--precision", choices=["fp32", "bf16", "fp16"], default="fp32")
-    schedules = [name for name in schedule_names() if default_stages_per_rank(name) == 1]
-    parser.add_argument("--schedule", choices=schedules, default="1f1b")
+    parser.add_argument("--schedule", choices=schedule_names(), default="1f1b", help="of every pipeline")
     parser.add_argument("--output", type=Path, default=Path("runs/heterogeneous"), help="where the model is saved")
     parser.add_argument("--plot", type=Path, help="draw the layout and the schedule to this .svg file")
     options = parser.parse_args()
@@ -70,7 +69,8 @@ def make_plugin(model: Any, options: argparse.Namespace) -> HeterogeneousParalle
     """The pipelines that `--pipelines` asks for, stages balanced by cost."""
     # A template may as well be written by hand: PipelineTemplate(name, [modules[:4], modules[4:]]) with
     # modules = PipelineTemplate.get_modules(model).
-    templates = {stages: PipelineTemplate.balanced(model, stages) for stages, _ in options.pipelines}
+    depths = {ranks for ranks, _ in options.pipelines}
+    templates = {ranks: PipelineTemplate.balanced(model, num_stages_on(ranks, options.schedule)) for ranks in depths}
     plugin = HeterogeneousParallelPlugin(
         tp_size=1,
         microbatch_size=options.microbatch_size,
@@ -79,7 +79,7 @@ def make_plugin(model: Any, options: argparse.Namespace) -> HeterogeneousParalle
         schedule=options.schedule,
     )
     plugin.set_pipelines(
-        pipelines=[templates[stages] for stages, _ in options.pipelines],
+        pipelines=[templates[ranks] for ranks, _ in options.pipelines],
         num_microbatches=[count for _, count in options.pipelines],
     )
     return plugin

@@ -14,7 +14,8 @@ from torch import nn
 
 from families import FAMILIES, VOCABULARY
 from penstock import Booster, HeterogeneousParallelPlugin, PipelineTemplate
-from penstock.pipelines import parse_pipelines
+from penstock.pipelines import num_stages_on, parse_pipelines
+from penstock.schedule import DEFAULT_SCHEDULE, parse_schedule
 from training import gradients_of, kept_in_double
 
 MICROBATCH_SIZE = 2
@@ -73,12 +74,24 @@ def pad(chosen: Sequence[Sample]) -> dict[str, torch.Tensor]:
     return {"input_ids": rows, "attention_mask": mask, "labels": labels}
 
 
-def make_plugin(model: nn.Module, pipelines: str, **options: Any) -> HeterogeneousParallelPlugin:
-    """A plugin with pipelines written as `1x3,2x5`, stages balanced."""
+def make_plugin(
+    model: nn.Module, pipelines: str, schedule: str | tuple[Any, ...] = DEFAULT_SCHEDULE, **options: Any
+) -> HeterogeneousParallelPlugin:
+    """A plugin with pipelines written as `1x3,2x5`, stages balanced.
+
+    Args:
+        schedule: a name for all of them, or a tuple with one for each: a name, or rows.
+    """
     shapes = parse_pipelines(pipelines)
-    templates = {stages: PipelineTemplate.balanced(model, stages) for stages, _ in shapes}
-    plugin = HeterogeneousParallelPlugin(**{"microbatch_size": MICROBATCH_SIZE, **options})
-    plugin.set_pipelines([templates[stages] for stages, _ in shapes], [count for _, count in shapes])
+    each = schedule if isinstance(schedule, tuple) else (schedule,) * len(shapes)
+    stages = [
+        num_stages_on(ranks, one) if isinstance(one, str) else parse_schedule(one).num_stages
+        for (ranks, _), one in zip(shapes, each, strict=True)
+    ]
+    templates = [PipelineTemplate.balanced(model, number) for number in stages]
+    chosen: Any = dict(zip(templates, each, strict=True)) if isinstance(schedule, tuple) else schedule
+    plugin = HeterogeneousParallelPlugin(**{"microbatch_size": MICROBATCH_SIZE, "schedule": chosen, **options})
+    plugin.set_pipelines(templates, [count for _, count in shapes])
     return plugin
 
 

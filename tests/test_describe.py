@@ -11,6 +11,7 @@ from launch import run_python
 from penstock.describe import LayoutDescription, compact, describe_pipelines
 from penstock.modeling.sizes import stage_sizes
 from penstock.runtime.layout import Layout
+from penstock.schedule import build
 from pool import Pool
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -59,9 +60,17 @@ def test_the_picture_has_a_box_for_each_stage_and_the_timeline_below(tmp_path: P
         drawn.write_svg(tmp_path / "layout.png")
 
 
+def test_schedules_with_several_stages_on_a_rank_have_a_row_for_each_stage() -> None:
+    drawn = describe_pipelines(FAMILIES["gpt2"].build(), [(1, 2), (2, 6)], 4, "zb-v")
+    assert [pipeline.stage_to_rank for pipeline in drawn.layout.pipelines] == [(0,), (0, 1, 1, 0)]
+    assert "schedule 1f1b, zb-v;" in str(drawn) and "8 microbatches of 4" in str(drawn)
+    assert [len(pipeline.bubble) for pipeline in drawn.simulate().pipelines] == [1, 2]
+    assert drawn.svg().count("<svg ") == 2
+
+
 def test_without_a_model_modules_count_alike() -> None:
     layout = Layout.place([[["a", "b"]], [["a"], ["b"]]])
-    plain = LayoutDescription("mine", layout, (1, 2), 1, "1f1b")
+    plain = LayoutDescription("mine", layout, (build("1f1b", 1, 1), build("1f1b", 2, 2)), 1)
     assert "33.3%" in str(plain)
     # Two modules of one second each and backwards of two: one microbatch on one rank, two on two ranks.
     step = plain.simulate()

@@ -19,6 +19,7 @@ from pool import Pool, WorkerDied
 MODULES = ["embedding", "h.0", "h.1", "head"]
 ONE = PipelineTemplate("gpt2", [MODULES])
 TWO = PipelineTemplate("gpt2", [MODULES[:2], MODULES[2:]])
+THREE = PipelineTemplate("gpt2", [MODULES[:1], MODULES[1:2], MODULES[2:]])
 
 
 @pytest.fixture
@@ -82,13 +83,31 @@ def test_other_wrong_pipelines_are_named(pipelines: Any, counts: Any, error: typ
         ({"microbatch_size": 0}, ValueError, "microbatch_size must be at least 1, got 0"),
         ({"precision": "fp8"}, ValueError, "precision must be one of fp32, bf16, fp16, got 'fp8'"),
         ({"max_norm": -1}, ValueError, "max_norm must not be negative, got -1"),
-        ({"schedule": "2f2b"}, ValueError, "schedule must be one of .*1f1b.*, got '2f2b'"),
-        ({"schedule": "zb-v"}, ValueError, "'zb-v' puts 2 stages on each rank"),
+        ({"schedule": "2f2b"}, ValueError, "unknown schedule '2f2b': known are .*1f1b"),
+        ({"schedule": {"gpt2": "1f1b"}}, TypeError, "keys of schedule must be pipeline templates, got 'gpt2'"),
+        ({"schedule": {ONE: 3}}, TypeError, "schedule must be a name, .* got 3"),
+        ({"schedule": ["0F0,0B1"]}, ValueError, "0B0"),
+        ({"schedule": "mine.csv"}, FileNotFoundError, "mine.csv"),
     ],
 )
 def test_wrong_options_of_the_plugin_are_named(options: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         HeterogeneousParallelPlugin(**options)
+
+
+@pytest.mark.usefixtures("world_of_three")
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        ("zb-v", "'zb-v' puts 2 stages on each rank, but .* has 3"),
+        ({TWO: "1f1b"}, "schedule has no key"),
+        ({THREE: ["0F0,0B0", "1F0,1B0"]}, "written for 2 stages, but .* has 3"),
+        ({THREE: ["0F0,0B0", "1F0,1B0", "2F0,2B0"]}, "not written for 4 microbatches"),
+    ],
+)
+def test_a_schedule_that_does_not_fit_a_template_is_refused(schedule: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        HeterogeneousParallelPlugin(schedule=schedule).set_pipelines([THREE], [4])
 
 
 @pytest.mark.parametrize("text", ["", "3", "1x", "0x3", "2x0", "1x2;3x4", "ax2"])

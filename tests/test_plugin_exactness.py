@@ -43,11 +43,21 @@ def test_any_family_trains_as_unsplit(pool: Pool, family: str) -> None:
     assert_equal_training(ranks, unsplit(family, number, batch_size(pipelines)))
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
-def test_any_schedule_trains_as_unsplit(pool: Pool, schedule: str) -> None:
-    pipelines = "1x2,3x4"
+@pytest.mark.parametrize("schedule", ["gpipe", "zb-h1", "interleaved-1f1b", "zb-v", "v-half"])
+@pytest.mark.parametrize("pipelines", ["1x2,3x4", "2x3,2x4"])
+def test_any_schedule_trains_as_unsplit(pool: Pool, schedule: str, pipelines: str) -> None:
+    """Also those that put several stages on a rank; with an incomplete last batch."""
+    number = 2 * batch_size(pipelines) - 3
+    ranks = pool.run(4, train, "gpt2", pipelines, number, schedule=schedule, max_norm=0.5)
+    assert_equal_training(ranks, unsplit("gpt2", number, batch_size(pipelines), max_norm=0.5))
+
+
+def test_each_template_may_have_its_own_schedule(pool: Pool) -> None:
+    """A template of two stages on one rank, one of four on two, and one under a schedule that was written out."""
+    pipelines = "1x1,2x3,2x2"
+    rows = ["0F0,1F0,1B0,0B0"], "zb-v", ["0F0,0F1,0B0,0B1", "1F0,1B0,1F1,1B1"]
     number = 2 * batch_size(pipelines)
-    ranks = pool.run(4, train, "gpt2", pipelines, number, schedule=schedule)
+    ranks = pool.run(5, train, "gpt2", pipelines, number, schedule=rows)
     assert_equal_training(ranks, unsplit("gpt2", number, batch_size(pipelines)))
 
 

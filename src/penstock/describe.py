@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Column, Table
 
+from penstock.pipelines import num_stages_on, schedule_maker
 from penstock.runtime.layout import Layout, PipelineLayout
-from penstock.schedule import Costs, LayoutSimulation, build, gantt_svg, simulate_layout
+from penstock.schedule import Costs, LayoutSimulation, Schedule, gantt_svg, simulate_layout
 from penstock.template import PipelineTemplate
 
 if TYPE_CHECKING:
@@ -38,20 +39,28 @@ class LayoutDescription:
     Attributes:
         model_name: what the templates are for.
         layout: where the pipelines are placed.
-        num_microbatches: of each pipeline in a step.
+        schedules: of each pipeline in a step.
         microbatch_size: samples in a microbatch.
-        schedule: of every pipeline.
         parameters: per pipeline and stage, how many the stage holds; None if no model was at hand.
         costs: the relative cost of each unit; None if no model was at hand.
     """
 
     model_name: str
     layout: Layout
-    num_microbatches: tuple[int, ...]
+    schedules: tuple[Schedule, ...]
     microbatch_size: int
-    schedule: str
     parameters: Sequence[Sequence[int]] | None = None
     costs: Mapping[str, float] | None = None
+
+    @property
+    def num_microbatches(self) -> tuple[int, ...]:
+        """Of each pipeline in a step."""
+        return tuple(schedule.num_microbatches for schedule in self.schedules)
+
+    @property
+    def schedule_names(self) -> str:
+        """The schedules' names, each once."""
+        return ", ".join(dict.fromkeys(schedule.name for schedule in self.schedules))
 
     @property
     def global_batch_size(self) -> int:
@@ -92,26 +101,25 @@ class LayoutDescription:
     def caption(self) -> str:
         return (
             f"global batch: {sum(self.num_microbatches)} microbatches of {self.microbatch_size} = "
-            f"{self.global_batch_size} samples; schedule {self.schedule}; gradients are summed in "
+            f"{self.global_batch_size} samples; schedule {self.schedule_names}; gradients are summed in "
             f"{len(self.layout.segments())} segment(s)"
         )
 
     def simulate(self) -> LayoutSimulation:
         """A step as the modules' costs predict it, or as if all modules cost the same; without communication."""
         pipelines = []
-        for pipeline, count in zip(self.layout.pipelines, self.num_microbatches, strict=True):
+        for pipeline, schedule in zip(self.layout.pipelines, self.schedules, strict=True):
             stages = [
                 sum(self.costs[unit] if self.costs else 1.0 for unit in stage_units) for stage_units in pipeline.stages
             ]
             # Input and weight gradients take about as long as the forward each: the same matrix products.
-            costs = Costs(forward=stages, backward=stages, weight=stages)
-            pipelines.append((build(self.schedule, pipeline.num_ranks, count), costs))
+            pipelines.append((schedule, Costs(forward=stages, backward=stages, weight=stages)))
         return simulate_layout(pipelines)
 
     def svg(self) -> str:
         """The layout, and below it the timeline of a step, as one SVG document."""
         step = self.simulate()
-        timeline = gantt_svg(step.events, f"a step under {self.schedule}, as the modules' costs predict it")
+        timeline = gantt_svg(step.events, f"a step under {self.schedule_names}, as the modules' costs predict it")
         match = re.search(r'viewBox="0 0 (\d+) (\d+)"', timeline)
         assert match is not None  # gantt_svg always has one
         inner_width, inner_height = int(match[1]), int(match[2])
@@ -176,21 +184,25 @@ class LayoutDescription:
 def describe_pipelines(
     model: PreTrainedModel, pipelines: Sequence[tuple[int, int]], microbatch_size: int, schedule: str
 ) -> LayoutDescription:
-    """What pipelines, each a number of balanced stages and one of microbatches, look like for a model.
+    """What pipelines, each a number of ranks with balanced stages and one of microbatches, look like for a model.
 
     Args:
         model: a whole model, maybe on the meta device.
+        schedule: the name of every pipeline's.
 
     Raises:
         ValueError: a pipeline has more stages than the model has modules. NotImplementedError: it cannot be split.
     """
-    templates = {stages: PipelineTemplate.balanced(model, stages) for stages, _ in pipelines}
-    layout = Layout.place([templates[stages].modules_per_stage for stages, _ in pipelines])
-    return describe_layout(model, layout, tuple(count for _, count in pipelines), microbatch_size, schedule)
+    depths = dict.fromkeys(ranks for ranks, _ in pipelines)
+    templates = {ranks: PipelineTemplate.balanced(model, num_stages_on(ranks, schedule)) for ranks in depths}
+    schedules = tuple(schedule_maker(templates[ranks], schedule)(count) for ranks, count in pipelines)
+    stages = [templates[ranks].modules_per_stage for ranks, _ in pipelines]
+    layout = Layout.place(stages, [made.stage_to_rank for made in schedules])
+    return describe_layout(model, layout, schedules, microbatch_size)
 
 
 def describe_layout(
-    model: PreTrainedModel, layout: Layout, num_microbatches: tuple[int, ...], microbatch_size: int, schedule: str
+    model: PreTrainedModel, layout: Layout, schedules: tuple[Schedule, ...], microbatch_size: int
 ) -> LayoutDescription:
     """What a layout looks like for a whole model, with its parameters and costs."""
     # Here, because this file is usable without torch.
@@ -199,7 +211,7 @@ def describe_layout(
 
     sizes = [stage_sizes(model, pipeline.stages) for pipeline in layout.pipelines]
     costs = dict(zip(layout.units, unit_costs(model, layout.units), strict=True))
-    return LayoutDescription(type(model).__name__, layout, num_microbatches, microbatch_size, schedule, sizes, costs)
+    return LayoutDescription(type(model).__name__, layout, schedules, microbatch_size, sizes, costs)
 
 
 def compact(units: Sequence[str]) -> str:

@@ -1,19 +1,29 @@
-"""Which pipelines a run has: their templates' ranks and microbatches, checked, or written as `1x3,2x5`. No torch."""
+"""Which pipelines a run has: their templates' ranks, schedules and microbatches, checked, or written as `1x3,2x5`.
+
+No torch.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
-from penstock.schedule import default_stages_per_rank, schedule_names
+from penstock.schedule import DEFAULT_SCHEDULE, Schedule, build, default_stages_per_rank
+from penstock.schedule.text import own_or_named, written_schedule
 from penstock.template import PipelineTemplate
 
 # Per template, or one number for each pipeline.
 Microbatches = Mapping[PipelineTemplate, int] | Sequence[int]
+# A name, the path of a .csv file, or rows; of every pipeline, or per template.
+OneSchedule = str | Sequence[str]
+Schedules = OneSchedule | Mapping[PipelineTemplate, OneSchedule]
 
 
 def parse_pipelines(text: str) -> list[tuple[int, int]]:
     """Read pipelines written as stages x microbatches: `1x3,2x5` is `[(1, 3), (2, 5)]`.
+
+    Under a schedule that puts several stages on a rank the first number is that of ranks; see `num_stages_on`.
 
     Raises:
         ValueError: it is not written so, or a number is 0.
@@ -30,16 +40,66 @@ def parse_pipelines(text: str) -> list[tuple[int, int]]:
     return found
 
 
-def check_schedule(name: str) -> None:
-    """Raise ValueError unless `name` is a schedule that puts one stage on each rank, as templates do."""
-    if name not in schedule_names():
-        raise ValueError(f"schedule must be one of {', '.join(schedule_names())}, got {name!r}")
-    if default_stages_per_rank(name) != 1:
-        fitting = ", ".join(known for known in schedule_names() if default_stages_per_rank(known) == 1)
+def check_schedule(schedule: Schedules) -> None:
+    """Check what a user gave as the schedule of pipelines, as far as can be told without the pipelines.
+
+    Raises:
+        TypeError: it is no schedule, or a dict with keys that are no templates.
+        ValueError: an unknown name, or a schedule written out that is invalid. FileNotFoundError: no such .csv file.
+    """
+    if isinstance(schedule, Mapping):
+        for template in schedule:
+            if not isinstance(template, PipelineTemplate):
+                raise TypeError(f"the keys of schedule must be pipeline templates, got {template!r}")
+    for one in schedule.values() if isinstance(schedule, Mapping) else (schedule,):
+        if not isinstance(one, str | Sequence):
+            raise TypeError(
+                "schedule must be a name, the path of a .csv file, a list with a row for each rank, or a dict with one "
+                f"of these for each template, got {one!r}"
+            )
+        written_schedule(one)
+
+
+def num_stages_on(num_ranks: int, schedule: str) -> int:
+    """Stages of a pipeline on `num_ranks` ranks: as many on each as the named schedule has; on a single rank one, as
+    there is nothing to overlap."""
+    return num_ranks if num_ranks == 1 else num_ranks * default_stages_per_rank(schedule)
+
+
+def schedule_maker(template: PipelineTemplate, schedule: Schedules) -> Callable[[int], Schedule]:
+    """What makes a template's schedule for any number of microbatches. It tells the template's ranks, too.
+
+    A template of one stage takes one rank under any named schedule.
+
+    Args:
+        schedule: of all templates, or a dict with one for each.
+
+    Raises:
+        ValueError: it has none for this template, or one for another number of stages.
+    """
+    if isinstance(schedule, Mapping):
+        if template not in schedule:
+            raise ValueError(f"schedule has no key {template!r}: give one for every template")
+        schedule = schedule[template]
+    written = written_schedule(schedule)
+    if written is not None:
+        if written.num_stages != template.num_stages:
+            raise ValueError(
+                f"schedule {written.name!r} is written for {written.num_stages} stages, but {template!r} has "
+                f"{template.num_stages}"
+            )
+        return own_or_named(schedule, written.num_ranks)
+    assert isinstance(schedule, str)
+    per_rank = default_stages_per_rank(schedule)
+    if template.num_stages == 1 and per_rank > 1:
+        return partial(build, DEFAULT_SCHEDULE, 1)
+    if template.num_stages % per_rank:
         raise ValueError(
-            f"schedule {name!r} puts {default_stages_per_rank(name)} stages on each rank, but a pipeline template has "
-            f"one stage for each rank: use one of {fitting}"
+            f"schedule {schedule!r} puts {per_rank} stages on each rank, but {template!r} has {template.num_stages}: "
+            f"make templates with a multiple of {per_rank} stages, or choose another schedule for this one "
+            "(schedule={template: name, ...})"
         )
+    return partial(build, schedule, template.num_stages // per_rank)
 
 
 def check_templates(pipelines: Sequence[PipelineTemplate]) -> tuple[PipelineTemplate, ...]:
@@ -67,18 +127,17 @@ def check_templates(pipelines: Sequence[PipelineTemplate]) -> tuple[PipelineTemp
     return tuple(pipelines)
 
 
-def check_ranks(pipelines: Sequence[PipelineTemplate], tp_size: int, world_size: int) -> None:
-    """Check that the pipelines use all ranks of the world.
+def check_ranks(ranks: Sequence[int], tp_size: int, world_size: int) -> None:
+    """Check that pipelines on so many ranks each use all ranks of the world.
 
     Raises:
         AssertionError: they need more or fewer.
     """
-    stages = [template.num_stages for template in pipelines]
-    needed = sum(stages) * tp_size
+    needed = sum(ranks) * tp_size
     if needed != world_size:
         raise AssertionError(
             "Number of ranks in pipeline templates does not match world size: the pipelines need "
-            f"({' + '.join(map(str, stages))}) x tp_size {tp_size} = {needed} ranks, but the world has {world_size}"
+            f"({' + '.join(map(str, ranks))}) x tp_size {tp_size} = {needed} ranks, but the world has {world_size}"
         )
 
 

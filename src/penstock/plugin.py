@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,13 +18,21 @@ from penstock.face import PipelineModel, attach
 from penstock.modeling.loss import Criterion
 from penstock.modeling.split import SplitModel
 from penstock.optimizer import PipelineOptimizer
-from penstock.pipelines import Microbatches, check_microbatches, check_ranks, check_schedule, check_templates
+from penstock.pipelines import (
+    Microbatches,
+    Schedules,
+    check_microbatches,
+    check_ranks,
+    check_schedule,
+    check_templates,
+    schedule_maker,
+)
 from penstock.runtime.bootstrap import ensure_process_group, local_device, rank_and_world_size
 from penstock.runtime.engine import Pipeline
 from penstock.runtime.layout import Layout
 from penstock.runtime.precision import LossScale
 from penstock.runtime.start import facts_of, require_agreement
-from penstock.schedule import DEFAULT_SCHEDULE, build
+from penstock.schedule import DEFAULT_SCHEDULE, Schedule, check_trains
 from penstock.template import PipelineTemplate
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -46,7 +53,9 @@ class HeterogeneousParallelPlugin:
             weights, gradients and optimizer as they are. fp16 scales losses dynamically; a step whose gradients
             overflow on any rank is skipped on all of them.
         max_norm: the optimizer's step clips the norm of the whole model's gradients to this; 0 does not clip.
-        schedule: of every pipeline; any of `penstock.schedule.schedule_names()` with one stage per rank.
+        schedule: of every pipeline, or a dict with one for each template: any of `penstock.schedule.schedule_names()`,
+            or one written out, as rows or in a .csv file. `zb-v`, `v-half` and `interleaved-1f1b` put two stages on
+            each rank, so that a template of four stages takes two ranks; one of a single stage takes one under any.
         initial_scale, min_scale, max_scale, growth_factor, backoff_factor, growth_interval, hysteresis: of fp16's loss
             scale, see `penstock.runtime.precision.LossScale`.
 
@@ -60,7 +69,7 @@ class HeterogeneousParallelPlugin:
         microbatch_size: int = 1,
         precision: str = "fp32",
         max_norm: float = 0.0,
-        schedule: str = DEFAULT_SCHEDULE,
+        schedule: Schedules = DEFAULT_SCHEDULE,
         initial_scale: float = 2.0**16,
         min_scale: float = 1.0,
         max_scale: float = 2.0**32,
@@ -95,7 +104,8 @@ class HeterogeneousParallelPlugin:
             hysteresis=hysteresis,
         )
         self._pipelines: tuple[PipelineTemplate, ...] = ()
-        self._num_microbatches: tuple[int, ...] = ()
+        self._makers: Sequence[Callable[[int], Schedule]] = ()
+        self._schedules: tuple[Schedule, ...] = ()
         self._layout: Layout | None = None
         self._description: LayoutDescription | None = None
         self._model: PreTrainedModel | None = None
@@ -115,18 +125,22 @@ class HeterogeneousParallelPlugin:
         Raises:
             AssertionError: the number of ranks does not match the world size, or a pipeline has no number of
                 microbatches.
-            TypeError, ValueError: an argument that cannot be used, such as templates of different models.
+            TypeError, ValueError: an argument that cannot be used, such as templates of different models, or the
+                schedule is not for a template's stages, or is written for another number of microbatches.
             RuntimeError: a model is configured already.
         """
         if self._model is not None:
             raise RuntimeError("set_pipelines must come before configure: this plugin has parallelised a model already")
         checked = check_templates(pipelines)
-        check_ranks(checked, self.tp_size, rank_and_world_size()[1])
+        makers = [schedule_maker(template, self.schedule) for template in checked]
+        placements = [make(1).stage_to_rank for make in makers]
+        check_ranks([max(placement) + 1 for placement in placements], self.tp_size, rank_and_world_size()[1])
         counts = check_microbatches(checked, num_microbatches)
-        self._pipelines, self._num_microbatches = checked, counts
-        self._layout = Layout.place(
-            [template.modules_per_stage for template in checked], tensor_parallel_size=self.tp_size
-        )
+        schedules = tuple(make(count) for make, count in zip(makers, counts, strict=True))
+        for schedule in schedules:
+            check_trains(schedule)
+        self._pipelines, self._makers, self._schedules = checked, makers, schedules
+        self._layout = Layout.place([template.modules_per_stage for template in checked], placements, self.tp_size)
         self._description = None
 
     @property
@@ -144,12 +158,12 @@ class HeterogeneousParallelPlugin:
     @property
     def num_microbatches(self) -> tuple[int, ...]:
         """Microbatches of each pipeline in a step."""
-        return self._num_microbatches
+        return tuple(schedule.num_microbatches for schedule in self._schedules)
 
     @property
     def global_batch_size(self) -> int:
         """Samples in a step, over all pipelines."""
-        return sum(self._num_microbatches) * self.microbatch_size
+        return sum(self.num_microbatches) * self.microbatch_size
 
     @property
     def pipeline_index(self) -> int:
@@ -191,7 +205,7 @@ class HeterogeneousParallelPlugin:
         """
         return HeterogeneousDataLoader(
             dataset,
-            self._num_microbatches,
+            self.num_microbatches,
             self.microbatch_size,
             self.pipeline_index,
             shuffle=shuffle,
@@ -209,7 +223,7 @@ class HeterogeneousParallelPlugin:
                 f"the dataloader is a {type(dataloader).__name__}, which would give every pipeline the same samples: "
                 "make it with plugin.prepare_dataloader(dataset, ...)"
             )
-        wanted = self._num_microbatches, self.microbatch_size, self.pipeline_index
+        wanted = self.num_microbatches, self.microbatch_size, self.pipeline_index
         if dataloader.share != wanted:
             names = ("num_microbatches", "microbatch_size", "pipeline_index")
             seen = ", ".join(f"{name}={value}" for name, value in zip(names, dataloader.share, strict=True))
@@ -271,7 +285,7 @@ class HeterogeneousParallelPlugin:
         pipeline = Pipeline(
             split,
             layout,
-            partial(build, self.schedule, mine.num_ranks),
+            self._makers[place.pipeline],
             device,
             micro_batch_size=self.microbatch_size,
         )
@@ -285,7 +299,7 @@ class HeterogeneousParallelPlugin:
         return PipelineOptimizer(inner, model.pipeline, self.max_norm, scale)
 
     def _describe(self, model: PreTrainedModel | None) -> LayoutDescription:
-        layout, counts, size = self.layout, self._num_microbatches, self.microbatch_size
+        layout, schedules, size = self.layout, self._schedules, self.microbatch_size
         if model is None or isinstance(model, PipelineModel):
-            return LayoutDescription(self.pipelines[0].model_name, layout, counts, size, self.schedule)
-        return describe_layout(model, layout, counts, size, self.schedule)
+            return LayoutDescription(self.pipelines[0].model_name, layout, schedules, size)
+        return describe_layout(model, layout, schedules, size)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from penstock.schedule import DEFAULT_SCHEDULE
+from penstock.schedule import DEFAULT_SCHEDULE, schedule_names
 
 
 def describe(
@@ -20,10 +20,16 @@ def describe(
         ),
     ],
     pipelines: Annotated[
-        str, typer.Option(help="Stages x microbatches of each pipeline, such as 1x3,2x5. Stages are balanced by cost.")
+        str,
+        typer.Option(
+            help="Stages x microbatches of each pipeline, such as 1x3,2x5. Stages are balanced by cost. (Ranks x "
+            "microbatches, where the schedule puts several stages on a rank.)"
+        ),
     ],
     microbatch_size: Annotated[int, typer.Option(min=1, help="Samples in a microbatch.")] = 1,
-    schedule: Annotated[str, typer.Option(help="Schedule of every pipeline.")] = DEFAULT_SCHEDULE,
+    schedule: Annotated[
+        str, typer.Option(help=f"Schedule of every pipeline: {', '.join(schedule_names())}.")
+    ] = DEFAULT_SCHEDULE,
     plot: Annotated[
         Path | None, typer.Option(help="Also draw the layout and a step's timeline to this .svg file.")
     ] = None,
@@ -37,9 +43,8 @@ def describe(
     # Here, because the command line shall start without torch.
     from penstock.describe import describe_pipelines
     from penstock.modeling.check import build_on_meta
-    from penstock.pipelines import check_schedule, parse_pipelines
+    from penstock.pipelines import parse_pipelines
 
-    check_schedule(schedule)
     description = describe_pipelines(build_on_meta(model), parse_pipelines(pipelines), microbatch_size, schedule)
     print(description)
     if plot is not None:

@@ -18,7 +18,7 @@ from penstock.data.batch import PerMicrobatch, microbatches_of
 from penstock.data.fingerprint import fingerprint
 from penstock.modeling.loss import Criterion
 from penstock.modeling.split import SplitModel
-from penstock.schedule import Kind, Schedule
+from penstock.schedule import Schedule, check_trains
 
 from .bootstrap import default_store
 from .channel import Channel
@@ -190,8 +190,8 @@ class Pipeline:
         if self.holds_output:
             warn_of_inexact_loss(self.split.model, inputs)
         schedule = self.schedule(len(microbatches))
-        if microbatches and not any(action.kind is Kind.B for action in schedule.actions[0]):
-            raise ValueError(f"schedule {schedule.name!r} is not written for {len(microbatches)} microbatches")
+        if microbatches:
+            check_trains(schedule)
         self.step_number += 1
         self._num_attempts += 1
         with autocast(self.device, self.autocast):

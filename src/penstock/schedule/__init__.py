@@ -11,7 +11,7 @@ from penstock.schedule.simulate import Simulation, simulate
 from penstock.schedule.simulate_layout import LayoutSimulation, Reduction, simulate_layout
 from penstock.schedule.text import format_schedule, load_schedule, parse_schedule, resolve_schedule
 from penstock.schedule.timeline import chrome_trace, write_timeline
-from penstock.schedule.validate import ScheduleError, validate
+from penstock.schedule.validate import ScheduleError, check_trains, validate
 
 __all__ = [
     "DEFAULT_SCHEDULE",
@@ -27,6 +27,7 @@ __all__ = [
     "Simulation",
     "TimedEvent",
     "build",
+    "check_trains",
     "chrome_trace",
     "default_stages_per_rank",
     "divide_over_stages",

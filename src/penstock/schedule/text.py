@@ -100,20 +100,28 @@ def resolve_schedule(
         ValueError: an unknown name, or (as ScheduleError) a schedule that is invalid or made for other numbers.
         FileNotFoundError: no file at the path.
     """
-    if isinstance(source, str) and source in schedule_names():
+    schedule = written_schedule(source)
+    if schedule is None:
+        assert isinstance(source, str)
         return build(source, num_ranks, num_microbatches, stages_per_rank)
-    if isinstance(source, Path) or (isinstance(source, str) and source.endswith(".csv")):
-        schedule = load_schedule(source)
-    elif isinstance(source, str):
-        raise ValueError(f"unknown schedule {source!r}: known are {', '.join(schedule_names())}, or a .csv file")
-    else:
-        schedule = parse_schedule(source)
     if (schedule.num_ranks, schedule.num_microbatches) != (num_ranks, num_microbatches):
-        raise ScheduleError(
-            f"schedule {schedule.name!r} is written for {schedule.num_ranks} ranks and {schedule.num_microbatches} "
-            f"microbatches, but the pipeline has {num_ranks} ranks and {num_microbatches} microbatches"
-        )
+        raise _made_for_other_sizes(schedule, num_ranks, num_microbatches)
     return schedule
+
+
+def written_schedule(source: str | Path | Rows) -> Schedule | None:
+    """The schedule that a user wrote, in a file or as rows; None if they asked for one by name.
+
+    Raises:
+        ValueError, FileNotFoundError: as `resolve_schedule`.
+    """
+    if isinstance(source, str) and source in schedule_names():
+        return None
+    if isinstance(source, Path) or (isinstance(source, str) and source.endswith(".csv")):
+        return load_schedule(source)
+    if isinstance(source, str):
+        raise ValueError(f"unknown schedule {source!r}: known are {', '.join(schedule_names())}, or a .csv file")
+    return parse_schedule(source)
 
 
 def own_or_named(source: str | Path | Rows, num_ranks: int) -> Callable[[int], Schedule]:
@@ -125,10 +133,12 @@ def own_or_named(source: str | Path | Rows, num_ranks: int) -> Callable[[int], S
     Raises:
         ValueError: as `resolve_schedule`, but for the number of microbatches.
     """
-    if isinstance(source, str) and source in schedule_names():
+    own = written_schedule(source)
+    if own is None:
+        assert isinstance(source, str)
         return partial(build, source, num_ranks)
-    own = load_schedule(source) if isinstance(source, str | Path) else parse_schedule(source)
-    resolve_schedule(source, num_ranks, own.num_microbatches)
+    if own.num_ranks != num_ranks:
+        raise _made_for_other_sizes(own, num_ranks, own.num_microbatches)
 
     def make(num_microbatches: int) -> Schedule:
         return own if num_microbatches == own.num_microbatches else forwards_only(own, num_microbatches)
@@ -147,6 +157,13 @@ def forwards_only(schedule: Schedule, num_microbatches: int) -> Schedule:
         for rank in range(schedule.num_ranks)
     )
     return replace(schedule, num_microbatches=num_microbatches, actions=actions)
+
+
+def _made_for_other_sizes(schedule: Schedule, num_ranks: int, num_microbatches: int) -> ScheduleError:
+    return ScheduleError(
+        f"schedule {schedule.name!r} is written for {schedule.num_ranks} ranks and {schedule.num_microbatches} "
+        f"microbatches, but the pipeline has {num_ranks} ranks and {num_microbatches} microbatches"
+    )
 
 
 def _rows(source: str | Rows) -> list[list[str]]:

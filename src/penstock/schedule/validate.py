@@ -37,6 +37,16 @@ def validate(schedule: Schedule) -> None:
     check_rendezvous(operations)
 
 
+def check_trains(schedule: Schedule) -> None:
+    """Check that `schedule` has backwards: one that was written out has them for its own number of microbatches only.
+
+    Raises:
+        ScheduleError: it can only evaluate.
+    """
+    if not any(action.kind is Kind.B for action in schedule.actions[0]):
+        raise ScheduleError(f"schedule {schedule.name!r} is not written for {schedule.num_microbatches} microbatches")
+
+
 def _check_placement(schedule: Schedule) -> None:
     if schedule.num_stages < 1 or schedule.num_microbatches < 1:
         raise ScheduleError(
