@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import transformers
 
 import penstock
 from families import FAMILIES, batch
@@ -264,3 +265,19 @@ def overflow_is_shared(family: str, stages: int, size: int) -> float:
         next(p for p in model.parameters() if p.grad is not None).grad.fill_(float("inf"))
     model.pipeline._norm.share_overflow()
     return float(sum(p.grad.abs().sum() for p in model.parameters() if p.grad is not None))
+
+
+def from_config_against_unsplit(family: str, stages: int, size: int) -> dict[str, float]:
+    """Weights made straight into slices, and the loss of a step with them."""
+    settings, kind = build(family, dtype=torch.float32).config, getattr(transformers, FAMILIES[family].model_class)
+    torch.manual_seed(11)
+    reference = kind(copy.deepcopy(settings))
+    model = penstock.from_config(settings, config=config(stages, size), model_class=kind, seed=11)
+    weights = difference_to(reference, gather(model, parameters_of(model)))
+    inputs, loss = inputs_of(family), 0.0
+    for out in model(**inputs):
+        out.loss.backward()
+        loss += out.loss.item()
+    expected = reference(**inputs).loss
+    expected.backward()
+    return {"weights": weights, "loss": abs(loss - expected.item())}

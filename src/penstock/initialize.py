@@ -83,7 +83,7 @@ def from_pretrained(
     ensure_process_group()
     skeleton = meta_model(kind, load_config(path_or_name, **kwargs))
     layout = choose_layout(skeleton, configuration)
-    model, info = load_stage(kind, path_or_name, *_local(layout), **kwargs)
+    model, info = load_stage(kind, path_or_name, *_local(layout), _cut(skeleton, layout), **kwargs)
     untied: list[tuple[str, ...]] = [()] * dist.get_world_size()
     dist.all_gather_object(untied, info.untied)
     forget_ties(model, set().union(*untied))
@@ -119,8 +119,9 @@ def from_config(
             torch.manual_seed(seed)
         return kind._from_config(model_config, **kwargs)
     ensure_process_group()
-    layout = choose_layout(meta_model(kind, model_config, **kwargs), configuration)
-    model = init_stage(kind, model_config, *_local(layout), seed=seed, **kwargs)
+    skeleton = meta_model(kind, model_config, **kwargs)
+    layout = choose_layout(skeleton, configuration)
+    model = init_stage(kind, model_config, *_local(layout), seed, _cut(skeleton, layout), **kwargs)
     return distribute(model, layout, configuration)
 
 
@@ -149,6 +150,13 @@ def _local(layout: Layout) -> tuple[Sequence[Sequence[str]], tuple[int, ...]]:
     place = layout.place_of(dist.get_rank())
     mine = layout.pipelines[place.pipeline]
     return mine.stages, mine.stages_of(place.rank_in_pipeline)
+
+
+def _cut(model: PreTrainedModel, layout: Layout) -> TensorParallel | None:
+    """How a whole model's weights are cut for this rank; None if they are not."""
+    size = layout.tensor_parallel_size
+    place = layout.place_of(dist.get_rank())
+    return TensorParallel(model, place.tensor_parallel_rank, size, alias_groups(model)) if size > 1 else None
 
 
 def plan_stages(

@@ -17,6 +17,8 @@ from transformers.models.auto.auto_factory import _get_model_class
 
 from .ghost import strip
 from .random_init import drawing_for_meta, numbering_parameters
+from .slice_init import SliceKeeper
+from .tensor_parallel import SLICES, TensorParallel
 
 
 def resolve_model_class(config: PretrainedConfig, model_class: type | None = None) -> type[PreTrainedModel]:
@@ -64,6 +66,7 @@ def init_stage(
     stages: Sequence[Sequence[str]],
     local_stages: Collection[int],
     seed: int | None = None,
+    tensor_parallel: TensorParallel | None = None,
     **kwargs: Any,
 ) -> PreTrainedModel:
     """A randomly initialised model that holds the weights of `local_stages` only; other units are ghosts.
@@ -76,6 +79,8 @@ def init_stage(
         stages: names of units per stage.
         local_stages: indices of the stages to hold.
         seed: None continues the generator where it is.
+        tensor_parallel: how the whole model is cut. Of each weight that is, only this rank's slice is kept, for
+            `TensorParallel.apply` to put in its place; the model shows a meta tensor there until then.
         kwargs: as for `model_class._from_config`, for example `dtype` or `attn_implementation`.
 
     Raises:
@@ -87,12 +92,17 @@ def init_stage(
     numbers = numbering.of(skeleton)
     # Tied names have one number, so the source of a tie is made wherever one of its names is held.
     made = {**numbering.replaced(skeleton, numbers), **numbers}
-    keep = {made[name] for name in held_names(made, stages, local_stages)}
+    held = held_names(made, stages, local_stages)
+    sliced, keeper = {}, None
+    if tensor_parallel is not None:
+        shards, keeper = tensor_parallel.shards, SliceKeeper(tensor_parallel.index, tensor_parallel.size)
+        sliced = {made[name]: shards[name] for name in held if name in shards}
+    keep = {made[name] for name in held} - sliced.keys()
     del skeleton, numbering
     if seed is not None:
         torch.manual_seed(seed)
     try:
-        with torch.device("cpu"), drawing_for_meta(), numbering_parameters(keep) as numbering:
+        with torch.device("cpu"), drawing_for_meta(keeper), numbering_parameters(keep, sliced, keeper) as numbering:
             model = model_class._from_config(copy.deepcopy(config), **kwargs)
     except NotImplementedError as error:  # also torch's error for copying out of a meta tensor
         raise NotImplementedError(
@@ -105,7 +115,16 @@ def init_stage(
             "the meta device; create it whole and pass it to penstock.initialize"
         )
     strip_foreign(model, stages, local_stages)
+    if keeper is not None:
+        give_slices(model, keeper)
     return model
+
+
+def give_slices(model: nn.Module, keeper: SliceKeeper) -> None:
+    """Leave the slices that `keeper` has of a model's parameters where `TensorParallel.apply` finds them."""
+    parameters = model.named_parameters(remove_duplicate=False)
+    found = {name: part for name, parameter in parameters if (part := keeper.slice_of(parameter)) is not None}
+    model.__dict__.setdefault(SLICES, {}).update(found)
 
 
 def held_names(names: Iterable[str], stages: Sequence[Sequence[str]], local_stages: Collection[int]) -> set[str]:

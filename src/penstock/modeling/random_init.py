@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,6 +18,10 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import initialization
+
+from .scratch import Scratch
+from .slice_init import SliceKeeper
+from .tensor_parallel import Slicing
 
 _DETERMINISTIC = frozenset({"constant_", "ones_", "zeros_", "eye_", "dirac_"})
 
@@ -31,35 +35,20 @@ _DRAWN_BY_SHAPE = frozenset(
 )
 
 
-class _Scratch:
-    """One block of memory in which every temporary is made in turn.
-
-    Temporaries of every size between weights that stay would leave the allocator's heap full of holes.
-    """
-
-    def __init__(self) -> None:
-        self._block = torch.empty(0, dtype=torch.uint8)
-
-    def like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Memory laid out like `tensor`: how many numbers a kernel draws, and in what order, depends on the layout."""
-        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        num_bytes = (last + 1) * tensor.element_size() if tensor.numel() else 0
-        if num_bytes > self._block.numel():
-            self._block = torch.empty(num_bytes, dtype=torch.uint8)
-        return self._block[:num_bytes].view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
-
-
 class _DrawForMeta(TorchDispatchMode):
     """Random operations on meta tensors draw what they would draw on real ones."""
 
-    def __init__(self, scratch: _Scratch) -> None:
+    def __init__(self, scratch: Scratch, keeper: SliceKeeper | None) -> None:
         super().__init__()
         self._scratch = scratch
+        self._keeper = keeper
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self._keeper is not None and self._keeper.write(func, args, kwargs):
+            return args[0]
         if torch.Tag.nondeterministic_seeded in func.tags and _touches_meta(args, kwargs):
             name = func.overloadpacket.__name__
             if name not in _DRAWN_BY_SHAPE:
@@ -83,29 +72,35 @@ def _touches_meta(args: Any, kwargs: Any) -> bool:
     )
 
 
-def _draw_into(scratch: _Scratch, function: Callable[..., Any]) -> Callable[..., Any]:
+def _draw_into(
+    scratch: Scratch, keeper: SliceKeeper | None, function: Callable[..., Any], random: bool
+) -> Callable[..., Any]:
     """On meta tensors `torch.nn.init` returns early, and some of it draws by value (trunc_normal_): run it for real."""
 
     def initialize(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if not tensor.is_meta:
             return function(tensor, *args, **kwargs)
-        function(scratch.like(tensor), *args, **kwargs)
+        whole = None if keeper is None else keeper.whole(tensor, overwritten=True)
+        if whole is not None or random:
+            function(scratch.like(tensor) if whole is None else whole, *args, **kwargs)
         return tensor
 
     return initialize
 
 
 @contextlib.contextmanager
-def drawing_for_meta() -> Iterator[None]:
-    """Inside, initialising a meta tensor draws from the CPU's generator what initialising a real one would."""
+def drawing_for_meta(keeper: SliceKeeper | None = None) -> Iterator[None]:
+    """Inside, initialising a meta tensor draws from the CPU's generator what initialising a real one would.
+
+    Args:
+        keeper: of the meta tensors that it watches, slices are kept.
+    """
     functions: dict[str, Any] = initialization.TORCH_INIT_FUNCTIONS
     modules = [sys.modules[name] for name in initialization.TORCH_MODULES_TO_PATCH if name in sys.modules]
-    scratch = _Scratch()
+    scratch = Scratch()
     with contextlib.ExitStack() as undo:
         for name, original in list(functions.items()):
-            if name in _DETERMINISTIC:
-                continue
-            wrapped = _draw_into(scratch, original)
+            wrapped = _draw_into(scratch, keeper, original, random=name not in _DETERMINISTIC)
             undo.callback(functions.__setitem__, name, original)
             functions[name] = wrapped
             for module in modules:
@@ -113,7 +108,7 @@ def drawing_for_meta() -> Iterator[None]:
                 if getattr(module, name, None) is original:
                     undo.callback(setattr, module, name, original)
                     setattr(module, name, wrapped)
-        with _DrawForMeta(scratch):
+        with _DrawForMeta(scratch, keeper):
             yield
 
 
@@ -148,11 +143,16 @@ class Numbering:
 
 
 @contextlib.contextmanager
-def numbering_parameters(keep: Collection[int] | None = None) -> Iterator[Numbering]:
+def numbering_parameters(
+    keep: Collection[int] | None = None,
+    sliced: Mapping[int, Slicing] | None = None,
+    keeper: SliceKeeper | None = None,
+) -> Iterator[Numbering]:
     """Inside, parameters are numbered as they are registered.
 
     Args:
         keep: the numbers that stay as they are; others move to meta when they are registered. None: all stay.
+        sliced: how those are cut that move to meta, but of which `keeper` keeps a slice.
     """
     original = nn.Module.register_parameter
     numbering = Numbering()
@@ -167,6 +167,9 @@ def numbering_parameters(keep: Collection[int] | None = None) -> Iterator[Number
                 if keep is not None and number not in keep:
                     known = nn.Parameter(parameter.data.to("meta"), requires_grad=parameter.requires_grad)
                     parameter._moved = known  # type: ignore[attr-defined]  # lives as long as the model's variable
+                    if sliced and number in sliced:
+                        assert keeper is not None
+                        keeper.watch(known, sliced[number], parameter.data)
                 known._number = number  # type: ignore[attr-defined]  # until Numbering.of
             parameter = known
         original(module, name, parameter)

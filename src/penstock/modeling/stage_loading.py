@@ -8,6 +8,7 @@ machinery (initialising what the checkpoint lacks, tying) then sees the whole mo
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,8 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from .materialize import held_names, strip_foreign
 from .random_init import drawing_for_meta
+from .slice_loading import SliceLoading
+from .tensor_parallel import TensorParallel
 
 # What spreads a model over devices in another way, or needs every weight to be present.
 _REFUSED = (
@@ -50,6 +53,7 @@ def load_stage(
     path_or_name: str,
     stages: Sequence[Sequence[str]],
     local_stages: Collection[int],
+    tensor_parallel: TensorParallel | None = None,
     **kwargs: Any,
 ) -> tuple[PreTrainedModel, StageLoadingInfo]:
     """Load a model that holds the weights of `local_stages` only; other units are ghosts.
@@ -60,6 +64,8 @@ def load_stage(
     Args:
         stages: names of units per stage.
         local_stages: indices of the stages to hold.
+        tensor_parallel: how the whole model is cut; see `init_stage`. Of weights that are, only this rank's slice is
+            read, where the checkpoint holds them as they stand.
         kwargs: as for `model_class.from_pretrained`. `device_map` may name one device.
 
     Raises:
@@ -69,9 +75,12 @@ def load_stage(
     """
     refuse_arguments(kwargs)
     kwargs.pop("output_loading_info", None)
-    stage_class = _stage_class(model_class, stages, local_stages)
+    stage_class = _stage_class(model_class, stages, local_stages, tensor_parallel)
     model, info = stage_class.from_pretrained(path_or_name, output_loading_info=True, **kwargs)
     untied = tuple(sorted(model._declared_ties - set(model.all_tied_weights_keys)))
+    if model._slices is not None:
+        model._slices.finish(model)
+        del model._slices
     del model._held, model._declared_ties
     model.__class__ = model_class
     strip_foreign(model, stages, local_stages)
@@ -113,13 +122,17 @@ def _names_a_device(text: Any) -> bool:
 
 
 def _stage_class(
-    model_class: type[PreTrainedModel], stages: Sequence[Sequence[str]], local_stages: Collection[int]
+    model_class: type[PreTrainedModel],
+    stages: Sequence[Sequence[str]],
+    local_stages: Collection[int],
+    tensor_parallel: TensorParallel | None,
 ) -> Any:
     """A subclass of `model_class` whose `from_pretrained` reads only the tensors of `local_stages`."""
 
     class Stage(model_class):
         # What this rank must read. None: show every name.
         _held: frozenset[str] | None = None
+        _slices: SliceLoading | None = None
 
         def state_dict(self, *args: Any, **kwargs: Any) -> Any:
             state = super().state_dict(*args, **kwargs)
@@ -134,9 +147,16 @@ def _stage_class(
             names = model.state_dict()
             model._held = _with_tied_names(model, held_names(names, stages, local_stages))
             model._declared_ties = set(model.all_tied_weights_keys)
-            loading_info, offload_index = model_class._load_pretrained_model(
-                model, state_dict, checkpoint_files, load_config, *args, **kwargs
-            )
+            with contextlib.ExitStack() as opened:
+                if tensor_parallel is not None:
+                    model._slices = SliceLoading(model, model._held, tensor_parallel)
+                    transforms, lenient = load_config.weight_mapping, load_config.ignore_mismatched_sizes
+                    state_dict = opened.enter_context(
+                        model._slices.sources(model, checkpoint_files, transforms, lenient)
+                    )
+                loading_info, offload_index = model_class._load_pretrained_model(
+                    model, state_dict, checkpoint_files, load_config, *args, **kwargs
+                )
             if loading_info.mismatched_keys and not load_config.ignore_mismatched_sizes:
                 raise ValueError(f"the checkpoint does not fit the model: {_shapes(loading_info.mismatched_keys)}")
             known = _known_to_the_whole_model(model, loading_info.unexpected_keys, names, load_config.weight_mapping)
@@ -150,10 +170,12 @@ def _stage_class(
         def _move_missing_keys_from_meta_to_device(self, missing_keys: set[str], *args: Any, **kwargs: Any) -> None:
             # What other stages lack stays on meta, and only draws its random numbers below.
             here = missing_keys & self._held if self._held is not None else missing_keys
+            if self._slices is not None:
+                here -= self._slices.initialise_later(self, here - self.all_tied_weights_keys.keys())
             super()._move_missing_keys_from_meta_to_device(here, *args, **kwargs)
 
         def initialize_weights(self) -> None:
-            with drawing_for_meta():
+            with drawing_for_meta(None if self._slices is None else self._slices.keeper):
                 super().initialize_weights()
 
     Stage.__name__, Stage.__qualname__, Stage.__module__ = (

@@ -4,12 +4,13 @@ Knows no communication: what the slices need of each other goes through a `Regio
 collectives.
 """
 
-from .apply import TensorParallel
+from .apply import SLICES, TensorParallel, replace_parameters
 from .plans import TensorParallelPlan, plan_of, register_tensor_parallel_plan
 from .region import Collectives, Region
 from .slicing import Slicing
 
 __all__ = [
+    "SLICES",
     "Collectives",
     "Region",
     "Slicing",
@@ -17,4 +18,5 @@ __all__ = [
     "TensorParallelPlan",
     "plan_of",
     "register_tensor_parallel_plan",
+    "replace_parameters",
 ]

@@ -31,6 +31,10 @@ from .region import Region
 from .slicing import Slicing
 from .styles import layer_styles, matching, or_none, whole_shapes
 
+# Where a model that was loaded or initialised in slices has them, by name; in their places are meta tensors, of the
+# whole weights' shapes.
+SLICES = "_penstock_slices"
+
 LAYERS: dict[str, type] = {
     **dict.fromkeys(COLUMN_STYLES, COLUMN),
     **dict.fromkeys(ROW_STYLES, ROW),
@@ -92,12 +96,17 @@ class TensorParallel:
         Raises:
             NotImplementedError: a layer to be cut stands outside of all units.
         """
+        slices: dict[str, torch.Tensor] = model.__dict__.pop(SLICES, {})
+        replaced: dict[nn.Parameter, nn.Parameter] = {}
         done: set[int] = set()
         for name, parameter in model.named_parameters(remove_duplicate=False):
-            if name in self.shards and id(parameter) not in done:
+            if name in slices:
+                replaced[parameter] = nn.Parameter(slices[name], parameter.requires_grad)
+            elif name in self.shards and id(parameter) not in done:
                 done.add(id(parameter))
                 parameter.grad = None
                 parameter.data = self.shards[name].take(parameter.data, self.region.index, self.size)
+        replace_parameters(model, replaced)
         model.__dict__["_penstock_tensor_parallel"] = self
         for name, style in self._styles.items():
             if style not in LAYERS or name in self._shapes or is_ghost(model.get_submodule(name)):
@@ -229,6 +238,14 @@ class TensorParallel:
             f"tensor_parallel_size is {size}, but {type(model).__name__} has {count} {what}, which {size} does not "
             f"divide: sizes that would do are {fitting}{hint}"
         )
+
+
+def replace_parameters(model: nn.Module, replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
+    """Put other parameters in the place of some, wherever they are registered: what was tied stays tied."""
+    for module in model.modules() if replaced else ():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter in replaced:
+                module._parameters[name] = replaced[parameter]
 
 
 def _shard_of(module: nn.Module, style: str, parameter: str, fused: int) -> Slicing | None:

@@ -22,11 +22,15 @@ class Slicing:
     def take(self, whole: torch.Tensor, index: int, count: int) -> torch.Tensor:
         """Slice `index` of `count`, in memory of its own."""
         dim = self.dim % whole.dim()
-        shape = list(whole.shape)
-        width = shape[dim] // self.blocks
-        blocked = whole.reshape(*shape[:dim], self.blocks, width, *shape[dim + 1 :])
-        part = blocked.narrow(dim + 1, index * (width // count), width // count)
-        return part.reshape(self.shape(shape, count)).clone(memory_format=torch.contiguous_format)
+        # `cat` copies, also a single part.
+        ranges = self.ranges(whole.shape, index, count)
+        return torch.cat([whole.narrow(dim, start, stop - start) for start, stop in ranges], dim)
+
+    def ranges(self, whole: Sequence[int], index: int, count: int) -> list[tuple[int, int]]:
+        """Where slice `index` of `count` lies along `dim` in a weight of shape `whole`: from and to, in each block."""
+        width = whole[self.dim % len(whole)] // self.blocks
+        size = width // count
+        return [(block * width + index * size, block * width + (index + 1) * size) for block in range(self.blocks)]
 
     def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """The whole from all slices, in order."""
