@@ -54,10 +54,11 @@ def test_any_schedule_trains_as_unsplit(pool: Pool, schedule: str, pipelines: st
 
 def test_each_template_may_have_its_own_schedule(pool: Pool) -> None:
     """A template of two stages on one rank, one of four on two, and one under a schedule that was written out."""
-    pipelines = "1x1,2x3,2x2"
-    rows = ["0F0,1F0,1B0,0B0"], "zb-v", ["0F0,0F1,0B0,0B1", "1F0,1B0,1F1,1B1"]
+    pipelines = "1x1,2x3,3x2"
+    by_hand = [f"{stage}F0,{stage}F1,{stage}B0,{stage}B1" for stage in range(3)]
+    schedules = ["0F0,1F0,1B0,0B0"], "zb-v", by_hand
     number = 2 * batch_size(pipelines)
-    ranks = pool.run(5, train, "gpt2", pipelines, number, schedule=rows)
+    ranks = pool.run(6, train, "gpt2", pipelines, number, schedule=schedules)
     assert_equal_training(ranks, unsplit("gpt2", number, batch_size(pipelines)))
 
 
