@@ -117,7 +117,7 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", default=["emulated", "reduction"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=0.01, help="of an emulated block's F, B and W each")
+    parser.add_argument("--seconds", type=float, default=0.02, help="of an emulated block's F, B and W each")
     options = parser.parse_args()
     if "emulated" in options.parts:
         emulated(options.rounds, options.steps, options.seconds)
