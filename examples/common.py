@@ -31,11 +31,11 @@ DEFAULT_DEPTHS = {0: (), 1: (1,), 2: (2,), 3: (1, 2)}
 
 
 def parse_options(description: str) -> argparse.Namespace:
-    """The options of every example; `pipelines` is a list of (stages, microbatches)."""
+    """The options of every example; `pipelines` is a list of (ranks, microbatches)."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--model", help="a checkpoint's folder or name; without it a small model with random weights")
     parser.add_argument("--dataset", help="a file, a folder, or a dataset's name; without it data of this machine")
-    parser.add_argument("--pipelines", help="stages x microbatches of each, such as 1x3,2x5; without it by world size")
+    parser.add_argument("--pipelines", help="stages (ranks) x microbatches of each, such as 1x3,2x5")
     parser.add_argument("--microbatch-size", type=int, default=2, help="samples in a microbatch")
     parser.add_argument("--steps", type=int, default=30, help="training steps")
     parser.add_argument("--learning-rate", type=float, default=1e-3)

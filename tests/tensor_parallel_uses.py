@@ -11,6 +11,7 @@ import torch.distributed as dist
 import penstock
 from hetero import make_plugin, pad, samples
 from penstock import Booster, TensorParallelPlan
+from penstock.checkpoint import CheckpointError
 from tensor_parallel_ranks import (
     build,
     config,
@@ -55,6 +56,65 @@ def unlike_pipelines(family: str, pipelines: str, number: int, folder: str) -> d
     after = [state["exp_avg"] for state in optimizer.unwrap().state.values()]
     restored = all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
     return {"step": worst, "parameters": parameters, "restored": restored}
+
+
+def go_on_with_another_size(folder: str, before: tuple[str, int], after: list[tuple[str, int]]) -> list[float]:
+    """A step on one layout, a second one on each of others from its checkpoint: the largest difference of a parameter
+    to the unsplit model's after two."""
+    data = samples("gpt2", 16)
+    reference = build("gpt2")
+    adam = torch.optim.AdamW(reference.parameters(), lr=1e-2)
+    for step in range(2):
+        adam.zero_grad()
+        reference(**pad(data[8 * step : 8 * (step + 1)])).loss.backward()
+        adam.step()
+    differences = []
+    for step, (pipelines, size) in enumerate([before, *after]):
+        model = build("gpt2")
+        plugin = make_plugin(model, pipelines, tp_size=size)
+        booster = Booster(plugin=plugin)
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        first = data[:8] if step == 0 else data[8:]
+        loader = plugin.prepare_dataloader(first, collate_fn=pad)
+        model, optimizer, _, loader, _ = booster.boost(model, optimizer, None, loader)
+        if step:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.fill_(7.0)
+            booster.load_model(model, folder)
+            booster.load_optimizer(optimizer, folder)
+        booster.execute_pipeline(iter(loader), model, None, optimizer)
+        optimizer.step()
+        if step:
+            differences.append(difference_to(reference, gather(model, parameters_of(model))))
+        else:
+            model.save_parallelized(folder)
+            booster.save_optimizer(optimizer, folder)
+        model.pipeline.close()
+    return differences
+
+
+def a_state_that_cannot_be_cut(folder: str) -> str:
+    """What loading says of Adafactor's factors, saved whole, where weights are cut."""
+    messages = []
+    for size in (1, 2):
+        model = build("gpt2", dtype=torch.float32)
+        plugin = make_plugin(model, "1x2" if size == 2 else "1x1,1x1", tp_size=size)
+        booster = Booster(plugin=plugin)
+        optimizer: Any = torch.optim.Adafactor(model.parameters())
+        loader = plugin.prepare_dataloader(samples("gpt2", 4), collate_fn=pad)
+        model, optimizer, _, loader, _ = booster.boost(model, optimizer, None, loader)
+        booster.execute_pipeline(iter(loader), model, None, optimizer)
+        optimizer.step()
+        if size == 1:
+            booster.save_optimizer(optimizer, folder)
+        else:
+            try:
+                booster.load_optimizer(optimizer, folder)
+            except CheckpointError as error:
+                messages.append(str(error))
+        model.pipeline.close()
+    return " ".join(messages)
 
 
 def with_a_plan_of_its_own(stages: int) -> dict[str, float]:

@@ -106,5 +106,7 @@ def test_the_command(tmp_path: Path) -> None:
     result = run_python(*command, "1x1,2x3", "--microbatch-size", "2", "--plot", tmp_path / "layout.svg", timeout=120)
     assert result.returncode == 0, result.stderr
     assert "GPT2LMHeadModel: 2 pipeline(s) on 3 rank(s)" in result.stdout and (tmp_path / "layout.svg").exists()
+    wrong = run_python(*command, "2x1", "--schedule", "zbv", timeout=120)
+    assert wrong.returncode == 1 and "unknown schedule 'zbv'" in wrong.stderr and "Traceback" not in wrong.stderr
     wrong = run_python(*command, "1x", timeout=120)
     assert wrong.returncode == 1 and "such as 1x3,2x5" in wrong.stderr and "Traceback" not in wrong.stderr

@@ -13,6 +13,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers.core_model_loading import Transpose, WeightConverter
 
 from families import FAMILIES
 from launch import run_python
@@ -178,6 +179,69 @@ def test_a_weight_of_another_shape_is_named_with_the_whole_shapes(rows: int, tmp
     assert_is_slice_of(model, whole, stages, stage, tensor_parallel)
 
 
+@pytest.mark.parametrize("change", ["none", "last row"])
+def test_names_that_are_tied_are_compared_as_a_whole(change: str, tmp_path: Path) -> None:
+    """A checkpoint with both: ranks with equal slices must find what those with unequal ones do."""
+    model = build_scrambled("llama", tie_word_embeddings=True, **VOCABULARY)
+    model.config.save_pretrained(tmp_path)
+    tensors = {name: value.clone() for name, value in model.state_dict().items()}
+    if change != "none":
+        tensors["lm_head.weight"][-1] += 1
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    whole = type(model).from_pretrained(tmp_path)
+    assert (whole.lm_head.weight is whole.get_input_embeddings().weight) == (change == "none")
+    skeleton = meta_model(type(model), model.config)
+    units = list_units(skeleton)
+    for index in range(2):
+        tensor_parallel = TensorParallel(skeleton, index, 2, alias_groups(skeleton))
+        loaded, info = load_stage(type(model), str(tmp_path), [units], [0], tensor_parallel)
+        assert info.untied == (() if change == "none" else ("lm_head.weight",))
+        assert (loaded.lm_head.weight is loaded.get_input_embeddings().weight) == (change == "none")
+        assert_is_slice_of(loaded, whole, [units], 0, tensor_parallel)
+
+
+def test_a_tied_weight_of_another_shape_is_initialised_once(tmp_path: Path) -> None:
+    """As in the whole model: one draw for the embedding, none for the head, and the rest of the stream as it was."""
+    model = build_scrambled("llama", tie_word_embeddings=True, **VOCABULARY)
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    for name in ("model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight"):
+        tensors[name] = tensors[name][:-4].clone()
+    save_file(tensors, path, metadata={"format": "pt"})
+    arguments: dict[str, Any] = {"ignore_mismatched_sizes": True}
+    torch.manual_seed(3)
+    whole, expected = type(model).from_pretrained(tmp_path, output_loading_info=True, **arguments)
+    state = torch.get_rng_state()
+    skeleton = meta_model(type(model), model.config)
+    units = list_units(skeleton)
+    tensor_parallel = TensorParallel(skeleton, 1, 2, alias_groups(skeleton))
+    torch.manual_seed(3)
+    loaded, info = load_stage(type(model), str(tmp_path), [units], [0], tensor_parallel, **arguments)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert {name for name, *_ in info.mismatched_keys} == {name for name, *_ in expected["mismatched_keys"]}
+    assert set(info.missing_keys) == expected["missing_keys"]
+    assert_is_slice_of(loaded, whole, [units], 0, tensor_parallel)
+
+
+def test_conversions_see_the_shapes_of_whole_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that transposes only if the checkpoint's shape is not the model's."""
+    model = build_scrambled("llama", **VOCABULARY)
+    model.save_pretrained(tmp_path)
+    converter = WeightConverter("mlp.down_proj.weight", "mlp.down_proj.weight", [Transpose(0, 1, check_dims=True)])
+    original = transformers.modeling_utils.get_model_conversion_mapping
+    monkeypatch.setattr(
+        transformers.modeling_utils,
+        "get_model_conversion_mapping",
+        lambda *args, **kwargs: [*original(*args, **kwargs), converter],
+    )
+    model_class, config = configuration("llama")
+    for stages, stage, tensor_parallel in places(model_class, config):
+        loaded, info = load_stage(model_class, str(tmp_path), stages, [stage], tensor_parallel)
+        assert not info.missing_keys and not info.mismatched_keys
+        assert_is_slice_of(loaded, model, stages, stage, tensor_parallel)
+
+
 def test_a_weight_that_is_written_in_parts_between_others_is_refused_not_wrong() -> None:
     first, second = (nn.Parameter(torch.empty(4, 4, device="meta")) for _ in range(2))
     keeper = SliceKeeper(1, 2)
@@ -194,10 +258,15 @@ def test_a_weight_that_is_written_in_parts_between_others_is_refused_not_wrong()
             keeper.write(aten.mul_.Tensor, (first, torch.tensor(2.0)), {})
         with pytest.raises(NotImplementedError, match="computed from one that is not here"):
             keeper.write(aten.copy_.default, (first, second), {})
+        with pytest.raises(NotImplementedError, match="computed from a weight that is cut"):
+            keeper.write(aten.copy_.default, (torch.ones(4, 4), first), {})
         assert not keeper.write(aten.mul.Tensor, (first, torch.tensor(2.0)), {})
         assert not keeper.write(aten.zero_.default, (torch.ones(2),), {})
     kept = keeper.slice_of(second)
     assert kept is not None and torch.equal(kept, torch.full((2, 4), 2.0))
+    second.data = second.data.clone()
+    with pytest.raises(NotImplementedError, match="got other data"):
+        keeper.slice_of(second)
 
 
 def test_a_model_is_trained_from_its_configuration_as_the_unsplit_one(pool: Pool) -> None:

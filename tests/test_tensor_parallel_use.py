@@ -7,8 +7,10 @@ import pytest
 from pool import Pool
 from tensor_parallel_ranks import evaluate_and_generate, in_double, overflow_is_shared, refusals, save_and_reshard
 from tensor_parallel_uses import (
+    a_state_that_cannot_be_cut,
     costs,
     different_batches,
+    go_on_with_another_size,
     recomputed_with_dropout,
     unlike_pipelines,
     with_a_plan_of_its_own,
@@ -51,6 +53,20 @@ def test_unlike_pipelines_of_shared_stages_train_as_the_unsplit_model(pool: Pool
         assert result["step"] < 1e-10
         assert result["parameters"] < 1e-8
         assert result["restored"]
+
+
+def test_a_run_goes_on_with_another_tensor_parallel_size(pool: Pool, tmp_path: Path) -> None:
+    """Its optimizer's state is cut as the weights are: from two slices to none and four, and other stages."""
+    layouts = [("2x2,2x2", 1), ("1x4", 4), ("2x4", 2)]
+    for differences in pool.run(4, in_double, go_on_with_another_size, str(tmp_path), ("1x2,1x2", 2), layouts):
+        assert len(differences) == 3 and max(differences) < 1e-10
+    for differences in pool.run(4, in_double, go_on_with_another_size, str(tmp_path), ("4x4", 1), [("1x2,1x2", 2)]):
+        assert max(differences) < 1e-10
+
+
+def test_a_state_that_cannot_be_cut_is_named(pool: Pool, tmp_path: Path) -> None:
+    for message in pool.run(2, a_state_that_cannot_be_cut, str(tmp_path)):
+        assert "cannot cut the state transformer." in message and "row_var for tensor_parallel_size 2" in message
 
 
 def test_a_registered_plan_is_followed(pool: Pool) -> None:

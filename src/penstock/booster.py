@@ -232,8 +232,6 @@ class Booster:
             checkpoint,
             TrainingState(optimizer.unwrap()),
             world_comm=pipeline.comms()[0],
-            tensor_parallel_rank=pipeline.place.tensor_parallel_rank,
-            tensor_parallel_size=pipeline.layout.tensor_parallel_size,
             variant=TRAINING_VARIANT,
         )
         pipeline.step_number = state.step

@@ -23,7 +23,7 @@ from penstock.runtime.bootstrap import ensure_process_group, local_device
 from penstock.runtime.engine import Pipeline
 from penstock.runtime.layout import Layout
 from penstock.runtime.start import facts_of, require_agreement
-from penstock.schedule.text import own_or_named
+from penstock.schedule.text import own_or_named, summary, written_schedule
 
 ConfigLike = Configuration | Mapping[str, Any] | str | os.PathLike[str]
 
@@ -133,6 +133,8 @@ def choose_layout(model: PreTrainedModel, configuration: Configuration) -> Layou
         ValueError: the ranks were given different models or configurations.
     """
     settings = {f"{SECTION}.{name}": value for name, value in vars(configuration).items()}
+    if (written := written_schedule(configuration.schedule)) is not None:
+        settings[f"{SECTION}.schedule"] = summary(written)  # a file may differ between machines
     require_agreement({**facts_of(model), **settings})
     units = list_units(model)
     stages, stage_to_rank, num_pipelines = plan_stages(configuration, units, unit_costs(model, units))

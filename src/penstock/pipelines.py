@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 
 from penstock.schedule import DEFAULT_SCHEDULE, Schedule, build, default_stages_per_rank
 from penstock.schedule.text import own_or_named, written_schedule
@@ -16,7 +17,7 @@ from penstock.template import PipelineTemplate
 # Per template, or one number for each pipeline.
 Microbatches = Mapping[PipelineTemplate, int] | Sequence[int]
 # A name, the path of a .csv file, or rows; of every pipeline, or per template.
-OneSchedule = str | Sequence[str]
+OneSchedule = str | Path | Sequence[str]
 Schedules = OneSchedule | Mapping[PipelineTemplate, OneSchedule]
 
 
@@ -52,7 +53,7 @@ def check_schedule(schedule: Schedules) -> None:
             if not isinstance(template, PipelineTemplate):
                 raise TypeError(f"the keys of schedule must be pipeline templates, got {template!r}")
     for one in schedule.values() if isinstance(schedule, Mapping) else (schedule,):
-        if not isinstance(one, str | Sequence):
+        if not isinstance(one, str | Path | Sequence):
             raise TypeError(
                 "schedule must be a name, the path of a .csv file, a list with a row for each rank, or a dict with one "
                 f"of these for each template, got {one!r}"
@@ -62,8 +63,9 @@ def check_schedule(schedule: Schedules) -> None:
 
 def num_stages_on(num_ranks: int, schedule: str) -> int:
     """Stages of a pipeline on `num_ranks` ranks: as many on each as the named schedule has; on a single rank one, as
-    there is nothing to overlap."""
-    return num_ranks if num_ranks == 1 else num_ranks * default_stages_per_rank(schedule)
+    there is nothing to overlap. Raises ValueError for an unknown name."""
+    per_rank = default_stages_per_rank(schedule)
+    return num_ranks if num_ranks == 1 else num_ranks * per_rank
 
 
 def schedule_maker(template: PipelineTemplate, schedule: Schedules) -> Callable[[int], Schedule]:

@@ -33,6 +33,7 @@ from penstock.runtime.layout import Layout
 from penstock.runtime.precision import LossScale
 from penstock.runtime.start import facts_of, require_agreement
 from penstock.schedule import DEFAULT_SCHEDULE, Schedule, check_trains
+from penstock.schedule.text import summary
 from penstock.template import PipelineTemplate
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -137,8 +138,8 @@ class HeterogeneousParallelPlugin:
         check_ranks([max(placement) + 1 for placement in placements], self.tp_size, rank_and_world_size()[1])
         counts = check_microbatches(checked, num_microbatches)
         schedules = tuple(make(count) for make, count in zip(makers, counts, strict=True))
-        for schedule in schedules:
-            check_trains(schedule)
+        for index, schedule in enumerate(schedules):
+            check_trains(schedule, f"pipeline {index}")
         self._pipelines, self._makers, self._schedules = checked, makers, schedules
         self._layout = Layout.place([template.modules_per_stage for template in checked], placements, self.tp_size)
         self._description = None
@@ -272,8 +273,9 @@ class HeterogeneousParallelPlugin:
 
     def _facts(self) -> dict[str, Any]:
         """What all ranks must have been given alike."""
-        names = ("tp_size", "microbatch_size", "precision", "max_norm", "schedule", "pipelines", "num_microbatches")
-        return {f"the plugin's {name}": getattr(self, name) for name in names}
+        names = ("tp_size", "microbatch_size", "precision", "max_norm", "pipelines", "num_microbatches")
+        facts = {f"the plugin's {name}": getattr(self, name) for name in names}
+        return {**facts, "the pipelines' schedules": [summary(schedule) for schedule in self._schedules]}
 
     def _parallelise(self, model: PreTrainedModel, layout: Layout) -> PreTrainedModel:
         device = local_device()

@@ -10,10 +10,10 @@ from transformers import PreTrainedModel
 
 from .comm import Comm, together
 from .errors import CheckpointError
-from .manifest import Manifest, read_manifest
+from .manifest import MODEL, Manifest, read_manifest
 from .reader import CheckpointReader
-from .slices import SliceReader, shard_of
-from .tensors import tied_groups, whole_shape, whole_state
+from .slices import Cuts, SliceReader, saved_cut
+from .tensors import shards_of, tensor_parallel_place, tied_groups, whole_shape, whole_state
 
 Model = TypeVar("Model", bound=PreTrainedModel)
 
@@ -46,23 +46,30 @@ def from_parallelized(
     """
     directory = os.path.abspath(directory)
     targets = _targets(model)
-    sources: dict[str, str] = {}
+    sources: dict[str, tuple[str, Cuts]] = {}
 
     def check() -> SliceReader:
         manifest = read_manifest(directory, variant)
         check_class(manifest, directory, type(model).__name__)
         manifest.check_files(directory)
-        reader = SliceReader(directory, manifest, opened)
-        every_source = _match(model, manifest, reader.readers[0], directory)
-        sources.update({name: every_source[name] for name in targets})
-        reader.verify(model, sources)
+        reader = SliceReader(directory, manifest, MODEL, tensor_parallel_place(model), opened)
+        every_source, held = _match(model, manifest, reader.readers[0], directory), shards_of(model)
+        for name in targets:
+            source = every_source[name]
+            sources[name] = source, Cuts(saved_cut(manifest, source), held.get(name))
+        reader.verify(dict(sources.values()))
         return reader
+
+    @torch.no_grad()
+    def copy() -> None:
+        for name, target in targets.items():
+            target.copy_(made[0].read(*sources[name]))
 
     opened: list[CheckpointReader] = []
     made: list[SliceReader] = []
     try:
         together(world_comm, f"load {directory}", lambda: made.append(check()))
-        together(world_comm, f"load {directory}", lambda: made[0].copy(model, targets, sources))
+        together(world_comm, f"load {directory}", copy)
     finally:
         for reader in opened:
             reader.__exit__(None, None, None)
@@ -73,16 +80,6 @@ def check_class(manifest: Manifest, directory: str, model_class: str) -> None:
     """Raise CheckpointError unless the checkpoint is of this class."""
     if manifest.model_class != model_class:
         raise CheckpointError(f"{directory} holds a {manifest.model_class}, but the model is a {model_class}")
-
-
-def check_layout(manifest: Manifest, directory: str, model_class: str, tensor_parallel_size: int) -> None:
-    """Raise CheckpointError unless the checkpoint is of this class and this tensor-parallel size."""
-    check_class(manifest, directory, model_class)
-    if manifest.tensor_parallel_size != tensor_parallel_size:
-        raise CheckpointError(
-            f"{directory} was saved with tensor_parallel_size {manifest.tensor_parallel_size}, but the model is spread "
-            f"with tensor_parallel_size {tensor_parallel_size}"
-        )
 
 
 def _targets(model: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -122,8 +119,8 @@ def _match(model: PreTrainedModel, manifest: Manifest, reader: CheckpointReader,
     different = []
     for name, tensor in whole.items():
         saved = found[sources[name]].info.shape
-        if sources[name] in manifest.shards:
-            saved = tuple(shard_of(manifest, sources[name]).whole_shape(saved, manifest.tensor_parallel_size))
+        if (cut := saved_cut(manifest, sources[name])) is not None:
+            saved = tuple(cut.whole_shape(saved, manifest.tensor_parallel_size))
         expected = whole_shape(model, name, tensor)
         if saved != expected:
             different.append(f"{name}: {list(saved)} in the checkpoint, {list(expected)} in the model")

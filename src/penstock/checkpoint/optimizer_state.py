@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +12,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .errors import CheckpointError
-from .tensors import tied_groups
+from .manifest import Manifest
+from .slices import Cuts, saved_cut
+from .tensors import shards_of, tensor_parallel_place, tied_groups, whole_shape
 
 # Between a parameter's name and the name of one of its states, in a file of tensors. No module name contains it.
 _SEPARATOR = "//"
@@ -82,13 +85,13 @@ def restore_optimizer(
     groups: Iterable[Mapping[str, Any]],
     members: Iterable[Iterable[str]],
     values: Mapping[str, Mapping[str, Any]],
-    tensors: Mapping[str, torch.Tensor],
+    tensors: Iterable[tuple[str, torch.Tensor]],
 ) -> None:
     """Give an optimizer the state saved for the parameters of this rank, through its own `load_state_dict`.
 
     Args:
         groups, members, values: as saved, of the whole model.
-        tensors: the state tensors of (at least) this rank's parameters.
+        tensors: names and values of this rank's parameters' state tensors, which are copied one by one.
 
     Raises:
         CheckpointError: the parameter groups are not those that were saved.
@@ -101,7 +104,7 @@ def restore_optimizer(
             f"the optimizer has {len(optimizer.param_groups)} parameter groups, the saved one had {len(saved_groups)}"
         )
     states: dict[str, dict[str, Any]] = {name: dict(state) for name, state in values.items()}
-    for key, tensor in tensors.items():
+    for key, tensor in tensors:
         name, _, state = key.partition(_SEPARATOR)
         # A copy: the optimizer writes into it, and the file's pages should be given back.
         states.setdefault(name, {})[state] = tensor.clone()
@@ -123,8 +126,43 @@ def restore_optimizer(
     optimizer.load_state_dict(content)
 
 
-def state_names_of(model: nn.Module, optimizer: Optimizer, available: Iterable[str]) -> list[str]:
-    """Those of the saved state tensors that belong to this rank's parameters in the optimizer."""
-    names = logical_names(model)
-    mine = {names.get(id(parameter)) for group in optimizer.param_groups for parameter in group["params"]}
-    return [key for key in available if key.partition(_SEPARATOR)[0] in mine]
+def cuts_of_states(
+    model: nn.Module, optimizer: Optimizer, manifest: Manifest, saved_shapes: Mapping[str, Sequence[int]]
+) -> dict[str, Cuts]:
+    """Those of the saved state tensors that belong to this rank's parameters in the optimizer, and how they are cut.
+
+    A state of a parameter's shape is cut as the parameter is.
+
+    Args:
+        saved_shapes: of the state tensors as the first tensor-parallel rank of the saving run had them.
+
+    Raises:
+        CheckpointError: a state of another shape belongs to a parameter that is cut otherwise than it was.
+    """
+    names, held, (_, size) = logical_names(model), shards_of(model), tensor_parallel_place(model)
+    parameters = {
+        names[id(parameter)]: parameter
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if id(parameter) in names
+    }
+    found: dict[str, Cuts] = {}
+    for key, shape in saved_shapes.items():
+        name = key.partition(_SEPARATOR)[0]
+        if name not in parameters:
+            continue
+        cuts = Cuts(saved_cut(manifest, name), held.get(name))
+        whole = whole_shape(model, name, parameters[name])
+        part = whole if cuts.saved is None else tuple(cuts.saved.shape(whole, manifest.tensor_parallel_size))
+        if tuple(shape) == part:
+            found[key] = cuts
+        elif math.prod(shape) == 1:  # a count of steps
+            found[key] = Cuts()
+        elif cuts == Cuts() or (cuts.saved == cuts.wanted and manifest.tensor_parallel_size == size):
+            found[key] = cuts
+        else:
+            raise CheckpointError(
+                f"cannot cut the state {key} for tensor_parallel_size {size}: it was saved with "
+                f"{manifest.tensor_parallel_size} and the shape {list(shape)}, where the parameter has {list(part)}"
+            )
+    return found

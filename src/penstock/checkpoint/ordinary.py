@@ -9,11 +9,12 @@ import torch
 from transformers import PreTrainedModel
 
 from penstock.modeling.stage_loading import load_stage
+from penstock.modeling.tensor_parallel import take_slices
 
 from .comm import Comm, together
 from .errors import CheckpointError
 from .manifest import manifest_name
-from .tensors import held_state, own_slices
+from .tensors import held_state, tensor_parallel_of
 
 SHOWN = 5
 
@@ -51,12 +52,12 @@ def load_ordinary(
     def read() -> None:
         if not os.path.isdir(directory):
             raise CheckpointError(f"{directory} is no directory")
-        fresh, info = load_stage(model_class, directory, stages, local_stages)
+        fresh, info = load_stage(model_class, directory, stages, local_stages, tensor_parallel_of(model))
         faults = {"lacks": info.missing_keys, "has no place in the model for": info.unexpected_keys}
         for what, names in faults.items() if strict else ():
             if names:
                 raise CheckpointError(f"{directory} {what} {', '.join(names[:SHOWN])}")
-        found = own_slices(model, held_state(fresh))
+        found = {**held_state(fresh), **take_slices(fresh)}
         for name, target in held_state(model).items():
             if name in found and found[name].shape != target.shape:
                 shapes = f"{list(found[name].shape)} in the checkpoint, {list(target.shape)} in the model"

@@ -78,34 +78,28 @@ def whole_state(model: nn.Module) -> dict[str, torch.Tensor]:
     return dict(sorted(both.items(), key=lambda item: modules[item[0].rpartition(".")[0]]))
 
 
+def tensor_parallel_of(model: nn.Module) -> TensorParallel | None:
+    """How a model's weights are cut; None if they are not."""
+    cut: TensorParallel | None = getattr(model, "_penstock_tensor_parallel", None)
+    return cut
+
+
 def shards_of(model: nn.Module) -> Mapping[str, Slicing]:
     """How the parameters of a model under tensor parallelism are cut, by their names; nothing for any other model."""
-    cut: TensorParallel | None = getattr(model, "_penstock_tensor_parallel", None)
+    cut = tensor_parallel_of(model)
     return {} if cut is None else cut.shards
 
 
 def tensor_parallel_place(model: nn.Module) -> tuple[int, int]:
     """This rank's index among the ranks that hold slices of the same stage, and their number."""
-    cut: TensorParallel | None = getattr(model, "_penstock_tensor_parallel", None)
+    cut = tensor_parallel_of(model)
     return (0, 1) if cut is None else (cut.index, cut.size)
 
 
 def whole_shape(model: nn.Module, name: str, tensor: torch.Tensor) -> tuple[int, ...]:
     """The unsplit model's shape of a tensor of `whole_state(model)`; this rank may have a slice of it."""
-    cut: TensorParallel | None = getattr(model, "_penstock_tensor_parallel", None)
+    cut = tensor_parallel_of(model)
     return tuple(tensor.shape) if cut is None else cut.whole_shape(name, tensor.shape)
-
-
-def own_slices(model: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The unsplit model's tensors as this rank of `model` holds them: a slice of each that is cut.
-
-    A tensor that cannot be cut so is left whole, for the caller to find that its shape does not fit.
-    """
-    cuts, (index, size) = shards_of(model), tensor_parallel_place(model)
-    return {
-        name: cuts[name].take(tensor, index, size) if name in cuts and cuts[name].fits(tensor.shape, size) else tensor
-        for name, tensor in state.items()
-    }
 
 
 def to_cpu(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

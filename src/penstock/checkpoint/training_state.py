@@ -15,11 +15,13 @@ from torch.optim import Optimizer
 
 from .comm import Comm, together
 from .errors import CheckpointError
-from .load import check_layout
+from .load import check_class
 from .manifest import TRAINING, Manifest, read_manifest
-from .optimizer_state import collect_optimizer, restore_optimizer, state_names_of
+from .optimizer_state import collect_optimizer, cuts_of_states, restore_optimizer
 from .random_state import capture_random_state, restore_random_state
 from .reader import CheckpointReader
+from .slices import Cuts, SliceReader
+from .tensors import tensor_parallel_place
 
 
 @dataclass(frozen=True)
@@ -103,29 +105,29 @@ def load_training_state(
     state: TrainingState,
     *,
     world_comm: Comm,
-    tensor_parallel_rank: int = 0,
-    tensor_parallel_size: int = 1,
     variant: str | None = None,
 ) -> TrainingState:
     """Load the training state that `save_parallelized(..., training_state=...)` saved, into the objects of `state`.
 
-    The number of stages may differ. Each rank's random generators continue where they were if the number of ranks is
-    that of the saving run; otherwise all continue as the first rank's.
+    The number of stages and the tensor-parallel size may differ. Each rank's random generators continue where they were
+    if the number of ranks is that of the saving run; otherwise all continue as the first rank's.
 
     Returns:
         `state` with the saved `step` and `extra`.
 
     Raises:
-        CheckpointError: a file is missing, truncated or foreign, or the optimizer's groups are not the saved ones.
+        CheckpointError: a file is missing, truncated or foreign, the optimizer's groups are not the saved ones, or
+            something of its state cannot be cut for another tensor-parallel size.
     """
     directory = os.path.abspath(directory)
     opened: list[CheckpointReader] = []
+    readers: list[SliceReader] = []
     contents: list[dict[str, Any]] = []
-    mine: list[str] = []
+    mine: dict[str, Cuts] = {}
 
     def check() -> list[str]:
         manifest = read_manifest(directory, variant)
-        check_layout(manifest, directory, type(model).__name__, tensor_parallel_size)
+        check_class(manifest, directory, type(model).__name__)
         manifest.check_files(directory)
         contents.append(_read_common(manifest, directory))
         if missing := sorted(state.objects.keys() - contents[0]["objects"].keys()):
@@ -134,9 +136,11 @@ def load_training_state(
             return []
         if contents[0]["groups"] is None:
             raise CheckpointError(f"{directory} has no optimizer state")
-        opened.append(CheckpointReader(directory, manifest, TRAINING, tensor_parallel_rank))
-        mine.extend(state_names_of(model, state.optimizer, opened[0].locations))
-        opened[0].verify(mine)
+        readers.append(SliceReader(directory, manifest, TRAINING, tensor_parallel_place(model), opened))
+        first = readers[0].readers[0]
+        saved_shapes = {key: location.info.shape for key, location in first.locations.items()}
+        mine.update(cuts_of_states(model, state.optimizer, manifest, saved_shapes))
+        readers[0].verify(mine)
         return [name for group in collect_optimizer(model, state.optimizer).members for name in group]
 
     def apply() -> None:
@@ -145,7 +149,7 @@ def load_training_state(
             saved = {name for group in content["members"] for name in group}
             if lost := sorted(saved - {name for names in held for name in names}):
                 raise CheckpointError(f"the optimizer lacks parameters that it had when it was saved: {lost[:5]}")
-            tensors = dict(opened[0].read(mine))
+            tensors = ((key, readers[0].read(key, cuts)) for key, cuts in mine.items())
             groups = (content["groups"], content["members"], content["values"])
             restore_optimizer(model, state.optimizer, *groups, tensors)
         for name, stateful in state.objects.items():

@@ -7,8 +7,8 @@ of `torch.nn.functional` are observed, and the target each is given is recognise
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,20 +124,17 @@ class LossRule:
             for term, count, total in zip(self.terms, counts, totals, strict=True)
         )
 
-    @contextmanager
-    def weighing(self, shares: Sequence[float]) -> Iterator[None]:
+    def weighing(self, shares: Sequence[float]) -> AbstractContextManager[Any]:
         """While open, the several means of a loss are weighted against each other. Does nothing for a single mean."""
         if len(self.terms) == 1:
-            yield
-            return
+            return nullcontext()
         largest = max(shares)
         weights = {
             call: (share / largest if largest else 0.0)
             for term, share in zip(self.terms, shares, strict=True)
             for call in term.calls
         }
-        with _Weighing(weights):
-            yield
+        return _Weighing(weights)
 
     def scale(self, loss: torch.Tensor, shares: Sequence[float], connected: Any) -> torch.Tensor:
         """The share of a loss that was computed under `weighing`.

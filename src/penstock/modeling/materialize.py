@@ -18,7 +18,7 @@ from transformers.models.auto.auto_factory import _get_model_class
 from .ghost import strip
 from .random_init import drawing_for_meta, numbering_parameters
 from .slice_init import SliceKeeper
-from .tensor_parallel import SLICES, TensorParallel
+from .tensor_parallel import TensorParallel, give_slices
 
 
 def resolve_model_class(config: PretrainedConfig, model_class: type | None = None) -> type[PreTrainedModel]:
@@ -84,7 +84,8 @@ def init_stage(
         kwargs: as for `model_class._from_config`, for example `dtype` or `attn_implementation`.
 
     Raises:
-        NotImplementedError: a weight of this stage is computed from the value of another stage's weight.
+        NotImplementedError: a weight of this stage is computed from the value of another stage's weight, or one that is
+            cut is not written as a whole.
         ValueError: a local stage does not exist.
     """
     with numbering_parameters() as numbering:
@@ -106,8 +107,8 @@ def init_stage(
             model = model_class._from_config(copy.deepcopy(config), **kwargs)
     except NotImplementedError as error:  # also torch's error for copying out of a meta tensor
         raise NotImplementedError(
-            f"cannot initialise only a part of {model_class.__name__}: that needs the value of a weight of another "
-            f"stage ({error}); create it whole and pass it to penstock.initialize"
+            f"cannot initialise only a part of {model_class.__name__}: that needs values that are not here ({error}); "
+            "create it whole and pass it to penstock.initialize"
         ) from error
     if numbering.of(model) != numbers:
         raise NotImplementedError(
@@ -116,15 +117,8 @@ def init_stage(
         )
     strip_foreign(model, stages, local_stages)
     if keeper is not None:
-        give_slices(model, keeper)
+        give_slices(model, keeper.slice_of)
     return model
-
-
-def give_slices(model: nn.Module, keeper: SliceKeeper) -> None:
-    """Leave the slices that `keeper` has of a model's parameters where `TensorParallel.apply` finds them."""
-    parameters = model.named_parameters(remove_duplicate=False)
-    found = {name: part for name, parameter in parameters if (part := keeper.slice_of(parameter)) is not None}
-    model.__dict__.setdefault(SLICES, {}).update(found)
 
 
 def held_names(names: Iterable[str], stages: Sequence[Sequence[str]], local_stages: Collection[int]) -> set[str]:

@@ -26,9 +26,11 @@ _OVERWRITING = frozenset(
 )
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Watched:
     parameter: nn.Parameter
+    # Held, so that its place in memory, which is its identity, is not given to another one.
+    storage: torch.UntypedStorage
     slicing: Slicing
     kept: torch.Tensor
 
@@ -61,21 +63,23 @@ class SliceKeeper:
 
     def keep(self, parameter: nn.Parameter, slicing: Slicing, part: torch.Tensor) -> None:
         """As `watch`, with the slice that is there already."""
-        self._watched[_storage(parameter)] = _Watched(parameter, slicing, part)
+        self._watched[_storage(parameter)] = _Watched(parameter, parameter.untyped_storage(), slicing, part)
 
     def slice_of(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """What is kept of a parameter; None if it is not watched.
 
         Raises:
-            NotImplementedError: it has got another shape since.
+            NotImplementedError: it has got other data since, which was not seen.
         """
         self._close()
-        # By identity: transformers gives biases new storage when it ties (and might pad) them.
         watched = next((one for one in self._watched.values() if one.parameter is parameter), None)
         if watched is None:
             return None
-        if watched.slicing.shape(parameter.shape, self._count) != list(watched.kept.shape):
-            raise NotImplementedError(f"a weight that is cut got the shape {list(parameter.shape)} later")
+        same = watched.slicing.shape(parameter.shape, self._count) == list(watched.kept.shape)
+        # transformers copies a head's bias when it ties the head, lest it be shorter than the weight.
+        copied = parameter.dim() == 1 or watched.storage._cdata == _storage(parameter)
+        if not (same and copied and parameter.dtype == watched.kept.dtype):
+            raise NotImplementedError("a weight that is cut got other data in place of its own")
         return watched.kept
 
     def whole(self, tensor: torch.Tensor, overwritten: bool) -> torch.Tensor | None:
@@ -103,23 +107,31 @@ class SliceKeeper:
         Raises:
             NotImplementedError: it needs the values of weights that are not here.
         """
-        if not func._schema.is_mutable or not args or not isinstance(args[0], torch.Tensor):
+        if not func._schema.is_mutable:
             return False
-        target, overwriting = args[0], func.overloadpacket.__name__ in _OVERWRITING
-        whole = self.whole(target, overwriting)
-        if whole is None:
+        target = args[0] if args and isinstance(args[0], torch.Tensor) and self._watches(args[0]) else None
+        others = [leaf for leaf in pytree.tree_leaves((args[target is not None :], kwargs)) if _is_meta(leaf)]
+        if target is None:
+            if any(map(self._watches, others)):
+                raise NotImplementedError("something is computed from a weight that is cut")
             return False
-        for leaf in pytree.tree_leaves((args[1:], kwargs)):
-            if isinstance(leaf, torch.Tensor) and leaf.is_meta:
-                raise NotImplementedError("a weight that is cut is computed from one that is not here")
-        func(whole, *args[1:], **kwargs)
+        if others:
+            raise NotImplementedError("a weight that is cut is computed from one that is not here")
+        func(self.whole(target, func.overloadpacket.__name__ in _OVERWRITING), *args[1:], **kwargs)
         return True
+
+    def _watches(self, tensor: torch.Tensor) -> bool:
+        return tensor.is_meta and _storage(tensor) in self._watched
 
     def _close(self) -> None:
         if self._open is not None:
             part = self._open.slicing.take(self._whole, self._index, self._count)
             self._open.kept.copy_(part)
             self._open = None
+
+
+def _is_meta(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.is_meta
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -1,13 +1,14 @@
 """Loading slices of a checkpoint's weights, where tensor parallelism cuts them, through transformers' own loader.
 
-transformers sees a model whose cut weights have the shapes of this rank's slices. A tensor of the checkpoint that is
-such a weight as it stands is read in part only; one that transformers fuses from several first (experts) is whole
-while it is put together, one weight at a time.
+In the model cut weights stay meta tensors of their whole shapes, which transformers' conversions look at; their slices
+are kept beside it. A tensor of the checkpoint that is such a weight as it stands is read in part only; one that
+transformers puts together from several (experts) is whole while it does, one weight at a time.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -16,123 +17,113 @@ import torch
 from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel, core_model_loading
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 from transformers.modeling_utils import load_state_dict
 
 from .slice_init import SliceKeeper
-from .tensor_parallel import SLICES, Slicing, TensorParallel, replace_parameters
+from .tensor_parallel import Slicing, TensorParallel, give_slices
 
 
 class SliceLoading:
-    """How one rank loads its slices of the weights `names` of a model.
+    """How one rank loads its slices of those of the weights `names` that are cut.
 
     Args:
-        model: on the meta device; its cut weights become meta tensors of the slices' shapes.
+        model: on the meta device.
+
+    Attributes:
+        keeper: has the slices.
+        mismatched: (name, shape in the checkpoint, shape in the model) of tensors that were left out.
     """
 
     def __init__(self, model: PreTrainedModel, names: Collection[str], cut: TensorParallel) -> None:
         self.keeper = SliceKeeper(cut.index, cut.size)
+        self.mismatched: set[tuple[str, Any, Any]] = set()
         self._cut = cut
-        parameters = dict(model.named_parameters(remove_duplicate=False))
-        self._slicings: dict[str, Slicing] = {name: cut.shards[name] for name in parameters if name in cut.shards}
-        self._slicings = {name: slicing for name, slicing in self._slicings.items() if name in names}
-        self._whole = {name: parameters[name] for name in self._slicings}
-        parts = {}
-        for name, slicing in self._slicings.items():
-            whole = parameters[name]
-            shape = slicing.shape(whole.shape, cut.size)
-            parts[whole] = nn.Parameter(torch.empty(shape, dtype=whole.dtype, device="meta"), whole.requires_grad)
-        replace_parameters(model, parts)
+        self._slicings: dict[str, Slicing] = {name: cut.shards[name] for name in names if name in cut.shards}
+        self._shapes = {name: model.get_parameter(name).shape for name in self._slicings}
+        # By name, whether the checkpoint has the same values as for the weight that the model ties it to.
+        self._equal_to_tied: dict[str, bool] = {}
 
     @contextlib.contextmanager
     def sources(
-        self, model: PreTrainedModel, files: Sequence[str], transforms: Sequence[Any] | None, ignore_mismatch: bool
+        self, model: PreTrainedModel, files: Sequence[str], transforms: Sequence[Any] | None
     ) -> Iterator[dict[str, Any]]:
         """What to load from, by the checkpoint's names, for as long as the context lasts.
 
         Args:
             transforms: transformers' renamings and converters of the checkpoint's names.
-            ignore_mismatch: leave out tensors of another shape, rather than to raise.
-
-        Raises:
-            ValueError: a tensor has not the shape of the model's weight.
         """
-        renamings = [entry for entry in transforms or () if isinstance(entry, WeightRenaming)]
-        converters = [entry for entry in transforms or () if isinstance(entry, WeightConverter)]
-        names, prefix = model.state_dict(), model.base_model_prefix
+        plain: dict[str, _SlicedSource] = {}
+        fused: set[str] = set()
         with contextlib.ExitStack() as opened:
             found: dict[str, Any] = {}
-            plain: set[str] = set()
-            for key, source in _tensors_of(files, opened):
-                name, pattern = rename_source_key(key, renamings, converters, prefix, names)
-                if name not in names and key in names:
-                    name, pattern = rename_source_key(key, [], [], prefix, names)
-                if pattern is None and name in self._slicings:
-                    shape, whole = _shape_of(source), tuple(self._whole[name].shape)
-                    if shape != whole:
-                        if ignore_mismatch:
-                            continue
-                        raise ValueError(
-                            f"the checkpoint does not fit the model: {name}: {list(shape)} in the checkpoint, "
-                            f"{list(whole)} in the model"
-                        )
-                    plain.add(name)
-                    source = _SlicedSource(source, self._slicings[name], self._cut)
+            for key, source, name, converted in _named(model, files, transforms, opened):
                 found[key] = source
-            opened.enter_context(self._taking_slices(self._slicings.keys() - plain))
+                if name not in self._slicings:
+                    continue
+                if converted:
+                    fused.add(name)
+                elif (shape := _shape_of(source)) != self._shapes[name]:
+                    self.mismatched.add((name, shape, self._shapes[name]))
+                    del found[key]
+                else:
+                    found[key] = plain[name] = _SlicedSource(source, self._slicings[name], self._cut)
+            for target, tied in model.all_tied_weights_keys.items():
+                if target in plain and tied in plain:
+                    self._equal_to_tied[target] = plain[target].equals(plain[tied])
+                elif {target, tied} <= fused | plain.keys():
+                    raise NotImplementedError(f"cannot tell whether the checkpoint has {target} and {tied} alike")
+            opened.enter_context(self._keeping_slices(plain.keys()))
+            if fused:
+                opened.enter_context(_reading_in_turn())
             yield found
 
     @contextlib.contextmanager
-    def _taking_slices(self, names: Collection[str]) -> Iterator[None]:
-        """Inside, what transformers puts together for the weights `names` is cut before it is kept."""
-        original, before = core_model_loading.set_param_for_module, os.environ.get("HF_DEACTIVATE_ASYNC_LOAD")
+    def _keeping_slices(self, plain: Collection[str]) -> Iterator[None]:
+        """Inside, of what transformers has read for a cut weight the slice is kept; of `plain` ones it is that."""
+        original = core_model_loading.set_param_for_module
 
         def set_slice(model: Any, name: str, value: torch.Tensor, info: Any, quantizer: Any) -> None:
-            if name in names:
-                whole = self._whole[name].shape
-                if value.shape != whole:
-                    info.missing_keys.discard(name)
-                    info.mismatched_keys.add((name, value.shape, whole))
+            if name not in self._slicings:
+                original(model, name, value, info, quantizer)
+                return
+            info.missing_keys.discard(name)
+            if name not in plain:
+                if value.shape != self._shapes[name]:
+                    info.mismatched_keys.add((name, value.shape, self._shapes[name]))
                     return
                 value = self._slicings[name].take(value, self._cut.index, self._cut.size)
-            original(model, name, value, info, quantizer)
+            parameter = _renewed(model, name, value.dtype)
+            parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers' own mark
+            self.keeper.keep(parameter, self._slicings[name], value)
 
         core_model_loading.set_param_for_module = set_slice
-        # In the background whole tensors would be read long before they are cut.
-        os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
         try:
             yield
         finally:
             core_model_loading.set_param_for_module = original
-            if before is None:
-                del os.environ["HF_DEACTIVATE_ASYNC_LOAD"]
-            else:
-                os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = before
 
     def initialise_later(self, model: PreTrainedModel, names: Collection[str]) -> set[str]:
         """Prepare the cut ones of `names`, which the checkpoint lacks, for their initialisation. Returns them."""
         chosen = self._slicings.keys() & set(names)
         for name in chosen:
-            part, whole = model.get_parameter(name), self._whole[name]
-            if part is not whole:
-                replace_parameters(model, {part: whole})
-                self.keeper.watch(whole, self._slicings[name])
+            self.keeper.watch(_renewed(model, name), self._slicings[name])
         return chosen
 
+    def find_ties(self, model: PreTrainedModel, missing: set[str]) -> None:
+        """Make transformers tie what the checkpoint has alike under two names, and nothing that it has unlike.
+
+        It compares values where it finds some, but here are slices, which may be alike when the whole weights are not.
+        """
+        for target, equal in self._equal_to_tied.items():
+            if equal:
+                missing.add(target)
+            else:
+                model.all_tied_weights_keys.pop(target)
+
     def finish(self, model: PreTrainedModel) -> None:
-        """Leave the slices where `TensorParallel.apply` finds them, with whole meta tensors in their places."""
-        slices: dict[str, torch.Tensor] = {}
-        for name in self._slicings:
-            parameter = model.get_parameter(name)
-            kept = self.keeper.slice_of(parameter)
-            if kept is None:
-                kept, shape = parameter.detach(), self._whole[name].shape
-                whole = nn.Parameter(torch.empty(shape, dtype=kept.dtype, device="meta"), parameter.requires_grad)
-                replace_parameters(model, {parameter: whole})
-                # Further names of a tied weight find the same slice.
-                self.keeper.keep(whole, self._slicings[name], kept)
-            slices[name] = kept
-        model.__dict__[SLICES] = slices
+        """Leave the slices where `TensorParallel.apply` finds them."""
+        give_slices(model, self.keeper.slice_of)
 
 
 class _SlicedSource:
@@ -142,11 +133,36 @@ class _SlicedSource:
         self._source, self._slicing, self._cut = source, slicing, cut
 
     def __getitem__(self, _: Any) -> torch.Tensor:
+        return self._read(self._cut.index)
+
+    def equals(self, other: _SlicedSource) -> bool:
+        """Whether the whole tensors are equal; they are read a slice at a time."""
+        return all(torch.equal(self._read(index), other._read(index)) for index in range(self._cut.size))
+
+    def _read(self, index: int) -> torch.Tensor:
         shape = _shape_of(self._source)
         before = (slice(None),) * (self._slicing.dim % len(shape))
-        ranges = self._slicing.ranges(shape, self._cut.index, self._cut.size)
+        ranges = self._slicing.ranges(shape, index, self._cut.size)
         # A copy: what a file is mapped to would stay mapped as a whole.
         return torch.cat([self._source[(*before, slice(start, stop))] for start, stop in ranges], len(before))
+
+
+def _named(
+    model: PreTrainedModel, files: Sequence[str], transforms: Sequence[Any] | None, opened: contextlib.ExitStack
+) -> Iterator[tuple[str, Any, str, bool]]:
+    """Of each tensor in a checkpoint its name, itself (unread), its name in the model, and whether it is converted.
+
+    Follows transformers' `convert_and_load_state_dict_in_model`, on copies of the transforms, which remember names.
+    """
+    transforms = copy.deepcopy(list(transforms or ()))
+    renamings = [entry for entry in transforms if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in transforms if isinstance(entry, WeightConverter)]
+    names, prefix = model.state_dict(), model.base_model_prefix
+    for key, source in sorted(_tensors_of(files, opened), key=lambda item: dot_natural_key(item[0])):
+        name, pattern = rename_source_key(key, renamings, converters, prefix, names)
+        if name not in names and key in names:
+            name, pattern = rename_source_key(key, [], [], prefix, names)
+        yield key, source, name, pattern is not None
 
 
 def _tensors_of(files: Sequence[str], opened: contextlib.ExitStack) -> Iterator[tuple[str, Any]]:
@@ -161,5 +177,30 @@ def _tensors_of(files: Sequence[str], opened: contextlib.ExitStack) -> Iterator[
             yield from tensors.items()
 
 
-def _shape_of(source: Any) -> tuple[int, ...]:
-    return tuple(source.shape) if isinstance(source, torch.Tensor) else tuple(source.get_shape())
+def _shape_of(source: Any) -> torch.Size:
+    return source.shape if isinstance(source, torch.Tensor) else torch.Size(source.get_shape())
+
+
+def _renewed(model: nn.Module, name: str, dtype: torch.dtype | None = None) -> nn.Parameter:
+    """Put a new meta tensor in a parameter's place, under this one of its names only, as loading does; return it."""
+    owner, _, attribute = name.rpartition(".")
+    old = model.get_parameter(name)
+    new = nn.Parameter(torch.empty(old.shape, dtype=dtype or old.dtype, device="meta"), old.requires_grad)
+    setattr(model.get_submodule(owner), attribute, new)
+    return new
+
+
+@contextlib.contextmanager
+def _reading_in_turn() -> Iterator[None]:
+    """Inside, transformers reads each tensor when its turn has come: ahead, in threads, it would hold many whole
+    ones."""
+    name = "HF_DEACTIVATE_ASYNC_LOAD"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

@@ -150,13 +150,14 @@ def _stage_class(
             with contextlib.ExitStack() as opened:
                 if tensor_parallel is not None:
                     model._slices = SliceLoading(model, model._held, tensor_parallel)
-                    transforms, lenient = load_config.weight_mapping, load_config.ignore_mismatched_sizes
-                    state_dict = opened.enter_context(
-                        model._slices.sources(model, checkpoint_files, transforms, lenient)
-                    )
+                    sources = model._slices.sources(model, checkpoint_files, load_config.weight_mapping)
+                    state_dict = opened.enter_context(sources)
                 loading_info, offload_index = model_class._load_pretrained_model(
                     model, state_dict, checkpoint_files, load_config, *args, **kwargs
                 )
+            if model._slices is not None:
+                loading_info.mismatched_keys |= model._slices.mismatched
+                loading_info.missing_keys -= {name for name, *_ in model._slices.mismatched}
             if loading_info.mismatched_keys and not load_config.ignore_mismatched_sizes:
                 raise ValueError(f"the checkpoint does not fit the model: {_shapes(loading_info.mismatched_keys)}")
             known = _known_to_the_whole_model(model, loading_info.unexpected_keys, names, load_config.weight_mapping)
@@ -173,6 +174,11 @@ def _stage_class(
             if self._slices is not None:
                 here -= self._slices.initialise_later(self, here - self.all_tied_weights_keys.keys())
             super()._move_missing_keys_from_meta_to_device(here, *args, **kwargs)
+
+        def tie_weights(self, missing_keys: set[str] | None = None, **kwargs: Any) -> None:
+            if self._slices is not None and missing_keys is not None:
+                self._slices.find_ties(self, missing_keys)
+            super().tie_weights(missing_keys=missing_keys, **kwargs)
 
         def initialize_weights(self) -> None:
             with drawing_for_meta(None if self._slices is None else self._slices.keeper):

@@ -163,7 +163,9 @@ class TrainingStep:
             assert live.loss is not None
             value = live.loss.detach().to(LOSS_DTYPE)
             output = live.output
-            output.loss = gate_loss(live.loss, on_backward, self._loss_scale)
+            gated = gate_loss(live.loss, on_backward, self._loss_scale)
+            if gated is not live.loss:
+                output.loss = gated
             live.output = live.loss = None
         else:
             value = exchange.take_loss(stage)

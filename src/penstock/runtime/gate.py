@@ -1,9 +1,8 @@
-"""The autograd nodes between the user's `loss.backward()` and the executor.
+"""What stands between the user's `loss.backward()` and the executor.
 
-On the last stage a gate passes the loss through and notes that its backward came. On the others it makes a proxy loss
-out of the stage's outputs: its backward ignores the value that comes in (scaling was applied on the last stage, and
-arrives with the gradients) and returns the next stage's gradients. Nothing is re-entrant: autograd goes on into the
-stage's graph.
+On the last stage a hook on the loss notes that its backward came. On the others a proxy loss is made out of the
+stage's outputs: its backward ignores the value that comes in (scaling was applied on the last stage, and arrives with
+the gradients) and returns the next stage's gradients. Nothing is re-entrant: autograd goes on into the stage's graph.
 """
 
 from __future__ import annotations
@@ -13,21 +12,8 @@ from typing import Any
 
 import torch
 
-# Called when a gate's backward begins: takes the incoming gradient, returns gradients of the gate's outputs.
+# Called when a loss's backward begins: takes the incoming gradient, returns gradients of the stage's outputs.
 OnBackward = Callable[[torch.Tensor | None], Sequence[torch.Tensor]]
-
-
-class _LossGate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, on_backward: OnBackward, scale: float, loss: torch.Tensor) -> torch.Tensor:
-        ctx.on_backward = on_backward
-        ctx.scale = scale
-        return loss.view_as(loss)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, torch.Tensor]:
-        ctx.on_backward(gradient)
-        return None, None, gradient if ctx.scale == 1.0 else gradient * ctx.scale
 
 
 class _ProxyLoss(torch.autograd.Function):
@@ -47,11 +33,17 @@ class _ProxyLoss(torch.autograd.Function):
 def gate_loss(loss: torch.Tensor, on_backward: OnBackward, scale: float = 1.0) -> torch.Tensor:
     """The last stage's loss, such that its backward is noticed and gives `scale` times the gradients.
 
-    A loss without a graph gets an anchor.
+    It is `loss` itself, unless that has no graph.
     """
     if not loss.requires_grad:
         loss = loss.detach().requires_grad_(True)
-    return _LossGate.apply(on_backward, scale, loss)
+
+    def hook(gradient: torch.Tensor) -> torch.Tensor | None:
+        on_backward(gradient)
+        return None if scale == 1.0 else gradient * scale
+
+    loss.register_hook(hook)
+    return loss
 
 
 def proxy_loss(value: torch.Tensor, outputs: Sequence[torch.Tensor], on_backward: OnBackward) -> torch.Tensor:

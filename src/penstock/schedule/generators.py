@@ -25,7 +25,7 @@ def build(name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int
         ValueError: an unknown name, or a number that the schedule cannot have.
     """
     if name not in _GENERATORS:
-        raise ValueError(f"unknown schedule {name!r}: known are {', '.join(schedule_names())}")
+        raise _unknown(name)
     if num_ranks < 1:
         raise ValueError(f"a pipeline has at least 1 rank, but num_ranks is {num_ranks}")
     if num_microbatches < 1:
@@ -39,13 +39,19 @@ def build(name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int
     return generate(num_ranks, num_microbatches, stages_per_rank)
 
 
+def _unknown(name: str) -> ValueError:
+    return ValueError(f"unknown schedule {name!r}: known are {', '.join(schedule_names())}")
+
+
 def schedule_names() -> tuple[str, ...]:
     """The names that `build` accepts."""
     return tuple(_GENERATORS)
 
 
 def default_stages_per_rank(name: str) -> int:
-    """Stages that each rank holds under `name` unless told otherwise."""
+    """Stages that each rank holds under `name` unless told otherwise. Raises ValueError for an unknown name."""
+    if name not in _GENERATORS:
+        raise _unknown(name)
     return _GENERATORS[name][1]
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import io
 import re
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -32,6 +33,11 @@ def format_schedule(schedule: Schedule) -> str:
         [_format_cell(action, schedule.splits_backward) for action in actions] for actions in schedule.actions
     )
     return text.getvalue()
+
+
+def summary(schedule: Schedule) -> str:
+    """A line that tells two schedules apart: the name and a checksum of all actions."""
+    return f"{schedule.name} [{zlib.crc32(format_schedule(schedule).encode()):08x}]"
 
 
 def _format_cell(action: Action, splits_backward: bool) -> str:

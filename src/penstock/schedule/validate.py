@@ -37,14 +37,18 @@ def validate(schedule: Schedule) -> None:
     check_rendezvous(operations)
 
 
-def check_trains(schedule: Schedule) -> None:
+def check_trains(schedule: Schedule, whose: str = "a step") -> None:
     """Check that `schedule` has backwards: one that was written out has them for its own number of microbatches only.
+
+    Args:
+        whose: for the message.
 
     Raises:
         ScheduleError: it can only evaluate.
     """
     if not any(action.kind is Kind.B for action in schedule.actions[0]):
-        raise ScheduleError(f"schedule {schedule.name!r} is not written for {schedule.num_microbatches} microbatches")
+        number = schedule.num_microbatches
+        raise ScheduleError(f"schedule {schedule.name!r} is not written for {number} microbatches, as {whose} has")
 
 
 def _check_placement(schedule: Schedule) -> None:

@@ -4,19 +4,19 @@ Knows no communication: what the slices need of each other goes through a `Regio
 collectives.
 """
 
-from .apply import SLICES, TensorParallel, replace_parameters
+from .apply import TensorParallel, give_slices, take_slices
 from .plans import TensorParallelPlan, plan_of, register_tensor_parallel_plan
 from .region import Collectives, Region
 from .slicing import Slicing
 
 __all__ = [
-    "SLICES",
     "Collectives",
     "Region",
     "Slicing",
     "TensorParallel",
     "TensorParallelPlan",
+    "give_slices",
     "plan_of",
     "register_tensor_parallel_plan",
-    "replace_parameters",
+    "take_slices",
 ]

@@ -31,9 +31,8 @@ from .region import Region
 from .slicing import Slicing
 from .styles import layer_styles, matching, or_none, whole_shapes
 
-# Where a model that was loaded or initialised in slices has them, by name; in their places are meta tensors, of the
-# whole weights' shapes.
-SLICES = "_penstock_slices"
+# Where a model that was loaded or initialised in slices has them, by name, until `TensorParallel.apply`.
+_SLICES = "_penstock_slices"
 
 LAYERS: dict[str, type] = {
     **dict.fromkeys(COLUMN_STYLES, COLUMN),
@@ -88,7 +87,8 @@ class TensorParallel:
     def apply(self, model: nn.Module, stage_of: Mapping[str, int]) -> None:
         """Replace the weights that `model` holds by this rank's slices, in place, and make its layers work on them.
 
-        `Parameter` objects keep their identity, so an optimizer that holds them goes on working.
+        `Parameter` objects keep their identity, so an optimizer that holds them goes on working; but for those whose
+        slices `give_slices` left, which were meta tensors.
 
         Args:
             stage_of: the stage of each unit.
@@ -96,17 +96,18 @@ class TensorParallel:
         Raises:
             NotImplementedError: a layer to be cut stands outside of all units.
         """
-        slices: dict[str, torch.Tensor] = model.__dict__.pop(SLICES, {})
+        slices = take_slices(model)
         replaced: dict[nn.Parameter, nn.Parameter] = {}
         done: set[int] = set()
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if name in slices:
-                replaced[parameter] = nn.Parameter(slices[name], parameter.requires_grad)
+                if parameter not in replaced:  # under the first of its names
+                    replaced[parameter] = nn.Parameter(slices[name], parameter.requires_grad)
             elif name in self.shards and id(parameter) not in done:
                 done.add(id(parameter))
                 parameter.grad = None
                 parameter.data = self.shards[name].take(parameter.data, self.region.index, self.size)
-        replace_parameters(model, replaced)
+        _replace_parameters(model, replaced)
         model.__dict__["_penstock_tensor_parallel"] = self
         for name, style in self._styles.items():
             if style not in LAYERS or name in self._shapes or is_ghost(model.get_submodule(name)):
@@ -240,7 +241,23 @@ class TensorParallel:
         )
 
 
-def replace_parameters(model: nn.Module, replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
+def give_slices(model: nn.Module, slice_of: Callable[[nn.Parameter], torch.Tensor | None]) -> None:
+    """Leave slices of a model's meta tensors of whole shape where `TensorParallel.apply` finds them.
+
+    Args:
+        slice_of: gives that of a parameter, or None.
+    """
+    parameters = model.named_parameters(remove_duplicate=False)
+    model.__dict__[_SLICES] = {name: part for name, each in parameters if (part := slice_of(each)) is not None}
+
+
+def take_slices(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What `give_slices` left, by name."""
+    slices: dict[str, torch.Tensor] = model.__dict__.pop(_SLICES, {})
+    return slices
+
+
+def _replace_parameters(model: nn.Module, replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
     """Put other parameters in the place of some, wherever they are registered: what was tied stays tied."""
     for module in model.modules() if replaced else ():
         for name, parameter in module._parameters.items():
