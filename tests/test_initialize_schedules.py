@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import pytest
 
+import penstock
 from families import FAMILIES, batch
 from pool import Pool
 from training import Step, assert_steps_equal, train_family, unsplit_step
@@ -39,6 +41,31 @@ def test_fewer_microbatches_than_stages_are_enough(pool: Pool, schedule: str) ->
 def test_one_rank_runs_every_schedule(pool: Pool, schedule: str) -> None:
     (steps,) = pool.run(1, train_family, "gpt2", 1, [batch("causal", SAMPLES)], schedule=schedule)
     assert_steps_equal(steps, oracle("gpt2"))
+
+
+def deferred_in_a_step(schedule: str) -> int:
+    """How many weight gradients this rank left for later."""
+    model: Any = FAMILIES["gpt2"].build(dropout=0.0)
+    section = {"pipeline_parallel_size": 2, "schedule": schedule, "num_microbatches": SAMPLES}
+    model = penstock.initialize(model, {"model_parallelism": section})
+    queues, count = model.pipeline.weight_gradients, 0
+    defer = queues.defer
+
+    def counting(deferred: Any) -> None:
+        nonlocal count
+        count += 1
+        defer(deferred)
+
+    queues.defer = counting
+    for out in model(**batch("causal", SAMPLES)):
+        out.loss.backward()
+    return count
+
+
+def test_only_a_stage_that_is_waited_for_defers(pool: Pool) -> None:
+    first, second = pool.run(2, deferred_in_a_step, "zb-h1")
+    assert first == 0 and second > 0 and second % SAMPLES == 0
+    assert all(pool.run(2, deferred_in_a_step, "zb-v")), "here the first stage's W does not always follow its B"
 
 
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])

@@ -152,7 +152,7 @@ class Copying(transformers.PreTrainedModel):
 def test_a_weight_computed_from_another_stages_weight_is_refused_not_wrong() -> None:
     stages = [["first"], ["second"]]
     init_stage(Copying, ToyConfig(), stages, [0], seed=1)
-    with pytest.raises(NotImplementedError, match=r"only a part of Copying.*values that are not here.*penstock\.initialize"):
+    with pytest.raises(NotImplementedError, match=r"only a part of Copying.*that are not here.*penstock\.initialize"):
         init_stage(Copying, ToyConfig(), stages, [1], seed=1)
 
 

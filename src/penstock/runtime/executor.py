@@ -74,6 +74,7 @@ class TrainingStep:
         backwards = [i for i, action in enumerate(self._actions) if action.kind is Kind.B]
         weights = [i for i, action in enumerate(self._actions) if action.kind is Kind.W]
         self._final_backward = backwards[-1] if backwards else -1
+        self._whole = schedule.whole_backwards(rank_in_pipeline)
         self._final_weight = {action.stage: i for i, action in enumerate(self._actions) if i in set(weights)}
         self.report: StepReport | None = None
 
@@ -200,7 +201,7 @@ class TrainingStep:
         self._finish_backward(stage, microbatch)
 
     def _enter_backward(self, stage: int, microbatch: int) -> None:
-        if self._schedule.splits_backward:
+        if self._schedule.splits_backward and self._position not in self._whole:
             self._station.queues.open(stage, microbatch)
         self._station.reducer.enter_backward(final=self._position == self._final_backward and self._reduce)
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
+from itertools import pairwise
 
 
 class Kind(StrEnum):
@@ -95,6 +96,17 @@ class Schedule:
     def top_stage(self, rank: int) -> int:
         """The highest stage of `rank`: the first of its stages to run the backward of a microbatch."""
         return self._stages_of_rank[rank][-1]
+
+    def whole_backwards(self, rank: int) -> frozenset[int]:
+        """Positions, in the actions of `rank`, of each B that may as well compute its W.
+
+        Those of the first stage, which owes nobody a gradient, whose W follows at once.
+        """
+        return frozenset(
+            position
+            for position, (action, following) in enumerate(pairwise(self.actions[rank]))
+            if action.stage == 0 and action.kind is Kind.B and following == replace(action, kind=Kind.W)
+        )
 
     def is_local(self, stage: int, neighbour: int) -> bool:
         """Whether two stages sit on one rank, so that values pass between them without a message."""
