@@ -63,8 +63,8 @@ class LossTerm:
     limit: str | None = None
     calls: tuple[int, ...] = ()
 
-    def count(self, inputs: Mapping[str, Any]) -> int:
-        """The number of elements in the mean for these inputs (1 for a sum)."""
+    def count(self, inputs: Mapping[str, Any]) -> int | torch.Tensor:
+        """The number of elements in the mean for these inputs (1 for a sum): shape () where it depends on values."""
         if self.kind == "sum":
             return 1
         if self.input is None:
@@ -75,11 +75,11 @@ class LossTerm:
         counted = tensor[..., self.start : self.stop] if tensor.dim() else tensor
         if self.kind == "positions":
             assert self.limit is not None
-            return int((counted < inputs[self.limit].shape[1]).sum())
+            return (counted < inputs[self.limit].shape[1]).sum()
         valid = counted >= 0 if self.ignore_index is None else counted != self.ignore_index
         if self.mask is not None:
             valid = valid & (inputs[self.mask][..., self.start : self.stop] == 1)
-        return int(valid.sum())
+        return valid.sum()
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +106,15 @@ class LossRule:
 
     def counts(self, inputs: Mapping[str, Any]) -> tuple[int, ...]:
         """For each term the number of elements in its mean. Reads the labels, hence waits for them on a GPU."""
+        return read_counts([self.count_later(inputs)])[0]
+
+    def count_later(self, inputs: Mapping[str, Any]) -> tuple[int | torch.Tensor, ...]:
+        """`counts`, for `read_counts` to wait for."""
         return tuple(term.count(inputs) for term in self.terms)
 
     def count(self, inputs: Mapping[str, Any]) -> int:
         """`counts(inputs)[0]`: the whole rule unless the loss is made of several means."""
-        return self.terms[0].count(inputs)
+        return self.counts(inputs)[0]
 
     def shares(self, counts: Sequence[int], totals: Sequence[int]) -> tuple[float, ...]:
         """For each term, what part of the batch's mean this microbatch is.
@@ -146,6 +150,13 @@ class LossRule:
         """
         share = max(shares)
         return loss * share if share else zero_loss(loss, connected)
+
+
+def read_counts(counted: Sequence[tuple[int | torch.Tensor, ...]]) -> list[tuple[int, ...]]:
+    """The values of all of these counts, of which a GPU is asked once."""
+    tensors = [count for counts in counted for count in counts if isinstance(count, torch.Tensor)]
+    values = iter(torch.stack(tensors).tolist() if tensors else ())
+    return [tuple(next(values) if isinstance(count, torch.Tensor) else count for count in counts) for counts in counted]
 
 
 def batch_size(inputs: Mapping[str, Any]) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from penstock.modeling.loss import read_counts
 from penstock.modeling.plan import Plan
 
 # Seeds of neighbouring steps and microbatches lie far apart (odd multipliers, so that no two coincide early).
@@ -59,11 +60,12 @@ class StepInputs:
         with_counts: bool,
     ) -> StepInputs:
         """Of microbatches and their plans. `with_counts`: on the last stage, which weighs the loss."""
-        # Counting reads the labels.
-        counts = [
-            plan.loss.counts(microbatch) if with_counts and plan.loss is not None else ()
-            for plan, microbatch in zip(plans, microbatches, strict=True)
-        ]
+        counts = read_counts(
+            [
+                plan.loss.count_later(microbatch) if with_counts and plan.loss is not None else ()
+                for plan, microbatch in zip(plans, microbatches, strict=True)
+            ]
+        )
         signatures = [(plan.digest, _shapes(microbatch)) for plan, microbatch in zip(plans, microbatches, strict=True)]
         return cls(microbatches, plans, signatures, counts, sizes, first_microbatch, number, call, attempt, fingerprint)
 
