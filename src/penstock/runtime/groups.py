@@ -53,9 +53,10 @@ class Groups:
                 # Each direction has a group of its own. On NCCL messages between two ranks share a stream, so with
                 # several stages on a rank each cut has, too. On gloo, which tells cuts apart by tag, they share a lock:
                 # while one thread sends, the thread that receives spins on it, for milliseconds if cores are few.
-                several = pipeline.num_stages > pipeline.num_ranks
+                # A gloo group has a thread that wakes a hundred times a second, so none is made that nobody needs.
+                several = pipeline.num_stages > pipeline.num_ranks and device.type != "cpu"
                 cuts: list[int | None] = list(range(pipeline.num_stages - 1)) if several else [None]
-                for cut in cuts if device.type != "cpu" else [None]:
+                for cut in cuts if pipeline.num_ranks > 1 else []:
                     for downstream in (True, False):
                         group = self._new(ranks, f"cut {cut} {'down' if downstream else 'up'}", apart=True)
                         if mine:
@@ -70,8 +71,11 @@ class Groups:
             tuple(pipeline.global_rank(pipeline.num_stages - 1, t) for pipeline in layout.pipelines)
             for t in range(layout.tensor_parallel_size)
         ]
-        groups = [self._new(ranks, "last stages", control=True) for ranks in last]
-        self.last_stages = groups[place.tensor_parallel_rank] if rank in last[place.tensor_parallel_rank] else None
+        self.last_stages: dist.ProcessGroup | None = None
+        for ranks in last if len(layout.pipelines) > 1 else ():
+            group = self._new(ranks, "last stages", control=True)
+            if rank in ranks:
+                self.last_stages = group
         self.reduction = {ranks: self._new(ranks, "reduction") for ranks in sorted(set(reduction))}
 
     def line(self, line: Line) -> dist.ProcessGroup:
