@@ -186,8 +186,10 @@ class TrainingStep:
             raise LoopError(self._fault)
         self._called, self._incoming = True, incoming
         self._enter_backward(self._top, microbatch)
-        # At the end of this backward, so that the stage below need not wait for the rest of the loop's body.
-        torch.autograd.Variable._execution_engine.queue_callback(partial(self._give_gradients, self._top, microbatch))
+        if self._live[self._top, microbatch].leaves:
+            # At the end of this backward, so that the stage below need not wait for the rest of the loop's body.
+            give = partial(self._give_gradients, self._top, microbatch)
+            torch.autograd.Variable._execution_engine.queue_callback(give)
         if self._top == self._last:
             return ()
         return self._station.exchange.take_gradients(self._top, microbatch)
