@@ -25,13 +25,13 @@ from tensor_parallel_ranks import (
 )
 
 
-def unlike_pipelines(family: str, pipelines: str, number: int, folder: str) -> dict[str, Any]:
+def unlike_pipelines(family: str, pipelines: str, number: int, folder: str, schedule: str) -> dict[str, Any]:
     """Two steps with unlike pipelines of stages that two ranks share, against the unsplit model; then the optimizer's
     state saved and loaded."""
     model, data = build(family), samples(family, number)
     reference = copy.deepcopy(model)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (reference, model)]
-    plugin = make_plugin(model, pipelines, tp_size=2, max_norm=0.5)
+    plugin = make_plugin(model, pipelines, schedule, tp_size=2, max_norm=0.5)
     booster = Booster(plugin=plugin)
     loader = plugin.prepare_dataloader(data, collate_fn=pad)
     model, optimizer, _, loader, _ = booster.boost(model, optimizers[1], None, loader)

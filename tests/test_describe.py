@@ -4,10 +4,11 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from typer.testing import CliRunner, Result
 
 from families import FAMILIES
 from hetero import make_plugin
-from launch import run_python
+from penstock.cli import app
 from penstock.describe import LayoutDescription, compact, describe_pipelines
 from penstock.modeling.sizes import stage_sizes
 from penstock.runtime.layout import Layout
@@ -102,11 +103,16 @@ def test_the_command(tmp_path: Path) -> None:
     FAMILIES["gpt2"].build().config.save_pretrained(tmp_path / "model")
     config = tmp_path / "model" / "config.json"
     config.write_text(config.read_text().replace("{", '{"architectures": ["GPT2LMHeadModel"],', 1))
-    command = ["-m", "penstock.cli", "describe", tmp_path / "model", "--pipelines"]
-    result = run_python(*command, "1x1,2x3", "--microbatch-size", "2", "--plot", tmp_path / "layout.svg", timeout=120)
-    assert result.returncode == 0, result.stderr
-    assert "GPT2LMHeadModel: 2 pipeline(s) on 3 rank(s)" in result.stdout and (tmp_path / "layout.svg").exists()
-    wrong = run_python(*command, "2x1", "--schedule", "zbv", timeout=120)
-    assert wrong.returncode == 1 and "unknown schedule 'zbv'" in wrong.stderr and "Traceback" not in wrong.stderr
-    wrong = run_python(*command, "1x", timeout=120)
-    assert wrong.returncode == 1 and "such as 1x3,2x5" in wrong.stderr and "Traceback" not in wrong.stderr
+
+    def run(*arguments: str) -> Result:
+        return CliRunner().invoke(app, ["describe", str(tmp_path / "model"), *arguments], env={"COLUMNS": "200"})
+
+    result = run("--pipelines", "1x1,2x3", "--microbatch-size", "2", "--plot", str(tmp_path / "layout.svg"))
+    assert result.exit_code == 0, result.output
+    assert "GPT2LMHeadModel: 2 pipeline(s) on 3 rank(s)" in result.output and (tmp_path / "layout.svg").exists()
+    for arguments, message in (
+        (("--pipelines", "2x1", "--schedule", "zbv"), "unknown schedule 'zbv'"),
+        (("--pipelines", "1x"), "such as 1x3,2x5"),
+    ):
+        wrong = run(*arguments)
+        assert wrong.exit_code == 1 and message in wrong.stderr and "Traceback" not in wrong.stderr

@@ -22,9 +22,9 @@ def smoothed(outputs: Any, inputs: Any) -> torch.Tensor:
     return functional.cross_entropy(logits, inputs["labels"][:, 1:].reshape(-1), label_smoothing=0.1)
 
 
-def boosted(data: list[Any]) -> tuple[Booster, Any, Any, Any]:
+def boosted(data: list[Any], schedule: str = "1f1b") -> tuple[Booster, Any, Any, Any]:
     model: Any = FAMILIES["gpt2"].build()
-    plugin = make_plugin(model, PIPELINES)
+    plugin = make_plugin(model, PIPELINES, schedule)
     booster = Booster(plugin=plugin)
     loader = plugin.prepare_dataloader(data, collate_fn=pad)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -108,9 +108,9 @@ def test_a_criterion_that_hands_on_a_loss_of_two_means_is_exact(pool: Pool) -> N
             torch.testing.assert_close(gradient, expected[name], atol=1e-10, rtol=0)
 
 
-def with_outputs() -> list[tuple[Any, ...]]:
+def with_outputs(schedule: str) -> list[tuple[Any, ...]]:
     """The outputs in training and in evaluation, and the losses of an epoch of evaluation."""
-    booster, model, optimizer, loader = boosted(equal_samples())
+    booster, model, optimizer, loader = boosted(equal_samples(), schedule)
     seen: list[tuple[Any, ...]] = []
     with kept_in_double():
         result = booster.execute_pipeline(iter(loader), model, None, optimizer, return_loss=False, return_outputs=True)
@@ -129,8 +129,10 @@ def with_outputs() -> list[tuple[Any, ...]]:
     return seen
 
 
-def test_outputs_and_evaluation(pool: Pool) -> None:
-    ranks = pool.run(3, with_outputs)
+@pytest.mark.parametrize(("schedule", "without_outputs"), [("1f1b", 1), ("zb-v", 2)])
+def test_outputs_and_evaluation(pool: Pool, schedule: str, without_outputs: int) -> None:
+    """Under zb-v the first rank of a pipeline has its last stage, too."""
+    ranks = pool.run(3, with_outputs, schedule)
     model = FAMILIES["gpt2"].build()
     batches = [pad(chosen) for chosen in (equal_samples()[:10], equal_samples()[10:])]
     with kept_in_double(), torch.no_grad():
@@ -140,7 +142,7 @@ def test_outputs_and_evaluation(pool: Pool) -> None:
     parts = [(expected[0].logits[:4], expected[1].logits[:2])] + [(expected[0].logits[4:], expected[1].logits[2:])] * 2
     for rank, ((no_loss, training), first, last, alone) in enumerate(ranks):
         assert no_loss is None
-        assert (training is None) == (rank == 1), "in training the last stage has the outputs"
+        assert (training is None) == (rank == without_outputs), "in training the last stage has the outputs"
         if training is not None:
             torch.testing.assert_close(training, parts[rank][0], atol=1e-10, rtol=0)
         for index, (loss, logits) in enumerate((first, last)):

@@ -16,13 +16,15 @@ from pool import Pool
 NUMBER = 20  # two global batches of five microbatches of two
 
 
-def run(pipelines: str, folder: str, steps: range, shard: bool = False, seed: int = 0) -> list[float]:
+def run(
+    pipelines: str, folder: str, steps: range, shard: bool = False, seed: int = 0, schedule: str = "1f1b"
+) -> list[float]:
     """Steps of an epoch, with Adam, a scheduler, dropout and fp16, between a load and a save of everything."""
     torch.manual_seed(0)
     model: Any = FAMILIES["gpt2"].build(dropout=0.2, dtype=torch.float32)
     if seed:
         model.apply(lambda module: [p.data.normal_() for p in module.parameters(recurse=False)])
-    plugin = make_plugin(model, pipelines, precision="fp16", initial_scale=2.0**8, growth_interval=1)
+    plugin = make_plugin(model, pipelines, schedule, precision="fp16", initial_scale=2.0**8, growth_interval=1)
     booster = Booster(plugin=plugin)
     loader = plugin.prepare_dataloader(samples("gpt2", NUMBER), shuffle=True, collate_fn=pad)
     adam = torch.optim.Adam(model.parameters(), lr=1e-2)
@@ -50,13 +52,21 @@ def run(pipelines: str, folder: str, steps: range, shard: bool = False, seed: in
     return losses
 
 
-@pytest.mark.parametrize(("before", "after", "shard"), [("1x2,2x3", "1x2,2x3", False), ("1x2,2x3", "1x2,1x3", True)])
+@pytest.mark.parametrize(
+    ("before", "after", "shard", "schedule"),
+    [
+        ("1x2,2x3", "1x2,2x3", False, "1f1b"),
+        ("1x2,2x3", "1x2,1x3", True, "1f1b"),
+        ("1x2,2x3", "1x2,2x3", False, "zb-v"),
+    ],
+)
 def test_a_run_goes_on_also_on_other_pipelines(
-    pool: Pool, tmp_path: Path, before: str, after: str, shard: bool
+    pool: Pool, tmp_path: Path, before: str, after: str, shard: bool, schedule: str
 ) -> None:
+    """`schedule`: of the second half; the first has one stage on each rank."""
     (whole, *_) = pool.run(num_ranks(before), run, before, str(tmp_path / "whole"), range(2))
     (first, *_) = pool.run(num_ranks(before), run, before, str(tmp_path / "parts"), range(1), shard=shard)
-    (second, *_) = pool.run(num_ranks(after), run, after, str(tmp_path / "parts"), range(1, 2), seed=1)
+    (second, *_) = pool.run(num_ranks(after), run, after, str(tmp_path / "parts"), range(1, 2), seed=1, schedule=schedule)
     assert first[0] == whole[0]
     assert second[0] == pytest.approx(whole[1], rel=1e-3)  # float16 rounds otherwise in another order of sums
     assert second[1:] == whole[2:]

@@ -69,13 +69,14 @@ def test_a_loop_by_hand_trains_as_unsplit(pool: Pool) -> None:
     assert_equal_training(ranks, unsplit("gpt2", number, batch_size(pipelines)))
 
 
-def test_dropout_does_not_depend_on_the_layout(pool: Pool) -> None:
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_dropout_does_not_depend_on_the_layout(pool: Pool, schedule: str) -> None:
     """The same microbatches, also in the incomplete last batch, on one rank and on three."""
     number = 2 * batch_size("1x5") - 3
     (whole,) = pool.run(1, train, "gpt2", "1x5", number, dropout=0.3)
     (plain,) = pool.run(1, train, "gpt2", "1x5", number)
     assert abs(whole[0].loss - plain[0].loss) > 1e-3
-    ranks = pool.run(3, train, "gpt2", "1x2,2x3", number, dropout=0.3)
+    ranks = pool.run(3, train, "gpt2", "1x2,2x3", number, dropout=0.3, schedule=schedule)
     for steps in ranks:
         for step, expected in zip(steps, whole, strict=True):
             assert step.loss == pytest.approx(expected.loss, abs=1e-10)

@@ -28,8 +28,8 @@ def boosted(**options: Any) -> tuple[Booster, Any, Any, Any]:
     return booster, model, optimizer, loader
 
 
-def steps_in(precision: str, by_hand: bool) -> list[tuple[float, dict[str, Any]]]:
-    booster, model, optimizer, loader = boosted(precision=precision)
+def steps_in(precision: str, by_hand: bool, schedule: str) -> list[tuple[float, dict[str, Any]]]:
+    booster, model, optimizer, loader = boosted(precision=precision, schedule=schedule)
     batches = iter(loader)
     seen = []
     for _ in range(len(loader)):
@@ -45,11 +45,16 @@ def steps_in(precision: str, by_hand: bool) -> list[tuple[float, dict[str, Any]]
     return seen
 
 
-@pytest.mark.parametrize(("precision", "by_hand"), [("bf16", False), ("fp16", False), ("fp16", True)])
-def test_half_precision_gives_the_gradients_of_autocast(pool: Pool, precision: str, by_hand: bool) -> None:
+@pytest.mark.parametrize(
+    ("precision", "by_hand", "schedule"),
+    [("bf16", False, "1f1b"), ("bf16", False, "zb-v"), ("fp16", False, "1f1b"), ("fp16", True, "1f1b")],
+)
+def test_half_precision_gives_the_gradients_of_autocast(
+    pool: Pool, precision: str, by_hand: bool, schedule: str
+) -> None:
     """The oracle accumulates over the same microbatches, so both round alike but for the order of sums."""
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
-    ranks = pool.run(4, steps_in, precision, by_hand)
+    ranks = pool.run(4, steps_in, precision, by_hand, schedule)
     every = samples("gpt2", NUMBER)
     size = batch_size(PIPELINES)
     for index, chosen in enumerate((every[:size], every[size:])):

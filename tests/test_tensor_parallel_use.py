@@ -48,8 +48,11 @@ def test_an_overflow_on_one_slice_is_one_everywhere(pool: Pool) -> None:
     assert pool.run(4, overflow_is_shared, "gpt2", 2, 2) == [float("inf")] * 4
 
 
-def test_unlike_pipelines_of_shared_stages_train_as_the_unsplit_model(pool: Pool, tmp_path: Path) -> None:
-    for result in pool.run(6, in_double, unlike_pipelines, "gpt2", "1x2,2x1", 12, str(tmp_path / "optimizer")):
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_unlike_pipelines_of_shared_stages_train_as_the_unsplit_model(
+    pool: Pool, tmp_path: Path, schedule: str
+) -> None:
+    for result in pool.run(6, in_double, unlike_pipelines, "gpt2", "1x2,2x1", 12, str(tmp_path / "state"), schedule):
         assert result["step"] < 1e-10
         assert result["parameters"] < 1e-8
         assert result["restored"]
