@@ -66,7 +66,9 @@ def test_a_run_goes_on_also_on_other_pipelines(
     """`schedule`: of the second half; the first has one stage on each rank."""
     (whole, *_) = pool.run(num_ranks(before), run, before, str(tmp_path / "whole"), range(2))
     (first, *_) = pool.run(num_ranks(before), run, before, str(tmp_path / "parts"), range(1), shard=shard)
-    (second, *_) = pool.run(num_ranks(after), run, after, str(tmp_path / "parts"), range(1, 2), seed=1, schedule=schedule)
+    (second, *_) = pool.run(
+        num_ranks(after), run, after, str(tmp_path / "parts"), range(1, 2), seed=1, schedule=schedule
+    )
     assert first[0] == whole[0]
     assert second[0] == pytest.approx(whole[1], rel=1e-3)  # float16 rounds otherwise in another order of sums
     assert second[1:] == whole[2:]
