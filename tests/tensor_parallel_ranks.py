@@ -12,6 +12,7 @@ import transformers
 
 import penstock
 from families import FAMILIES, batch
+from penstock.checkpoint import CheckpointError
 from penstock.modeling.split import SplitModel
 from penstock.modeling.units import list_units
 from penstock.runtime.inputs import StepInputs
@@ -231,12 +232,28 @@ def save_and_reshard(family: str, folder: str, layouts: list[tuple[int, int]]) -
                 parameter.fill_(7.0)
         penstock.Booster(plugin=penstock.HeterogeneousParallelPlugin()).load_model(target, f"{folder}/merged")
         assert difference_to(reference, gather(target, parameters_of(target))) == 0, (stages, size)
+        refuses_one_row_more(target, folder)
         target.pipeline.close()
     plain = type(reference).from_pretrained(f"{folder}/merged", dtype=torch.float64)
     assert difference_to(reference, parameters_of(plain)) == 0
     straight = penstock.from_pretrained(f"{folder}/merged", config=config(*layouts[0]), dtype=torch.float64)
     assert difference_to(reference, gather(straight, parameters_of(straight))) == 0
     return sorted(os.listdir(f"{folder}/parallel"))
+
+
+def refuses_one_row_more(model: Any, folder: str) -> None:
+    """A checkpoint whose slices would have the right shape, if the last row were left out."""
+    if dist.get_rank() == 0:
+        build("gpt2" if "GPT2" in type(model).__name__ else "bert_mlm", vocab_size=101).save_pretrained(f"{folder}/odd")
+    dist.barrier()
+    before = parameters_of(model)
+    try:
+        penstock.Booster(plugin=penstock.HeterogeneousParallelPlugin()).load_model(model, f"{folder}/odd")
+    except CheckpointError as error:
+        assert "[101, 32] in the checkpoint, [100, 32] in the model" in str(error), error
+    else:
+        raise AssertionError("a checkpoint of 101 rows was taken for one of 100")
+    assert all(torch.equal(value, before[name]) for name, value in parameters_of(model).items())
 
 
 def refusals() -> list[str]:

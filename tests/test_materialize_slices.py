@@ -15,11 +15,13 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers.core_model_loading import Transpose, WeightConverter
 
+import penstock
 from families import FAMILIES
 from launch import run_python
 from penstock.modeling import slice_loading
 from penstock.modeling.materialize import init_stage, meta_model
 from penstock.modeling.slice_init import SliceKeeper
+from penstock.modeling.slice_loading import _pairs_of_ties
 from penstock.modeling.split import SplitModel
 from penstock.modeling.stage_loading import load_stage
 from penstock.modeling.tensor_parallel import Slicing, TensorParallel
@@ -200,6 +202,13 @@ def test_names_that_are_tied_are_compared_as_a_whole(change: str, tmp_path: Path
         assert_is_slice_of(loaded, whole, [units], 0, tensor_parallel)
 
 
+def test_all_of_several_tied_names_are_compared_with_one_that_is_there() -> None:
+    ties = {"encoder": "shared", "decoder": "shared", "head": "shared"}
+    assert list(_pairs_of_ties(ties, {"shared", "encoder", "head"})) == [("encoder", "shared"), ("head", "shared")]
+    assert list(_pairs_of_ties(ties, {"encoder", "decoder", "head"})) == [("decoder", "encoder"), ("head", "encoder")]
+    assert not list(_pairs_of_ties(ties, {"decoder"})) and not list(_pairs_of_ties(ties, {"shared"}))
+
+
 def test_a_tied_weight_of_another_shape_is_initialised_once(tmp_path: Path) -> None:
     """As in the whole model: one draw for the embedding, none for the head, and the rest of the stream as it was."""
     model = build_scrambled("llama", tie_word_embeddings=True, **VOCABULARY)
@@ -272,6 +281,21 @@ def test_a_weight_that_is_written_in_parts_between_others_is_refused_not_wrong()
 def test_a_model_is_trained_from_its_configuration_as_the_unsplit_one(pool: Pool) -> None:
     for differences in pool.run(4, from_config_against_unsplit, "gpt2", 2, 2):
         assert differences["weights"] == 0 and differences["loss"] < 1e-5
+
+
+def loading_what_does_not_fit(folder: str) -> None:
+    penstock.from_pretrained(folder, config={"model_parallelism": {"pipeline_parallel_size": 2}})
+
+
+def test_a_weight_that_fits_on_one_rank_only_is_an_error_on_both(pool: Pool, tmp_path: Path) -> None:
+    build_scrambled("llama").save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    tensors["lm_head.weight"] = tensors["lm_head.weight"][:-1].clone()
+    save_file(tensors, path, metadata={"format": "pt"})
+    first, second = pool.run(2, loading_what_does_not_fit, str(tmp_path), outcomes=True)
+    assert isinstance(second, ValueError) and "lm_head.weight: [" in str(second)
+    assert isinstance(first, RuntimeError) and "rank 1 could not make its part of the model: ValueError" in str(first)
 
 
 def tiny_gpt2() -> transformers.GPT2Config:

@@ -98,6 +98,18 @@ def loads(folder: str) -> list[str]:
     with pytest.raises(ValueError, match="leave prefix and gather_dtensor out"):
         booster.save_model(model, folder, prefix="mine")
     assert all(torch.equal(value, before[name]) for name, value in model.named_parameters())
+    # What the folder lacks stays as it is, and no random number is drawn.
+    with pytest.raises(CheckpointError, match=r"lacks transformer\.h\.1\.mlp\.c_fc\.weight"):
+        booster.load_model(model, Path(folder) / "lacking")
+    kept = dict(model.named_parameters())["transformer.h.1.mlp.c_fc.weight"]
+    with torch.no_grad():
+        kept.fill_(3.0)
+    state = torch.get_rng_state()
+    booster.load_model(model, Path(folder) / "lacking", strict=False)
+    assert bool((kept == 3.0).all()) and torch.equal(torch.get_rng_state(), state)
+    with torch.no_grad():
+        kept.copy_(before["transformer.h.1.mlp.c_fc.weight"])
+    assert all(torch.equal(value, before[name]) for name, value in model.named_parameters())
     model.save_parallelized(Path(folder) / "parallel")
     with torch.no_grad():
         next(iter(model.parameters())).zero_()
@@ -109,6 +121,9 @@ def loads(folder: str) -> list[str]:
 def test_foreign_checkpoints_are_refused_by_name(pool: Pool, tmp_path: Path) -> None:
     FAMILIES["llama"].build(dtype=torch.float32).save_pretrained(tmp_path / "llama")
     FAMILIES["gpt2"].build(dtype=torch.float32, n_inner=64).save_pretrained(tmp_path / "wider")
+    lacking = FAMILIES["gpt2"].build(dtype=torch.float32)
+    state = {name: value for name, value in lacking.state_dict().items() if name != "transformer.h.1.mlp.c_fc.weight"}
+    lacking.save_pretrained(tmp_path / "lacking", state_dict=state)
     first, second = pool.run(2, loads, str(tmp_path))
     assert first == second
     missing, llama, wider, optimizer = first

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from penstock.runtime.layout import Layout
 from penstock.runtime.start import facts_of, require_agreement
 from penstock.schedule.text import own_or_named, summary, written_schedule
 
+T = TypeVar("T")
 ConfigLike = Configuration | Mapping[str, Any] | str | os.PathLike[str]
 
 
@@ -83,9 +84,10 @@ def from_pretrained(
     ensure_process_group()
     skeleton = meta_model(kind, load_config(path_or_name, **kwargs))
     layout = choose_layout(skeleton, configuration)
-    model, info = load_stage(kind, path_or_name, *_local(layout), _cut(skeleton, layout), **kwargs)
-    untied: list[tuple[str, ...]] = [()] * dist.get_world_size()
-    dist.all_gather_object(untied, info.untied)
+    cut = _cut(skeleton, layout)
+    (model, _), untied = _on_every_rank(
+        lambda: load_stage(kind, path_or_name, *_local(layout), cut, **kwargs), lambda loaded: loaded[1].untied
+    )
     forget_ties(model, set().union(*untied))
     return distribute(model, layout, configuration)
 
@@ -121,7 +123,8 @@ def from_config(
     ensure_process_group()
     skeleton = meta_model(kind, model_config, **kwargs)
     layout = choose_layout(skeleton, configuration)
-    model = init_stage(kind, model_config, *_local(layout), seed, _cut(skeleton, layout), **kwargs)
+    cut = _cut(skeleton, layout)
+    model, _ = _on_every_rank(lambda: init_stage(kind, model_config, *_local(layout), seed, cut, **kwargs))
     return distribute(model, layout, configuration)
 
 
@@ -152,6 +155,29 @@ def _local(layout: Layout) -> tuple[Sequence[Sequence[str]], tuple[int, ...]]:
     place = layout.place_of(dist.get_rank())
     mine = layout.pipelines[place.pipeline]
     return mine.stages, mine.stages_of(place.rank_in_pipeline)
+
+
+def _on_every_rank(make: Callable[[], T], share: Callable[[T], Any] = lambda made: None) -> tuple[T, list[Any]]:
+    """What `make` makes here, and what `share` says of it on every rank. All ranks call this together.
+
+    Raises:
+        what `make` raises here; RuntimeError if it failed on another rank only.
+    """
+    made: list[T] = []
+    failure: Exception | None = None
+    try:
+        made.append(make())
+    except Exception as error:
+        failure = error
+    told: list[Any] = [None] * dist.get_world_size()
+    message = None if failure is None else f"{type(failure).__name__}: {failure}"
+    dist.all_gather_object(told, (message, share(made[0]) if made else None))
+    if failure is not None:
+        raise failure
+    for rank, (message, _) in enumerate(told):
+        if message is not None:
+            raise RuntimeError(f"rank {rank} could not make its part of the model: {message}")
+    return made[0], [shared for _, shared in told]
 
 
 def _cut(model: PreTrainedModel, layout: Layout) -> TensorParallel | None:

@@ -14,7 +14,7 @@ from penstock.modeling.tensor_parallel import take_slices
 from .comm import Comm, together
 from .errors import CheckpointError
 from .manifest import manifest_name
-from .tensors import held_state, tensor_parallel_of
+from .tensors import held_state, tensor_parallel_of, tied_groups
 
 SHOWN = 5
 
@@ -41,7 +41,7 @@ def load_ordinary(
     Args:
         model_class: the model's own class.
         stages: names of units per stage. local_stages: those held here.
-        strict: refuse a checkpoint that lacks weights of the model or has others.
+        strict: refuse a checkpoint that lacks weights of the model or has others. Otherwise those it lacks stay.
 
     Raises:
         CheckpointError: it cannot be read on some rank, or does not fit. No rank's model has changed then.
@@ -52,12 +52,17 @@ def load_ordinary(
     def read() -> None:
         if not os.path.isdir(directory):
             raise CheckpointError(f"{directory} is no directory")
-        fresh, info = load_stage(model_class, directory, stages, local_stages, tensor_parallel_of(model))
+        with torch.random.fork_rng(devices=[]):  # what the folder lacks is drawn at random
+            fresh, info = load_stage(model_class, directory, stages, local_stages, tensor_parallel_of(model))
         faults = {"lacks": info.missing_keys, "has no place in the model for": info.unexpected_keys}
         for what, names in faults.items() if strict else ():
             if names:
                 raise CheckpointError(f"{directory} {what} {', '.join(names[:SHOWN])}")
-        found = {**held_state(fresh), **take_slices(fresh)}
+        lacking = set(info.missing_keys)
+        for group in tied_groups(model):
+            lacking.update(group if lacking & set(group) else ())
+        every = {**held_state(fresh), **take_slices(fresh)}
+        found = {name: tensor for name, tensor in every.items() if name not in lacking}
         for name, target in held_state(model).items():
             if name in found and found[name].shape != target.shape:
                 shapes = f"{list(found[name].shape)} in the checkpoint, {list(target.shape)} in the model"

@@ -155,7 +155,7 @@ class LossRule:
 def read_counts(counted: Sequence[tuple[int | torch.Tensor, ...]]) -> list[tuple[int, ...]]:
     """The values of all of these counts, of which a GPU is asked once."""
     tensors = [count for counts in counted for count in counts if isinstance(count, torch.Tensor)]
-    values = iter(torch.stack(tensors).tolist() if tensors else ())
+    values = iter(torch.stack([tensor.to(tensors[0].device) for tensor in tensors]).tolist() if tensors else ())
     return [tuple(next(values) if isinstance(count, torch.Tensor) else count for count in counts) for counts in counted]
 
 

@@ -33,6 +33,9 @@ class SliceLoading:
     Attributes:
         keeper: has the slices.
         mismatched: (name, shape in the checkpoint, shape in the model) of tensors that were left out.
+
+    Raises:
+        ValueError: a weight has not the shape that `cut` was made for.
     """
 
     def __init__(self, model: PreTrainedModel, names: Collection[str], cut: TensorParallel) -> None:
@@ -41,6 +44,13 @@ class SliceLoading:
         self._cut = cut
         self._slicings: dict[str, Slicing] = {name: cut.shards[name] for name in names if name in cut.shards}
         self._shapes = {name: model.get_parameter(name).shape for name in self._slicings}
+        for name, shape in self._shapes.items():
+            if cut.whole_shape(name, shape) != tuple(shape):
+                expected = list(cut.whole_shape(name, shape))
+                raise ValueError(
+                    f"the checkpoint does not fit the model: {name}: {list(shape)} in the checkpoint, {expected} in "
+                    "the model"
+                )
         # By name, whether the checkpoint has the same values as for the weight that the model ties it to.
         self._equal_to_tied: dict[str, bool] = {}
 
@@ -68,11 +78,11 @@ class SliceLoading:
                     del found[key]
                 else:
                     found[key] = plain[name] = _SlicedSource(source, self._slicings[name], self._cut)
-            for target, tied in model.all_tied_weights_keys.items():
-                if target in plain and tied in plain:
-                    self._equal_to_tied[target] = plain[target].equals(plain[tied])
-                elif {target, tied} <= fused | plain.keys():
+            for target, tied in _pairs_of_ties(model.all_tied_weights_keys, fused | plain.keys()):
+                if target not in plain or tied not in plain:
                     raise NotImplementedError(f"cannot tell whether the checkpoint has {target} and {tied} alike")
+                dtype = model.get_parameter(target).dtype
+                self._equal_to_tied[target] = plain[target].equals(plain[tied], dtype)
             opened.enter_context(self._keeping_slices(plain.keys()))
             if fused:
                 opened.enter_context(_reading_in_turn())
@@ -135,9 +145,10 @@ class _SlicedSource:
     def __getitem__(self, _: Any) -> torch.Tensor:
         return self._read(self._cut.index)
 
-    def equals(self, other: _SlicedSource) -> bool:
-        """Whether the whole tensors are equal; they are read a slice at a time."""
-        return all(torch.equal(self._read(index), other._read(index)) for index in range(self._cut.size))
+    def equals(self, other: _SlicedSource, dtype: torch.dtype) -> bool:
+        """Whether the whole tensors are equal in a model of type `dtype`; they are read a slice at a time."""
+        indices = range(self._cut.size)
+        return all(torch.equal(self._read(i).to(dtype), other._read(i).to(dtype)) for i in indices)
 
     def _read(self, index: int) -> torch.Tensor:
         shape = _shape_of(self._source)
@@ -145,6 +156,18 @@ class _SlicedSource:
         ranges = self._slicing.ranges(shape, index, self._cut.size)
         # A copy: what a file is mapped to would stay mapped as a whole.
         return torch.cat([self._source[(*before, slice(start, stop))] for start, stop in ranges], len(before))
+
+
+def _pairs_of_ties(ties: Mapping[str, str], loaded: Collection[str]) -> Iterator[tuple[str, str]]:
+    """Of names that are tied and were all loaded, each but the first with the first: the source if it is there.
+
+    Args:
+        ties: from each name to its source.
+    """
+    first: dict[str, str] = {source: source for source in ties.values() if source in loaded}
+    for target, source in ties.items():
+        if target in loaded and first.setdefault(source, target) != target:
+            yield target, first[source]
 
 
 def _named(
