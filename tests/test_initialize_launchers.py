@@ -71,12 +71,14 @@ def test_initialize_finds_its_place(pool: Pool, kind: str, world_size: int) -> N
 
 
 SCRIPT = """
-import sys, warnings
+import atexit, sys, warnings
 warnings.filterwarnings("ignore")
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 import penstock
 
+# Registered earlier, so called later than what initialize() leaves for the end.
+atexit.register(lambda: print("initialized at the end:", torch.distributed.is_initialized()))
 torch.manual_seed(0)
 model = GPT2LMHeadModel(GPT2Config(vocab_size=61, n_embd=16, n_layer=2, n_head=2, n_positions=16))
 model = penstock.initialize(model, {"model_parallelism": {"pipeline_parallel_size": STAGES}})
@@ -100,6 +102,7 @@ def test_the_older_launcher_with_its_argument_works(tmp_path: Path) -> None:
     launcher = ["-m", "torch.distributed.launch", "--nproc_per_node=2", f"--master_port={free_port()}"]
     result = run_python(*launcher, "script.py", tmp_path / "report", timeout=150, cwd=tmp_path)
     assert result.returncode == 0, result.stderr[-3000:]
+    assert result.stdout.count("initialized at the end: False") == 2, "a script may end without closing anything"
     first, second = outcomes(tmp_path, 2)
     assert first[0] == second[0]
     assert "local-rank=0" in first[2] or "local_rank=0" in first[2]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import datetime
 import os
 import re
 import socket
+import sys
 from collections.abc import Mapping
 
 import torch
@@ -27,6 +29,7 @@ def ensure_process_group(timeout: datetime.timedelta | None = None) -> None:
     """
     if dist.is_initialized():
         return
+    atexit.register(_leave_in_order)
     place = find_place(os.environ)
     if place is None:
         os.environ.setdefault("LOCAL_RANK", "0")
@@ -37,6 +40,13 @@ def ensure_process_group(timeout: datetime.timedelta | None = None) -> None:
     if torch.cuda.is_available():
         torch.cuda.set_device(local_device())
     dist.init_process_group(backend(), timeout=timeout)
+
+
+def _leave_in_order() -> None:
+    """Give up the process groups before the interpreter goes: a thread of theirs that lets go of a tensor later aborts
+    the process. Not after an error, when what is under way may never end."""
+    if dist.is_initialized() and not hasattr(sys, "last_value"):
+        dist.destroy_process_group()
 
 
 def rank_and_world_size() -> tuple[int, int]:
