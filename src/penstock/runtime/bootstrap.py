@@ -43,7 +43,7 @@ def ensure_process_group(timeout: datetime.timedelta | None = None) -> None:
 
 
 def _leave_in_order() -> None:
-    """Give up the process groups before the interpreter goes: a thread of theirs that lets go of a tensor later aborts
+    """Give up the process groups before the interpreter goes: a thread of theirs that is still at work then may abort
     the process. Not after an error, when what is under way may never end."""
     if dist.is_initialized() and not hasattr(sys, "last_value"):
         dist.destroy_process_group()
