@@ -17,8 +17,8 @@ from torch.utils.data import Dataset
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from corpus import END_OF_TEXT, read_texts, token_blocks, train_tokenizer
-from penstock import Booster, HeterogeneousParallelPlugin, PipelineTemplate
-from penstock.pipelines import num_stages_on, parse_pipelines
+from penstock import Booster, HeterogeneousParallelPlugin
+from penstock.pipelines import balanced_templates, parse_pipelines
 from penstock.runtime.bootstrap import rank_and_world_size
 from penstock.schedule import schedule_names
 
@@ -69,8 +69,7 @@ def make_plugin(model: Any, options: argparse.Namespace) -> HeterogeneousParalle
     """The pipelines that `--pipelines` asks for, stages balanced by cost."""
     # A template may as well be written by hand: PipelineTemplate(name, [modules[:4], modules[4:]]) with
     # modules = PipelineTemplate.get_modules(model).
-    depths = {ranks for ranks, _ in options.pipelines}
-    templates = {ranks: PipelineTemplate.balanced(model, num_stages_on(ranks, options.schedule)) for ranks in depths}
+    templates = balanced_templates(model, (ranks for ranks, _ in options.pipelines), options.schedule)
     plugin = HeterogeneousParallelPlugin(
         tp_size=1,
         microbatch_size=options.microbatch_size,

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -108,6 +109,26 @@ def test_wrong_options_of_the_plugin_are_named(options: Any, error: type[Excepti
 def test_a_schedule_that_does_not_fit_a_template_is_refused(schedule: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         HeterogeneousParallelPlugin(schedule=schedule).set_pipelines([THREE], [4])
+
+
+def with_a_file_of_ones_own(folder: str) -> None:
+    """Each rank has another schedule under the same path, as two machines may."""
+    order = "0F0,0F1,0B0,0B1" if dist.get_rank() else "0F0,0B0,0F1,0B1"
+    path = Path(folder) / "mine.csv"
+    for rank in range(dist.get_world_size()):
+        if rank == dist.get_rank():
+            path.write_text(order)
+            model: Any = FAMILIES["gpt2"].build()
+            one = PipelineTemplate.balanced(model, 1)
+            plugin = HeterogeneousParallelPlugin(schedule=path)
+            plugin.set_pipelines([one, one], [2, 2])
+        dist.barrier()
+    plugin.configure(model)
+
+
+def test_schedules_in_files_that_differ_are_refused_on_every_rank(pool: Pool, tmp_path: Path) -> None:
+    for error in pool.run(2, with_a_file_of_ones_own, str(tmp_path), outcomes=True):
+        assert isinstance(error, ValueError) and "the pipelines' schedules is ['mine [" in str(error), error
 
 
 @pytest.mark.parametrize("text", ["", "3", "1x", "0x3", "2x0", "1x2;3x4", "ax2"])

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Column, Table
 
-from penstock.pipelines import num_stages_on, schedule_maker
+from penstock.pipelines import balanced_templates, schedule_maker
 from penstock.runtime.layout import Layout, PipelineLayout
 from penstock.schedule import Costs, LayoutSimulation, Schedule, gantt_svg, simulate_layout
-from penstock.template import PipelineTemplate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -193,8 +192,7 @@ def describe_pipelines(
     Raises:
         ValueError: a pipeline has more stages than the model has modules. NotImplementedError: it cannot be split.
     """
-    depths = dict.fromkeys(ranks for ranks, _ in pipelines)
-    templates = {ranks: PipelineTemplate.balanced(model, num_stages_on(ranks, schedule)) for ranks in depths}
+    templates = balanced_templates(model, (ranks for ranks, _ in pipelines), schedule)
     schedules = tuple(schedule_maker(templates[ranks], schedule)(count) for ranks, count in pipelines)
     stages = [templates[ranks].modules_per_stage for ranks, _ in pipelines]
     layout = Layout.place(stages, [made.stage_to_rank for made in schedules])

@@ -6,13 +6,17 @@ No torch.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from penstock.schedule import DEFAULT_SCHEDULE, Schedule, build, default_stages_per_rank
 from penstock.schedule.text import own_or_named, written_schedule
 from penstock.template import PipelineTemplate
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # Per template, or one number for each pipeline.
 Microbatches = Mapping[PipelineTemplate, int] | Sequence[int]
@@ -66,6 +70,14 @@ def num_stages_on(num_ranks: int, schedule: str) -> int:
     there is nothing to overlap. Raises ValueError for an unknown name."""
     per_rank = default_stages_per_rank(schedule)
     return num_ranks if num_ranks == 1 else num_ranks * per_rank
+
+
+def balanced_templates(model: PreTrainedModel, num_ranks: Iterable[int], schedule: str) -> dict[int, PipelineTemplate]:
+    """For each number of ranks, the balanced template of a pipeline on so many under a named schedule.
+
+    Raises what `PipelineTemplate.balanced` and `num_stages_on` raise.
+    """
+    return {ranks: PipelineTemplate.balanced(model, num_stages_on(ranks, schedule)) for ranks in set(num_ranks)}
 
 
 def schedule_maker(template: PipelineTemplate, schedule: Schedules) -> Callable[[int], Schedule]:

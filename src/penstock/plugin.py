@@ -134,14 +134,14 @@ class HeterogeneousParallelPlugin:
             raise RuntimeError("set_pipelines must come before configure: this plugin has parallelised a model already")
         checked = check_templates(pipelines)
         makers = [schedule_maker(template, self.schedule) for template in checked]
-        placements = [make(1).stage_to_rank for make in makers]
-        check_ranks([max(placement) + 1 for placement in placements], self.tp_size, rank_and_world_size()[1])
+        check_ranks([make(1).num_ranks for make in makers], self.tp_size, rank_and_world_size()[1])
         counts = check_microbatches(checked, num_microbatches)
         schedules = tuple(make(count) for make, count in zip(makers, counts, strict=True))
         for index, schedule in enumerate(schedules):
             check_trains(schedule, f"pipeline {index}")
         self._pipelines, self._makers, self._schedules = checked, makers, schedules
-        self._layout = Layout.place([template.modules_per_stage for template in checked], placements, self.tp_size)
+        stages = [template.modules_per_stage for template in checked]
+        self._layout = Layout.place(stages, [schedule.stage_to_rank for schedule in schedules], self.tp_size)
         self._description = None
 
     @property

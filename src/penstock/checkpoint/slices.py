@@ -57,12 +57,12 @@ class SliceReader:
     def read(self, name: str, cuts: Cuts) -> torch.Tensor:
         """A tensor as this rank holds it. It may be backed by a file: copy it, and do not keep it."""
         tensors = [tensor for rank in self._files(cuts) for _, tensor in self.readers[rank].read([name])]
-        if self.alike(cuts):
+        if self._alike(cuts):
             return tensors[0]
         whole = tensors[0] if cuts.saved is None else cuts.saved.join(tensors)
         return whole if cuts.wanted is None else cuts.wanted.take(whole, *self._place)
 
-    def alike(self, cuts: Cuts) -> bool:
+    def _alike(self, cuts: Cuts) -> bool:
         """Whether this rank holds what one file does."""
         return cuts.saved == cuts.wanted and (cuts.saved is None or self._place[1] == self._saved_size)
 
@@ -70,4 +70,4 @@ class SliceReader:
         """The saving run's tensor-parallel ranks whose files a tensor is read from."""
         if cuts.saved is None:
             return (0,)
-        return (self._place[0],) if self.alike(cuts) else range(self._saved_size)
+        return (self._place[0],) if self._alike(cuts) else range(self._saved_size)

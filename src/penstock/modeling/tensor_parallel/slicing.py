@@ -52,7 +52,3 @@ class Slicing:
         shape = list(part)
         shape[self.dim % len(shape)] *= count
         return shape
-
-    def fits(self, whole: Sequence[int], count: int) -> bool:
-        """Whether it can be cut into `count` equal slices."""
-        return whole[self.dim % len(whole)] % (self.blocks * count) == 0
