@@ -1,18 +1,13 @@
 """One contestant's rank: builds the same 12-block GPT-2 and times training steps on the same tokens.
 
-Run by `measure.run_ranks` with JSON arguments: kind, schedule, num_microbatches, steps, warmup, model sizes.
+Run by `measure.Contestant` with JSON arguments: kind, schedule, num_microbatches, warmup, model sizes.
 A step is forward, backward and gradient reduction of the whole batch; the optimizer is left out, as it is the same
 for all.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import resource
-import sys
-import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,10 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 from transformers import GPT2Config, GPT2LMHeadModel
-
-# A step's figures: its loss, and maybe others.
-Figures = dict[str, float]
-Step = Callable[[], Figures]
+from turns import Figures, Step, serve
 
 
 def build(arguments: dict[str, Any]) -> GPT2LMHeadModel:
@@ -240,34 +232,5 @@ KINDS = {
 }
 
 
-def main() -> None:
-    arguments, output = json.loads(sys.argv[1]), sys.argv[2]
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    step = KINDS[arguments["kind"]](arguments)
-    for _ in range(arguments["warmup"]):
-        step()
-    seconds, figures = [], []
-    for _ in range(arguments["steps"]):
-        if dist.is_initialized():
-            dist.barrier()
-        start = time.perf_counter()
-        figures.append(step())
-        if dist.is_initialized():
-            dist.barrier()
-        seconds.append(time.perf_counter() - start)
-    ranks: list[Any] = [(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, figures)]
-    if dist.is_initialized():
-        mine, ranks = ranks[0], [None] * dist.get_world_size()
-        dist.all_gather_object(ranks, mine)
-        dist.destroy_process_group()
-    if int(os.environ["RANK"]) == 0:
-        result = {"seconds": seconds, "peak_mib": [peak for peak, _ in ranks]}
-        # The last rank knows every figure: a pipeline's loss is made there.
-        for name in ranks[-1][1][0]:
-            result[name] = [entry[name] for entry in ranks[-1][1]]
-        with open(output, "w") as file:
-            json.dump(result, file)
-
-
 if __name__ == "__main__":
-    main()
+    serve(KINDS)

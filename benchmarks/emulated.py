@@ -1,16 +1,13 @@
 """One rank of a pipeline of emulated devices: blocks that sleep instead of computing, so that many ranks fit few cores.
 
-Run by `measure.run_ranks`. Each stage sleeps `forward`, `backward` (input gradient) and `weight` seconds for each
+Run by `measure.Contestant`. Each stage sleeps `forward`, `backward` (input gradient) and `weight` seconds for each
 microbatch. What is measured is then the schedule and the executor, free of contention for the cores.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 import time
-from collections.abc import Callable
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
@@ -21,6 +18,7 @@ from torch import nn
 from torch.nn import functional
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
+from turns import Figures, Step, serve
 
 import penstock
 from penstock.runtime.weight_gradients import Deferred, WeightGradientQueues
@@ -112,21 +110,22 @@ class SleepingModel(PreTrainedModel):
         return CausalLMOutput(loss=loss, logits=hidden)
 
 
-def plain_steps(arguments: dict[str, Any]) -> list[float]:
+def plain(arguments: dict[str, Any]) -> Step:
     """One process that accumulates over the same microbatches."""
     costs = (arguments[name] for name in ("forward", "backward", "weight"))
     model = SleepingModel(SleepConfig(arguments["num_blocks"], *costs))
     count = arguments["num_microbatches"]
     data = torch.zeros(count, 4, WIDTH)
 
-    def step() -> None:
+    def step() -> Figures:
         for part in data.chunk(count):
             (model(inputs_embeds=part, labels=part).loss / count).backward()
+        return {}
 
-    return _timed(step, arguments)
+    return step
 
 
-def penstock_steps(arguments: dict[str, Any]) -> list[float]:
+def equal_pipelines(arguments: dict[str, Any]) -> Step:
     """Equal pipelines of one stage per rank, or of as many as the schedule has."""
     size = int(os.environ["WORLD_SIZE"])
     num_stages = build(arguments["schedule"], size, 1).num_stages
@@ -148,10 +147,10 @@ def penstock_steps(arguments: dict[str, Any]) -> list[float]:
             }
         },
     )
-    return _timed_steps(model, arguments["num_microbatches"], arguments)
+    return training_step(model, arguments["num_microbatches"])
 
 
-def heterogeneous_steps(arguments: dict[str, Any]) -> list[float]:
+def unlike_pipelines(arguments: dict[str, Any]) -> Step:
     """Pipelines of `arguments["stages"]` stages each, on a model of `num_blocks` blocks that cost the same."""
     costs = (arguments[name] for name in ("forward", "backward", "weight"))
     model = SleepingModel(SleepConfig(arguments["num_blocks"], *costs))
@@ -163,21 +162,22 @@ def heterogeneous_steps(arguments: dict[str, Any]) -> list[float]:
     plugin = penstock.HeterogeneousParallelPlugin(microbatch_size=1, schedule=arguments["schedule"])
     plugin.set_pipelines(templates, arguments["num_microbatches"])
     model, *_ = plugin.configure(model)
-    return _timed_steps(model, arguments["num_microbatches"][plugin.pipeline_index], arguments)
+    return training_step(model, arguments["num_microbatches"][plugin.pipeline_index])
 
 
-def _timed_steps(model: Any, num_samples: int, arguments: dict[str, Any]) -> list[float]:
-    """Seconds of each training step, on a batch of one sample for each microbatch."""
+def training_step(model: Any, num_samples: int) -> Step:
+    """A step on a batch of one sample for each microbatch."""
     for block in model.blocks:
         block.queues = model.pipeline.weight_gradients
     sleep_once_per_action(model)
     data = torch.zeros(num_samples, 4, WIDTH)
 
-    def step() -> None:
+    def step() -> Figures:
         for out in model(inputs_embeds=data, labels=data):
             out.loss.backward()
+        return {}
 
-    return _timed(step, arguments)
+    return step
 
 
 def sleep_once_per_action(model: Any) -> None:
@@ -196,23 +196,7 @@ def sleep_once_per_action(model: Any) -> None:
             setattr(blocks[place], attribute, total)
 
 
-def _timed(step: Callable[[], None], arguments: dict[str, Any]) -> list[float]:
-    seconds = []
-    for _ in range(arguments["warmup"] + arguments["steps"]):
-        _barrier()
-        start = time.perf_counter()
-        step()
-        _barrier()
-        seconds.append(time.perf_counter() - start)
-    return seconds[arguments["warmup"] :]
-
-
-def _barrier() -> None:
-    if dist.is_initialized():
-        dist.barrier()
-
-
-def torch_steps(arguments: dict[str, Any]) -> list[float]:
+def torch_pipeline(arguments: dict[str, Any]) -> Step:
     from torch.distributed import pipelining
 
     dist.init_process_group("gloo")
@@ -223,28 +207,20 @@ def torch_steps(arguments: dict[str, Any]) -> list[float]:
     schedule = kind(stage, arguments["num_microbatches"], loss_fn=functional.mse_loss)
     data = torch.zeros(arguments["num_microbatches"], 4, WIDTH)
 
-    def step() -> None:
+    def step() -> Figures:
         schedule.step(*([data] if rank == 0 else []), **({"target": data} if rank == size - 1 else {}))
+        return {}
 
-    return _timed(step, arguments)
+    return step
 
 
-def main() -> None:
-    arguments, output = json.loads(sys.argv[1]), sys.argv[2]
-    torch.set_num_threads(1)
-    kinds = {
-        "plain": plain_steps,
-        "penstock": penstock_steps,
-        "torch": torch_steps,
-        "heterogeneous": heterogeneous_steps,
-    }
-    seconds = kinds[arguments["kind"]](arguments)
-    if int(os.environ["RANK"]) == 0:
-        with open(output, "w") as file:
-            json.dump({"seconds": seconds}, file)
-    if dist.is_initialized():
-        dist.destroy_process_group()
+KINDS = {
+    "plain": plain,
+    "penstock": equal_pipelines,
+    "torch": torch_pipeline,
+    "heterogeneous": unlike_pipelines,
+}
 
 
 if __name__ == "__main__":
-    main()
+    serve(KINDS)

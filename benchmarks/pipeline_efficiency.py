@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from measure import SHAPE, Comparison, interleave, median_of, run_ranks, spread_of
+from measure import SHAPE, Comparison, interleave, median_of, run_ranks, side_by_side, spread_of
 
 from penstock.schedule import Costs, build, schedule_names, simulate
 
@@ -41,13 +41,14 @@ CONTESTANTS: dict[str, tuple[dict[str, Any], int, int]] = {
 
 def real_compute(rounds: int, steps: int) -> None:
     """Two stages on two cores, one thread each, eight microbatches of 2 x 128 tokens."""
-    common = {**SHAPE, "num_microbatches": 8, "micro_batch_size": 2, "steps": steps, "warmup": 2}
-    results = interleave(
+    common = {**SHAPE, "num_microbatches": 8, "micro_batch_size": 2, "warmup": 2}
+    results = side_by_side(
         {
-            name: partial(run_ranks, "contestants.py", processes, {**common, **arguments}, threads)
+            name: ("contestants.py", processes, {**common, **arguments}, threads)
             for name, (arguments, processes, threads) in CONTESTANTS.items()
         },
         rounds,
+        steps,
     )
     alone, torch_1f1b = (
         median_of(results[name], "seconds") for name in ("one process, one thread", "torch Schedule1F1B")
@@ -56,7 +57,7 @@ def real_compute(rounds: int, steps: int) -> None:
     best_torch = min((seconds for seconds in torch_runs if not math.isnan(seconds)), default=math.nan)
     columns = ("", "seconds a step", "min - max", "efficiency", "speed to torch's 1F1B", "to torch's best", "loss")
     title = "Two stages on two cores: one step of a 12-block GPT-2"
-    table = Comparison("real_compute", title, columns, {**common, "rounds": rounds}, results)
+    table = Comparison("real_compute", title, columns, {**common, "steps": steps, "rounds": rounds}, results)
     for name, runs in results.items():
         seconds = median_of(runs, "seconds")
         if math.isnan(seconds):
@@ -85,7 +86,7 @@ def memory() -> None:
             arguments = {**SHAPE, "num_microbatches": count, "micro_batch_size": 2, "steps": 1, "warmup": 1}
             label = f"{name}, {count} microbatches"
             runs[label] = run_ranks("contestants.py", 2, {**arguments, **CONTESTANTS[name][0]})
-            peaks = runs[label]["peak_mib"]
+            peaks = [rank["peak_mib"] for rank in runs[label]["of_rank"]]
             table.add(label, [f"{peak:.0f}" for peak in peaks], peak_mib=peaks)
     table.write()
 
@@ -130,7 +131,7 @@ def ideal(schedule: str, num_ranks: int, num_microbatches: int, seconds: float) 
 
 def tiny(rounds: int, steps: int) -> None:
     """Two blocks that do next to nothing: the cost of the machinery, in microseconds per microbatch."""
-    common = {"forward": 0.0, "backward": 0.0, "weight": 0.0, "num_microbatches": 32, "steps": steps, "warmup": 5}
+    common = {"forward": 0.0, "backward": 0.0, "weight": 0.0, "num_microbatches": 32, "warmup": 5}
     contestants = {
         "a plain loop, one process": ({"kind": "plain", "num_blocks": 2}, 1),
         "penstock, one stage, one process": ({"kind": "penstock", "schedule": "1f1b", "num_blocks": 2}, 1),
@@ -138,16 +139,17 @@ def tiny(rounds: int, steps: int) -> None:
         "penstock 1f1b, two stages": ({"kind": "penstock", "schedule": "1f1b"}, 2),
         "penstock zb-h1, two stages": ({"kind": "penstock", "schedule": "zb-h1"}, 2),
     }
-    results = interleave(
+    results = side_by_side(
         {
-            name: partial(run_ranks, "emulated.py", processes, {**common, **arguments})
+            name: ("emulated.py", processes, {**common, **arguments}, 1)
             for name, (arguments, processes) in contestants.items()
         },
         rounds,
+        steps,
     )
     columns = ("", "microseconds per microbatch")
     title = "A tiny model: the cost of the machinery"
-    table = Comparison("tiny", title, columns, {**common, "rounds": rounds}, results)
+    table = Comparison("tiny", title, columns, {**common, "steps": steps, "rounds": rounds}, results)
     cost = {name: median_of(runs, "seconds") / common["num_microbatches"] * 1e6 for name, runs in results.items()}
     for name, microseconds in cost.items():
         table.add(name, [f"{microseconds:.0f}"], microseconds=microseconds)

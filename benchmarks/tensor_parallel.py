@@ -6,21 +6,21 @@ beside the minimum of two sums forward and two backward.
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from measure import Comparison, run_ranks
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from turns import Figures, Step, serve
 
 SHAPE = {"vocabulary": 512, "layers": 4, "width": 128, "heads": 4, "length": 64, "samples": 2}
 LAYOUTS = [("gpt2", 1, 2), ("llama", 1, 2), ("llama", 2, 2)]
 
 
 def model_of(family: str, vocabulary: int, layers: int, width: int, heads: int, length: int) -> Any:
-    import torch
-    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
-
     torch.manual_seed(0)
     if family == "gpt2":
         return GPT2LMHeadModel(
@@ -40,40 +40,32 @@ def model_of(family: str, vocabulary: int, layers: int, width: int, heads: int, 
     )
 
 
-def measure(family: str, stages: int, size: int, output: str) -> None:
-    """One rank: two steps of one microbatch; the second is counted."""
-    import torch
-    import torch.distributed as dist
-
+def counted_step(arguments: dict[str, Any]) -> Step:
+    """A step of one microbatch, whose figures are its communication and this rank's share of the parameters."""
     import penstock
 
-    torch.set_num_threads(1)
-    samples = SHAPE["samples"]
-    model = model_of(family, **{name: value for name, value in SHAPE.items() if name != "samples"})
+    stages, size, samples = arguments["stages"], arguments["size"], SHAPE["samples"]
+    model = model_of(arguments["family"], **{name: value for name, value in SHAPE.items() if name != "samples"})
     whole = sum(p.numel() for p in model.parameters())
     sections = {"pipeline_parallel_size": stages, "tensor_parallel_size": size, "num_microbatches": 1}
     model = penstock.initialize(model, {"model_parallelism": sections})
     tokens = torch.randint(SHAPE["vocabulary"], (samples, SHAPE["length"]))
     counters = model.pipeline.split.tensor_parallel.region.collectives
-    before = [0, 0, 0]
-    for _ in range(2):
-        before = [counters.num_sums, counters.num_gathers, counters.num_bytes]
+
+    def step() -> Figures:
+        before = torch.tensor([counters.num_sums, counters.num_gathers, counters.num_bytes])
         for result in model(input_ids=tokens, labels=tokens):
             result.loss.backward()
-    # The smaller groups' own: one rank of each counts for its stage.
-    counts = torch.tensor([counters.num_sums, counters.num_gathers, counters.num_bytes]) - torch.tensor(before)
-    counts *= int(model.pipeline.place.tensor_parallel_rank == 0)
-    dist.all_reduce(counts)
-    held = torch.tensor(sum(p.numel() for p in model.parameters()))
-    dist.all_reduce(held, dist.ReduceOp.MAX)
-    if dist.get_rank() == 0:
-        figures = {
-            "share": int(held) * stages * size / whole,
-            "sums": int(counts[0]),
-            "gathers": int(counts[1]),
-            "bytes": int(counts[2]),
-        }
-        Path(output).write_text(json.dumps(figures))
+        counts = torch.tensor([counters.num_sums, counters.num_gathers, counters.num_bytes]) - before
+        # The smaller groups' own: one rank of each counts for its stage.
+        counts *= int(model.pipeline.place.tensor_parallel_rank == 0)
+        dist.all_reduce(counts)
+        held = torch.tensor(sum(p.numel() for p in model.parameters()))
+        dist.all_reduce(held, dist.ReduceOp.MAX)
+        sums, gathers, num_bytes = counts.tolist()
+        return {"share": held.item() * stages * size / whole, "sums": sums, "gathers": gathers, "bytes": num_bytes}
+
+    return step
 
 
 def main() -> None:
@@ -89,8 +81,9 @@ def main() -> None:
     table = Comparison("tensor_parallel", "Tensor parallelism: memory and communication", columns, SHAPE, runs)
     for family, stages, size in LAYOUTS:
         name = f"{family} {stages}x{size}"
-        arguments = {"family": family, "stages": stages, "size": size}
-        figures = runs[name] = run_ranks(Path(__file__).name, stages * size, arguments)
+        arguments = {"kind": "counted", "family": family, "stages": stages, "size": size, "warmup": 1, "steps": 1}
+        result = runs[name] = run_ranks(Path(__file__).name, stages * size, arguments)
+        figures = {figure: result[figure][0] for figure in ("share", "sums", "gathers", "bytes")}
         # Beside the layers: the embedding, the head's backward, and two small sums in the loss.
         beside = 2 * minimum + 3 * SHAPE["samples"] * (SHAPE["length"]) * 4
         per_layer = (figures["sums"] - 4) / SHAPE["layers"]
@@ -101,7 +94,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 3:
-        measure(**json.loads(sys.argv[1]), output=sys.argv[2])
+    if len(sys.argv) == 2:
+        serve({"counted": counted_step})
     else:
         main()

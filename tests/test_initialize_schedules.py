@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from functools import cache
+from collections import Counter
+from functools import cache, partial
 from typing import Any
 
 import pytest
+import torch
 
 import penstock
 from families import FAMILIES, batch
 from pool import Pool
-from training import Step, assert_steps_equal, train_family, unsplit_step
+from training import (
+    EXACT,
+    Step,
+    assert_steps_equal,
+    gradients_of,
+    kept_in_double,
+    parallelize,
+    run_step,
+    train_family,
+    unsplit_step,
+)
 
 SAMPLES = 6
 # "1f1b" is the default: every other test runs it.
@@ -53,8 +65,8 @@ def deferred_in_a_step(schedule: str) -> int:
 
     def counting(deferred: Any) -> None:
         nonlocal count
-        count += 1
         defer(deferred)
+        count += queues.awaits(deferred.parameters[0])
 
     queues.defer = counting
     for out in model(**batch("causal", SAMPLES)):
@@ -65,7 +77,42 @@ def deferred_in_a_step(schedule: str) -> int:
 def test_only_a_stage_that_is_waited_for_defers(pool: Pool) -> None:
     first, second = pool.run(2, deferred_in_a_step, "zb-h1")
     assert first == 0 and second > 0 and second % SAMPLES == 0
-    assert all(pool.run(2, deferred_in_a_step, "zb-v")), "here the first stage's W does not always follow its B"
+    assert all(pool.run(2, deferred_in_a_step, "zb-v")), "here the first rank also has the last stage"
+
+
+def hooked_step(schedule: str) -> tuple[dict[str, torch.Tensor | None], dict[str, int], bool]:
+    """Gradients with a hook on some weights that triples them; how often hooks that come after saw each gradient, and
+    whether the last sight was the final one."""
+    model = parallelize(FAMILIES["gpt2"].build(), 2, schedule=schedule, num_microbatches=SAMPLES)
+    latest: dict[str, torch.Tensor] = {}
+    sights: Counter[str] = Counter()
+    hooked = {name: p for name, p in model.named_parameters() if name.endswith(("c_fc.weight", "c_proj.bias"))}
+
+    def see(name: str, parameter: torch.Tensor) -> None:
+        latest[name] = parameter.grad.clone()
+        sights[name] += 1
+
+    for name, parameter in hooked.items():
+        if name.endswith("weight"):
+            parameter.register_hook(lambda gradient: 3 * gradient)
+        parameter.register_post_accumulate_grad_hook(partial(see, name))
+    with kept_in_double():
+        run_step(model, batch("causal", SAMPLES))
+    final = all(torch.equal(latest[name], parameter.grad) for name, parameter in hooked.items())
+    return gradients_of(model), dict(sights), final
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
+def test_hooks_on_a_parameter_see_its_gradients(pool: Pool, schedule: str) -> None:
+    expected = {
+        name: gradient * 3 if name.endswith("c_fc.weight") else gradient
+        for name, gradient in oracle("gpt2").gradients.items()
+        if gradient is not None
+    }
+    for gradients, sights, final in pool.run(2, hooked_step, schedule):
+        assert final and sights and set(sights.values()) == {SAMPLES}
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, expected[name], rtol=EXACT, atol=EXACT)
 
 
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])

@@ -203,8 +203,11 @@ class TrainingStep:
         self._finish_backward(stage, microbatch)
 
     def _enter_backward(self, stage: int, microbatch: int) -> None:
-        if self._schedule.splits_backward and self._position not in self._whole:
-            self._station.queues.open(stage, microbatch)
+        if self._schedule.splits_backward:
+            if self._position in self._whole:
+                self._station.queues.open_at_once()
+            else:
+                self._station.queues.open(stage, microbatch)
         self._station.reducer.enter_backward(final=self._position == self._final_backward and self._reduce)
 
     def _close_backward(self, stage: int, microbatch: int) -> None:

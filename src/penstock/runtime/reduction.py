@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from .buckets import Bucket, make_buckets
 from .failure import FailureBoard
+from .weight_gradients import knows_deferral
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,7 @@ class GradientReducer:
         # The garbage collector does not see the reference from a parameter to its hook, so the hook holds nothing.
         note = weakref.WeakMethod(self._note)
 
+        @knows_deferral
         def hook(parameter: torch.Tensor) -> None:
             method = note()
             if method is not None:

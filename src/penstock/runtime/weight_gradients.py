@@ -30,15 +30,20 @@ class WeightGradientQueues:
     def __init__(self) -> None:
         self._queues: dict[tuple[int, int], list[Deferred]] = {}
         self._current: list[Deferred] | None = None
+        self._at_once = False
         self._awaited: Counter[int] = Counter()
 
     @property
     def deferring(self) -> bool:
-        """Whether a backward is under way that leaves its weight gradients for later."""
-        return self._current is not None
+        """Whether a backward is under way whose weight gradients come here, to be computed now or later."""
+        return self._at_once or self._current is not None
 
     def defer(self, deferred: Deferred) -> None:
-        """Leave a weight gradient of the backward under way for its W action."""
+        """Leave a weight gradient of the backward under way for its W action, or compute it if that one is part of
+        the backward."""
+        if self._at_once:
+            deferred.compute()
+            return
         assert self._current is not None
         self._current.append(deferred)
         self._awaited.update(map(id, deferred.parameters))
@@ -51,17 +56,26 @@ class WeightGradientQueues:
         """From here on weight gradients are queued for `stage` and `microbatch`."""
         self._current = self._queues.setdefault((stage, microbatch), [])
 
+    def open_at_once(self) -> None:
+        """From here on weight gradients are computed as they come."""
+        self._at_once = True
+
     def close(self) -> None:
-        """From here on weight gradients are computed at once."""
-        self._current = None
+        """From here on weight gradients are autograd's."""
+        self._current, self._at_once = None, False
 
     def run(self, stage: int, microbatch: int, ready: Callable[[torch.Tensor], None] | None) -> None:
         """Compute what was queued for `stage` and `microbatch`; tell `ready` each parameter that is finished."""
         queue = self._queues.pop((stage, microbatch), [])
         # A layer that is called twice is finished by its second entry.
         left = Counter(id(parameter) for deferred in queue for parameter in deferred.parameters)
-        for parameters, compute in queue:
+        # The latest first, whose tensors are still in the caches; in the order of the reduction if that waits.
+        if ready is not None:
+            queue.reverse()
+        while queue:
+            parameters, compute = queue.pop()
             compute()
+            del compute  # and with it what it kept
             for parameter in parameters:
                 self._awaited[id(parameter)] -= 1
                 left[id(parameter)] -= 1
@@ -72,7 +86,7 @@ class WeightGradientQueues:
         """Drop everything: the step was given up."""
         self._queues.clear()
         self._awaited.clear()
-        self._current = None
+        self.close()
 
 
 def install(model: nn.Module, queues: WeightGradientQueues) -> int:
@@ -144,12 +158,24 @@ class _DeferringLinear(torch.autograd.Function):
             input_gradient = gradient @ (matrix.t() if ctx.transposed else matrix)
         rows, outer = input.flatten(0, -2), gradient.flatten(0, -2)
         one, other = (rows, outer) if ctx.transposed else (outer, rows)
-        if not ctx.queues.deferring:
-            # Nobody defers: autograd accumulates, so that hooks run as usual.
+        if not ctx.queues.deferring or _has_hooks(ctx.weight) or (bias is not None and _has_hooks(bias)):
+            # Autograd accumulates, so that hooks see the gradient.
             return None, None, input_gradient, one.t() @ other, None if bias is None else outer.sum(0)
         parameters = (ctx.weight,) if bias is None else (ctx.weight, bias)
         ctx.queues.defer(Deferred(parameters, partial(_accumulate, ctx.weight, bias, one, other, outer)))
         return None, None, input_gradient, None, None
+
+
+def knows_deferral(hook: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
+    """Mark a post-accumulate hook that may run while a gradient is deferred, asking `awaits` for it."""
+    hook.knows_deferral = True  # type: ignore[attr-defined]
+    return hook
+
+
+def _has_hooks(parameter: torch.Tensor) -> bool:
+    """Whether anyone wants to see the gradient of `parameter` as autograd accumulates it."""
+    after = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    return bool(parameter._backward_hooks) or not all(hasattr(hook, "knows_deferral") for hook in after.values())
 
 
 @torch.no_grad()

@@ -82,9 +82,11 @@ def zb_h1(num_ranks: int, num_microbatches: int, stages_per_rank: int = 1) -> Sc
     """1F1B whose weight gradients are put off to fill the cool-down (Qi et al. 2024, "Zero Bubble Pipeline
     Parallelism", section 2.1, ZB-H1), at no more than p live microbatches on any stage.
 
-    Stage r runs W for the microbatch that is r behind the one of its last B. With at least p microbatches the step
-    takes m t + (p - 1) max(F, B, F + B - W), where t = F + B + W; no order with p live microbatches does better when
-    W = B, since stage 0 has its first gradient after p F + (p - 1) B.
+    Stage r puts off r weight gradients. The paper's stage runs W for the microbatch that is r behind the one of its
+    last B; here it keeps those of its first r microbatches for the end and runs the others right after their B, which
+    takes the same time and finds their tensors in the caches. With at least p microbatches the step takes
+    m t + (p - 1) max(F, B, F + B - W), where t = F + B + W; no order with p live microbatches does better when W = B,
+    since stage 0 has its first gradient after p F + (p - 1) B.
     """
     actions = []
     for stage in range(num_ranks):
@@ -94,11 +96,8 @@ def zb_h1(num_ranks: int, num_microbatches: int, stages_per_rank: int = 1) -> Sc
         for action in _alternate(forwards, backwards, warm_up=num_ranks - stage - 1):
             row.append(action)
             if action.kind is Kind.B and action.microbatch >= stage:
-                row.append(Action(Kind.W, stage, action.microbatch - stage))
-        row.extend(
-            Action(Kind.W, stage, microbatch)
-            for microbatch in range(max(0, num_microbatches - stage), num_microbatches)
-        )
+                row.append(Action(Kind.W, stage, action.microbatch))
+        row.extend(Action(Kind.W, stage, microbatch) for microbatch in range(min(stage, num_microbatches)))
         actions.append(tuple(row))
     return Schedule("zb-h1", num_ranks, num_microbatches, tuple(range(num_ranks)), tuple(actions), True)
 

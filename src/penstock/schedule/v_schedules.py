@@ -99,14 +99,15 @@ def _squeeze(
     """Run each rank's F and B in order, one action per unit of time, as early as they can.
 
     An F waits while the rank holds `live_limit` (stage, microbatch) pairs that have no W yet. A rank that would wait
-    takes its next F on the way down out of turn if it holds fewer than `early_limit`, and else a W that was put off.
+    takes its next F on the way down out of turn if it holds fewer than `early_limit`, and else a W that was put off:
+    the latest, whose tensors are still in the caches.
     """
     to_do = [deque(order) for order in orders]
     on_the_way_down = [
         deque(action for action in order if action.kind is Kind.F and action.stage == rank)
         for rank, order in enumerate(orders)
     ]
-    deferred: list[deque[Action]] = [deque() for _ in orders]
+    deferred: list[list[Action]] = [[] for _ in orders]
     live = [0] * len(orders)
     # Actions whose input is at hand. A rank's own order has F before B, so the input from the neighbour decides.
     ready = set(on_the_way_down[0])
@@ -118,11 +119,11 @@ def _squeeze(
                 return head
         if on_the_way_down[rank] and on_the_way_down[rank][0] in ready and live[rank] < early_limit:
             return on_the_way_down[rank][0]
-        return deferred[rank][0] if deferred[rank] else None
+        return deferred[rank][-1] if deferred[rank] else None
 
     def execute(rank: int, action: Action) -> None:
         if action.kind is Kind.W:
-            deferred[rank].popleft()
+            deferred[rank].pop()
             live[rank] -= 1
             return
         to_do[rank].remove(action)  # at or near the head
