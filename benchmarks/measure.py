@@ -51,7 +51,7 @@ class Contestant:
 
     def run(self, steps: int) -> dict[str, Any]:
         """The answer of the last rank to a turn of `steps` steps, which knows every figure: a pipeline's loss is made
-        there. Figures called `of_rank` are those of all ranks.
+        there. Its `peak_mib` are those of all ranks.
 
         Raises:
             RuntimeError: a process failed, now or in an earlier turn, or took longer than the timeout.
@@ -63,7 +63,7 @@ class Contestant:
             answers = [self._ask(process, steps) for process in self._processes]
             self._signal(signal.SIGSTOP)
             if None not in answers:
-                return {**answers[-1], "of_rank": [answer["of_rank"] for answer in answers]}
+                return {**answers[-1], "peak_mib": [answer["peak_mib"] for answer in answers]}
             self._failure = self._give_up()
         raise RuntimeError(f"{self._script} {dict(self._arguments)} failed:\n{self._failure}")
 
@@ -189,6 +189,13 @@ def median_of(results: Sequence[dict], key: str) -> float:
         if value is not None:
             samples.extend(value if isinstance(value, list) else [value])
     return statistics.median(samples) if samples else math.nan
+
+
+def ratio_of(numerators: Sequence[dict], denominators: Sequence[dict], key: str) -> float:
+    """The median over rounds of the ratio of two contestants' figures in the same round, which drift has in common."""
+    pairs = zip(numerators, denominators, strict=True)
+    ratios = [median_of([upper], key) / median_of([lower], key) for upper, lower in pairs]
+    return statistics.median([ratio for ratio in ratios if not math.isnan(ratio)] or [math.nan])
 
 
 def spread_of(results: Sequence[dict], key: str) -> str:

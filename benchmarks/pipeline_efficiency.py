@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from measure import SHAPE, Comparison, interleave, median_of, run_ranks, side_by_side, spread_of
+from measure import SHAPE, Comparison, interleave, median_of, ratio_of, run_ranks, side_by_side, spread_of
 
 from penstock.schedule import Costs, build, schedule_names, simulate
 
@@ -50,11 +50,9 @@ def real_compute(rounds: int, steps: int) -> None:
         rounds,
         steps,
     )
-    alone, torch_1f1b = (
-        median_of(results[name], "seconds") for name in ("one process, one thread", "torch Schedule1F1B")
-    )
-    torch_runs = [median_of(runs, "seconds") for name, runs in results.items() if name.startswith("torch")]
-    best_torch = min((seconds for seconds in torch_runs if not math.isnan(seconds)), default=math.nan)
+    torch_runs = {name: median_of(runs, "seconds") for name, runs in results.items() if name.startswith("torch")}
+    ran = {name: seconds for name, seconds in torch_runs.items() if not math.isnan(seconds)}
+    best_torch = min(ran, key=ran.__getitem__, default="torch Schedule1F1B")
     columns = ("", "seconds a step", "min - max", "efficiency", "speed to torch's 1F1B", "to torch's best", "loss")
     title = "Two stages on two cores: one step of a 12-block GPT-2"
     table = Comparison("real_compute", title, columns, {**common, "steps": steps, "rounds": rounds}, results)
@@ -66,9 +64,9 @@ def real_compute(rounds: int, steps: int) -> None:
         figures = {
             "seconds": seconds,
             # Throughput over that of two cores which each run the unsplit model at full speed.
-            "efficiency": alone / (2 * seconds),
-            "speed_to_torch_1f1b": torch_1f1b / seconds,
-            "speed_to_torch_best": best_torch / seconds,
+            "efficiency": ratio_of(results["one process, one thread"], runs, "seconds") / 2,
+            "speed_to_torch_1f1b": ratio_of(results["torch Schedule1F1B"], runs, "seconds"),
+            "speed_to_torch_best": ratio_of(results[best_torch], runs, "seconds"),
         }
         measured, *ratios = (f"{figure:.3f}" for figure in figures.values())
         table.add(name, [measured, spread_of(runs, "seconds"), *ratios, f"{median_of(runs, 'loss'):.5f}"], **figures)
@@ -86,7 +84,7 @@ def memory() -> None:
             arguments = {**SHAPE, "num_microbatches": count, "micro_batch_size": 2, "steps": 1, "warmup": 1}
             label = f"{name}, {count} microbatches"
             runs[label] = run_ranks("contestants.py", 2, {**arguments, **CONTESTANTS[name][0]})
-            peaks = [rank["peak_mib"] for rank in runs[label]["of_rank"]]
+            peaks = runs[label]["peak_mib"]
             table.add(label, [f"{peak:.0f}" for peak in peaks], peak_mib=peaks)
     table.write()
 

@@ -36,7 +36,7 @@ def serve(kinds: Mapping[str, Callable[[dict[str, Any]], Step]]) -> None:
             seconds.append(time.perf_counter() - start)
         peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         lists = {name: [entry[name] for entry in figures] for name in figures[0]}
-        answers.write(json.dumps({"seconds": seconds, **lists, "of_rank": {"peak_mib": peak_mib}}) + "\n")
+        answers.write(json.dumps({"seconds": seconds, **lists, "peak_mib": peak_mib}) + "\n")
         answers.flush()
     if dist.is_initialized():
         dist.destroy_process_group()

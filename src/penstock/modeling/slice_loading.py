@@ -44,13 +44,13 @@ class SliceLoading:
         self._cut = cut
         self._slicings: dict[str, Slicing] = {name: cut.shards[name] for name in names if name in cut.shards}
         self._shapes = {name: model.get_parameter(name).shape for name in self._slicings}
-        for name, shape in self._shapes.items():
-            if cut.whole_shape(name, shape) != tuple(shape):
-                expected = list(cut.whole_shape(name, shape))
-                raise ValueError(
-                    f"the checkpoint does not fit the model: {name}: {list(shape)} in the checkpoint, {expected} in "
-                    "the model"
-                )
+        misfits = [
+            f"{name}: {list(shape)} in the checkpoint, {list(cut.whole_shape(name, shape))} in the model"
+            for name, shape in sorted(self._shapes.items())
+            if cut.whole_shape(name, shape) != tuple(shape)
+        ]
+        if misfits:
+            raise ValueError(f"the checkpoint does not fit the model: {'; '.join(misfits)}")
         # By name, whether the checkpoint has the same values as for the weight that the model ties it to.
         self._equal_to_tied: dict[str, bool] = {}
 

@@ -162,7 +162,7 @@ class TrainingStep:
         on_backward = partial(self._backward_begins, microbatch)
         if stage == self._last:
             assert live.loss is not None
-            value = live.loss.detach().to(LOSS_DTYPE)
+            value = live.loss.detach()
             output = live.output
             gated = gate_loss(live.loss, on_backward, self._loss_scale)
             if gated is not live.loss:
