@@ -1,5 +1,7 @@
 """The named schedules against the closed forms of their papers."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -54,6 +56,17 @@ def test_live_microbatches_are_those_of_the_papers(size: tuple[int, int]) -> Non
     # A microbatch of the whole model is two stages' worth on each rank of a V.
     assert max(per_rank_peak(build("zb-v", p, m))) <= 2 * min(m, p)
     assert max(per_rank_peak(build("v-half", p, m))) <= 2 * min(m, (p + 2) // 2)
+
+
+@settings(deadline=None, max_examples=60)
+@given(SIZES)
+def test_zb_h1_puts_off_the_weight_gradients_of_the_first_microbatches_only(size: tuple[int, int]) -> None:
+    p, m = size
+    for stage, row in enumerate(build("zb-h1", p, m).actions):
+        at_once = [before.kind is Kind.B for before, action in pairwise(row) if action.kind is Kind.W]
+        late = [action.microbatch for action in row if action.kind is Kind.W][max(0, m - stage) :]
+        assert late == list(range(min(m, stage)))
+        assert sum(at_once) >= m - stage
 
 
 @pytest.mark.parametrize("stages_per_rank", [1, 2, 3, 4])
