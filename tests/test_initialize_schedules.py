@@ -26,7 +26,7 @@ from training import (
 
 SAMPLES = 6
 # "1f1b" is the default: every other test runs it.
-SCHEDULES = ["gpipe", "zb-h1", "interleaved-1f1b", "zb-v", "v-half"]
+SCHEDULES = ["gpipe", "zb-h1", "zb-h2", "interleaved-1f1b", "zb-v", "v-half"]
 
 
 @cache

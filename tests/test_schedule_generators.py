@@ -6,7 +6,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.schedule import Action, Costs, Kind, Schedule, build, parse_schedule, schedule_names, simulate, validate
+from penstock.schedule import (
+    Action,
+    Costs,
+    Kind,
+    Schedule,
+    build,
+    lower_bound,
+    parse_schedule,
+    schedule_names,
+    simulate,
+    validate,
+)
 from penstock.schedule.communication import smallest_window
 
 SIZES = st.tuples(st.integers(1, 16), st.integers(1, 64))
@@ -20,7 +31,7 @@ def test_every_size_up_to_16_ranks_and_64_microbatches_is_valid(name: str) -> No
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.sampled_from(["zb-h1", "zb-v", "v-half"]), SIZES)
+@given(st.sampled_from(["zb-h1", "zb-h2", "zb-v", "v-half"]), SIZES)
 def test_sampled_sizes_are_valid(name: str, size: tuple[int, int]) -> None:
     validate(build(name, *size))
 
@@ -53,6 +64,7 @@ def test_live_microbatches_are_those_of_the_papers(size: tuple[int, int]) -> Non
     assert per_rank_peak(build("gpipe", p, m)) == [m] * p
     assert per_rank_peak(build("1f1b", p, m)) == [min(m, p - rank) for rank in range(p)]
     assert per_rank_peak(build("zb-h1", p, m)) == [min(m, p)] * p
+    assert per_rank_peak(build("zb-h2", p, m)) == [2 * p - 1 if m >= 2 * p - 1 else min(m, p)] * p
     # A microbatch of the whole model is two stages' worth on each rank of a V.
     assert max(per_rank_peak(build("zb-v", p, m))) <= 2 * min(m, p)
     assert max(per_rank_peak(build("v-half", p, m))) <= 2 * min(m, (p + 2) // 2)
@@ -100,6 +112,22 @@ def test_zb_h1_is_late_by_p_minus_1_times_the_longest_of_f_b_and_f_plus_b_minus_
     m = p + extra
     result = simulate(build("zb-h1", p, m), Costs(f, b, w))
     assert result.makespan == pytest.approx(m * (f + b + w) + (p - 1) * max(f, b, f + b - w))
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.integers(1, 8), st.integers(0, 16), COSTS, COSTS, COSTS, COSTS)
+def test_zb_h2_waits_for_nothing_but_the_entry_unless_b_is_over_twice_f_or_w(
+    p: int, extra: int, f: float, b: float, w: float, latency: float
+) -> None:
+    m = 2 * p - 1 + extra
+    schedule, costs = build("zb-h2", p, m), Costs(f, b, w)
+    makespan = simulate(schedule, costs).makespan
+    assert makespan == pytest.approx(m * (f + b + w) + (p - 1) * max(f, b - f, f + b - 2 * w))
+    if b <= 2 * min(f, w):
+        assert makespan == pytest.approx(lower_bound(schedule.stage_to_rank, m, costs))
+    # Stages that wait for nothing are not slowed by slow links either, up to the slack of the warm-up.
+    late = simulate(build("zb-h2", p, m), Costs(f, b, w, latency=min(latency, f, w) / 2)).makespan
+    assert late <= simulate(build("zb-h1", p, m), Costs(f, b, w, latency=min(latency, f, w) / 2)).makespan + 1e-9
 
 
 @settings(deadline=None, max_examples=60)

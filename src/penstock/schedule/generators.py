@@ -82,24 +82,44 @@ def zb_h1(num_ranks: int, num_microbatches: int, stages_per_rank: int = 1) -> Sc
     """1F1B whose weight gradients are put off to fill the cool-down (Qi et al. 2024, "Zero Bubble Pipeline
     Parallelism", section 2.1, ZB-H1), at no more than p live microbatches on any stage.
 
-    Stage r puts off r weight gradients. The paper's stage runs W for the microbatch that is r behind the one of its
-    last B; here it keeps those of its first r microbatches for the end and runs the others right after their B, which
-    takes the same time and finds their tensors in the caches. With at least p microbatches the step takes
-    m t + (p - 1) max(F, B, F + B - W), where t = F + B + W; no order with p live microbatches does better when W = B,
-    since stage 0 has its first gradient after p F + (p - 1) B.
+    With at least p microbatches the step takes m t + (p - 1) max(F, B, F + B - W), where t = F + B + W; no order with
+    p live microbatches does better when W = B, since stage 0 has its first gradient after p F + (p - 1) B.
+    """
+    return _zero_bubble("zb-h1", num_ranks, num_microbatches, reserve=1)
+
+
+def zb_h2(num_ranks: int, num_microbatches: int, stages_per_rank: int = 1) -> Schedule:
+    """ZB-H1 with twice the warm-up and twice as many weight gradients put off, at no more than 2p - 1 live microbatches
+    on any stage (section 2.2 of the same paper, ZB-H2).
+
+    With at least 2p - 1 microbatches the step takes m t + (p - 1) max(F, B - F, F + B - 2 W). That is (p - 1) F, the
+    time to the last stage's first input, unless B is more than twice as long as F or W: with one stage per rank no
+    order does better. With fewer microbatches it is ZB-H1.
+    """
+    reserve = 2 if num_microbatches >= 2 * num_ranks - 1 else 1
+    return _zero_bubble("zb-h2", num_ranks, num_microbatches, reserve)
+
+
+def _zero_bubble(name: str, num_ranks: int, num_microbatches: int, reserve: int) -> Schedule:
+    """1F1B in which stage r warms up with `reserve` * (p - r - 1) forwards and puts off `reserve` * r weight gradients.
+
+    The papers' stage runs W for the microbatch that is so many behind the one of its last B. Here it keeps those of its
+    first microbatches for the end and runs the others right after their B, which takes the same time and finds their
+    tensors in the caches.
     """
     actions = []
     for stage in range(num_ranks):
         forwards = (Action(Kind.F, stage, microbatch) for microbatch in range(num_microbatches))
         backwards = (Action(Kind.B, stage, microbatch) for microbatch in range(num_microbatches))
+        num_late = min(reserve * stage, num_microbatches)
         row = []
-        for action in _alternate(forwards, backwards, warm_up=num_ranks - stage - 1):
+        for action in _alternate(forwards, backwards, warm_up=reserve * (num_ranks - stage - 1)):
             row.append(action)
-            if action.kind is Kind.B and action.microbatch >= stage:
+            if action.kind is Kind.B and action.microbatch >= num_late:
                 row.append(Action(Kind.W, stage, action.microbatch))
-        row.extend(Action(Kind.W, stage, microbatch) for microbatch in range(min(stage, num_microbatches)))
+        row.extend(Action(Kind.W, stage, microbatch) for microbatch in range(num_late))
         actions.append(tuple(row))
-    return Schedule("zb-h1", num_ranks, num_microbatches, tuple(range(num_ranks)), tuple(actions), True)
+    return Schedule(name, num_ranks, num_microbatches, tuple(range(num_ranks)), tuple(actions), True)
 
 
 def interleaved_one_forward_one_backward(num_ranks: int, num_microbatches: int, stages_per_rank: int = 2) -> Schedule:
@@ -151,6 +171,7 @@ _GENERATORS: dict[str, tuple[Generator, int, bool]] = {
     "gpipe": (gpipe, 1, False),
     "1f1b": (one_forward_one_backward, 1, False),
     "zb-h1": (zb_h1, 1, False),
+    "zb-h2": (zb_h2, 1, False),
     "interleaved-1f1b": (interleaved_one_forward_one_backward, 2, True),
     "zb-v": (zb_v, 2, False),
     "v-half": (v_half, 2, False),
