@@ -43,7 +43,7 @@ def test_any_family_trains_as_unsplit(pool: Pool, family: str) -> None:
     assert_equal_training(ranks, unsplit(family, number, batch_size(pipelines)))
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "zb-h1", "interleaved-1f1b", "zb-v", "v-half"])
+@pytest.mark.parametrize("schedule", ["gpipe", "zb-h1", "zb-h2", "interleaved-1f1b", "zb-v", "v-half"])
 @pytest.mark.parametrize("pipelines", ["1x2,3x4", "2x3,2x4"])
 def test_any_schedule_trains_as_unsplit(pool: Pool, schedule: str, pipelines: str) -> None:
     """Also those that put several stages on a rank; with an incomplete last batch."""
