@@ -1,6 +1,6 @@
 """One contestant's rank: builds the same 12-block GPT-2 and times training steps on the same tokens.
 
-Run by `measure.Contestant` with JSON arguments: kind, schedule, num_microbatches, warmup, model sizes.
+Run by `processes.Contestant` with JSON arguments: kind, schedule, num_microbatches, warmup, model sizes.
 A step is forward, backward and gradient reduction of the whole batch; the optimizer is left out, as it is the same
 for all.
 """

@@ -1,6 +1,6 @@
 """One rank of a pipeline of emulated devices: blocks that sleep instead of computing, so that many ranks fit few cores.
 
-Run by `measure.Contestant`. Each stage sleeps `forward`, `backward` (input gradient) and `weight` seconds for each
+Run by `processes.Contestant`. Each stage sleeps `forward`, `backward` (input gradient) and `weight` seconds for each
 microbatch. What is measured is then the schedule and the executor, free of contention for the cores.
 """
 

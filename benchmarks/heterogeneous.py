@@ -12,7 +12,8 @@ import math
 from collections.abc import Sequence
 from functools import partial
 
-from measure import SHAPE, Comparison, interleave, median_of, run_ranks, spread_of
+from measure import SHAPE, Comparison, interleave, median_of, spread_of
+from processes import run_ranks
 
 from penstock.schedule import Costs, build, simulate, split_microbatches
 

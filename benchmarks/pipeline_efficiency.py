@@ -18,7 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from measure import SHAPE, Comparison, interleave, median_of, ratio_of, run_ranks, side_by_side, spread_of
+from measure import SHAPE, Comparison, interleave, median_of, ratio_of, spread_of
+from processes import run_ranks, side_by_side
 
 from penstock.schedule import Costs, build, schedule_names, simulate
 

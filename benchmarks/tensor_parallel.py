@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from measure import Comparison, run_ranks
+from measure import Comparison
+from processes import run_ranks
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from turns import Figures, Step, serve
 

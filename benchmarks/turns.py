@@ -1,4 +1,4 @@
-"""The side of a contestant's process: wait for turns of steps, time them, answer. See `measure.Contestant`."""
+"""The side of a contestant's process: wait for turns of steps, time them, answer. See `processes.Contestant`."""
 
 from __future__ import annotations
 

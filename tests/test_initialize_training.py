@@ -72,6 +72,22 @@ def test_a_batch_is_cut_as_configured_and_uneven_microbatches_are_exact(
     assert_steps_equal([steps[0] for steps in found], unsplit_step(build(), (inputs, 1.0)))
 
 
+def halve_in_place() -> tuple[float, float]:
+    """The sum of the losses as they were yielded, and the loss that the step reports."""
+    model = parallelize(build(), 2, num_microbatches=3)
+    total = 0.0
+    for output in model(**batch("causal", 3)):
+        total += output.loss.item()
+        output.loss *= 0.5
+        output.loss.backward()
+    return total, model.pipeline.last_step.loss
+
+
+def test_the_reported_loss_is_the_models_whatever_the_loop_does_to_it(pool: Pool) -> None:
+    for total, reported in pool.run(2, halve_in_place):
+        assert reported == pytest.approx(total, rel=1e-12)
+
+
 # ---------------------------------------------------------------- accumulation and scaling
 
 

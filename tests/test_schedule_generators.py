@@ -75,10 +75,11 @@ def test_live_microbatches_are_those_of_the_papers(size: tuple[int, int]) -> Non
 def test_zb_h1_puts_off_the_weight_gradients_of_the_first_microbatches_only(size: tuple[int, int]) -> None:
     p, m = size
     for stage, row in enumerate(build("zb-h1", p, m).actions):
-        at_once = [before.kind is Kind.B for before, action in pairwise(row) if action.kind is Kind.W]
-        late = [action.microbatch for action in row if action.kind is Kind.W][max(0, m - stage) :]
-        assert late == list(range(min(m, stage)))
-        assert sum(at_once) >= m - stage
+        weights = [action.microbatch for action in row if action.kind is Kind.W]
+        assert weights == [*range(stage, m), *range(min(m, stage))]
+        for before, action in pairwise(row):
+            if action.kind is Kind.W and action.microbatch >= stage:
+                assert before == Action(Kind.B, stage, action.microbatch)
 
 
 @pytest.mark.parametrize("stages_per_rank", [1, 2, 3, 4])

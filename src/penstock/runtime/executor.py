@@ -162,7 +162,8 @@ class TrainingStep:
         on_backward = partial(self._backward_begins, microbatch)
         if stage == self._last:
             assert live.loss is not None
-            value = live.loss.detach()
+            # A copy: the loop's body may change the loss in place.
+            value = live.loss.detach().clone()
             output = live.output
             gated = gate_loss(live.loss, on_backward, self._loss_scale)
             if gated is not live.loss:

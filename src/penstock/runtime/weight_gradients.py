@@ -158,7 +158,7 @@ class _DeferringLinear(torch.autograd.Function):
             input_gradient = gradient @ (matrix.t() if ctx.transposed else matrix)
         rows, outer = input.flatten(0, -2), gradient.flatten(0, -2)
         one, other = (rows, outer) if ctx.transposed else (outer, rows)
-        if not ctx.queues.deferring or _has_hooks(ctx.weight) or (bias is not None and _has_hooks(bias)):
+        if not ctx.queues.deferring or _is_watched(ctx.weight) or (bias is not None and _is_watched(bias)):
             # Autograd accumulates, so that hooks see the gradient.
             return None, None, input_gradient, one.t() @ other, None if bias is None else outer.sum(0)
         parameters = (ctx.weight,) if bias is None else (ctx.weight, bias)
@@ -168,14 +168,15 @@ class _DeferringLinear(torch.autograd.Function):
 
 def knows_deferral(hook: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
     """Mark a post-accumulate hook that may run while a gradient is deferred, asking `awaits` for it."""
-    hook.knows_deferral = True  # type: ignore[attr-defined]
+    hook.knows_deferral = True  # type: ignore[attr-defined]  # a mark on a function
     return hook
 
 
-def _has_hooks(parameter: torch.Tensor) -> bool:
-    """Whether anyone wants to see the gradient of `parameter` as autograd accumulates it."""
+def _is_watched(parameter: torch.Tensor) -> bool:
+    """Whether hooks want to see the gradient of `parameter` as it comes, or autograd passes it on to others."""
     after = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-    return bool(parameter._backward_hooks) or not all(hasattr(hook, "knows_deferral") for hook in after.values())
+    watched = parameter._backward_hooks or not all(hasattr(hook, "knows_deferral") for hook in after.values())
+    return bool(watched) or not parameter.is_leaf
 
 
 @torch.no_grad()

@@ -14,8 +14,8 @@ def lower_bound(
 
     The largest of: the way of one microbatch up and down the stages; for each rank, the way to its first stage, all
     its work, and what must follow its last action; for each link, the same of its messages. For equal stages, one per
-    rank, it is m t + (p - 1) F, or (m + p - 1) t where the backward is not split: ZB-H2 (if B <= 2 min(F, W))
-    and 1F1B reach these.
+    rank, and microbatches enough it is m t + (p - 1) F, or (m + p - 1) t where the backward is not split: ZB-H2 (if
+    B <= 2 min(F, W) and m >= 2p - 1) and 1F1B reach these.
 
     Args:
         stage_to_rank: the rank that holds each stage.

@@ -1,0 +1,165 @@
+"""Contestants in processes of their own: started, suspended while others run, asked for turns of steps."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from measure import interleave
+
+HERE = Path(__file__).parent
+
+# glibc gives large blocks back to the system as they are freed, and every page of them is made anew at its next use:
+# 7 to 11 % of a step's processor time on the machine of the result files, and much of its jitter. Here nobody does.
+ALLOCATOR = {
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 25),
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 32),
+    "MALLOC_TOP_PAD_": str(1 << 26),
+}
+
+
+class Contestant:
+    """`world_size` processes of a script in this folder, which build something and then time turns of steps of it.
+
+    They start at the first turn and are suspended between turns, so that many can wait side by side while one has the
+    machine to itself. A script calls `turns.serve`. Use it as a context manager, or `close` it.
+    """
+
+    def __init__(
+        self, script: str, world_size: int, arguments: Mapping[str, Any], threads: int = 1, timeout: float = 600
+    ):
+        self._script = script
+        self._world_size = world_size
+        self._arguments = arguments
+        self._threads = threads
+        self._timeout = timeout
+        self._folder = tempfile.TemporaryDirectory()
+        self._processes: list[subprocess.Popen] = []
+        self._failure: str | None = None
+
+    def run(self, steps: int) -> dict[str, Any]:
+        """The answer of the last rank to a turn of `steps` steps, which knows every figure: a pipeline's loss is made
+        there. Its `peak_mib` are those of all ranks.
+
+        Raises:
+            RuntimeError: a process failed, now or in an earlier turn, or took longer than the timeout.
+        """
+        if self._failure is None and not self._processes:
+            self._start()
+        if self._failure is None:
+            self._signal(signal.SIGCONT)
+            answers = [self._ask(process, steps) for process in self._processes]
+            if None not in answers:
+                self._signal(signal.SIGSTOP)
+                return {**answers[-1], "peak_mib": [answer["peak_mib"] for answer in answers]}
+            self._failure = self._give_up()
+        raise RuntimeError(f"{self._script} {dict(self._arguments)} failed:\n{self._failure}")
+
+    def close(self) -> None:
+        """End the processes, at the latest after some seconds: what ends slowly is not what is measured."""
+        self._signal(signal.SIGCONT)
+        for process in self._processes:
+            with contextlib.suppress(BrokenPipeError):  # of one that is gone
+                process.stdin.close()
+        for process in self._processes:
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            process.stdout.close()
+        self._processes = []
+        self._folder.cleanup()
+
+    def __enter__(self) -> Contestant:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _start(self) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        for rank in range(self._world_size):
+            environment = {
+                **os.environ,
+                **ALLOCATOR,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(self._world_size),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "OMP_NUM_THREADS": str(self._threads),
+                "PYTHONWARNINGS": "ignore",
+            }
+            command = [sys.executable, str(HERE / self._script), json.dumps(self._arguments)]
+            with self._log(rank).open("w") as log:
+                self._processes.append(
+                    subprocess.Popen(
+                        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
+                    )
+                )
+
+    def _ask(self, process: subprocess.Popen, steps: int) -> dict[str, Any] | None:
+        """Send the turn to all processes (with the first), and read the answer of `process`; None if there is none."""
+        if process is self._processes[0]:
+            for each in self._processes:
+                with contextlib.suppress(BrokenPipeError):
+                    each.stdin.write(f"{steps}\n")
+                    each.stdin.flush()
+        if not select.select([process.stdout], [], [], self._timeout)[0]:
+            return None
+        line = process.stdout.readline()
+        return json.loads(line) if line else None
+
+    def _give_up(self) -> str:
+        """Kill all processes; return the ends of what they said."""
+        # One that failed ends others, whose messages are not the cause: each has a moment for its own.
+        time.sleep(2)
+        for process in self._processes:
+            process.kill()
+        return "\n---\n".join(self._log(rank).read_text()[-1500:] for rank in range(self._world_size))
+
+    def _signal(self, number: int) -> None:
+        for process in self._processes:
+            if process.poll() is None:
+                process.send_signal(number)
+
+    def _log(self, rank: int) -> Path:
+        return Path(self._folder.name) / f"rank{rank}.log"
+
+
+def run_ranks(
+    script: str, world_size: int, arguments: Mapping[str, Any], threads: int = 1, timeout: float = 600
+) -> dict[str, Any]:
+    """One turn of `arguments["steps"]` steps of a contestant that starts for it and ends after it."""
+    with Contestant(script, world_size, arguments, threads, timeout) as contestant:
+        return contestant.run(arguments["steps"])
+
+
+def side_by_side(
+    contestants: Mapping[str, tuple[str, int, Mapping[str, Any], int]], rounds: int, steps: int
+) -> dict[str, list[dict]]:
+    """Turns of `steps` steps of all contestants (script, processes, arguments, threads), in turn, `rounds` times.
+
+    All live side by side, so that a machine whose speed drifts is as fast for one as for another.
+    """
+    with contextlib.ExitStack() as stack:
+        turns = {
+            name: partial(stack.enter_context(Contestant(*description)).run, steps)
+            for name, description in contestants.items()
+        }
+        return interleave(turns, rounds)
