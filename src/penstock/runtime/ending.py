@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 
-from .exchange import LOSS_DTYPE
 from .precision import multiply_gradients
 from .reduction import ReductionReport
 from .station import Station
@@ -18,7 +17,7 @@ def sum_over_pipelines(
     """Complete the gradients, and sum the loss. Every rank calls this, also one without any microbatch.
 
     Args:
-        losses: the microbatches' shares of the global batch's loss; shape ().
+        losses: the microbatches' shares of the global batch's loss; shape (), float64.
         scaled: whether the caller scaled the losses on this rank; it is enough that one rank knows.
         reduce_gradients: whether to sum them now. They lose their scale in any case.
         loss_scale: that of the gradients.
@@ -30,7 +29,7 @@ def sum_over_pipelines(
     if reduce_gradients:
         reducer.launch_rest()
     # After the last bucket has left: on an accelerator this is where the host waits.
-    own = loss = float(torch.stack(list(losses)).to(LOSS_DTYPE).sum()) if losses else 0.0
+    own = loss = float(torch.stack(list(losses)).sum()) if losses else 0.0
     if totals.shared:
         # Behind every bucket, which is one order on all ranks, and under way while they are waited for.
         totals.start(loss, scaled)

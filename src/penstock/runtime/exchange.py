@@ -194,7 +194,7 @@ class Exchange:
     def give_loss(self, stage: int, loss: torch.Tensor) -> None:
         """Pass a loss's value to the stage below, if its rank does not know it yet."""
         if stage > 0 and self._carries_loss(stage - 1) and not self._is_local(stage - 1):
-            self._channel.send(Line(stage - 1, Kind.LOSS), [loss.to(LOSS_DTYPE)])
+            self._channel.send(Line(stage - 1, Kind.LOSS), [loss])
 
     def take_gradients(self, stage: int, microbatch: int) -> list[torch.Tensor]:
         """Gradients of the values `stage` sent that require one, in order."""

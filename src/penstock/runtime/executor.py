@@ -163,7 +163,7 @@ class TrainingStep:
         if stage == self._last:
             assert live.loss is not None
             # A copy: the loop's body may change the loss in place.
-            value = live.loss.detach().clone()
+            value = live.loss.detach().to(LOSS_DTYPE, copy=True)
             output = live.output
             gated = gate_loss(live.loss, on_backward, self._loss_scale)
             if gated is not live.loss:
