@@ -17,17 +17,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from measure import interleave
+from measure import ALLOCATOR, interleave
 
 HERE = Path(__file__).parent
-
-# glibc gives large blocks back to the system as they are freed, and every page of them is made anew at its next use:
-# 7 to 11 % of a step's processor time on the machine of the result files, and much of its jitter. Here nobody does.
-ALLOCATOR = {
-    "MALLOC_MMAP_THRESHOLD_": str(1 << 25),
-    "MALLOC_TRIM_THRESHOLD_": str(1 << 32),
-    "MALLOC_TOP_PAD_": str(1 << 26),
-}
 
 
 class Contestant:
