@@ -18,6 +18,7 @@ RESULTS = Path(__file__).parent / "results"
 
 # A GPT-2 of 12 blocks, whose vocabulary is small enough for two stages to balance.
 SHAPE = {"vocabulary": 512, "layers": 12, "width": 384, "heads": 6, "length": 128}
+
 # glibc gives large blocks back to the system as they are freed, and every page of them is made anew at its next use:
 # 7 to 11 % of a step's processor time on the machine of the result files, and much of its jitter. Here nobody does.
 ALLOCATOR = {

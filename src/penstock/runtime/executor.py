@@ -236,8 +236,9 @@ class TrainingStep:
         self._station.exchange.give_gradients(stage, microbatch, gradients)
 
     def _weight_gradients(self, action: Action) -> None:
-        final = self._final_weight[action.stage] == self._position and self._reduce
-        self._station.queues.run(action.stage, action.microbatch, self._station.reducer.ready if final else None)
+        reducer = self._station.reducer
+        waited_for = self._final_weight[action.stage] == self._position and self._reduce and reducer.active
+        self._station.queues.run(action.stage, action.microbatch, reducer.ready if waited_for else None)
 
     # -- the loss --------------------------------------------------------------------------------------------------
 
