@@ -53,12 +53,13 @@ class Groups:
                 # Each direction has a group of its own. On NCCL messages between two ranks share a stream, so with
                 # several stages on a rank each cut has, too. On gloo, which tells cuts apart by tag, they share a lock:
                 # while one thread sends, the thread that receives spins on it, for milliseconds if cores are few.
-                # A gloo group has a thread that wakes a hundred times a second, so none is made that nobody needs.
+                # A gloo group has a thread that wakes a hundred times a second, so the way down shares the pipeline's.
                 several = pipeline.num_stages > pipeline.num_ranks and device.type != "cpu"
                 cuts: list[int | None] = list(range(pipeline.num_stages - 1)) if several else [None]
                 for cut in cuts if pipeline.num_ranks > 1 else []:
                     for downstream in (True, False):
-                        group = self._new(ranks, f"cut {cut} {'down' if downstream else 'up'}", apart=True)
+                        way = f"cut {cut} {'down' if downstream else 'up'}"
+                        group = self._new(ranks, way, apart=not downstream)
                         if mine:
                             self._lines[(cut, downstream)] = group
             size = layout.tensor_parallel_size

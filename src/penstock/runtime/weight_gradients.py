@@ -6,10 +6,9 @@ Splitting backward into input gradients (B) and weight gradients (W) is the idea
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,11 +16,50 @@ from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 
-class Deferred(NamedTuple):
-    """A weight gradient still to be computed, and the parameters it is for."""
+class Deferred:
+    """One linear layer's weight gradient, still to be computed: of y = x w^T + b, or x w + b if `transposed`.
 
-    parameters: tuple[torch.Tensor, ...]
-    compute: Callable[[], None]
+    `input` is x as [rows, in] and `gradient` that of y as [rows, out].
+    """
+
+    __slots__ = ("bias", "gradient", "input", "parameters", "transposed", "weight")
+
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        input: torch.Tensor,
+        gradient: torch.Tensor,
+        transposed: bool,
+    ):
+        self.weight = weight
+        self.bias = bias
+        self.input = input
+        self.gradient = gradient
+        self.transposed = transposed
+        self.parameters = (weight,) if bias is None else (weight, bias)
+
+    def factors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The two matrices whose product is the weight's gradient."""
+        return (self.input.t(), self.gradient) if self.transposed else (self.gradient.t(), self.input)
+
+    def accumulate(self) -> None:
+        """Add to the gradients of weight and bias. Called without gradient mode."""
+        weight, bias = self.weight, self.bias
+        one, other = self.factors()
+        sum_so_far = weight.grad
+        if sum_so_far is None:
+            weight.grad = (one @ other).to(weight.dtype)
+        elif sum_so_far.dtype == other.dtype:
+            sum_so_far.addmm_(one, other)
+        else:
+            sum_so_far.add_(one @ other)
+        if bias is not None:
+            column_sums = self.gradient.sum(0)
+            if bias.grad is None:
+                bias.grad = column_sums.to(bias.dtype)
+            else:
+                bias.grad.add_(column_sums)
 
 
 class WeightGradientQueues:
@@ -31,7 +69,8 @@ class WeightGradientQueues:
         self._queues: dict[tuple[int, int], list[Deferred]] = {}
         self._current: list[Deferred] | None = None
         self._at_once = False
-        self._awaited: Counter[int] = Counter()
+        # How many entries there are for a parameter, by its id.
+        self._awaited: dict[int, int] = defaultdict(int)
 
     @property
     def deferring(self) -> bool:
@@ -42,15 +81,16 @@ class WeightGradientQueues:
         """Leave a weight gradient of the backward under way for its W action, or compute it if that one is part of
         the backward."""
         if self._at_once:
-            deferred.compute()
+            deferred.accumulate()
             return
         assert self._current is not None
         self._current.append(deferred)
-        self._awaited.update(map(id, deferred.parameters))
+        for parameter in deferred.parameters:
+            self._awaited[id(parameter)] += 1
 
     def awaits(self, parameter: torch.Tensor) -> bool:
         """Whether a part of the gradient of `parameter` is still to be computed."""
-        return self._awaited[id(parameter)] > 0
+        return self._awaited.get(id(parameter), 0) > 0
 
     def open(self, stage: int, microbatch: int) -> None:
         """From here on weight gradients are queued for `stage` and `microbatch`."""
@@ -64,22 +104,22 @@ class WeightGradientQueues:
         """From here on weight gradients are autograd's."""
         self._current, self._at_once = None, False
 
+    @torch.no_grad()
     def run(self, stage: int, microbatch: int, ready: Callable[[torch.Tensor], None] | None) -> None:
         """Compute what was queued for `stage` and `microbatch`; tell `ready` each parameter that is finished."""
         queue = self._queues.pop((stage, microbatch), [])
-        # A layer that is called twice is finished by its second entry.
-        left = Counter(id(parameter) for deferred in queue for parameter in deferred.parameters)
         # The latest first, whose tensors are still in the caches; in the order of the reduction if that waits.
         if ready is not None:
             queue.reverse()
+        awaited = self._awaited
         while queue:
-            parameters, compute = queue.pop()
-            compute()
-            del compute  # and with it what it kept
-            for parameter in parameters:
-                self._awaited[id(parameter)] -= 1
-                left[id(parameter)] -= 1
-                if ready is not None and not left[id(parameter)]:
+            # Rebinding the name lets go of what the entry before kept.
+            deferred = queue.pop()
+            deferred.accumulate()
+            for parameter in deferred.parameters:
+                awaited[id(parameter)] -= 1
+                # A layer that is called twice is finished by its second entry.
+                if ready is not None and not awaited[id(parameter)]:
                     ready(parameter)
 
     def clear(self) -> None:
@@ -120,50 +160,63 @@ def make_forward(queues: WeightGradientQueues, transposed: bool) -> Callable[[An
     def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
         weight, bias = self.weight, self.bias
         if not (weight.requires_grad and torch.is_grad_enabled()):
-            matrix = weight.t() if transposed else weight
-            return functional.linear(input, matrix, bias)
-        dtype = input.dtype
+            return functional.linear(input, weight.t() if transposed else weight, bias)
         if torch.is_autocast_enabled(input.device.type):
-            dtype = torch.get_autocast_dtype(input.device.type)
-        return _DeferringLinear.apply(queues, transposed, input.to(dtype), weight, bias)
+            input = input.to(torch.get_autocast_dtype(input.device.type))
+        return _apply(input, weight, bias, (queues, transposed, weight, bias))
 
     return forward
 
 
 class _DeferringLinear(torch.autograd.Function):
-    """y = x w^T + b in the dtype of x, as autocast would compute it."""
+    """y = x w^T + b, or x w + b if transposed, in the dtype of x, as autocast would compute it.
+
+    `deferral` is (queues, transposed, weight, bias): the parameters themselves, as a checkpoint gives back copies of
+    what was saved.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
-        queues: WeightGradientQueues,
-        transposed: bool,
         input: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
+        deferral: tuple[WeightGradientQueues, bool, torch.Tensor, torch.Tensor | None],
     ) -> torch.Tensor:
-        # The parameters themselves are kept too: a checkpoint gives back copies of what was saved.
-        ctx.queues, ctx.transposed, ctx.weight, ctx.bias = queues, transposed, weight, bias
+        ctx.deferral = deferral
         ctx.save_for_backward(input, weight)
-        matrix = (weight.t() if transposed else weight).to(input.dtype)
-        return functional.linear(input, matrix, None if bias is None else bias.to(input.dtype))
+        if weight.dtype != input.dtype:
+            weight = weight.to(input.dtype)
+            bias = None if bias is None else bias.to(input.dtype)
+        return functional.linear(input, weight.t() if deferral[1] else weight, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        input, weight = ctx.saved_tensors
-        bias = ctx.bias if ctx.bias is not None and ctx.bias.requires_grad else None
+        queues, transposed, weight, bias = ctx.deferral
+        input, matrix = ctx.saved_tensors
         input_gradient = None
-        if ctx.needs_input_grad[2]:
-            matrix = weight.to(gradient.dtype)
-            input_gradient = gradient @ (matrix.t() if ctx.transposed else matrix)
-        rows, outer = input.flatten(0, -2), gradient.flatten(0, -2)
-        one, other = (rows, outer) if ctx.transposed else (outer, rows)
-        if not ctx.queues.deferring or _is_watched(ctx.weight) or (bias is not None and _is_watched(bias)):
-            # Autograd accumulates, so that hooks see the gradient.
-            return None, None, input_gradient, one.t() @ other, None if bias is None else outer.sum(0)
-        parameters = (ctx.weight,) if bias is None else (ctx.weight, bias)
-        ctx.queues.defer(Deferred(parameters, partial(_accumulate, ctx.weight, bias, one, other, outer)))
-        return None, None, input_gradient, None, None
+        if ctx.needs_input_grad[0]:
+            if matrix.dtype != gradient.dtype:
+                matrix = matrix.to(gradient.dtype)
+            input_gradient = gradient @ (matrix.t() if transposed else matrix)
+        if bias is not None and not bias.requires_grad:
+            bias = None
+        deferred = Deferred(weight, bias, input.flatten(0, -2), gradient.flatten(0, -2), transposed)
+        # Second derivatives are autograd's, and so is what hooks want to see.
+        if (
+            not queues.deferring
+            or torch.is_grad_enabled()
+            or _is_watched(weight)
+            or (bias is not None and _is_watched(bias))
+        ):
+            one, other = deferred.factors()
+            return input_gradient, one @ other, None if bias is None else deferred.gradient.sum(0), None
+        queues.defer(deferred)
+        return input_gradient, None, None, None
+
+
+# `Function.apply` without its search for torch.func's transforms, which is a fifth of the time of a small layer's call.
+_apply = super(torch.autograd.Function, _DeferringLinear).apply
 
 
 def knows_deferral(hook: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
@@ -174,25 +227,7 @@ def knows_deferral(hook: Callable[[torch.Tensor], None]) -> Callable[[torch.Tens
 
 def _is_watched(parameter: torch.Tensor) -> bool:
     """Whether hooks want to see the gradient of `parameter` as it comes, or autograd passes it on to others."""
-    after = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-    watched = parameter._backward_hooks or not all(hasattr(hook, "knows_deferral") for hook in after.values())
-    return bool(watched) or not parameter.is_leaf
-
-
-@torch.no_grad()
-def _accumulate(
-    weight: torch.Tensor, bias: torch.Tensor | None, one: torch.Tensor, other: torch.Tensor, outer: torch.Tensor
-) -> None:
-    """Add one^T @ other to the weight's gradient and the column sums of `outer` to the bias's."""
-    if weight.grad is None:
-        weight.grad = (one.t() @ other).to(weight.dtype)
-    elif weight.grad.dtype == one.dtype:
-        weight.grad.addmm_(one.t(), other)
-    else:
-        weight.grad.add_(one.t() @ other)
-    if bias is not None:
-        total = outer.sum(0)
-        if bias.grad is None:
-            bias.grad = total.to(bias.dtype)
-        else:
-            bias.grad.add_(total)
+    if parameter._backward_hooks or not parameter.is_leaf:
+        return True
+    after = parameter._post_accumulate_grad_hooks
+    return bool(after) and not all(hasattr(hook, "knows_deferral") for hook in after.values())
