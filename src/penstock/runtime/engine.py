@@ -107,6 +107,8 @@ class Pipeline:
         self.groups = Groups(layout, self.rank, device, shared)
         self.board = FailureBoard(default_store(), self.rank, shared_name(self.groups))
         self.board.watch_interpreter()
+        # First, as it is to be called last: a group closes only when nothing refers to it.
+        self.board.on_abort(self.groups.destroy)
         if cut is not None:
             assert self.groups.tensor_parallel is not None
             cut.region.collectives = GroupCollectives(self.groups.tensor_parallel, device, self.board)
@@ -118,10 +120,8 @@ class Pipeline:
         holders = [(held.parameter, held.ranks) for held in self.held]
         reducer = GradientReducer(holders, self.groups.reduction, self.rank, self.board, queues.awaits)
         totals = Totals(layout, self.rank, self.groups, self.board)
-        self.board.on_abort(totals.clear)
-        self.board.on_abort(channel.clear)
-        self.board.on_abort(reducer.clear)
-        self.board.on_abort(self.groups.destroy)
+        for give_up in (totals.clear, channel.clear, reducer.clear, queues.clear):
+            self.board.on_abort(give_up)
         self._norm = GradientNorm(self.held, layout, self.rank, self.groups, device, self.board)
         self._station = Station(
             split=split,

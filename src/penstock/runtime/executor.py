@@ -85,6 +85,8 @@ class TrainingStep:
         waited = station.channel.seconds_waited
         try:
             station.reducer.begin()
+            # An interrupt in an earlier step may have left some.
+            station.queues.clear()
             # Gradients left from an earlier step must have the scale of those that are added to them.
             multiply_gradients(station.parameters, self._loss_scale)
             with self._autocast():

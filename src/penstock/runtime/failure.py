@@ -43,7 +43,7 @@ class FailureBoard:
         self.failed: PipelineFailure | None = None
 
     def on_abort(self, close: Callable[[], None]) -> None:
-        """Register what must be closed for the neighbours to wake."""
+        """Register what must be closed for the neighbours to wake. What was registered last is closed first."""
         self._on_abort.append(close)
 
     def abort(self, cause: str, *, suspects: Sequence[int] = ()) -> PipelineFailure:
@@ -64,7 +64,7 @@ class FailureBoard:
     def close(self) -> None:
         """Close what was registered, once."""
         closers, self._on_abort = self._on_abort, []
-        for close in closers:
+        for close in reversed(closers):
             # A group may be half gone already; the point is only that it closes.
             with contextlib.suppress(Exception):
                 close()

@@ -24,8 +24,9 @@ class Groups:
     """Process groups this rank belongs to.
 
     `pipeline` and `world` carry tensors of the device; `pipeline_control` and `world_control` are gloo groups for
-    objects and barriers. `reduction[ranks]` sums gradients over `ranks`. `tensor_parallel` joins the ranks that share
-    this rank's stages (None if there is only this one); `crew` and `crew_control` are all ranks of the pipeline.
+    objects and barriers (on a CPU they are the same groups). `reduction[ranks]` sums gradients over `ranks`.
+    `tensor_parallel` joins the ranks that share this rank's stages (None if there is only this one); `crew` and
+    `crew_control` are all ranks of the pipeline.
     """
 
     def __init__(self, layout: Layout, rank: int, device: torch.device, reduction: Iterable[tuple[int, ...]]):
@@ -50,10 +51,11 @@ class Groups:
                 control, whole = self._new(ranks, "pipeline", control=True), self._new(ranks, "pipeline")
                 if mine:
                     self.pipeline_control, self.pipeline = control, whole
-                # Each direction has a group of its own. On NCCL messages between two ranks share a stream, so with
-                # several stages on a rank each cut has, too. On gloo, which tells cuts apart by tag, they share a lock:
-                # while one thread sends, the thread that receives spins on it, for milliseconds if cores are few.
-                # A gloo group has a thread that wakes a hundred times a second, so the way down shares the pipeline's.
+                # The two directions never share a group. On NCCL messages between two ranks share a stream, so with
+                # several stages on a rank each cut has a group, too. On gloo, which tells cuts apart by tag, they share
+                # a lock: while one thread sends, the thread that receives spins on it, for milliseconds if cores are
+                # few. A gloo group has a thread that wakes a hundred times a second, so the way down has none of its
+                # own: it uses the one that has these ranks for collectives and notices.
                 several = pipeline.num_stages > pipeline.num_ranks and device.type != "cpu"
                 cuts: list[int | None] = list(range(pipeline.num_stages - 1)) if several else [None]
                 for cut in cuts if pipeline.num_ranks > 1 else []:

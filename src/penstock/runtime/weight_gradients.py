@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -16,50 +17,14 @@ from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 
-class Deferred:
-    """One linear layer's weight gradient, still to be computed: of y = x w^T + b, or x w + b if `transposed`.
+class Deferred(NamedTuple):
+    """A weight gradient still to be computed, and the parameters it is for.
 
-    `input` is x as [rows, in] and `gradient` that of y as [rows, out].
+    `compute` adds it to their `.grad`. It runs without gradient mode.
     """
 
-    __slots__ = ("bias", "gradient", "input", "parameters", "transposed", "weight")
-
-    def __init__(
-        self,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        input: torch.Tensor,
-        gradient: torch.Tensor,
-        transposed: bool,
-    ):
-        self.weight = weight
-        self.bias = bias
-        self.input = input
-        self.gradient = gradient
-        self.transposed = transposed
-        self.parameters = (weight,) if bias is None else (weight, bias)
-
-    def factors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The two matrices whose product is the weight's gradient."""
-        return (self.input.t(), self.gradient) if self.transposed else (self.gradient.t(), self.input)
-
-    def accumulate(self) -> None:
-        """Add to the gradients of weight and bias. Called without gradient mode."""
-        weight, bias = self.weight, self.bias
-        one, other = self.factors()
-        sum_so_far = weight.grad
-        if sum_so_far is None:
-            weight.grad = (one @ other).to(weight.dtype)
-        elif sum_so_far.dtype == other.dtype:
-            sum_so_far.addmm_(one, other)
-        else:
-            sum_so_far.add_(one @ other)
-        if bias is not None:
-            column_sums = self.gradient.sum(0)
-            if bias.grad is None:
-                bias.grad = column_sums.to(bias.dtype)
-            else:
-                bias.grad.add_(column_sums)
+    parameters: tuple[torch.Tensor, ...]
+    compute: Callable[[], None]
 
 
 class WeightGradientQueues:
@@ -81,7 +46,8 @@ class WeightGradientQueues:
         """Leave a weight gradient of the backward under way for its W action, or compute it if that one is part of
         the backward."""
         if self._at_once:
-            deferred.accumulate()
+            with torch.no_grad():
+                deferred.compute()
             return
         assert self._current is not None
         self._current.append(deferred)
@@ -90,7 +56,7 @@ class WeightGradientQueues:
 
     def awaits(self, parameter: torch.Tensor) -> bool:
         """Whether a part of the gradient of `parameter` is still to be computed."""
-        return self._awaited.get(id(parameter), 0) > 0
+        return id(parameter) in self._awaited and self._awaited[id(parameter)] > 0
 
     def open(self, stage: int, microbatch: int) -> None:
         """From here on weight gradients are queued for `stage` and `microbatch`."""
@@ -111,15 +77,14 @@ class WeightGradientQueues:
         # The latest first, whose tensors are still in the caches; in the order of the reduction if that waits.
         if ready is not None:
             queue.reverse()
-        awaited = self._awaited
         while queue:
-            # Rebinding the name lets go of what the entry before kept.
-            deferred = queue.pop()
-            deferred.accumulate()
-            for parameter in deferred.parameters:
-                awaited[id(parameter)] -= 1
+            parameters, compute = queue.pop()
+            compute()
+            del compute  # and with it what it kept
+            for parameter in parameters:
+                self._awaited[id(parameter)] -= 1
                 # A layer that is called twice is finished by its second entry.
-                if ready is not None and not awaited[id(parameter)]:
+                if ready is not None and not self._awaited[id(parameter)]:
                     ready(parameter)
 
     def clear(self) -> None:
@@ -183,12 +148,12 @@ class _DeferringLinear(torch.autograd.Function):
         bias: torch.Tensor | None,
         deferral: tuple[WeightGradientQueues, bool, torch.Tensor, torch.Tensor | None],
     ) -> torch.Tensor:
-        ctx.deferral = deferral
+        _, transposed, _, _ = ctx.deferral = deferral
         ctx.save_for_backward(input, weight)
         if weight.dtype != input.dtype:
             weight = weight.to(input.dtype)
             bias = None if bias is None else bias.to(input.dtype)
-        return functional.linear(input, weight.t() if deferral[1] else weight, bias)
+        return functional.linear(input, weight.t() if transposed else weight, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
@@ -201,22 +166,46 @@ class _DeferringLinear(torch.autograd.Function):
             input_gradient = gradient @ (matrix.t() if transposed else matrix)
         if bias is not None and not bias.requires_grad:
             bias = None
-        deferred = Deferred(weight, bias, input.flatten(0, -2), gradient.flatten(0, -2), transposed)
-        # Second derivatives are autograd's, and so is what hooks want to see.
+        rows, outer = _rows(input), _rows(gradient)
+        one, other = (rows, outer) if transposed else (outer, rows)
+        # Autograd keeps what is no part of a microbatch's backward, second derivatives, and what hooks want to see.
         if (
             not queues.deferring
             or torch.is_grad_enabled()
             or _is_watched(weight)
             or (bias is not None and _is_watched(bias))
         ):
-            one, other = deferred.factors()
-            return input_gradient, one @ other, None if bias is None else deferred.gradient.sum(0), None
-        queues.defer(deferred)
+            return input_gradient, one.t() @ other, None if bias is None else outer.sum(0), None
+        parameters = (weight,) if bias is None else (weight, bias)
+        queues.defer(Deferred(parameters, partial(_accumulate, weight, bias, one, other, outer)))
         return input_gradient, None, None, None
 
 
-# `Function.apply` without its search for torch.func's transforms, which is a fifth of the time of a small layer's call.
+# `Function.apply` without its Python, which looks for transforms of torch.func (not possible here) before each call.
 _apply = super(torch.autograd.Function, _DeferringLinear).apply
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` as a matrix of its last dimension's vectors."""
+    return tensor.flatten(0, -2) if tensor.dim() > 1 else tensor.unsqueeze(0)
+
+
+def _accumulate(
+    weight: torch.Tensor, bias: torch.Tensor | None, one: torch.Tensor, other: torch.Tensor, outer: torch.Tensor
+) -> None:
+    """Add one^T @ other to the weight's gradient and the column sums of `outer` to the bias's."""
+    if weight.grad is None:
+        weight.grad = (one.t() @ other).to(weight.dtype)
+    elif weight.grad.dtype == one.dtype:
+        weight.grad.addmm_(one.t(), other)
+    else:
+        weight.grad.add_(one.t() @ other)
+    if bias is not None:
+        total = outer.sum(0)
+        if bias.grad is None:
+            bias.grad = total.to(bias.dtype)
+        else:
+            bias.grad.add_(total)
 
 
 def knows_deferral(hook: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
