@@ -135,7 +135,9 @@ def tiny(rounds: int, steps: int) -> None:
     contestants = {
         "a plain loop, one process": ({"kind": "plain", "num_blocks": 2}, 1),
         "penstock, one stage, one process": ({"kind": "penstock", "schedule": "1f1b", "num_blocks": 2}, 1),
+        "torch ScheduleGPipe, two stages": ({"kind": "torch", "schedule": "ScheduleGPipe"}, 2),
         "torch Schedule1F1B, two stages": ({"kind": "torch", "schedule": "Schedule1F1B"}, 2),
+        "penstock gpipe, two stages": ({"kind": "penstock", "schedule": "gpipe"}, 2),
         "penstock 1f1b, two stages": ({"kind": "penstock", "schedule": "1f1b"}, 2),
         "penstock zb-h1, two stages": ({"kind": "penstock", "schedule": "zb-h1"}, 2),
     }
