@@ -115,6 +115,30 @@ def test_hooks_on_a_parameter_see_its_gradients(pool: Pool, schedule: str) -> No
             torch.testing.assert_close(gradient, expected[name], rtol=EXACT, atol=EXACT)
 
 
+def step_after_an_interrupt() -> dict[str, torch.Tensor | None]:
+    """Gradients of a step after one that was interrupted in its first W, on a pipeline of one rank."""
+    model = parallelize(FAMILIES["gpt2"].build(), 1, schedule="zb-v", num_microbatches=SAMPLES)
+    queues = model.pipeline.weight_gradients
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    queues.run = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        run_step(model, batch("causal", SAMPLES))
+    del queues.run
+    model.zero_grad()
+    with kept_in_double():
+        run_step(model, batch("causal", SAMPLES))
+    return gradients_of(model)
+
+
+def test_an_interrupted_step_leaves_no_weight_gradients_for_the_next(pool: Pool) -> None:
+    (gradients,) = pool.run(1, step_after_an_interrupt)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, oracle("gpt2").gradients[name], rtol=EXACT, atol=EXACT)
+
+
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
 def test_deferred_weight_gradients_are_summed_over_replicas(pool: Pool, schedule: str) -> None:
     """Four ranks: two pipelines that are given half of the batch each."""

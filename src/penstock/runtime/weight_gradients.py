@@ -6,7 +6,7 @@ Splitting backward into input gradients (B) and weight gradients (W) is the idea
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -35,7 +35,7 @@ class WeightGradientQueues:
         self._current: list[Deferred] | None = None
         self._at_once = False
         # How many entries there are for a parameter, by its id.
-        self._awaited: dict[int, int] = defaultdict(int)
+        self._awaited: Counter[int] = Counter()
 
     @property
     def deferring(self) -> bool:
@@ -56,7 +56,7 @@ class WeightGradientQueues:
 
     def awaits(self, parameter: torch.Tensor) -> bool:
         """Whether a part of the gradient of `parameter` is still to be computed."""
-        return id(parameter) in self._awaited and self._awaited[id(parameter)] > 0
+        return self._awaited[id(parameter)] > 0
 
     def open(self, stage: int, microbatch: int) -> None:
         """From here on weight gradients are queued for `stage` and `microbatch`."""
