@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import BatchEncoding
 
+from penstock.data.batch import MicrobatchedBatch
 from penstock.data.fingerprint import WHOLE_BYTES, fingerprint
 
 IDS = torch.arange(16 * 128).view(16, 128) * 7919 % 50257
@@ -55,6 +56,19 @@ def test_what_else_differs_counts():
     ]
     assert len({fingerprint(batch) for batch in batches}) == len(batches)
     assert fingerprint({"x": nan}) == fingerprint({"x": nan})
+
+
+def test_values_that_are_made_on_access_count_each_by_its_own_content():
+    """Such a value is gone when the next is asked for, and its address may be the next one's."""
+
+    def batch(*steps: int) -> MicrobatchedBatch:
+        return MicrobatchedBatch([{f"input {number}": IDS + step for number, step in enumerate(steps)}], 16)
+
+    for changed in range(5):
+        steps = [0] * 5
+        steps[changed] = 1
+        assert fingerprint(batch(*steps)) != fingerprint(batch(0, 0, 0, 0, 0))
+        assert fingerprint(batch(*steps)) == fingerprint(dict(batch(*steps)))
 
 
 def test_swapped_inputs_differ():

@@ -273,3 +273,21 @@ def test_a_trace_that_cannot_be_written_ends_every_rank(pool: Pool, tmp_path: Pa
     # The other may be done with the step before the writing fails; then the next one says so.
     assert other[1][0] == writer[1][0] == "PipelineFailure"
     assert "rank 0 failed: FileNotFoundError" in other[1][1]
+
+
+# ---------------------------------------------------------------- a pipeline that was closed
+
+
+def use_after_close() -> list[tuple[str, str]]:
+    model = parallelize(build(), 1)
+    run_step(model, batch("causal", 4))
+    model.pipeline.close()
+    with torch.no_grad():
+        evaluated = caught(model, **batch("causal", 4))
+    return [caught(run_step, model, batch("causal", 4)), evaluated]
+
+
+def test_a_closed_pipeline_says_so(pool: Pool) -> None:
+    for found in pool.run(2, use_after_close):
+        for kind, text in found:
+            assert kind == "RuntimeError" and "pipeline was closed" in text

@@ -7,6 +7,7 @@ of `torch.nn.functional` are observed, and the target each is given is recognise
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from transformers.utils import ModelOutput
 
 # Functions whose mean leaves out ignored targets; the mean of all others is over every element.
 CLASS_LOSSES = (functional.cross_entropy, functional.nll_loss)
@@ -216,7 +218,7 @@ class _Weighing(TorchFunctionMode):
 
 def loss_of(output: Any) -> torch.Tensor | None:
     """The loss in a model's output: its `loss`, or the leading scalar of a tuple."""
-    if isinstance(output, Mapping):
+    if isinstance(output, (dict, Mapping)):  # first what is quickly told
         found = output.get("loss")
     elif isinstance(output, (tuple, list)):
         found = output[0] if output else None
@@ -229,10 +231,22 @@ def loss_of(output: Any) -> torch.Tensor | None:
 
 def with_loss(output: Any, loss: torch.Tensor) -> Any:
     """`output` with its loss replaced."""
+    if isinstance(output, ModelOutput):
+        set_field(output, "loss", loss)
+        return output
     if isinstance(output, Mapping):
-        output["loss"] = loss  # type: ignore[index]  # a ModelOutput is a dictionary
+        output["loss"] = loss  # type: ignore[index]  # a dictionary
         return output
     if isinstance(output, tuple):
         return (loss, *output[1:])
     output.loss = loss
     return output
+
+
+def set_field(output: ModelOutput, name: str, value: Any) -> None:
+    """Set a field of an output to something that is not None.
+
+    `setattr` does the same, but looks through the class's fields twice, and this is done for every microbatch.
+    """
+    output.__dict__[name] = value
+    OrderedDict.__setitem__(output, name, value)

@@ -1,9 +1,9 @@
 """Messages between the ranks of one pipeline: asynchronous, tagged, received into buffers posted ahead.
 
-A *line* is one kind of message over one cut: `Line(cut, kind)`. Messages of a line arrive in the order they were sent.
-On gloo a payload moves only once its receive is posted, and each line has its own tag. On NCCL the order of all
-messages between two ranks counts, so each direction has a group of its own and the executor keeps one order for each
-direction.
+A *line* is one kind of message over one cut, and a rank's end of it either sends or receives. Messages of a line arrive
+in the order they were sent. On gloo a payload moves only once its receive is posted, and each line has its own tag. On
+NCCL the order of all messages between two ranks counts, so each direction has a group of its own and the executor keeps
+one order for each direction.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from enum import IntEnum
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,36 +33,113 @@ class Kind(IntEnum):
         return self <= Kind.ACTIVATION
 
 
-class Line(NamedTuple):
-    """One kind of message over the cut between stage `cut` and stage `cut + 1`."""
-
-    cut: int
-    kind: Kind
-
-
-class Receive(NamedTuple):
-    """Receives that were posted and not waited for yet."""
-
-    buffers: list[torch.Tensor]
-    works: list[dist.Work]
-    peer: int
-
-
 # Several tensors of one message get tags of their own.
 TAGS_PER_LINE = 64
 # Sent tensors kept alive on one line before the oldest send is waited for.
 SENDS_IN_FLIGHT = 16
 
 
-class Channel:
-    """Posts receives, sends without waiting, waits for receives.
+class Line:
+    """This rank's end of one kind of message over the cut between stage `cut` and stage `cut + 1`.
 
-    `group_for(line)` gives the process group of a line, `peer_of(stage)` the global rank that holds a stage.
+    `posted` holds the receives that were posted and not waited for yet, each with its buffers.
+    """
+
+    __slots__ = ("_channel", "_group", "_in_flight", "_name", "_peer", "_peer_in_group", "_tag", "posted")
+
+    def __init__(self, channel: Channel, cut: int, kind: Kind, group: dist.ProcessGroup, peer: int):
+        self._channel = channel
+        self._name = f"{kind.name.lower()}s between stages {cut} and {cut + 1}"
+        self._group = group
+        self._peer = peer
+        self._peer_in_group = dist.get_group_rank(group, peer)
+        self._tag = (cut * len(Kind) + kind) * TAGS_PER_LINE
+        self.posted: deque[tuple[list[torch.Tensor], list[dist.Work]]] = deque()
+        self._in_flight: deque[tuple[Sequence[torch.Tensor], list[dist.Work]]] = deque()
+
+    def post_receive(self, buffers: list[torch.Tensor]) -> None:
+        """Post receives for the next message, into `buffers`."""
+        try:
+            works = self._start(self._group.recv, buffers)
+        except RuntimeError as error:
+            raise self._lost("posting a receive of", error) from error
+        self.posted.append((buffers, works))
+
+    def receive(self) -> list[torch.Tensor]:
+        """Wait for the oldest posted receive. On an accelerator only the stream waits."""
+        buffers, works = self.posted.popleft()
+        channel = self._channel
+        start = time.perf_counter()
+        try:
+            for work in works:
+                work.wait()
+        except RuntimeError as error:
+            del work
+            raise self._failed(works, "receiving", error) from error
+        end = time.perf_counter()
+        channel.seconds_waited += end - start
+        if channel.on_wait is not None:
+            channel.on_wait(start, end)
+        return buffers
+
+    def send(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Send `tensors` as the next message without waiting; they are kept alive until they have left."""
+        try:
+            works = self._start(self._group.send, tensors)
+        except RuntimeError as error:
+            raise self._lost("sending", error) from error
+        self._in_flight.append((tensors, works))
+        if len(self._in_flight) > SENDS_IN_FLIGHT:
+            self.release(SENDS_IN_FLIGHT)
+
+    def release(self, keep: int = 0) -> None:
+        """Wait for sends that must have arrived, all but the newest `keep`, and let go of their tensors."""
+        in_flight = self._in_flight
+        while len(in_flight) > keep:
+            tensors, works = in_flight.popleft()
+            try:
+                for work in works:
+                    work.wait()
+            except RuntimeError as error:
+                del work
+                raise self._failed(works, "sending", error) from error
+            del tensors  # not before they have left
+
+    def clear(self) -> None:
+        """Forget everything under way, so that nothing keeps a dead group's connections open."""
+        self.posted.clear()
+        self._in_flight.clear()
+        del self._group
+
+    def _start(self, operation: Callable[..., dist.Work], tensors: Sequence[torch.Tensor]) -> list[dist.Work]:
+        if len(tensors) == 1:  # nearly always
+            return [operation([tensors[0]], self._peer_in_group, self._tag)]
+        return [operation([tensor], self._peer_in_group, self._tag + i) for i, tensor in enumerate(tensors)]
+
+    def _failed(self, works: list[dist.Work], doing: str, error: RuntimeError) -> Exception:
+        """The error of a work that failed, of which the caller holds no other reference."""
+        # A work that is referred to keeps its group's connections open, and the neighbours waiting on them.
+        works.clear()
+        return self._lost(doing, error)
+
+    def _lost(self, doing: str, error: RuntimeError) -> Exception:
+        return self._channel.board.lost_connection(f"{doing} {self._name}", [self._peer], error)
+
+
+class Channel:
+    """The lines of one rank.
+
+    `group_for(cut, kind)` gives the process group of a line, `peer_of(stage)` the global rank that holds a stage.
+
+    Attributes:
+        board: where a lost connection is reported.
+        seconds_waited: for messages, so far.
+        on_wait: called with the beginning and the end of each such wait, if set.
     """
 
     def __init__(
         self,
-        group_for: Callable[[Line], dist.ProcessGroup],
+        group_for: Callable[[int, Kind], dist.ProcessGroup],
         peer_of: Callable[[int], int],
         device: torch.device,
         board: FailureBoard,
@@ -71,21 +147,18 @@ class Channel:
         self._group_for = group_for
         self._peer_of = peer_of
         self._device = device
-        self._board = board
-        self._posted: dict[Line, deque[Receive]] = {}
-        self._in_flight: dict[Line, deque[tuple[list[dist.Work], Sequence[torch.Tensor]]]] = {}
-        self._routes: dict[tuple[Line, bool], tuple[dist.ProcessGroup, int, int, int]] = {}
+        self._lines: dict[tuple[int, Kind], Line] = {}
+        self.board = board
         self.seconds_waited = 0.0
-        self.on_wait: Callable[[Line, float, float], None] | None = None
+        self.on_wait: Callable[[float, float], None] | None = None
 
-    def post_receive(self, line: Line, buffers: list[torch.Tensor]) -> None:
-        """Post receives for the next message of `line`, into `buffers`."""
-        group, group_rank, peer, tag = self._route(line, receiving=True)
-        try:
-            works = [group.recv([buffer], group_rank, tag + i) for i, buffer in enumerate(buffers)]
-        except RuntimeError as error:
-            raise self._board.lost_connection(f"posting a receive of {_name(line)}", [peer], error) from error
-        self._posted.setdefault(line, deque()).append(Receive(buffers, works, peer))
+    def line(self, cut: int, kind: Kind, upper: bool) -> Line:
+        """The line of `kind` over `cut`; `upper` if this rank holds the stage above the cut, `cut + 1`."""
+        line = self._lines.get((cut, kind))
+        if line is None:
+            peer = self._peer_of(cut if upper else cut + 1)
+            line = self._lines[cut, kind] = Line(self, cut, kind, self._group_for(cut, kind), peer)
+        return line
 
     def warm_up(self, cuts: Iterable[int], stages: Collection[int]) -> None:
         """Send one number over each of `cuts`, down and up again, in one order on all ranks.
@@ -93,87 +166,26 @@ class Channel:
         Every rank of the pipeline calls this with the cuts between stages of different ranks, and its own stages.
         """
         for cut in cuts:
-            down, up = Line(cut, Kind.ACTIVATION), Line(cut, Kind.GRADIENT)
-            if cut in stages:
-                self.send(down, [torch.zeros(1, device=self._device)])
-                self.post_receive(up, [torch.zeros(1, device=self._device)])
-                self.receive(up)
-            elif cut + 1 in stages:
-                self.post_receive(down, [torch.zeros(1, device=self._device)])
-                self.send(up, self.receive(down))
+            if cut not in stages and cut + 1 not in stages:
+                continue
+            upper = cut + 1 in stages
+            down, up = self.line(cut, Kind.ACTIVATION, upper), self.line(cut, Kind.GRADIENT, upper)
+            if upper:
+                down.post_receive([torch.zeros(1, device=self._device)])
+                up.send(down.receive())
+            else:
+                down.send([torch.zeros(1, device=self._device)])
+                up.post_receive([torch.zeros(1, device=self._device)])
+                up.receive()
         self.flush()
-
-    def num_posted(self, line: Line) -> int:
-        posted = self._posted.get(line)
-        return len(posted) if posted else 0
-
-    def receive(self, line: Line) -> list[torch.Tensor]:
-        """Wait for the oldest posted receive of `line`. On an accelerator only the stream waits."""
-        buffers, works, peer = self._posted[line].popleft()
-        start = time.perf_counter()
-        self._wait(works, peer, "receiving", line)
-        end = time.perf_counter()
-        self.seconds_waited += end - start
-        if self.on_wait is not None:
-            self.on_wait(line, start, end)
-        return buffers
-
-    def send(self, line: Line, tensors: Sequence[torch.Tensor]) -> None:
-        """Send `tensors` as the next message of `line` without waiting; they are kept alive until they have left."""
-        group, group_rank, peer, tag = self._route(line, receiving=False)
-        try:
-            works = [group.send([tensor], group_rank, tag + i) for i, tensor in enumerate(tensors)]
-        except RuntimeError as error:
-            raise self._board.lost_connection(f"sending {_name(line)}", [peer], error) from error
-        flight = self._in_flight.setdefault(line, deque())
-        flight.append((works, tensors))
-        if len(flight) > SENDS_IN_FLIGHT:
-            self._finish_oldest_send(line, flight)
-
-    def release(self, line: Line, keep: int = 0) -> None:
-        """Wait for sends of `line` that must have arrived, all but the newest `keep`, and let go of their tensors."""
-        flight = self._in_flight.get(line)
-        while flight and len(flight) > keep:
-            self._finish_oldest_send(line, flight)
 
     def flush(self) -> None:
         """Wait until every send has left."""
-        for line, flight in self._in_flight.items():
-            while flight:
-                self._finish_oldest_send(line, flight)
+        for line in self._lines.values():
+            line.release()
 
     def clear(self) -> None:
-        """Forget everything under way, so that nothing keeps a dead group's connections open."""
-        self._posted.clear()
-        self._in_flight.clear()
-        self._routes.clear()
-
-    def _finish_oldest_send(self, line: Line, flight: deque[tuple[list[dist.Work], Sequence[torch.Tensor]]]) -> None:
-        works, _ = flight.popleft()
-        self._wait(works, self._route(line, receiving=False)[2], "sending", line)
-
-    def _wait(self, works: list[dist.Work], peer: int, doing: str, line: Line) -> None:
-        try:
-            while works:
-                works[-1].wait()
-                works.pop()
-        except RuntimeError as error:
-            # A work that is referred to keeps its group's connections open, and the neighbours waiting on them.
-            works.clear()
-            raise self._board.lost_connection(f"{doing} {_name(line)}", [peer], error) from error
-
-    def _route(self, line: Line, receiving: bool) -> tuple[dist.ProcessGroup, int, int, int]:
-        """(group, peer's rank in it, peer's global rank, first tag) of a line, looked up once."""
-        route = self._routes.get((line, receiving))
-        if route is None:
-            group = self._group_for(line)
-            to_upper_stage = line.kind.downstream != receiving
-            peer = self._peer_of(line.cut + 1 if to_upper_stage else line.cut)
-            tag = (line.cut * len(Kind) + line.kind) * TAGS_PER_LINE
-            route = (group, dist.get_group_rank(group, peer), peer, tag)
-            self._routes[(line, receiving)] = route
-        return route
-
-
-def _name(line: Line) -> str:
-    return f"{line.kind.name.lower()}s between stages {line.cut} and {line.cut + 1}"
+        """Forget everything under way, and the groups."""
+        for line in self._lines.values():
+            line.clear()
+        self._lines.clear()

@@ -32,6 +32,7 @@ from .inputs import StepInputs, refuse_tuples, refuse_without_loss, warn_of_inex
 from .layout import Layout
 from .norm import GradientNorm
 from .precision import ScaleWatch, autocast
+from .program import Program
 from .random_state import adopt_random_state
 from .recorder import Recorder
 from .reduction import GradientReducer
@@ -89,9 +90,11 @@ class Pipeline:
         self.step_number = 0
         self._num_calls = 0
         self._num_attempts = 0
+        self._closed = False
         self._recorder = Recorder(self.place.rank_in_pipeline)
         self._make_schedule = make_schedule
         self._schedules: dict[int, Schedule] = {}
+        self._programs: dict[int, Program] = {}
         self._synchronising = True
         self._main_input_name = getattr(split.model, "main_input_name", None)
         mine = layout.pipelines[self.place.pipeline]
@@ -126,7 +129,7 @@ class Pipeline:
         self._station = Station(
             split=split,
             parameters=[held.parameter for held in self.held],
-            exchange=Exchange(channel, mine.stage_to_rank, device),
+            exchange=Exchange(channel, mine.stage_to_rank, self.place.rank_in_pipeline, device),
             channel=channel,
             reducer=reducer,
             queues=queues,
@@ -197,8 +200,7 @@ class Pipeline:
         with autocast(self.device, self.autocast):
             step = TrainingStep(
                 self._station,
-                schedule,
-                self.place.rank_in_pipeline,
+                self._programs[len(microbatches)],
                 inputs,
                 criterion=criterion,
                 reduce_gradients=self._synchronising,
@@ -255,6 +257,7 @@ class Pipeline:
             if not num_microbatches:
                 made = replace(made, num_microbatches=0, actions=((),) * made.num_ranks)
             self._schedules[num_microbatches] = made
+            self._programs[num_microbatches] = Program.of(made, self.place.rank_in_pipeline)
         return self._schedules[num_microbatches]
 
     def comms(self) -> tuple[GroupComm, GroupComm]:
@@ -282,6 +285,7 @@ class Pipeline:
 
     def close(self) -> None:
         """Give up the process groups. The model keeps its weights but runs no more steps."""
+        self._closed = True
         self.board.close()
         if self.split.tensor_parallel is not None:
             self.split.tensor_parallel.region.collectives = None
@@ -315,13 +319,14 @@ class Pipeline:
     ) -> StepInputs:
         if self.board.failed is not None:
             raise self.board.failed
+        if self._closed:
+            raise RuntimeError("this model's pipeline was closed: it keeps its weights, but runs no more steps")
         refuse_tuples(self.split.model, microbatches)
         if self.split.tensor_parallel is not None:
             ranks = self.layout.pipelines[self.place.pipeline].ranks()
             compare_inputs(digest, ranks, self.groups.crew_control, self.board)
-        plans = [self.split.plan(microbatch, criterion=criterion) for microbatch in microbatches]
         inputs = StepInputs.of(
-            microbatches, plans, sizes, first_microbatch,
+            microbatches, partial(self.split.plan, criterion=criterion), sizes, first_microbatch,
             self.step_number, self._num_calls, self._num_attempts, digest, self.holds_output,
         )  # fmt: skip
         self._num_calls += 1

@@ -14,6 +14,7 @@ from penstock.modeling.loss import Criterion
 from penstock.schedule.actions import Kind, Schedule
 
 from .inputs import StepInputs
+from .program import microbatch_orders
 from .station import StageOpener, Station
 from .transfer import broadcast_tensors
 
@@ -41,10 +42,12 @@ def evaluate(
     if over_all_pipelines and is_last:
         totals = station.totals.counts(totals)
     with torch.no_grad():
-        opener = StageOpener(station, actions, inputs)
+        opener = StageOpener(station, microbatch_orders(actions), inputs)
         for action in actions:
             stage, microbatch = action.stage, action.microbatch
-            received = station.exchange.take_activations(stage, microbatch, opener.open(stage))
+            if stage not in opener.states:
+                opener.open(stage)
+            received = station.exchange.below[stage].take_activations(microbatch)
             plan, batch = inputs.plans[microbatch], inputs.microbatches[microbatch]
             shares = None
             if stage == last and plan.loss is not None:
@@ -56,7 +59,7 @@ def evaluate(
             if stage == last:
                 outputs[microbatch] = output
             else:
-                station.exchange.give_activations(stage, microbatch, sent)
+                station.exchange.above[stage].give_activations(microbatch, sent)
         station.channel.flush()
         return merge_outputs(outputs, inputs.sizes) if is_last and outputs else None
 

@@ -16,14 +16,15 @@ from typing import Any
 import torch
 
 from penstock.modeling.loss import Criterion
-from penstock.schedule.actions import Action, Kind, Schedule
+from penstock.schedule.actions import Action, Kind
 
+from .cuts import LOSS_DTYPE
 from .ending import sum_over_pipelines
-from .exchange import LOSS_DTYPE
 from .failure import PipelineFailure
-from .gate import gate_loss, proxy_loss
+from .gate import copied, gate_loss, proxy_loss
 from .inputs import StepInputs
 from .precision import autocast_now, multiply_gradients
+from .program import Program
 from .recorder import Recorder
 from .station import StageOpener, Station
 from .step import Live, StageOutput, StepReport
@@ -40,8 +41,7 @@ class TrainingStep:
     def __init__(
         self,
         station: Station,
-        schedule: Schedule,
-        rank_in_pipeline: int,
+        program: Program,
         inputs: StepInputs,
         *,
         criterion: Criterion | None = None,
@@ -50,11 +50,8 @@ class TrainingStep:
         recorder: Recorder | None = None,
     ):
         self._station = station
-        self._schedule = schedule
-        self._actions = schedule.actions_of(rank_in_pipeline)
-        self._stages = schedule.stages_of(rank_in_pipeline)
-        self._top = schedule.top_stage(rank_in_pipeline)
-        self._last = schedule.num_stages - 1
+        self._program = program
+        self._below, self._above = station.exchange.below, station.exchange.above
         self._inputs = inputs
         self._criterion = criterion
         self._reduce = reduce_gradients
@@ -70,12 +67,9 @@ class TrainingStep:
         self._losses: list[torch.Tensor] = []
         self._incoming: torch.Tensor | None = None
         self._autocast = autocast_now(station.device)
+        self._autocasting = torch.is_autocast_enabled(station.device.type)
+        self._random = station.split.random
         self._proxy_dtype = torch.float64 if station.split.dtype == torch.float64 else torch.float32
-        backwards = [i for i, action in enumerate(self._actions) if action.kind is Kind.B]
-        weights = [i for i, action in enumerate(self._actions) if action.kind is Kind.W]
-        self._final_backward = backwards[-1] if backwards else -1
-        self._whole = schedule.whole_backwards(rank_in_pipeline)
-        self._final_weight = {action.stage: i for i, action in enumerate(self._actions) if i in set(weights)}
         self.report: StepReport | None = None
 
     def run(self) -> Iterator[Any]:
@@ -90,24 +84,23 @@ class TrainingStep:
             # Gradients left from an earlier step must have the scale of those that are added to them.
             multiply_gradients(station.parameters, self._loss_scale)
             with self._autocast():
-                self._opener = StageOpener(station, self._actions, self._inputs)
-            for position, action in enumerate(self._actions):
+                self._opener = StageOpener(station, self._program.orders, self._inputs)
+            for position, action in enumerate(self._program.actions):
+                kind, stage, microbatch = action.kind, action.stage, action.microbatch
                 self._position = position
                 start = time.perf_counter()
-                if action.kind is Kind.F:
-                    self._forward(action.stage, action.microbatch)
-                elif action.kind is Kind.W:
-                    self._weight_gradients(action)
-                elif action.stage == self._top:
-                    yield self._open_backward(action.microbatch)
-                    self._close_backward(action.stage, action.microbatch)
+                if kind is Kind.F:
+                    self._forward(stage, microbatch)
+                elif kind is Kind.W:
+                    self._weight_gradients(stage, microbatch)
+                elif stage == self._program.top:
+                    yield self._open_backward(microbatch)
+                    self._close_backward(microbatch)
                 else:
-                    self._inner_backward(action.stage, action.microbatch)
+                    self._inner_backward(stage, microbatch)
                 if self._recorder is not None:
-                    self._recorder.action(
-                        action.kind.value, action.stage, action.microbatch, start, time.perf_counter()
-                    )
-            if self._total_counts is None and self._last in self._stages:
+                    self._recorder.action(kind.value, stage, microbatch, start, time.perf_counter())
+            if self._total_counts is None and self._program.holds_last:
                 # Not a single microbatch here, but the other pipelines need to hear so.
                 self._total_counts = station.totals.counts(())
             station.channel.flush()
@@ -129,52 +122,61 @@ class TrainingStep:
     # -- the actions -----------------------------------------------------------------------------------------------
 
     def _forward(self, stage: int, microbatch: int) -> None:
-        station, inputs = self._station, self._inputs
         received = self._take_activations(stage, microbatch)
         live = self._live[stage, microbatch] = Live(received)
-        with torch.enable_grad(), self._autocast():
-            output, sent = station.split.forward(
-                inputs.plans[microbatch],
-                stage,
-                inputs.microbatches[microbatch],
-                received,
-                seed=inputs.seed(station.seed, microbatch),
-                shares=self._shares(microbatch) if stage == self._last else None,
-                criterion=self._criterion,
-            )
-        if stage == self._last:
-            assert output is not None
+        if self._autocasting or not torch.is_grad_enabled():
+            with torch.enable_grad(), self._autocast():
+                output, sent = self._compute(stage, microbatch, received)
+        else:
+            output, sent = self._compute(stage, microbatch, received)
+        if stage == self._program.last:
             live.output, live.loss = output, output.loss
         else:
-            station.exchange.give_activations(stage, microbatch, sent)
             live.sent = [tensor for tensor in sent if tensor.requires_grad]
-            station.exchange.post_gradients(stage)
+            self._above[stage].give_activations(microbatch, sent)
+
+    def _compute(self, stage: int, microbatch: int, received: list[torch.Tensor]) -> tuple[Any, Sequence[torch.Tensor]]:
+        inputs = self._inputs
+        return self._station.split.forward(
+            inputs.plans[microbatch],
+            stage,
+            inputs.microbatches[microbatch],
+            received,
+            seed=inputs.seed(self._station.seed, microbatch) if self._random else None,
+            shares=self._shares(microbatch) if stage == self._program.last else None,
+            criterion=self._criterion,
+        )
 
     def _take_activations(self, stage: int, microbatch: int) -> list[torch.Tensor]:
-        state = self._opener.open(stage)
-        if stage == self._last and self._total_counts is None:
+        if stage not in self._opener.states:
+            self._opener.open(stage)
+        if self._total_counts is None and stage == self._program.last:
             self._total_counts = self._station.totals.counts(self._inputs.total_counts())
-        return self._station.exchange.take_activations(stage, microbatch, state)
+        return self._below[stage].take_activations(microbatch)
+
+    def _take_loss(self) -> torch.Tensor:
+        assert self._station.exchange.top is not None
+        return self._station.exchange.top.take_loss()
 
     def _open_backward(self, microbatch: int) -> Any:
         """The output to yield for `microbatch`, its loss gated so that the backward is noticed."""
-        stage, exchange = self._top, self._station.exchange
+        stage = self._program.top
         live = self._live[stage, microbatch]
         self._open, self._called = microbatch, False
         on_backward = partial(self._backward_begins, microbatch)
-        if stage == self._last:
+        if stage == self._program.last:
             assert live.loss is not None
             # A copy: the loop's body may change the loss in place.
-            value = live.loss.detach().to(LOSS_DTYPE, copy=True)
+            value = copied(live.loss.detach(), LOSS_DTYPE)
             output = live.output
             gated = gate_loss(live.loss, on_backward, self._loss_scale)
             if gated is not live.loss:
                 output.loss = gated
             live.output = live.loss = None
         else:
-            value = exchange.take_loss(stage)
-            output = StageOutput(loss=proxy_loss(value.to(self._proxy_dtype), live.sent, on_backward))
-        exchange.give_loss(stage, value)
+            value = self._take_loss()
+            output = StageOutput(proxy_loss(value, self._proxy_dtype, live.sent, on_backward))
+        self._below[stage].give_loss(value)
         self._losses.append(value)
         return output
 
@@ -188,59 +190,59 @@ class TrainingStep:
             )
             raise LoopError(self._fault)
         self._called, self._incoming = True, incoming
-        self._enter_backward(self._top, microbatch)
-        if self._live[self._top, microbatch].leaves:
+        top = self._program.top
+        self._enter_backward(top, microbatch)
+        live = self._live[top, microbatch]
+        if live.leaves:
             # At the end of this backward, so that the stage below need not wait for the rest of the loop's body.
-            give = partial(self._give_gradients, self._top, microbatch)
+            give = partial(self._give_gradients, top, microbatch, live)
             torch.autograd.Variable._execution_engine.queue_callback(give)
-        if self._top == self._last:
-            return ()
-        return self._station.exchange.take_gradients(self._top, microbatch)
+        return () if top == self._program.last else self._above[top].take_gradients(microbatch)
 
     def _inner_backward(self, stage: int, microbatch: int) -> None:
         """The backward of a stage below the rank's top one, which no user sees."""
         self._enter_backward(stage, microbatch)
-        gradients = self._station.exchange.take_gradients(stage, microbatch)
+        gradients = self._above[stage].take_gradients(microbatch)
         if gradients:
             torch.autograd.backward(self._live[stage, microbatch].sent, gradients)
         self._finish_backward(stage, microbatch)
 
     def _enter_backward(self, stage: int, microbatch: int) -> None:
-        if self._schedule.splits_backward:
-            if self._position in self._whole:
-                self._station.queues.open_at_once()
+        program, station = self._program, self._station
+        if program.splits_backward:
+            if self._position in program.whole_backwards:
+                station.queues.open_at_once()
             else:
-                self._station.queues.open(stage, microbatch)
-        self._station.reducer.enter_backward(final=self._position == self._final_backward and self._reduce)
+                station.queues.open(stage, microbatch)
+        if station.reducer.active:
+            station.reducer.enter_backward(final=self._position == program.final_backward and self._reduce)
 
-    def _close_backward(self, stage: int, microbatch: int) -> None:
+    def _close_backward(self, microbatch: int) -> None:
         if not self._called:
             raise LoopError(
                 f"backward() was not called on the loss of microbatch {microbatch}; call it exactly once on each "
                 "yielded loss, before taking the next (to give up the step, break out of the loop on every rank)"
             )
         self._open = None
-        self._finish_backward(stage, microbatch)
+        self._finish_backward(self._program.top, microbatch)
 
     def _finish_backward(self, stage: int, microbatch: int) -> None:
-        if self._schedule.splits_backward:
+        if self._program.splits_backward:
             self._station.queues.close()
-        self._give_gradients(stage, microbatch)
-        del self._live[stage, microbatch]
+        live = self._live.pop((stage, microbatch))
+        if live.leaves and not live.answered:
+            self._give_gradients(stage, microbatch, live)
 
-    def _give_gradients(self, stage: int, microbatch: int) -> None:
-        """Send the gradients of what this stage received, once; zeros where nothing here depended on it."""
-        live = self._live[stage, microbatch]
-        if live.answered or not live.leaves:
-            return
+    def _give_gradients(self, stage: int, microbatch: int, live: Live) -> None:
+        """Send the gradients of what this stage received; zeros where nothing here depended on it."""
         live.answered = True
         gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in live.leaves]
-        self._station.exchange.give_gradients(stage, microbatch, gradients)
+        self._below[stage].give_gradients(microbatch, gradients)
 
-    def _weight_gradients(self, action: Action) -> None:
+    def _weight_gradients(self, stage: int, microbatch: int) -> None:
         reducer = self._station.reducer
-        waited_for = self._final_weight[action.stage] == self._position and self._reduce and reducer.active
-        self._station.queues.run(action.stage, action.microbatch, reducer.ready if waited_for else None)
+        waited_for = self._position in self._program.final_weights and self._reduce and reducer.active
+        self._station.queues.run(stage, microbatch, reducer.ready if waited_for else None)
 
     # -- the loss --------------------------------------------------------------------------------------------------
 
@@ -278,7 +280,7 @@ class TrainingStep:
             )
         with station.board.aborting():
             station.queues.clear()
-            for action in self._actions[self._position :]:
+            for action in self._program.actions[self._position :]:
                 self._skip(action)
             station.channel.flush()
             if self._reduce and station.reducer.active:
@@ -288,19 +290,20 @@ class TrainingStep:
 
     def _skip(self, action: Action) -> None:
         """Do the communication of an action with zeros, so that no message is left under way."""
-        exchange, stage, microbatch = self._station.exchange, action.stage, action.microbatch
-        if action.kind is Kind.F:
+        kind, stage, microbatch = action.kind, action.stage, action.microbatch
+        is_top, is_last = stage == self._program.top, stage == self._program.last
+        if kind is Kind.F:
             received = self._take_activations(stage, microbatch)
             self._live[stage, microbatch] = Live(received)
-            if stage != self._last:
-                exchange.give_activations(stage, microbatch, exchange.stand_ins(stage, microbatch))
-                exchange.post_gradients(stage)
-        elif action.kind is Kind.B:
-            is_open = stage == self._top and microbatch == self._open
-            if stage == self._top and not is_open:
+            if not is_last:
+                self._above[stage].give_activations(microbatch, self._above[stage].stand_ins(microbatch))
+        elif kind is Kind.B:
+            is_open = is_top and microbatch == self._open
+            if is_top and not is_open:
                 nothing = torch.zeros((), dtype=LOSS_DTYPE, device=self._station.device)
-                exchange.give_loss(stage, nothing if stage == self._last else exchange.take_loss(stage))
-            if stage != self._last and not (is_open and self._called):
-                exchange.take_gradients(stage, microbatch)
-            self._give_gradients(stage, microbatch)
-            del self._live[stage, microbatch]
+                self._below[stage].give_loss(nothing if is_last else self._take_loss())
+            if not is_last and not (is_open and self._called):
+                self._above[stage].take_gradients(microbatch)
+            live = self._live.pop((stage, microbatch))
+            if live.leaves and not live.answered:
+                self._give_gradients(stage, microbatch, live)

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 
-from .channel import Kind, Line
+from .channel import Kind
 from .layout import Layout
 
 # How long closing the groups may hold up the error that made it necessary.
@@ -81,11 +81,12 @@ class Groups:
                 self.last_stages = group
         self.reduction = {ranks: self._new(ranks, "reduction") for ranks in sorted(set(reduction))}
 
-    def line(self, line: Line) -> dist.ProcessGroup:
-        """The group that carries a line. Step notices are read by the host, so they go from CPU to CPU."""
-        if line.kind is Kind.STEP:
+    def line(self, cut: int, kind: Kind) -> dist.ProcessGroup:
+        """The group that carries messages of `kind` over `cut`. Step notices are read by the host, so they go from CPU
+        to CPU."""
+        if kind is Kind.STEP:
             return self.pipeline_control
-        return self._lines[(line.cut if self._by_cut else None, line.kind.downstream)]
+        return self._lines[(cut if self._by_cut else None, kind.downstream)]
 
     def warm_up(self) -> None:
         """Make every communicator now, in one order: one made lazily in the middle of a step can deadlock."""

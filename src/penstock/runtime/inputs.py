@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ class StepInputs:
     Attributes:
         microbatches: each one's keyword arguments to the model.
         plans: each one's plan.
-        signatures: each one's plan and input shapes; equal signatures have equal shapes at every cut.
+        signatures: each one's plan, and its inputs' shapes and types; equal signatures have equal shapes at every cut.
         counts: each one's numbers of terms in the means that make up the loss.
         sizes: each one's number of samples.
         first_microbatch: the index of the first one in the global batch (it seeds dropout).
@@ -50,7 +50,7 @@ class StepInputs:
     def of(
         cls,
         microbatches: Sequence[Mapping[str, Any]],
-        plans: Sequence[Plan],
+        plan_of: Callable[[Mapping[str, Any]], Plan],
         sizes: Sequence[int],
         first_microbatch: int,
         number: int,
@@ -59,14 +59,28 @@ class StepInputs:
         fingerprint: int,
         with_counts: bool,
     ) -> StepInputs:
-        """Of microbatches and their plans. `with_counts`: on the last stage, which weighs the loss."""
+        """Of microbatches. `with_counts`: on the last stage, which weighs the loss."""
+        plans: list[Plan] = []
+        signatures: list[Any] = []
+        previous: Any = None
+        for microbatch in microbatches:
+            form = [
+                (name, value.shape, value.dtype) if isinstance(value, torch.Tensor) else (name, id(value))
+                for name, value in microbatch.items()
+            ]
+            if form == previous:  # nearly always
+                plans.append(plans[-1])
+                signatures.append(signatures[-1])
+            else:
+                plans.append(plan_of(microbatch))
+                signatures.append((plans[-1].digest, *(entry for entry in form if len(entry) == 3)))
+                previous = form
         counts = read_counts(
             [
                 plan.loss.count_later(microbatch) if with_counts and plan.loss is not None else ()
                 for plan, microbatch in zip(plans, microbatches, strict=True)
             ]
         )
-        signatures = [(plan.digest, _shapes(microbatch)) for plan, microbatch in zip(plans, microbatches, strict=True)]
         return cls(microbatches, plans, signatures, counts, sizes, first_microbatch, number, call, attempt, fingerprint)
 
     def total_counts(self) -> list[int]:
@@ -77,13 +91,6 @@ class StepInputs:
         """The seed of a microbatch's dropout: of the step and its place in the global batch, not of the layout."""
         index = self.first_microbatch + microbatch
         return (base + self.number * STEP_STRIDE + index * MICROBATCH_STRIDE) & SEED_MASK
-
-
-def _shapes(microbatch: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What decides the shapes at every cut: the inputs' shapes and types."""
-    return tuple(
-        (name, value.shape, value.dtype) for name, value in microbatch.items() if isinstance(value, torch.Tensor)
-    )
 
 
 def refuse_tuples(model: PreTrainedModel, microbatches: Sequence[Mapping[str, Any]]) -> None:

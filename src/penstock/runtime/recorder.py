@@ -14,7 +14,7 @@ import torch.distributed as dist
 from penstock.schedule.events import EventKind, TimedEvent, with_waits
 from penstock.schedule.timeline import write_timeline
 
-from .channel import Channel, Line
+from .channel import Channel
 from .failure import FailureBoard
 
 # Waits shorter than this are the cost of looking, not waiting.
@@ -54,7 +54,7 @@ class Recorder:
         start = min(max(start, self._waited_until), end)
         self._events.append(TimedEvent(self._rank, EventKind(kind), start, end, stage, microbatch))
 
-    def wait(self, line: Line, start: float, end: float) -> None:
+    def wait(self, start: float, end: float) -> None:
         """A wait for a message, inside an action."""
         self._waited_until = end
 

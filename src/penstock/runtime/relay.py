@@ -22,7 +22,7 @@ from penstock.modeling.randomness import mixed
 from penstock.modeling.stage_cache import StageCaches
 from penstock.modeling.units import refusal
 
-from .channel import Channel, Kind, Line
+from .channel import Channel, Kind
 from .engine import Pipeline
 from .lockstep import Lockstep
 from .transfer import TensorSpec, decode_header, encode_header, header_buffer
@@ -140,19 +140,21 @@ class Relay:
         if self._is_local(cut):
             values = self._handed_over.pop(cut)
             return Arriving(count, lambda: values)
-        line, header_line = Line(cut, Kind.ACTIVATION), Line(cut, Kind.HEADER)
+        values_line, header_line = (
+            self._channel.line(cut, kind, upper=True) for kind in (Kind.ACTIVATION, Kind.HEADER)
+        )
         specs = self._known(cut, key)
         if specs is None:
-            self._channel.post_receive(header_line, [header_buffer(count, self._device)])
+            header_line.post_receive([header_buffer(count, self._device)])
         else:
-            self._channel.post_receive(line, [spec.empty(self._device) for spec in specs])
+            values_line.post_receive([spec.empty(self._device) for spec in specs])
 
         def receive() -> list[torch.Tensor]:
             if specs is None:
-                learned = decode_header(self._channel.receive(header_line)[0])
+                learned = decode_header(header_line.receive()[0])
                 self._remember(cut, key, learned)
-                self._channel.post_receive(line, [spec.empty(self._device) for spec in learned])
-            return self._channel.receive(line)
+                values_line.post_receive([spec.empty(self._device) for spec in learned])
+            return values_line.receive()
 
         return Arriving(count, receive)
 
@@ -166,14 +168,14 @@ class Relay:
         specs = tuple(TensorSpec(tuple(value.shape), value.dtype) for value in values)
         known = self._known(stage, key)
         if known is None:
-            self._channel.send(Line(stage, Kind.HEADER), [encode_header(specs, self._device)])
+            self._channel.line(stage, Kind.HEADER, upper=False).send([encode_header(specs, self._device)])
             self._remember(stage, key, specs)
         elif known != specs:
             raise RuntimeError(
                 f"the tensors between stages {stage} and {stage + 1} are {specs}, but for inputs of these shapes they "
                 f"were {known} before; a shape that depends on the inputs' values cannot cross a cut"
             )
-        self._channel.send(Line(stage, Kind.ACTIVATION), [value.contiguous() for value in values])
+        self._channel.line(stage, Kind.ACTIVATION, upper=False).send([value.contiguous() for value in values])
 
     def _is_local(self, cut: int) -> bool:
         return self._stage_to_rank[cut] == self._stage_to_rank[cut + 1]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from penstock.modeling.split import SplitModel
-from penstock.schedule.actions import Action, Kind
 
 from .channel import Channel
 from .exchange import Exchange
@@ -16,6 +15,7 @@ from .failure import FailureBoard
 from .inputs import StepInputs
 from .notice import Notice, check_notice
 from .precision import ScaleWatch
+from .program import Orders
 from .reduction import GradientReducer
 from .totals import Totals
 from .weight_gradients import WeightGradientQueues
@@ -42,39 +42,32 @@ class Station:
 
 
 class StageOpener:
-    """Before a stage's first forward of a step: compares notes with the stage below, passes them on, posts receives."""
+    """Before a stage's first forward of a step: compares notes with the stage below, passes them on, posts receives.
 
-    def __init__(self, station: Station, actions: Iterable[Action], inputs: StepInputs):
+    Attributes:
+        states: for each stage that was opened, the state (see `Notice`) of all stages up to and with it.
+    """
+
+    def __init__(self, station: Station, orders: Orders, inputs: StepInputs):
         self._exchange = station.exchange
         num_values = [len(cut) for cut in inputs.plans[0].cuts] if inputs.plans else []
-        self._exchange.begin(microbatch_orders(actions), inputs.signatures, num_values)
+        self._exchange.begin(orders, inputs.signatures, num_values)
         self._notice = Notice.of(inputs, station.parameters, station.device)
-        # By stage: the state (see Notice) of all stages below it, and of all up to and with it.
-        self._below: dict[int, int] = {}
-        self._upto: dict[int, int] = {}
+        self.states: dict[int, int] = {}
 
-    def open(self, stage: int) -> int:
-        """Open `stage` unless it is open; return the state of the stages below it."""
-        if stage not in self._below:
-            theirs = self._exchange.take_notice(stage, len(self._notice))
-            if theirs is not None:
-                check_notice(Notice(*theirs), self._notice, stage)
-                self._below[stage] = theirs[-1]
-            else:
-                # The first stage, or the stage below sits on this rank.
-                self._below[stage] = self._upto[stage - 1] if stage else 0
-            notice = self._notice.after(self._below[stage])
-            self._upto[stage] = notice.state
-            self._exchange.give_notice(stage, notice)
-            self._exchange.post_activations(stage, self._below[stage])
-        return self._below[stage]
-
-
-def microbatch_orders(actions: Iterable[Action]) -> dict[int, tuple[list[int], list[int]]]:
-    """For each stage of `actions`, its microbatches in forward and in backward order."""
-    orders: dict[int, tuple[list[int], list[int]]] = {}
-    for action in actions:
-        forward, backward = orders.setdefault(action.stage, ([], []))
-        if action.kind is not Kind.W:
-            (forward if action.kind is Kind.F else backward).append(action.microbatch)
-    return orders
+    def open(self, stage: int) -> None:
+        """Open `stage`, whose first forward is due."""
+        below, above = self._exchange.below[stage], self._exchange.above.get(stage)
+        theirs = below.take_notice(len(self._notice))
+        if theirs is not None:
+            check_notice(Notice(*theirs), self._notice, stage)
+            state = theirs[-1]
+        else:
+            # The first stage, or the stage below sits on this rank.
+            state = self.states[stage - 1] if stage else 0
+        below.open(state)
+        notice = self._notice.after(state)
+        self.states[stage] = notice.state
+        if above is not None:
+            above.give_notice(notice)
+            above.open(notice.state)

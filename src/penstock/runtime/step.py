@@ -2,36 +2,43 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers.utils import ModelOutput
 
+from penstock.modeling.loss import set_field
+
 from .reduction import ReductionReport
 
 
-@dataclass
+@dataclass(init=False)
 class StageOutput(ModelOutput):
     """What a stage that does not hold the model's output yields: only the loss."""
 
     loss: torch.Tensor | None = None
 
+    def __init__(self, loss: torch.Tensor | None = None):
+        # ModelOutput's own takes ten times as long, for any number of fields.
+        if loss is not None:
+            set_field(self, "loss", loss)
 
-@dataclass
+
 class Live:
     """A microbatch between its forward and the end of its backward on one stage."""
 
-    received: list[torch.Tensor]
-    sent: list[torch.Tensor] = field(default_factory=list)
-    loss: torch.Tensor | None = None
-    output: Any = None
-    # Whether the gradients of what was received have been sent.
-    answered: bool = False
+    __slots__ = ("answered", "leaves", "loss", "output", "sent")
 
-    @property
-    def leaves(self) -> list[torch.Tensor]:
-        return [tensor for tensor in self.received if tensor.requires_grad]
+    def __init__(self, received: Sequence[torch.Tensor]):
+        # Of what was received and sent, the tensors that require a gradient.
+        self.leaves = [tensor for tensor in received if tensor.requires_grad]
+        self.sent: list[torch.Tensor] = []
+        self.loss: torch.Tensor | None = None
+        self.output: Any = None
+        # Whether the gradients of what was received have been sent.
+        self.answered = False
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,8 @@ from torch import nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
+from .autograd import direct_apply
+
 
 class Deferred(NamedTuple):
     """A weight gradient still to be computed, and the parameters it is for.
@@ -181,8 +183,7 @@ class _DeferringLinear(torch.autograd.Function):
         return input_gradient, None, None, None
 
 
-# `Function.apply` without its Python, which looks for transforms of torch.func (not possible here) before each call.
-_apply = super(torch.autograd.Function, _DeferringLinear).apply
+_apply = direct_apply(_DeferringLinear)
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,63 @@
+"""What crosses a cut: tensors whose shapes, types and gradient flags follow from a microbatch's inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+
+import torch
+
+from .transfer import TensorSpec
+
+# Messages of a line that may be posted before the one being waited for is used. One hides the latency, the second the
+# jitter; more would only hold memory, so only small ones are posted further ahead: posting tells the sender, which
+# disturbs it while it computes.
+RECEIVES_AHEAD = 2
+BYTES_AHEAD = 1 << 20
+
+
+class Crossing:
+    """What crosses a cut for inputs of one signature, how much of it may be posted ahead, and what comes back."""
+
+    __slots__ = ("ahead", "gradients", "gradients_ahead", "specs")
+
+    def __init__(self, specs: Iterable[TensorSpec]):
+        self.specs = tuple(specs)
+        self.gradients = tuple(spec for spec in self.specs if spec.requires_grad)
+        self.ahead = _messages_ahead(self.specs)
+        self.gradients_ahead = _messages_ahead(self.gradients)
+
+    def fits(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether `tensors` are what this describes."""
+        if len(tensors) != len(self.specs):
+            return False
+        for tensor, spec in zip(tensors, self.specs, strict=True):
+            if (
+                tensor.shape != spec.shape
+                or tensor.dtype is not spec.dtype
+                or tensor.requires_grad is not spec.requires_grad
+            ):
+                return False
+        return True
+
+
+def _messages_ahead(specs: Iterable[TensorSpec]) -> int:
+    return max(RECEIVES_AHEAD, BYTES_AHEAD // max(1, sum(spec.num_bytes for spec in specs)))
+
+
+class StepSignatures:
+    """The input signatures of a step's microbatches, as small numbers; equal ones have equal shapes at every cut.
+
+    `numbers` has one for each microbatch.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, int] = {}
+        self.numbers: list[int] = []
+
+    def begin(self, signatures: Iterable[Hashable]) -> None:
+        self.numbers = []
+        previous, number = None, -1
+        for signature in signatures:
+            if signature is not previous:
+                previous, number = signature, self._known.setdefault(signature, len(self._known))
+            self.numbers.append(number)

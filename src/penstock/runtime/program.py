@@ -1,0 +1,67 @@
+"""What one rank does in a step of a schedule, with everything that can be said of it before the step."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from penstock.schedule.actions import Action, Kind, Schedule
+
+# For each stage, its microbatches in forward and in backward order.
+Orders = Mapping[int, tuple[Sequence[int], Sequence[int]]]
+
+
+@dataclass(frozen=True)
+class Program:
+    """One rank's part of a schedule.
+
+    Attributes:
+        actions: the rank's actions in execution order.
+        orders: see `microbatch_orders`.
+        top: the highest of the rank's stages, whose backward is the caller's.
+        last: the pipeline's last stage.
+        holds_last: whether this rank holds it.
+        splits_backward: whether weight gradients have actions of their own.
+        final_backward: the position of the last backward, -1 if there is none.
+        whole_backwards: positions of backwards whose weight gradients follow at once.
+        final_weights: positions at which a stage's last weight gradients are computed.
+    """
+
+    actions: Sequence[Action]
+    orders: Orders
+    top: int
+    last: int
+    holds_last: bool
+    splits_backward: bool
+    final_backward: int
+    whole_backwards: Collection[int]
+    final_weights: Collection[int]
+
+    @classmethod
+    def of(cls, schedule: Schedule, rank: int) -> Program:
+        """That of `rank`, a rank in the pipeline."""
+        actions = schedule.actions_of(rank)
+        last = schedule.num_stages - 1
+        backwards = [i for i, action in enumerate(actions) if action.kind is Kind.B]
+        final_weights = {action.stage: i for i, action in enumerate(actions) if action.kind is Kind.W}
+        return cls(
+            actions=actions,
+            orders=microbatch_orders(actions),
+            top=schedule.top_stage(rank),
+            last=last,
+            holds_last=last in schedule.stages_of(rank),
+            splits_backward=schedule.splits_backward,
+            final_backward=backwards[-1] if backwards else -1,
+            whole_backwards=schedule.whole_backwards(rank),
+            final_weights=frozenset(final_weights.values()),
+        )
+
+
+def microbatch_orders(actions: Iterable[Action]) -> Orders:
+    """For each stage of `actions`, its microbatches in forward and in backward order."""
+    orders: dict[int, tuple[list[int], list[int]]] = {}
+    for action in actions:
+        forward, backward = orders.setdefault(action.stage, ([], []))
+        if action.kind is not Kind.W:
+            (forward if action.kind is Kind.F else backward).append(action.microbatch)
+    return orders
