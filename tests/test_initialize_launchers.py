@@ -78,7 +78,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import penstock
 
 # Registered earlier, so called later than what initialize() leaves for the end.
-atexit.register(lambda: print("initialized at the end:", torch.distributed.is_initialized()))
+# One string, so that the two processes' words do not mix.
+atexit.register(lambda: print(f"initialized at the end: {torch.distributed.is_initialized()}"))
 torch.manual_seed(0)
 model = GPT2LMHeadModel(GPT2Config(vocab_size=61, n_embd=16, n_layer=2, n_head=2, n_positions=16))
 model = penstock.initialize(model, {"model_parallelism": {"pipeline_parallel_size": STAGES}})
