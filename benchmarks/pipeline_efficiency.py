@@ -1,8 +1,8 @@
 """How close pipelines come to their schedules' ideal, beside their peers: `python benchmarks/pipeline_efficiency.py`.
 
-Five parts, each with a result file in benchmarks/results: real compute on two cores, memory against the number of
-microbatches, emulated devices, a tiny model that shows the cost of the machinery itself, and how well the simulator
-predicts real compute.
+Six parts, each with a result file in benchmarks/results: real compute on two cores, memory against the number of
+microbatches, emulated devices, a tiny model that shows the cost of the machinery itself, that of the executor alone,
+and how well the simulator predicts real compute.
 """
 
 from __future__ import annotations
@@ -160,6 +160,31 @@ def tiny(rounds: int, steps: int) -> None:
     table.write(f"One stage adds {extra:.0f} microseconds per action to the plain loop over the same microbatches.")
 
 
+def executor(rounds: int, steps: int) -> None:
+    """The executor alone, on one rank whose messages cost nothing: microseconds of Python per action."""
+    places = [("1f1b", 1, 0), *(("1f1b", 4, rank) for rank in (0, 1, 3)), ("zb-h1", 4, 1), ("zb-v", 4, 1)]
+    common = {"num_microbatches": 32, "warmup": 20}
+    contestants: dict[str, tuple[str, int, dict[str, Any], int]] = {}
+    for schedule, size, rank in places:
+        for kind in ("executor", "by hand"):
+            arguments = {**common, "kind": kind, "schedule": schedule, "num_ranks": size, "rank": rank}
+            contestants[f"{schedule}, rank {rank} of {size}, {kind}"] = ("free_transport.py", 1, arguments, 1)
+    results = side_by_side(contestants, rounds, steps)
+    columns = ("schedule", "actions a step", "torch's calls alone", "with the executor", "Python per action")
+    title = "The executor alone: microseconds per action"
+    table = Comparison("executor", title, columns, {**common, "steps": steps, "rounds": rounds}, results)
+    for schedule, size, rank in places:
+        name = f"{schedule}, rank {rank} of {size}"
+        count = len(build(schedule, size, common["num_microbatches"]).actions_of(rank))
+        pairs = zip(results[f"{name}, executor"], results[f"{name}, by hand"], strict=True)
+        extra = statistics.median(median_of([one], "seconds") - median_of([other], "seconds") for one, other in pairs)
+        whole, bare = (median_of(results[f"{name}, {kind}"], "seconds") for kind in ("executor", "by hand"))
+        figures = {"by_hand": bare / count, "executor": whole / count, "python": extra / count}
+        cells = [f"{seconds * 1e6:.1f}" for seconds in figures.values()]
+        table.add(name, [str(count), *cells], **{key: seconds * 1e6 for key, seconds in figures.items()})
+    table.write()
+
+
 def prediction(rounds: int, steps: int) -> None:
     """Two stages of real compute: steps simulated with action times from a recorded run, beside measured ones."""
     common = {**SHAPE, "num_microbatches": 8, "micro_batch_size": 2, "steps": steps, "warmup": 2, "kind": "penstock"}
@@ -239,6 +264,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], None]] = {
     "memory": lambda options: memory(),
     "emulated": lambda options: emulated(1, options.steps, options.seconds, sizes_of(options.sizes), options.schedules),
     "tiny": lambda options: tiny(options.rounds, 10 * options.steps),
+    "executor": lambda options: executor(options.rounds, 50 * options.steps),
     "prediction": lambda options: prediction(options.rounds, options.steps),
 }
 
