@@ -55,14 +55,16 @@ class Line:
         self._peer_in_group = dist.get_group_rank(group, peer)
         self._tag = (cut * len(Kind) + kind) * TAGS_PER_LINE
         self.posted: deque[tuple[list[torch.Tensor], list[dist.Work]]] = deque()
-        self._in_flight: deque[tuple[Sequence[torch.Tensor], list[dist.Work]]] = deque()
+        self._in_flight: deque[tuple[list[torch.Tensor], list[dist.Work]]] = deque()
 
     def post_receive(self, buffers: list[torch.Tensor]) -> None:
         """Post receives for the next message, into `buffers`."""
+        works: list[dist.Work] = []
         try:
-            works = self._start(self._group.recv, buffers)
+            for buffer in buffers:
+                works.append(self._group.recv([buffer], self._peer_in_group, self._tag + len(works)))
         except RuntimeError as error:
-            raise self._lost("posting a receive of", error) from error
+            raise self._failed(works, "posting a receive of", error) from error
         self.posted.append((buffers, works))
 
     def receive(self) -> list[torch.Tensor]:
@@ -84,11 +86,16 @@ class Line:
 
     def send(self, tensors: Sequence[torch.Tensor]) -> None:
         """Send `tensors` as the next message without waiting; they are kept alive until they have left."""
+        sent: list[torch.Tensor] = []
+        works: list[dist.Work] = []
         try:
-            works = self._start(self._group.send, tensors)
+            for tensor in tensors:
+                tensor = tensor.contiguous()
+                sent.append(tensor)
+                works.append(self._group.send([tensor], self._peer_in_group, self._tag + len(works)))
         except RuntimeError as error:
-            raise self._lost("sending", error) from error
-        self._in_flight.append((tensors, works))
+            raise self._failed(works, "sending", error) from error
+        self._in_flight.append((sent, works))
         if len(self._in_flight) > SENDS_IN_FLIGHT:
             self.release(SENDS_IN_FLIGHT)
 
@@ -111,18 +118,10 @@ class Line:
         self._in_flight.clear()
         del self._group
 
-    def _start(self, operation: Callable[..., dist.Work], tensors: Sequence[torch.Tensor]) -> list[dist.Work]:
-        if len(tensors) == 1:  # nearly always
-            return [operation([tensors[0]], self._peer_in_group, self._tag)]
-        return [operation([tensor], self._peer_in_group, self._tag + i) for i, tensor in enumerate(tensors)]
-
     def _failed(self, works: list[dist.Work], doing: str, error: RuntimeError) -> Exception:
         """The error of a work that failed, of which the caller holds no other reference."""
         # A work that is referred to keeps its group's connections open, and the neighbours waiting on them.
         works.clear()
-        return self._lost(doing, error)
-
-    def _lost(self, doing: str, error: RuntimeError) -> Exception:
         return self._channel.board.lost_connection(f"{doing} {self._name}", [self._peer], error)
 
 

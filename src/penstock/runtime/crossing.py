@@ -18,13 +18,21 @@ BYTES_AHEAD = 1 << 20
 class Crossing:
     """What crosses a cut for inputs of one signature, how much of it may be posted ahead, and what comes back."""
 
-    __slots__ = ("ahead", "gradients", "gradients_ahead", "specs")
+    __slots__ = ("_gradients", "ahead", "gradients_ahead", "specs")
 
     def __init__(self, specs: Iterable[TensorSpec]):
         self.specs = tuple(specs)
-        self.gradients = tuple(spec for spec in self.specs if spec.requires_grad)
+        self._gradients = tuple(spec for spec in self.specs if spec.requires_grad)
         self.ahead = _messages_ahead(self.specs)
-        self.gradients_ahead = _messages_ahead(self.gradients)
+        self.gradients_ahead = _messages_ahead(self._gradients)
+
+    def buffers(self, device: torch.device) -> list[torch.Tensor]:
+        """To receive it into."""
+        return [torch.empty(spec.shape, dtype=spec.dtype, device=device) for spec in self.specs]
+
+    def gradient_buffers(self, device: torch.device) -> list[torch.Tensor]:
+        """To receive what comes back into."""
+        return [torch.empty(spec.shape, dtype=spec.dtype, device=device) for spec in self._gradients]
 
     def fits(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether `tensors` are what this describes."""

@@ -172,7 +172,7 @@ class CutBelow(RemoteCut):
 
     def give_gradients(self, microbatch: int, gradients: Sequence[torch.Tensor]) -> None:
         """Send the gradients of the values the stage received that require one, in order."""
-        self._gradients.send([gradient.contiguous() for gradient in gradients])
+        self._gradients.send(gradients)
 
     def give_loss(self, loss: torch.Tensor) -> None:
         """Pass a loss's value down, if the rank there does not know it yet."""
@@ -185,12 +185,9 @@ class CutBelow(RemoteCut):
             crossing = self._known.get(self._signatures.numbers[order[self._num_posted]])
             if crossing is None or len(line.posted) >= crossing.ahead:
                 return
-            self._post_one(crossing)
-
-    def _post_one(self, crossing: Crossing) -> None:
-        self._activations.post_receive([spec.empty(self._device) for spec in crossing.specs])
-        self._expected.append(crossing)
-        self._num_posted += 1
+            line.post_receive(crossing.buffers(self._device))
+            self._expected.append(crossing)
+            self._num_posted += 1
 
     def _post_after_header(self, signature: int) -> None:
         """Wait for the header of the next microbatch, whose shapes are new, and post its receive."""
@@ -198,7 +195,9 @@ class CutBelow(RemoteCut):
         crossing = Crossing(decode_header(self._headers.receive()[0]))
         if len(crossing.specs) == self._num_values:
             self._known[signature] = crossing
-        self._post_one(crossing)
+        self._activations.post_receive(crossing.buffers(self._device))
+        self._expected.append(crossing)
+        self._num_posted += 1
 
 
 class CutAbove(RemoteCut):
@@ -230,7 +229,7 @@ class CutAbove(RemoteCut):
                 f"{tuple(map(TensorSpec.of, tensors))}, but for inputs of these shapes they were {crossing.specs} "
                 "before; a shape that depends on the inputs' values cannot cross a cut"
             )
-        self._activations.send([tensor.detach().contiguous() for tensor in tensors])
+        self._activations.send([tensor.detach() for tensor in tensors])
         self._sent[microbatch] = crossing
         if self._num_posted < len(self._order):
             self._post()
@@ -265,5 +264,5 @@ class CutAbove(RemoteCut):
                 return
             if self._losses is not None:
                 self._losses.post_receive([torch.empty((), dtype=LOSS_DTYPE, device=self._device)])
-            line.post_receive([spec.empty(self._device) for spec in crossing.gradients])
+            line.post_receive(crossing.gradient_buffers(self._device))
             self._num_posted += 1

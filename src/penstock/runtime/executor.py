@@ -52,9 +52,11 @@ class TrainingStep:
         self._station = station
         self._program = program
         self._below, self._above = station.exchange.below, station.exchange.above
+        self._loss_cut = station.exchange.top
         self._inputs = inputs
         self._criterion = criterion
         self._reduce = reduce_gradients
+        self._reducing = station.reducer.active
         self._loss_scale = loss_scale
         self._recorder = recorder
         self._live: dict[tuple[int, int], Live] = {}
@@ -88,7 +90,7 @@ class TrainingStep:
             for position, action in enumerate(self._program.actions):
                 kind, stage, microbatch = action.kind, action.stage, action.microbatch
                 self._position = position
-                start = time.perf_counter()
+                start = 0.0 if self._recorder is None else time.perf_counter()
                 if kind is Kind.F:
                     self._forward(stage, microbatch)
                 elif kind is Kind.W:
@@ -154,10 +156,6 @@ class TrainingStep:
             self._total_counts = self._station.totals.counts(self._inputs.total_counts())
         return self._below[stage].take_activations(microbatch)
 
-    def _take_loss(self) -> torch.Tensor:
-        assert self._station.exchange.top is not None
-        return self._station.exchange.top.take_loss()
-
     def _open_backward(self, microbatch: int) -> Any:
         """The output to yield for `microbatch`, its loss gated so that the backward is noticed."""
         stage = self._program.top
@@ -174,7 +172,8 @@ class TrainingStep:
                 output.loss = gated
             live.output = live.loss = None
         else:
-            value = self._take_loss()
+            assert self._loss_cut is not None
+            value = self._loss_cut.take_loss()
             output = StageOutput(proxy_loss(value, self._proxy_dtype, live.sent, on_backward))
         self._below[stage].give_loss(value)
         self._losses.append(value)
@@ -214,7 +213,7 @@ class TrainingStep:
                 station.queues.open_at_once()
             else:
                 station.queues.open(stage, microbatch)
-        if station.reducer.active:
+        if self._reducing:
             station.reducer.enter_backward(final=self._position == program.final_backward and self._reduce)
 
     def _close_backward(self, microbatch: int) -> None:
@@ -240,9 +239,8 @@ class TrainingStep:
         self._below[stage].give_gradients(microbatch, gradients)
 
     def _weight_gradients(self, stage: int, microbatch: int) -> None:
-        reducer = self._station.reducer
-        waited_for = self._position in self._program.final_weights and self._reduce and reducer.active
-        self._station.queues.run(stage, microbatch, reducer.ready if waited_for else None)
+        waited_for = self._reducing and self._reduce and self._position in self._program.final_weights
+        self._station.queues.run(stage, microbatch, self._station.reducer.ready if waited_for else None)
 
     # -- the loss --------------------------------------------------------------------------------------------------
 
@@ -283,7 +281,7 @@ class TrainingStep:
             for action in self._program.actions[self._position :]:
                 self._skip(action)
             station.channel.flush()
-            if self._reduce and station.reducer.active:
+            if self._reduce and self._reducing:
                 station.reducer.finish()
             multiply_gradients(station.parameters, 1.0 / self._loss_scale)
             self._live.clear()
@@ -301,7 +299,7 @@ class TrainingStep:
             is_open = is_top and microbatch == self._open
             if is_top and not is_open:
                 nothing = torch.zeros((), dtype=LOSS_DTYPE, device=self._station.device)
-                self._below[stage].give_loss(nothing if is_last else self._take_loss())
+                self._below[stage].give_loss(nothing if self._loss_cut is None else self._loss_cut.take_loss())
             if not is_last and not (is_open and self._called):
                 self._above[stage].take_gradients(microbatch)
             live = self._live.pop((stage, microbatch))

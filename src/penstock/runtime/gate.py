@@ -19,7 +19,7 @@ OnBackward = Callable[[torch.Tensor | None], Sequence[torch.Tensor]]
 
 
 def copied(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A copy of `value` as `dtype`. `to(copy=True)` takes twice the time."""
+    """A copy of `value` as `dtype`: `to(dtype, copy=True)`, which takes twice the time."""
     return value.clone() if value.dtype is dtype else value.to(dtype)
 
 

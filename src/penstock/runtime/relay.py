@@ -175,7 +175,7 @@ class Relay:
                 f"the tensors between stages {stage} and {stage + 1} are {specs}, but for inputs of these shapes they "
                 f"were {known} before; a shape that depends on the inputs' values cannot cross a cut"
             )
-        self._channel.line(stage, Kind.ACTIVATION, upper=False).send([value.contiguous() for value in values])
+        self._channel.line(stage, Kind.ACTIVATION, upper=False).send(values)
 
     def _is_local(self, cut: int) -> bool:
         return self._stage_to_rank[cut] == self._stage_to_rank[cut + 1]

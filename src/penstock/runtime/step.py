@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers.utils import ModelOutput
-
-from penstock.modeling.loss import set_field
 
 from .reduction import ReductionReport
 
@@ -22,8 +21,9 @@ class StageOutput(ModelOutput):
 
     def __init__(self, loss: torch.Tensor | None = None):
         # ModelOutput's own takes ten times as long, for any number of fields.
+        self.__dict__["loss"] = loss
         if loss is not None:
-            set_field(self, "loss", loss)
+            OrderedDict.__setitem__(self, "loss", loss)
 
 
 class Live:
