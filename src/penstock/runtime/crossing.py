@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from functools import partial
+from operator import call
 
 import torch
 
@@ -18,21 +20,23 @@ BYTES_AHEAD = 1 << 20
 class Crossing:
     """What crosses a cut for inputs of one signature, how much of it may be posted ahead, and what comes back."""
 
-    __slots__ = ("_gradients", "ahead", "gradients_ahead", "specs")
+    __slots__ = ("_buffers", "_gradient_buffers", "ahead", "gradients_ahead", "specs")
 
-    def __init__(self, specs: Iterable[TensorSpec]):
+    def __init__(self, specs: Iterable[TensorSpec], device: torch.device):
         self.specs = tuple(specs)
-        self._gradients = tuple(spec for spec in self.specs if spec.requires_grad)
+        gradients = [spec for spec in self.specs if spec.requires_grad]
         self.ahead = _messages_ahead(self.specs)
-        self.gradients_ahead = _messages_ahead(self._gradients)
+        self.gradients_ahead = _messages_ahead(gradients)
+        self._buffers = [_maker(spec, device) for spec in self.specs]
+        self._gradient_buffers = [_maker(spec, device) for spec in gradients]
 
-    def buffers(self, device: torch.device) -> list[torch.Tensor]:
+    def buffers(self) -> list[torch.Tensor]:
         """To receive it into."""
-        return [torch.empty(spec.shape, dtype=spec.dtype, device=device) for spec in self.specs]
+        return list(map(call, self._buffers))
 
-    def gradient_buffers(self, device: torch.device) -> list[torch.Tensor]:
+    def gradient_buffers(self) -> list[torch.Tensor]:
         """To receive what comes back into."""
-        return [torch.empty(spec.shape, dtype=spec.dtype, device=device) for spec in self._gradients]
+        return list(map(call, self._gradient_buffers))
 
     def fits(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether `tensors` are what this describes."""
@@ -46,6 +50,10 @@ class Crossing:
             ):
                 return False
         return True
+
+
+def _maker(spec: TensorSpec, device: torch.device) -> Callable[[], torch.Tensor]:
+    return partial(torch.empty, spec.shape, dtype=spec.dtype, device=device)
 
 
 def _messages_ahead(specs: Iterable[TensorSpec]) -> int:

@@ -185,17 +185,17 @@ class CutBelow(RemoteCut):
             crossing = self._known.get(self._signatures.numbers[order[self._num_posted]])
             if crossing is None or len(line.posted) >= crossing.ahead:
                 return
-            line.post_receive(crossing.buffers(self._device))
+            line.post_receive(crossing.buffers())
             self._expected.append(crossing)
             self._num_posted += 1
 
     def _post_after_header(self, signature: int) -> None:
         """Wait for the header of the next microbatch, whose shapes are new, and post its receive."""
         self._headers.post_receive([header_buffer(self._num_values, self._device)])
-        crossing = Crossing(decode_header(self._headers.receive()[0]))
+        crossing = Crossing(decode_header(self._headers.receive()[0]), self._device)
         if len(crossing.specs) == self._num_values:
             self._known[signature] = crossing
-        self._activations.post_receive(crossing.buffers(self._device))
+        self._activations.post_receive(crossing.buffers())
         self._expected.append(crossing)
         self._num_posted += 1
 
@@ -219,7 +219,7 @@ class CutAbove(RemoteCut):
         signature = self._signatures.numbers[microbatch]
         crossing = self._known.get(signature)
         if crossing is None:
-            crossing = Crossing(TensorSpec.of(tensor) for tensor in tensors)
+            crossing = Crossing(map(TensorSpec.of, tensors), self._device)
             if len(tensors) == self._num_values:
                 self._known[signature] = crossing
             self._headers.send([encode_header(crossing.specs, self._device)])
@@ -229,7 +229,7 @@ class CutAbove(RemoteCut):
                 f"{tuple(map(TensorSpec.of, tensors))}, but for inputs of these shapes they were {crossing.specs} "
                 "before; a shape that depends on the inputs' values cannot cross a cut"
             )
-        self._activations.send([tensor.detach() for tensor in tensors])
+        self._activations.send(list(map(torch.Tensor.detach, tensors)))
         self._sent[microbatch] = crossing
         if self._num_posted < len(self._order):
             self._post()
@@ -264,5 +264,5 @@ class CutAbove(RemoteCut):
                 return
             if self._losses is not None:
                 self._losses.post_receive([torch.empty((), dtype=LOSS_DTYPE, device=self._device)])
-            line.post_receive(crossing.gradient_buffers(self._device))
+            line.post_receive(crossing.gradient_buffers())
             self._num_posted += 1

@@ -27,7 +27,7 @@ from .precision import autocast_now, multiply_gradients
 from .program import Program
 from .recorder import Recorder
 from .station import StageOpener, Station
-from .step import Live, StageOutput, StepReport
+from .step import Live, StageOutput, StepReport, differentiable
 
 
 class LoopError(RuntimeError):
@@ -134,7 +134,7 @@ class TrainingStep:
         if stage == self._program.last:
             live.output, live.loss = output, output.loss
         else:
-            live.sent = [tensor for tensor in sent if tensor.requires_grad]
+            live.sent = differentiable(sent)
             self._above[stage].give_activations(microbatch, sent)
 
     def _compute(self, stage: int, microbatch: int, received: list[torch.Tensor]) -> tuple[Any, Sequence[torch.Tensor]]:
@@ -207,14 +207,15 @@ class TrainingStep:
         self._finish_backward(stage, microbatch)
 
     def _enter_backward(self, stage: int, microbatch: int) -> None:
-        program, station = self._program, self._station
+        program = self._program
         if program.splits_backward:
             if self._position in program.whole_backwards:
-                station.queues.open_at_once()
+                self._station.queues.open_at_once()
             else:
-                station.queues.open(stage, microbatch)
+                self._station.queues.open(stage, microbatch)
         if self._reducing:
-            station.reducer.enter_backward(final=self._position == program.final_backward and self._reduce)
+            final = self._position == program.final_backward and self._reduce
+            self._station.reducer.enter_backward(final)
 
     def _close_backward(self, microbatch: int) -> None:
         if not self._called:
@@ -235,7 +236,9 @@ class TrainingStep:
     def _give_gradients(self, stage: int, microbatch: int, live: Live) -> None:
         """Send the gradients of what this stage received; zeros where nothing here depended on it."""
         live.answered = True
-        gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in live.leaves]
+        gradients = []
+        for leaf in live.leaves:
+            gradients.append(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)
         self._below[stage].give_gradients(microbatch, gradients)
 
     def _weight_gradients(self, stage: int, microbatch: int) -> None:

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
 from transformers.utils import ModelOutput
 
 from .reduction import ReductionReport
+
+_requires_grad = attrgetter("requires_grad")
+
+
+def differentiable(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Those that require a gradient."""
+    return list(filter(_requires_grad, tensors))
 
 
 @dataclass(init=False)
@@ -33,7 +41,7 @@ class Live:
 
     def __init__(self, received: Sequence[torch.Tensor]):
         # Of what was received and sent, the tensors that require a gradient.
-        self.leaves = [tensor for tensor in received if tensor.requires_grad]
+        self.leaves = differentiable(received)
         self.sent: list[torch.Tensor] = []
         self.loss: torch.Tensor | None = None
         self.output: Any = None
