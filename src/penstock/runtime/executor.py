@@ -27,7 +27,7 @@ from .precision import autocast_now, multiply_gradients
 from .program import Program
 from .recorder import Recorder
 from .station import StageOpener, Station
-from .step import Live, StageOutput, StepReport, differentiable
+from .step import Live, StageOutput, StepReport, requires_grad
 
 
 class LoopError(RuntimeError):
@@ -97,7 +97,14 @@ class TrainingStep:
                     self._weight_gradients(stage, microbatch)
                 elif stage == self._program.top:
                     yield self._open_backward(microbatch)
-                    self._close_backward(microbatch)
+                    if not self._called:
+                        raise LoopError(
+                            f"backward() was not called on the loss of microbatch {microbatch}; call it exactly once "
+                            "on each yielded loss, before taking the next (to give up the step, break out of the loop "
+                            "on every rank)"
+                        )
+                    self._open = None
+                    self._finish_backward(stage, microbatch)
                 else:
                     self._inner_backward(stage, microbatch)
                 if self._recorder is not None:
@@ -134,7 +141,7 @@ class TrainingStep:
         if stage == self._program.last:
             live.output, live.loss = output, output.loss
         else:
-            live.sent = differentiable(sent)
+            live.sent = list(filter(requires_grad, sent))
             self._above[stage].give_activations(microbatch, sent)
 
     def _compute(self, stage: int, microbatch: int, received: list[torch.Tensor]) -> tuple[Any, Sequence[torch.Tensor]]:
@@ -216,15 +223,6 @@ class TrainingStep:
         if self._reducing:
             final = self._position == program.final_backward and self._reduce
             self._station.reducer.enter_backward(final)
-
-    def _close_backward(self, microbatch: int) -> None:
-        if not self._called:
-            raise LoopError(
-                f"backward() was not called on the loss of microbatch {microbatch}; call it exactly once on each "
-                "yielded loss, before taking the next (to give up the step, break out of the loop on every rank)"
-            )
-        self._open = None
-        self._finish_backward(self._program.top, microbatch)
 
     def _finish_backward(self, stage: int, microbatch: int) -> None:
         if self._program.splits_backward:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -13,12 +13,8 @@ from transformers.utils import ModelOutput
 
 from .reduction import ReductionReport
 
-_requires_grad = attrgetter("requires_grad")
-
-
-def differentiable(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Those that require a gradient."""
-    return list(filter(_requires_grad, tensors))
+# For `filter`, which with this makes no call of Python.
+requires_grad = attrgetter("requires_grad")
 
 
 @dataclass(init=False)
@@ -41,7 +37,7 @@ class Live:
 
     def __init__(self, received: Sequence[torch.Tensor]):
         # Of what was received and sent, the tensors that require a gradient.
-        self.leaves = differentiable(received)
+        self.leaves = list(filter(requires_grad, received))
         self.sent: list[torch.Tensor] = []
         self.loss: torch.Tensor | None = None
         self.output: Any = None
