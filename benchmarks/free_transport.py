@@ -1,12 +1,13 @@
 """One rank of a pipeline alone, over a transport that does nothing: what is left is the executor itself.
 
-Run by `processes.Contestant`. The rank's stage is one multiplication. Two kinds run the same actions: Penstock's
+Run by `processes.Contestant`. The rank's stage is one multiplication. Two steps run the same actions: Penstock's
 executor, and the same calls of torch in a plain loop. Messages go to torch's "fake" process group, which completes
 everything at once.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from functools import partial
 from types import SimpleNamespace
@@ -185,6 +186,9 @@ def by_hand(arguments: dict[str, Any]) -> Step:
                         handed_down[index - 1, microbatch] = tensor.grad
                     else:
                         sends.append(group.send([tensor.grad.contiguous()], 0, 0))
+            else:
+                with torch.no_grad():  # where weight gradients are computed
+                    pass
         for work in sends:
             work.wait()
         float(torch.stack(losses).sum())
@@ -193,12 +197,28 @@ def by_hand(arguments: dict[str, Any]) -> Step:
     return step
 
 
+def compared(arguments: dict[str, Any]) -> Step:
+    """A step of both, one after the other, with the seconds of each."""
+    steps = {"executor": with_executor(arguments), "by_hand": by_hand(arguments)}
+
+    def step() -> Figures:
+        figures = {}
+        for name, run in steps.items():
+            start = time.perf_counter()
+            run()
+            figures[name] = time.perf_counter() - start
+        return figures
+
+    return step
+
+
 def _schedule(arguments: dict[str, Any]) -> tuple[Schedule, int]:
     """The schedule and the rank that `arguments` name, in a job that this process alone pretends to be."""
     size, rank = arguments["num_ranks"], arguments["rank"]
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    if not dist.is_initialized():
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     return build(arguments["schedule"], size, arguments["num_microbatches"]), rank
 
 
 if __name__ == "__main__":
-    serve({"executor": with_executor, "by hand": by_hand})
+    serve({"compared": compared})

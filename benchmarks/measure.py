@@ -56,6 +56,14 @@ def median_of(results: Sequence[dict], key: str) -> float:
     return statistics.median(samples) if samples else math.nan
 
 
+def medians_of(results: Mapping[str, Sequence[dict]]) -> dict[str, list[dict]]:
+    """The results with one figure, its median, for each turn of many steps."""
+    return {
+        name: [{key: median_of([run], key) if isinstance(run[key], list) else run[key] for key in run} for run in runs]
+        for name, runs in results.items()
+    }
+
+
 def ratio_of(numerators: Sequence[dict], denominators: Sequence[dict], key: str) -> float:
     """The median over rounds of the ratio of two contestants' figures in the same round, which drift has in common."""
     pairs = zip(numerators, denominators, strict=True)

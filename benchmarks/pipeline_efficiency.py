@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from measure import SHAPE, Comparison, interleave, median_of, ratio_of, spread_of
+from measure import SHAPE, Comparison, interleave, median_of, medians_of, ratio_of, spread_of
 from processes import run_ranks, side_by_side
 
 from penstock.schedule import Costs, build, schedule_names, simulate
@@ -91,7 +91,9 @@ def memory() -> None:
     table.write()
 
 
-def emulated(rounds: int, steps: int, seconds: float, sizes: list[tuple[int, int]], schedules: list[str]) -> None:
+def emulated(
+    rounds: int, steps: int, seconds: float, sizes: list[tuple[int, int]], schedules: list[str], file: str = "emulated"
+) -> None:
     """Sleeping stages, as (ranks, microbatches): measured time of a step over the simulated ideal of its schedule."""
     costs = {"forward": seconds, "backward": seconds, "weight": seconds}
     contestants, ideals = {}, {}
@@ -111,7 +113,7 @@ def emulated(rounds: int, steps: int, seconds: float, sizes: list[tuple[int, int
     results = interleave(contestants, rounds)
     columns = ("schedule, ranks x microbatches", "ideal s", "measured s", "measured / ideal")
     title = "Emulated devices: how close a step comes to its schedule's ideal"
-    table = Comparison("emulated", title, columns, {**costs, "steps": steps, "rounds": rounds}, results)
+    table = Comparison(file, title, columns, {**costs, "steps": steps, "rounds": rounds}, results)
     for name, runs in results.items():
         measured = median_of(runs, "seconds")
         if math.isnan(measured):
@@ -135,6 +137,7 @@ def tiny(rounds: int, steps: int) -> None:
     contestants = {
         "a plain loop, one process": ({"kind": "plain", "num_blocks": 2}, 1),
         "penstock, one stage, one process": ({"kind": "penstock", "schedule": "1f1b", "num_blocks": 2}, 1),
+        "1F1B by hand, two stages": ({"kind": "by hand"}, 2),
         "torch ScheduleGPipe, two stages": ({"kind": "torch", "schedule": "ScheduleGPipe"}, 2),
         "torch Schedule1F1B, two stages": ({"kind": "torch", "schedule": "Schedule1F1B"}, 2),
         "penstock gpipe, two stages": ({"kind": "penstock", "schedule": "gpipe"}, 2),
@@ -151,7 +154,7 @@ def tiny(rounds: int, steps: int) -> None:
     )
     columns = ("", "microseconds per microbatch")
     title = "A tiny model: the cost of the machinery"
-    table = Comparison("tiny", title, columns, {**common, "steps": steps, "rounds": rounds}, results)
+    table = Comparison("tiny", title, columns, {**common, "steps": steps, "rounds": rounds}, medians_of(results))
     cost = {name: median_of(runs, "seconds") / common["num_microbatches"] * 1e6 for name, runs in results.items()}
     for name, microseconds in cost.items():
         table.add(name, [f"{microseconds:.0f}"], microseconds=microseconds)
@@ -163,25 +166,28 @@ def tiny(rounds: int, steps: int) -> None:
 def executor(rounds: int, steps: int) -> None:
     """The executor alone, on one rank whose messages cost nothing: microseconds of Python per action."""
     places = [("1f1b", 1, 0), *(("1f1b", 4, rank) for rank in (0, 1, 3)), ("zb-h1", 4, 1), ("zb-v", 4, 1)]
-    common = {"num_microbatches": 32, "warmup": 20}
-    contestants: dict[str, tuple[str, int, dict[str, Any], int]] = {}
-    for schedule, size, rank in places:
-        for kind in ("executor", "by hand"):
-            arguments = {**common, "kind": kind, "schedule": schedule, "num_ranks": size, "rank": rank}
-            contestants[f"{schedule}, rank {rank} of {size}, {kind}"] = ("free_transport.py", 1, arguments, 1)
-    results = side_by_side(contestants, rounds, steps)
+    common = {"num_microbatches": 32, "warmup": 20, "kind": "compared"}
+    results = side_by_side(
+        {
+            f"{schedule}, rank {rank} of {size}": (
+                "free_transport.py", 1, {**common, "schedule": schedule, "num_ranks": size, "rank": rank}, 1
+            )
+            for schedule, size, rank in places
+        },
+        rounds,
+        steps,
+    )  # fmt: skip
     columns = ("schedule", "actions a step", "torch's calls alone", "with the executor", "Python per action")
     title = "The executor alone: microseconds per action"
-    table = Comparison("executor", title, columns, {**common, "steps": steps, "rounds": rounds}, results)
-    for schedule, size, rank in places:
-        name = f"{schedule}, rank {rank} of {size}"
+    table = Comparison("executor", title, columns, {**common, "steps": steps, "rounds": rounds}, medians_of(results))
+    for (name, runs), (schedule, size, rank) in zip(results.items(), places, strict=True):
         count = len(build(schedule, size, common["num_microbatches"]).actions_of(rank))
-        pairs = zip(results[f"{name}, executor"], results[f"{name}, by hand"], strict=True)
-        extra = statistics.median(median_of([one], "seconds") - median_of([other], "seconds") for one, other in pairs)
-        whole, bare = (median_of(results[f"{name}, {kind}"], "seconds") for kind in ("executor", "by hand"))
-        figures = {"by_hand": bare / count, "executor": whole / count, "python": extra / count}
-        cells = [f"{seconds * 1e6:.1f}" for seconds in figures.values()]
-        table.add(name, [str(count), *cells], **{key: seconds * 1e6 for key, seconds in figures.items()})
+        # Of the steps, which come in pairs.
+        extra = [a - b for run in runs for a, b in zip(run["executor"], run["by_hand"], strict=True)]
+        seconds = (median_of(runs, "by_hand"), median_of(runs, "executor"), statistics.median(extra))
+        by_hand, whole, python = (value / count * 1e6 for value in seconds)
+        cells = [f"{figure:.1f}" for figure in (by_hand, whole, python)]
+        table.add(name, [str(count), *cells], by_hand=by_hand, executor=whole, python=python)
     table.write()
 
 
@@ -247,6 +253,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=0.03, help="of an emulated F, B and W each")
     parser.add_argument("--sizes", default="2x8,3x8,4x8,4x32,8x8,8x32", help="emulated ranks x microbatches")
+    parser.add_argument("--label", default="", help="what the emulated devices' result file is called besides")
     parser.add_argument("--schedules", nargs="+", default=list(schedule_names()), help="emulated ones")
     options = parser.parse_args()
     for part in options.parts or PARTS:
@@ -262,7 +269,9 @@ def sizes_of(text: str) -> list[tuple[int, int]]:
 PARTS: dict[str, Callable[[argparse.Namespace], None]] = {
     "real": lambda options: real_compute(options.rounds, options.steps),
     "memory": lambda options: memory(),
-    "emulated": lambda options: emulated(1, options.steps, options.seconds, sizes_of(options.sizes), options.schedules),
+    "emulated": lambda options: emulated(
+        1, options.steps, options.seconds, sizes_of(options.sizes), options.schedules, f"emulated{options.label}"
+    ),
     "tiny": lambda options: tiny(options.rounds, 10 * options.steps),
     "executor": lambda options: executor(options.rounds, 50 * options.steps),
     "prediction": lambda options: prediction(options.rounds, options.steps),
