@@ -69,6 +69,7 @@ class Line:
 
     def receive(self) -> list[torch.Tensor]:
         """Wait for the oldest posted receive. On an accelerator only the stream waits."""
+        # The waiting is written out here and in `release`: as a call it would take longer than what it does.
         buffers, works = self.posted.popleft()
         channel = self._channel
         start = time.perf_counter()

@@ -200,7 +200,7 @@ class Pipeline:
         with autocast(self.device, self.autocast):
             step = TrainingStep(
                 self._station,
-                self._programs[len(microbatches)],
+                self._program(len(microbatches)),
                 inputs,
                 criterion=criterion,
                 reduce_gradients=self._synchronising,
@@ -257,8 +257,14 @@ class Pipeline:
             if not num_microbatches:
                 made = replace(made, num_microbatches=0, actions=((),) * made.num_ranks)
             self._schedules[num_microbatches] = made
-            self._programs[num_microbatches] = Program.of(made, self.place.rank_in_pipeline)
         return self._schedules[num_microbatches]
+
+    def _program(self, num_microbatches: int) -> Program:
+        """This rank's part of the schedule for a number of microbatches."""
+        if num_microbatches not in self._programs:
+            schedule = self.schedule(num_microbatches)
+            self._programs[num_microbatches] = Program.of(schedule, self.place.rank_in_pipeline)
+        return self._programs[num_microbatches]
 
     def comms(self) -> tuple[GroupComm, GroupComm]:
         """How all ranks, and the ranks of this pipeline, talk about checkpoints."""

@@ -56,7 +56,7 @@ class TrainingStep:
         self._inputs = inputs
         self._criterion = criterion
         self._reduce = reduce_gradients
-        self._reducing = station.reducer.active
+        self._anything_shared = station.reducer.active
         self._loss_scale = loss_scale
         self._recorder = recorder
         self._live: dict[tuple[int, int], Live] = {}
@@ -109,7 +109,7 @@ class TrainingStep:
                     self._inner_backward(stage, microbatch)
                 if self._recorder is not None:
                     self._recorder.action(kind.value, stage, microbatch, start, time.perf_counter())
-            if self._total_counts is None and self._program.holds_last:
+            if self._total_counts is None and self._program.top == self._program.last:
                 # Not a single microbatch here, but the other pipelines need to hear so.
                 self._total_counts = station.totals.counts(())
             station.channel.flush()
@@ -220,7 +220,7 @@ class TrainingStep:
                 self._station.queues.open_at_once()
             else:
                 self._station.queues.open(stage, microbatch)
-        if self._reducing:
+        if self._anything_shared:
             final = self._position == program.final_backward and self._reduce
             self._station.reducer.enter_backward(final)
 
@@ -240,7 +240,7 @@ class TrainingStep:
         self._below[stage].give_gradients(microbatch, gradients)
 
     def _weight_gradients(self, stage: int, microbatch: int) -> None:
-        waited_for = self._reducing and self._reduce and self._position in self._program.final_weights
+        waited_for = self._anything_shared and self._reduce and self._position in self._program.final_weights
         self._station.queues.run(stage, microbatch, self._station.reducer.ready if waited_for else None)
 
     # -- the loss --------------------------------------------------------------------------------------------------
@@ -282,7 +282,7 @@ class TrainingStep:
             for action in self._program.actions[self._position :]:
                 self._skip(action)
             station.channel.flush()
-            if self._reduce and self._reducing:
+            if self._reduce and self._anything_shared:
                 station.reducer.finish()
             multiply_gradients(station.parameters, 1.0 / self._loss_scale)
             self._live.clear()

@@ -20,7 +20,6 @@ class Program:
         orders: see `microbatch_orders`.
         top: the highest of the rank's stages, whose backward is the caller's.
         last: the pipeline's last stage.
-        holds_last: whether this rank holds it.
         splits_backward: whether weight gradients have actions of their own.
         final_backward: the position of the last backward, -1 if there is none.
         whole_backwards: positions of backwards whose weight gradients follow at once.
@@ -31,7 +30,6 @@ class Program:
     orders: Orders
     top: int
     last: int
-    holds_last: bool
     splits_backward: bool
     final_backward: int
     whole_backwards: Collection[int]
@@ -41,15 +39,13 @@ class Program:
     def of(cls, schedule: Schedule, rank: int) -> Program:
         """That of `rank`, a rank in the pipeline."""
         actions = schedule.actions_of(rank)
-        last = schedule.num_stages - 1
         backwards = [i for i, action in enumerate(actions) if action.kind is Kind.B]
         final_weights = {action.stage: i for i, action in enumerate(actions) if action.kind is Kind.W}
         return cls(
             actions=actions,
             orders=microbatch_orders(actions),
             top=schedule.top_stage(rank),
-            last=last,
-            holds_last=last in schedule.stages_of(rank),
+            last=schedule.num_stages - 1,
             splits_backward=schedule.splits_backward,
             final_backward=backwards[-1] if backwards else -1,
             whole_backwards=schedule.whole_backwards(rank),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -10,6 +9,8 @@ from typing import Any
 
 import torch
 from transformers.utils import ModelOutput
+
+from penstock.modeling.loss import set_field
 
 from .reduction import ReductionReport
 
@@ -25,9 +26,8 @@ class StageOutput(ModelOutput):
 
     def __init__(self, loss: torch.Tensor | None = None):
         # ModelOutput's own takes ten times as long, for any number of fields.
-        self.__dict__["loss"] = loss
         if loss is not None:
-            OrderedDict.__setitem__(self, "loss", loss)
+            set_field(self, "loss", loss)
 
 
 class Live:
