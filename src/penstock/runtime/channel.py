@@ -12,6 +12,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from enum import IntEnum
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,8 +37,25 @@ class Kind(IntEnum):
 
 # Several tensors of one message get tags of their own.
 TAGS_PER_LINE = 64
-# Sent tensors kept alive on one line before the oldest send is waited for.
+# Sent messages kept alive on one line before the older half of them is waited for.
 SENDS_IN_FLIGHT = 16
+
+
+class _Works:
+    """Those of a message of several tensors, or of none, as one."""
+
+    def __init__(
+        self,
+        transfer: Callable[[list[torch.Tensor], int, int], dist.Work],
+        tensors: Iterable[torch.Tensor],
+        peer: int,
+        tag: int,
+    ):
+        self._works = [transfer([tensor], peer, tag + number) for number, tensor in enumerate(tensors)]
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
 
 
 class Line:
@@ -45,40 +64,54 @@ class Line:
     `posted` holds the receives that were posted and not waited for yet, each with its buffers.
     """
 
-    __slots__ = ("_channel", "_group", "_in_flight", "_name", "_peer", "_peer_in_group", "_tag", "posted")
+    __slots__ = (
+        "_channel",
+        "_in_flight",
+        "_name",
+        "_peer",
+        "_peer_in_group",
+        "_recv",
+        "_recv_each",
+        "_send",
+        "_send_each",
+        "_tag",
+        "posted",
+    )
 
     def __init__(self, channel: Channel, cut: int, kind: Kind, group: dist.ProcessGroup, peer: int):
         self._channel = channel
         self._name = f"{kind.name.lower()}s between stages {cut} and {cut + 1}"
-        self._group = group
+        self._send, self._send_each = group.send, partial(_Works, group.send)
+        self._recv, self._recv_each = group.recv, partial(_Works, group.recv)
         self._peer = peer
         self._peer_in_group = dist.get_group_rank(group, peer)
         self._tag = (cut * len(Kind) + kind) * TAGS_PER_LINE
-        self.posted: deque[tuple[list[torch.Tensor], list[dist.Work]]] = deque()
-        self._in_flight: deque[tuple[list[torch.Tensor], list[dist.Work]]] = deque()
+        self.posted: deque[tuple[list[torch.Tensor], Any]] = deque()
+        self._in_flight: deque[tuple[list[torch.Tensor], Any]] = deque()
+
+    # Nearly every message is one tensor, which goes without `_Works`. A work that is referred to keeps its group's
+    # connections open, and the neighbours waiting on them: when one fails, nothing here holds it (the board clears
+    # the frames that are over).
 
     def post_receive(self, buffers: list[torch.Tensor]) -> None:
         """Post receives for the next message, into `buffers`."""
-        works: list[dist.Work] = []
+        transfer = self._recv if len(buffers) == 1 else self._recv_each
         try:
-            for buffer in buffers:
-                works.append(self._group.recv([buffer], self._peer_in_group, self._tag + len(works)))
+            work = transfer(buffers, self._peer_in_group, self._tag)
         except RuntimeError as error:
-            raise self._failed(works, "posting a receive of", error) from error
-        self.posted.append((buffers, works))
+            raise self._lost("posting a receive of", error) from error
+        self.posted.append((buffers, work))
 
     def receive(self) -> list[torch.Tensor]:
         """Wait for the oldest posted receive. On an accelerator only the stream waits."""
-        # The waiting is written out here and in `release`: as a call it would take longer than what it does.
-        buffers, works = self.posted.popleft()
+        buffers, work = self.posted.popleft()
         channel = self._channel
         start = time.perf_counter()
         try:
-            for work in works:
-                work.wait()
+            work.wait()
         except RuntimeError as error:
             del work
-            raise self._failed(works, "receiving", error) from error
+            raise self._lost("receiving", error) from error
         end = time.perf_counter()
         channel.seconds_waited += end - start
         if channel.on_wait is not None:
@@ -87,42 +120,35 @@ class Line:
 
     def send(self, tensors: Sequence[torch.Tensor]) -> None:
         """Send `tensors` as the next message without waiting; they are kept alive until they have left."""
-        sent: list[torch.Tensor] = []
-        works: list[dist.Work] = []
+        sent = list(map(torch.Tensor.contiguous, tensors))
+        transfer = self._send if len(sent) == 1 else self._send_each
         try:
-            for tensor in tensors:
-                tensor = tensor.contiguous()
-                sent.append(tensor)
-                works.append(self._group.send([tensor], self._peer_in_group, self._tag + len(works)))
+            work = transfer(sent, self._peer_in_group, self._tag)
         except RuntimeError as error:
-            raise self._failed(works, "sending", error) from error
-        self._in_flight.append((sent, works))
+            raise self._lost("sending", error) from error
+        self._in_flight.append((sent, work))
         if len(self._in_flight) > SENDS_IN_FLIGHT:
-            self.release(SENDS_IN_FLIGHT)
+            self.release(SENDS_IN_FLIGHT // 2)
 
     def release(self, keep: int = 0) -> None:
         """Wait for sends that must have arrived, all but the newest `keep`, and let go of their tensors."""
         in_flight = self._in_flight
         while len(in_flight) > keep:
-            tensors, works = in_flight.popleft()
+            tensors, work = in_flight.popleft()
             try:
-                for work in works:
-                    work.wait()
+                work.wait()
             except RuntimeError as error:
                 del work
-                raise self._failed(works, "sending", error) from error
+                raise self._lost("sending", error) from error
             del tensors  # not before they have left
 
     def clear(self) -> None:
         """Forget everything under way, so that nothing keeps a dead group's connections open."""
         self.posted.clear()
         self._in_flight.clear()
-        del self._group
+        del self._send, self._send_each, self._recv, self._recv_each
 
-    def _failed(self, works: list[dist.Work], doing: str, error: RuntimeError) -> Exception:
-        """The error of a work that failed, of which the caller holds no other reference."""
-        # A work that is referred to keeps its group's connections open, and the neighbours waiting on them.
-        works.clear()
+    def _lost(self, doing: str, error: RuntimeError) -> Exception:
         return self._channel.board.lost_connection(f"{doing} {self._name}", [self._peer], error)
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable
 from functools import partial
-from operator import call
+from operator import attrgetter, call
 
 import torch
 
@@ -17,13 +17,17 @@ RECEIVES_AHEAD = 2
 BYTES_AHEAD = 1 << 20
 
 
+# A tuple that is equal to the tensor's `TensorSpec`, made without a call of Python.
+_spec_of = attrgetter(*TensorSpec._fields)
+
+
 class Crossing:
     """What crosses a cut for inputs of one signature, how much of it may be posted ahead, and what comes back."""
 
     __slots__ = ("_buffers", "_gradient_buffers", "ahead", "gradients_ahead", "specs")
 
     def __init__(self, specs: Iterable[TensorSpec], device: torch.device):
-        self.specs = tuple(specs)
+        self.specs = list(specs)
         gradients = [spec for spec in self.specs if spec.requires_grad]
         self.ahead = _messages_ahead(self.specs)
         self.gradients_ahead = _messages_ahead(gradients)
@@ -34,22 +38,13 @@ class Crossing:
         """To receive it into."""
         return list(map(call, self._buffers))
 
+    def fits(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether `tensors` are what this describes."""
+        return list(map(_spec_of, tensors)) == self.specs
+
     def gradient_buffers(self) -> list[torch.Tensor]:
         """To receive what comes back into."""
         return list(map(call, self._gradient_buffers))
-
-    def fits(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether `tensors` are what this describes."""
-        if len(tensors) != len(self.specs):
-            return False
-        for tensor, spec in zip(tensors, self.specs, strict=True):
-            if (
-                tensor.shape != spec.shape
-                or tensor.dtype is not spec.dtype
-                or tensor.requires_grad is not spec.requires_grad
-            ):
-                return False
-        return True
 
 
 def _maker(spec: TensorSpec, device: torch.device) -> Callable[[], torch.Tensor]:

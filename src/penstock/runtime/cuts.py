@@ -122,15 +122,14 @@ class RemoteCut:
         self._learned: dict[int, dict[int, Crossing]] = {}
         # What crosses, by signature, in this step's state of the stages beneath.
         self._known: dict[int, Crossing] = {}
-        self._order: Sequence[int] = ()
         self._num_values = 0
-        self._num_posted = 0
+        # Microbatches whose receives are not posted yet, the next one last.
+        self._unposted: list[int] = []
 
     def begin(self, order: Sequence[int], num_values: int) -> None:
         """Start a step: `num_values` tensors will cross for each microbatch; this side takes in `order`."""
-        self._order = order
         self._num_values = num_values
-        self._num_posted = 0
+        self._unposted = list(reversed(order))
 
     def open(self, state: int) -> None:
         """`state` is that of all stages beneath the cut (see `Notice`). Post receives as far as shapes are known."""
@@ -163,7 +162,7 @@ class CutBelow(RemoteCut):
             self._post_after_header(self._signatures.numbers[microbatch])
         tensors = self._activations.receive()
         crossing = self._expected.popleft()
-        if self._num_posted < len(self._order):
+        if self._unposted:
             self._post()
         for tensor, spec in zip(tensors, crossing.specs, strict=True):
             if spec.requires_grad:
@@ -180,14 +179,14 @@ class CutBelow(RemoteCut):
             self._losses.send([loss])
 
     def _post(self) -> None:
-        order, line = self._order, self._activations
-        while self._num_posted < len(order):
-            crossing = self._known.get(self._signatures.numbers[order[self._num_posted]])
+        unposted, numbers, line = self._unposted, self._signatures.numbers, self._activations
+        while unposted:
+            crossing = self._known.get(numbers[unposted[-1]])
             if crossing is None or len(line.posted) >= crossing.ahead:
                 return
             line.post_receive(crossing.buffers())
             self._expected.append(crossing)
-            self._num_posted += 1
+            unposted.pop()
 
     def _post_after_header(self, signature: int) -> None:
         """Wait for the header of the next microbatch, whose shapes are new, and post its receive."""
@@ -197,7 +196,7 @@ class CutBelow(RemoteCut):
             self._known[signature] = crossing
         self._activations.post_receive(crossing.buffers())
         self._expected.append(crossing)
-        self._num_posted += 1
+        self._unposted.pop()
 
 
 class CutAbove(RemoteCut):
@@ -226,12 +225,12 @@ class CutAbove(RemoteCut):
         elif not crossing.fits(tensors):
             raise RuntimeError(
                 f"the tensors between stages {self._cut} and {self._cut + 1} are "
-                f"{tuple(map(TensorSpec.of, tensors))}, but for inputs of these shapes they were {crossing.specs} "
+                f"{list(map(TensorSpec.of, tensors))}, but for inputs of these shapes they were {crossing.specs} "
                 "before; a shape that depends on the inputs' values cannot cross a cut"
             )
         self._activations.send(list(map(torch.Tensor.detach, tensors)))
         self._sent[microbatch] = crossing
-        if self._num_posted < len(self._order):
+        if self._unposted:
             self._post()
 
     def take_loss(self) -> torch.Tensor:
@@ -245,7 +244,7 @@ class CutAbove(RemoteCut):
         del self._sent[microbatch]
         # The gradient is here, so the activation it answers has left.
         self._activations.release(keep=len(self._sent))
-        if self._num_posted < len(self._order):
+        if self._unposted:
             self._post()
         return gradients
 
@@ -256,13 +255,13 @@ class CutAbove(RemoteCut):
         return [spec.zeros(self._device).requires_grad_(spec.requires_grad) for spec in specs]
 
     def _post(self) -> None:
-        order, line = self._order, self._gradients
-        while self._num_posted < len(order):
-            microbatch = order[self._num_posted]
-            crossing = self._sent.get(microbatch) or self._known.get(self._signatures.numbers[microbatch])
+        unposted, numbers, line = self._unposted, self._signatures.numbers, self._gradients
+        while unposted:
+            microbatch = unposted[-1]
+            crossing = self._sent.get(microbatch) or self._known.get(numbers[microbatch])
             if crossing is None or len(line.posted) >= crossing.gradients_ahead:
                 return
             if self._losses is not None:
                 self._losses.post_receive([torch.empty((), dtype=LOSS_DTYPE, device=self._device)])
             line.post_receive(crossing.gradient_buffers())
-            self._num_posted += 1
+            unposted.pop()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,8 +31,7 @@ MAX_DIMENSIONS = 8
 HEADER_WIDTH = 3 + MAX_DIMENSIONS
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
+class TensorSpec(NamedTuple):
     """What a receive buffer must look like, and whether a gradient will travel back for it."""
 
     shape: tuple[int, ...]
