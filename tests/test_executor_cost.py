@@ -17,7 +17,7 @@ from penstock.schedule import build
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 # Calls of Python and C functions per action. Those of the interpreter, the transport and autograd together.
-MOST_CALLS = 85
+MOST_CALLS = 75
 NUM_MICROBATCHES = 32
 
 

@@ -57,6 +57,8 @@ class TrainingStep:
         self._criterion = criterion
         self._reduce = reduce_gradients
         self._anything_shared = station.reducer.active
+        # Whether the queues or the reducer want to know which backward is under way.
+        self._marks_backwards = program.splits_backward or self._anything_shared
         self._loss_scale = loss_scale
         self._recorder = recorder
         self._live: dict[tuple[int, int], Live] = {}
@@ -131,7 +133,9 @@ class TrainingStep:
     # -- the actions -----------------------------------------------------------------------------------------------
 
     def _forward(self, stage: int, microbatch: int) -> None:
-        received = self._take_activations(stage, microbatch)
+        if stage not in self._opener.states:
+            self._open_stage(stage)
+        received = self._below[stage].take_activations(microbatch)
         live = self._live[stage, microbatch] = Live(received)
         if self._autocasting or not torch.is_grad_enabled():
             with torch.enable_grad(), self._autocast():
@@ -156,12 +160,10 @@ class TrainingStep:
             criterion=self._criterion,
         )
 
-    def _take_activations(self, stage: int, microbatch: int) -> list[torch.Tensor]:
-        if stage not in self._opener.states:
-            self._opener.open(stage)
-        if self._total_counts is None and stage == self._program.last:
+    def _open_stage(self, stage: int) -> None:
+        self._opener.open(stage)
+        if stage == self._program.last:
             self._total_counts = self._station.totals.counts(self._inputs.total_counts())
-        return self._below[stage].take_activations(microbatch)
 
     def _open_backward(self, microbatch: int) -> Any:
         """The output to yield for `microbatch`, its loss gated so that the backward is noticed."""
@@ -197,7 +199,8 @@ class TrainingStep:
             raise LoopError(self._fault)
         self._called, self._incoming = True, incoming
         top = self._program.top
-        self._enter_backward(top, microbatch)
+        if self._marks_backwards:
+            self._enter_backward(top, microbatch)
         live = self._live[top, microbatch]
         if live.leaves:
             # At the end of this backward, so that the stage below need not wait for the rest of the loop's body.
@@ -207,7 +210,8 @@ class TrainingStep:
 
     def _inner_backward(self, stage: int, microbatch: int) -> None:
         """The backward of a stage below the rank's top one, which no user sees."""
-        self._enter_backward(stage, microbatch)
+        if self._marks_backwards:
+            self._enter_backward(stage, microbatch)
         gradients = self._above[stage].take_gradients(microbatch)
         if gradients:
             torch.autograd.backward(self._live[stage, microbatch].sent, gradients)
@@ -292,8 +296,9 @@ class TrainingStep:
         kind, stage, microbatch = action.kind, action.stage, action.microbatch
         is_top, is_last = stage == self._program.top, stage == self._program.last
         if kind is Kind.F:
-            received = self._take_activations(stage, microbatch)
-            self._live[stage, microbatch] = Live(received)
+            if stage not in self._opener.states:
+                self._open_stage(stage)
+            self._live[stage, microbatch] = Live(self._below[stage].take_activations(microbatch))
             if not is_last:
                 self._above[stage].give_activations(microbatch, self._above[stage].stand_ins(microbatch))
         elif kind is Kind.B:
