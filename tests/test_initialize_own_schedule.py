@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import penstock
+from penstock.runtime import crossing
 from penstock.schedule import ScheduleError, build
 from penstock.schedule.text import format_schedule, own_or_named
 from pool import Pool
@@ -45,6 +47,26 @@ def test_rows_and_a_csv_file_train_like_the_named_schedule(pool: Pool, tmp_path:
     for schedule in (str(path), text.splitlines()):
         for losses in pool.run(2, train_with, schedule=schedule, num_microbatches=4, timeout=60):
             assert losses == pytest.approx(expected, rel=1e-5)
+
+
+# Rank 0 sends all its activations before it gives the gradient that rank 1 wants before it takes the second of them.
+FAR_AHEAD = [
+    ",".join([*(f"0F{i}" for i in range(24)), *(f"3F{i},3B{i}" for i in range(24)), *(f"0B{i}" for i in range(24))]),
+    ",".join(f"1F{i},2F{i},2B{i},1B{i}" for i in range(24)),
+]
+
+
+def train_with_large_messages(schedule: list[str], num_microbatches: int) -> tuple[float, float]:
+    """`train_with`, where receives are posted no further ahead than those of large tensors are."""
+    with mock.patch.object(crossing, "BYTES_AHEAD", 1):
+        return train_with(schedule, num_microbatches)
+
+
+def test_a_schedule_may_send_far_ahead(pool: Pool) -> None:
+    ids = torch.randint(0, 61, (48, 8), generator=torch.Generator().manual_seed(1))
+    expected = tiny()(input_ids=ids, labels=ids).loss.item()
+    for loss, _ in pool.run(2, train_with_large_messages, schedule=FAR_AHEAD, num_microbatches=24, timeout=60):
+        assert loss == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_schedule_of_other_size_is_refused_before_training(pool: Pool) -> None:

@@ -1,17 +1,18 @@
-"""A line's messages of several tensors, over a group that fails."""
+"""A line's messages of one and of several tensors, over a group that fails."""
 
 from __future__ import annotations
 
+import gc
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from penstock.runtime.channel import Channel, Kind, Line
+from penstock.runtime.channel import SENDS_AHEAD, Channel, Kind, Line
 
 
 class Lost(Exception):
@@ -19,18 +20,19 @@ class Lost(Exception):
 
 
 class Board:
-    """Clears the frames that are over, as the real one does."""
+    """Clears the frames that are over and gives up the channel, as the real one does."""
 
-    def lost_connection(self, doing: str, peers: list[int], error: RuntimeError) -> Exception:
+    channel: Channel
+
+    def lost_connection(self, doing: str, peers: Sequence[int], error: RuntimeError) -> Exception:
         traceback.clear_frames(error.__traceback__)
+        self.channel.clear()
         return Lost(f"{doing} {peers}: {error}")
 
 
 class Work:
-    """Of a transfer of the tensor `number`; its wait fails if it is `bad`."""
-
-    def __init__(self, number: float, bad: float | None):
-        self.fails, self.waits = number == bad, 0
+    def __init__(self, fails: bool):
+        self.fails, self.waits = fails, 0
 
     def wait(self) -> None:
         self.waits += 1
@@ -39,7 +41,10 @@ class Work:
 
 
 class Group:
-    """Notes what is transferred; the transfer of a tensor that holds `refused` fails, the wait for `bad` does."""
+    """The transfer of a tensor that holds `refused` fails, the wait for that of `bad` does.
+
+    `tags` and `works` are those of the transfers so far.
+    """
 
     def __init__(self, refused: float | None = None, bad: float | None = None):
         self.refused, self.bad = refused, bad
@@ -51,7 +56,7 @@ class Group:
         number = float(tensor)
         if number == self.refused:
             raise RuntimeError("Connection closed by peer")
-        work = Work(number, self.bad)
+        work = Work(number == self.bad)
         self.tags.append(tag)
         self.works.append(weakref.ref(work))
         return work
@@ -61,19 +66,20 @@ class Group:
 
 @pytest.fixture
 def line_over(monkeypatch: pytest.MonkeyPatch) -> Callable[[Group], Line]:
-    """Makes a line over a `Group`, to rank 7."""
+    """Makes a line to rank 7 over a `Group`, and nothing else that refers to that."""
     monkeypatch.setattr(dist, "get_group_rank", lambda group, peer: 0)
 
     def make(group: Any) -> Line:
         board: Any = Board()
-        channel = Channel(lambda cut, kind: group, lambda stage: 7, torch.device("cpu"), board)
-        return channel.line(2, Kind.GRADIENT, upper=False)
+        groups = [group]
+        board.channel = Channel(lambda cut, kind: groups.pop(), lambda stage: 7, torch.device("cpu"), board)
+        return board.channel.line(2, Kind.GRADIENT, upper=False)
 
     return make
 
 
-def message(size: int) -> list[torch.Tensor]:
-    return [torch.tensor(float(number)) for number in range(size)]
+def message(size: int, first: int = 0) -> list[torch.Tensor]:
+    return [torch.tensor(float(number)) for number in range(first, first + size)]
 
 
 @pytest.mark.parametrize("size", [0, 1, 3])
@@ -83,27 +89,42 @@ def test_each_tensor_of_a_message_has_a_tag_and_is_waited_for(line_over: Any, si
     line.post_receive(message(size))
     line.send(message(size))
     assert len(group.tags) == 2 * size and len(set(group.tags)) == size
-    works = [work() for work in group.works]
+    works: list[Any] = [work() for work in group.works]
     assert [work.waits for work in works] == [0] * 2 * size
     assert len(line.receive()) == size
     line.release()
     assert [work.waits for work in works] == [1] * 2 * size
 
 
-@pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize("doing", ["posting", "receiving", "sending", "waiting for a send"])
-def test_a_lost_connection_is_reported_and_leaves_no_work_referred_to(line_over: Any, size: int, doing: str) -> None:
-    at = float(size // 2)
-    begins = doing in ("posting", "sending")
-    group = Group(refused=at) if begins else Group(bad=at)
+def test_so_many_sends_are_waited_for_that_the_newest_are_left(line_over: Any) -> None:
+    group = Group()
     line = line_over(group)
+    for number in range(2 * SENDS_AHEAD):
+        line.send(message(1, number))
+    newest: list[Any] = [work() for work in group.works]
+    assert all(work.waits == 0 for work in newest)
+    line.send(message(1))
+    assert [work.waits for work in newest] == [1] * (SENDS_AHEAD + 1) + [0] * (SENDS_AHEAD - 1)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("doing", ["posting", "receiving", "sending", "sending again", "waiting for a send"])
+def test_a_lost_connection_is_reported_and_the_group_let_go(line_over: Any, size: int, doing: str) -> None:
+    """Also while the error is at hand, and with it the frames in which it was raised."""
+    at = float(size // 2)
+    group = Group(refused=at) if doing in ("posting", "sending") else Group(bad=at)
+    line, works = line_over(group), group.works
     with pytest.raises(Lost, match=r"gradients between stages 2 and 3 \[7\]: Connection closed") as caught:
         if doing in ("posting", "receiving"):
             line.post_receive(message(size))
             line.receive()
         else:
-            line.send(message(size))
+            for _ in range(2 * SENDS_AHEAD + 1 if doing == "sending again" else 1):
+                line.send(message(size))
             line.release()
-    assert caught.value.__cause__ is not None  # and with it the frames in which it was raised
-    assert len(group.works) == (size // 2 if begins else size)
-    assert [work() for work in group.works] == [None] * len(group.works)
+    alive = weakref.ref(group)
+    del group
+    gc.collect()
+    assert [work() for work in works] == [None] * len(works)
+    assert alive() is None
+    assert caught.value.__cause__ is not None

@@ -14,6 +14,7 @@ from penstock.schedule.communication import (
     Transfer,
     insert_communication,
     smallest_window,
+    sufficient_window,
 )
 from penstock.schedule.validate import check_rendezvous
 
@@ -206,3 +207,4 @@ def test_a_schedule_that_needs_a_wider_window_says_so() -> None:
     with pytest.raises(Blocked, match="rank 0: 0SEND_F3, rank 1: 1SEND_B1"):
         insert_communication(schedule, window=1)
     assert smallest_window(schedule) == 2
+    assert [sufficient_window(schedule, window) for window in (1, 2, 3)] == [2, 2, 3]

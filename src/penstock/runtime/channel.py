@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from enum import IntEnum
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -37,12 +37,19 @@ class Kind(IntEnum):
 
 # Several tensors of one message get tags of their own.
 TAGS_PER_LINE = 64
-# Sent messages kept alive on one line before the older half of them is waited for.
-SENDS_IN_FLIGHT = 16
+# Messages that may be under way on a line: before more are sent, one waits until no more than that are left.
+SENDS_AHEAD = 8
+
+
+class Waitable(Protocol):
+    """What ends with a transfer: a `dist.Work`, or `_Works`."""
+
+    def wait(self) -> Any:
+        """Wait for the end. On an accelerator only the stream waits."""
 
 
 class _Works:
-    """Those of a message of several tensors, or of none, as one."""
+    """The works of a message of several tensors, or of none, as one."""
 
     def __init__(
         self,
@@ -51,7 +58,10 @@ class _Works:
         peer: int,
         tag: int,
     ):
-        self._works = [transfer([tensor], peer, tag + number) for number, tensor in enumerate(tensors)]
+        self._works: list[dist.Work] = []
+        # No comprehension: its closure would keep the group's method where the board cannot drop it.
+        for number, tensor in enumerate(tensors):
+            self._works.append(transfer([tensor], peer, tag + number))
 
     def wait(self) -> None:
         for work in self._works:
@@ -81,23 +91,20 @@ class Line:
     def __init__(self, channel: Channel, cut: int, kind: Kind, group: dist.ProcessGroup, peer: int):
         self._channel = channel
         self._name = f"{kind.name.lower()}s between stages {cut} and {cut + 1}"
+        # Nearly every message is one tensor, and that needs no `_Works`.
         self._send, self._send_each = group.send, partial(_Works, group.send)
         self._recv, self._recv_each = group.recv, partial(_Works, group.recv)
         self._peer = peer
         self._peer_in_group = dist.get_group_rank(group, peer)
         self._tag = (cut * len(Kind) + kind) * TAGS_PER_LINE
-        self.posted: deque[tuple[list[torch.Tensor], Any]] = deque()
-        self._in_flight: deque[tuple[list[torch.Tensor], Any]] = deque()
-
-    # Nearly every message is one tensor, which goes without `_Works`. A work that is referred to keeps its group's
-    # connections open, and the neighbours waiting on them: when one fails, nothing here holds it (the board clears
-    # the frames that are over).
+        self.posted: deque[tuple[list[torch.Tensor], Waitable]] = deque()
+        self._in_flight: deque[tuple[list[torch.Tensor], Waitable]] = deque()
 
     def post_receive(self, buffers: list[torch.Tensor]) -> None:
         """Post receives for the next message, into `buffers`."""
-        transfer = self._recv if len(buffers) == 1 else self._recv_each
+        peer, tag = self._peer_in_group, self._tag
         try:
-            work = transfer(buffers, self._peer_in_group, self._tag)
+            work = self._recv(buffers, peer, tag) if len(buffers) == 1 else self._recv_each(buffers, peer, tag)
         except RuntimeError as error:
             raise self._lost("posting a receive of", error) from error
         self.posted.append((buffers, work))
@@ -120,15 +127,16 @@ class Line:
 
     def send(self, tensors: Sequence[torch.Tensor]) -> None:
         """Send `tensors` as the next message without waiting; they are kept alive until they have left."""
-        sent = list(map(torch.Tensor.contiguous, tensors))
-        transfer = self._send if len(sent) == 1 else self._send_each
+        sent, peer, tag = list(map(torch.Tensor.contiguous, tensors)), self._peer_in_group, self._tag
         try:
-            work = transfer(sent, self._peer_in_group, self._tag)
+            work = self._send(sent, peer, tag) if len(sent) == 1 else self._send_each(sent, peer, tag)
         except RuntimeError as error:
             raise self._lost("sending", error) from error
         self._in_flight.append((sent, work))
-        if len(self._in_flight) > SENDS_IN_FLIGHT:
-            self.release(SENDS_IN_FLIGHT // 2)
+        del work
+        # Half of them at a time, which takes less than one by one.
+        if len(self._in_flight) > 2 * self._channel.sends_ahead:
+            self.release(self._channel.sends_ahead)
 
     def release(self, keep: int = 0) -> None:
         """Wait for sends that must have arrived, all but the newest `keep`, and let go of their tensors."""
@@ -149,6 +157,11 @@ class Line:
         del self._send, self._send_each, self._recv, self._recv_each
 
     def _lost(self, doing: str, error: RuntimeError) -> Exception:
+        """The error of a transfer that failed.
+
+        Whoever asks for it holds no work and no method of the group, as these keep connections open on which neighbours
+        wait. What finished frames hold is dropped by the board.
+        """
         return self._channel.board.lost_connection(f"{doing} {self._name}", [self._peer], error)
 
 
@@ -159,6 +172,7 @@ class Channel:
 
     Attributes:
         board: where a lost connection is reported.
+        sends_ahead: see `SENDS_AHEAD`; no fewer than the schedule under way needs.
         seconds_waited: for messages, so far.
         on_wait: called with the beginning and the end of each such wait, if set.
     """
@@ -175,6 +189,7 @@ class Channel:
         self._device = device
         self._lines: dict[tuple[int, Kind], Line] = {}
         self.board = board
+        self.sends_ahead = SENDS_AHEAD
         self.seconds_waited = 0.0
         self.on_wait: Callable[[float, float], None] | None = None
 

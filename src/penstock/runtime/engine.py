@@ -312,8 +312,8 @@ class Pipeline:
         if over_all_pipelines:
             refuse_without_loss(self.split.model, prepared)
         with self.board.aborting(), autocast(self.device, self.autocast):
-            schedule, rank = self.schedule(len(microbatches)), self.place.rank_in_pipeline
-            return evaluate(self._station, schedule, rank, prepared, criterion, over_all_pipelines)
+            program = self._program(len(microbatches))
+            return evaluate(self._station, program, prepared, criterion, over_all_pipelines)
 
     def _prepare(
         self,

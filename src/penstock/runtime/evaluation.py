@@ -11,36 +11,36 @@ from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache
 
 from penstock.modeling.loss import Criterion
-from penstock.schedule.actions import Kind, Schedule
+from penstock.schedule.actions import Kind
 
 from .inputs import StepInputs
-from .program import microbatch_orders
+from .program import Program, microbatch_orders
 from .station import StageOpener, Station
 from .transfer import broadcast_tensors
 
 
 def evaluate(
     station: Station,
-    schedule: Schedule,
-    rank_in_pipeline: int,
+    program: Program,
     inputs: StepInputs,
     criterion: Criterion | None = None,
     over_all_pipelines: bool = False,
 ) -> Any:
-    """Run the schedule's forwards; return the merged output on the rank of the last stage, None elsewhere.
+    """Run the program's forwards; return the merged output on the rank of the last stage, None elsewhere.
 
     Args:
         criterion: gives the loss in place of the model's own.
         over_all_pipelines: make the loss this pipeline's share of the global batch's loss rather than the mean over its
             own batch. All pipelines must evaluate together then; one without any microbatch has no output.
     """
-    actions = [action for action in schedule.actions_of(rank_in_pipeline) if action.kind is Kind.F]
-    last = schedule.num_stages - 1
-    is_last = last in schedule.stages_of(rank_in_pipeline)
+    actions = [action for action in program.actions if action.kind is Kind.F]
+    last = program.last
+    is_last = program.top == last
     outputs: list[Any] = [None] * len(inputs.microbatches)
     totals: Sequence[int] = inputs.total_counts() if is_last else ()
     if over_all_pipelines and is_last:
         totals = station.totals.counts(totals)
+    station.channel.sends_ahead = program.sends_ahead
     with torch.no_grad():
         opener = StageOpener(station, microbatch_orders(actions), inputs)
         for action in actions:

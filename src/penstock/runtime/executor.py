@@ -82,6 +82,7 @@ class TrainingStep:
         self._started = time.perf_counter()
         waited = station.channel.seconds_waited
         try:
+            station.channel.sends_ahead = self._program.sends_ahead
             station.reducer.begin()
             # An interrupt in an earlier step may have left some.
             station.queues.clear()
@@ -133,9 +134,7 @@ class TrainingStep:
     # -- the actions -----------------------------------------------------------------------------------------------
 
     def _forward(self, stage: int, microbatch: int) -> None:
-        if stage not in self._opener.states:
-            self._open_stage(stage)
-        received = self._below[stage].take_activations(microbatch)
+        received = self._take_activations(stage, microbatch)
         live = self._live[stage, microbatch] = Live(received)
         if self._autocasting or not torch.is_grad_enabled():
             with torch.enable_grad(), self._autocast():
@@ -160,10 +159,12 @@ class TrainingStep:
             criterion=self._criterion,
         )
 
-    def _open_stage(self, stage: int) -> None:
-        self._opener.open(stage)
-        if stage == self._program.last:
-            self._total_counts = self._station.totals.counts(self._inputs.total_counts())
+    def _take_activations(self, stage: int, microbatch: int) -> list[torch.Tensor]:
+        if stage not in self._opener.states:
+            self._opener.open(stage)
+            if stage == self._program.last:
+                self._total_counts = self._station.totals.counts(self._inputs.total_counts())
+        return self._below[stage].take_activations(microbatch)
 
     def _open_backward(self, microbatch: int) -> Any:
         """The output to yield for `microbatch`, its loss gated so that the backward is noticed."""
@@ -296,9 +297,7 @@ class TrainingStep:
         kind, stage, microbatch = action.kind, action.stage, action.microbatch
         is_top, is_last = stage == self._program.top, stage == self._program.last
         if kind is Kind.F:
-            if stage not in self._opener.states:
-                self._open_stage(stage)
-            self._live[stage, microbatch] = Live(self._below[stage].take_activations(microbatch))
+            self._live[stage, microbatch] = Live(self._take_activations(stage, microbatch))
             if not is_last:
                 self._above[stage].give_activations(microbatch, self._above[stage].stand_ins(microbatch))
         elif kind is Kind.B:

@@ -6,6 +6,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.schedule.actions import Action, Kind, Schedule
+from penstock.schedule.communication import sufficient_window
+
+from .channel import SENDS_AHEAD
 
 # For each stage, its microbatches in forward and in backward order.
 Orders = Mapping[int, tuple[Sequence[int], Sequence[int]]]
@@ -24,6 +27,7 @@ class Program:
         final_backward: the position of the last backward, -1 if there is none.
         whole_backwards: positions of backwards whose weight gradients follow at once.
         final_weights: positions at which a stage's last weight gradients are computed.
+        sends_ahead: messages that must be allowed to be under way on a line, lest the schedule gets stuck.
     """
 
     actions: Sequence[Action]
@@ -34,6 +38,7 @@ class Program:
     final_backward: int
     whole_backwards: Collection[int]
     final_weights: Collection[int]
+    sends_ahead: int
 
     @classmethod
     def of(cls, schedule: Schedule, rank: int) -> Program:
@@ -50,6 +55,7 @@ class Program:
             final_backward=backwards[-1] if backwards else -1,
             whole_backwards=schedule.whole_backwards(rank),
             final_weights=frozenset(final_weights.values()),
+            sends_ahead=sufficient_window(schedule, SENDS_AHEAD),
         )
 
 

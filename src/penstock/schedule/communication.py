@@ -131,6 +131,18 @@ def _channel(user: Action) -> tuple[Kind, int]:
     return user.kind, user.stage
 
 
+def sufficient_window(schedule: Schedule, window: int) -> int:
+    """`window`, doubled until `schedule`, which is valid, runs with it (see `insert_communication`)."""
+    while window < schedule.num_microbatches:
+        try:
+            insert_communication(schedule, window)
+        except Blocked:
+            window *= 2
+        else:
+            break
+    return window
+
+
 def smallest_window(schedule: Schedule) -> int:
     """The smallest window with which `schedule` runs even if every send blocks until there is room at its receiver.
 
