@@ -59,13 +59,24 @@ def accumulate(model: nn.Module, call: nn.Module, microbatches: Any, total: int)
     return loss_sum
 
 
+def apart(arguments: dict[str, Any]) -> Step:
+    """The unsplit model on each rank, which exchange nothing but the loss: what the cores allow whoever shares a step
+    between them. It trains two models."""
+    dist.init_process_group("gloo")
+    model, mine = build(arguments), own_microbatches(arguments)
+    return lambda: {"loss": mean_over_ranks(accumulate(model, model, mine, len(mine)))}
+
+
+def own_microbatches(arguments: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+    """This rank's share of the microbatches."""
+    share = tokens(arguments).chunk(dist.get_world_size())[dist.get_rank()]
+    return share.chunk(arguments["num_microbatches"] // dist.get_world_size())
+
+
 def data_parallel(arguments: dict[str, Any]) -> Step:
     dist.init_process_group("gloo")
-    model, ids = build(arguments), tokens(arguments)
+    model, mine = build(arguments), own_microbatches(arguments)
     replica = nn.parallel.DistributedDataParallel(model)
-    mine = ids.chunk(dist.get_world_size())[dist.get_rank()].chunk(
-        arguments["num_microbatches"] // dist.get_world_size()
-    )
 
     def step() -> Figures:
         with replica.no_sync():
@@ -87,14 +98,11 @@ def fully_sharded(arguments: dict[str, Any]) -> Step:
     from torch.distributed.fsdp import fully_shard
 
     dist.init_process_group("gloo")
-    model, ids = build(arguments), tokens(arguments)
+    model, mine = build(arguments), own_microbatches(arguments)
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model.transformer.h:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    mine = ids.chunk(dist.get_world_size())[dist.get_rank()].chunk(
-        arguments["num_microbatches"] // dist.get_world_size()
-    )
 
     def step() -> Figures:
         model.zero_grad()
@@ -223,6 +231,7 @@ def deepspeed_pipeline(arguments: dict[str, Any]) -> Step:
 
 KINDS = {
     "one process": one_process,
+    "apart": apart,
     "ddp": data_parallel,
     "fsdp": fully_sharded,
     "penstock": penstock_pipeline,

@@ -27,6 +27,7 @@ CONTESTANTS: dict[str, tuple[dict[str, Any], int, int]] = {
     # name: arguments, processes, threads of each
     "one process, one thread": ({"kind": "one process"}, 1, 1),
     "one process, two threads": ({"kind": "one process"}, 1, 2),
+    "two processes apart": ({"kind": "apart"}, 2, 1),
     "DDP": ({"kind": "ddp"}, 2, 1),
     "FSDP2": ({"kind": "fsdp"}, 2, 1),
     "torch Schedule1F1B": ({"kind": "torch", "schedule": "Schedule1F1B"}, 2, 1),

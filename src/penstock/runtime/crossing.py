@@ -15,8 +15,6 @@ from .transfer import TensorSpec
 # disturbs it while it computes.
 RECEIVES_AHEAD = 2
 BYTES_AHEAD = 1 << 20
-
-
 # A tuple that is equal to the tensor's `TensorSpec`, made without a call of Python.
 _spec_of = attrgetter(*TensorSpec._fields)
 
@@ -38,13 +36,13 @@ class Crossing:
         """To receive it into."""
         return list(map(call, self._buffers))
 
-    def fits(self, tensors: Iterable[torch.Tensor]) -> bool:
-        """Whether `tensors` are what this describes."""
-        return list(map(_spec_of, tensors)) == self.specs
-
     def gradient_buffers(self) -> list[torch.Tensor]:
         """To receive what comes back into."""
         return list(map(call, self._gradient_buffers))
+
+    def fits(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether `tensors` are what this describes."""
+        return list(map(_spec_of, tensors)) == self.specs
 
 
 def _maker(spec: TensorSpec, device: torch.device) -> Callable[[], torch.Tensor]:
