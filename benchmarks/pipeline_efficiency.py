@@ -13,7 +13,7 @@ import math
 import statistics
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,13 +42,18 @@ CONTESTANTS: dict[str, tuple[dict[str, Any], int, int]] = {
 }
 
 
-def real_compute(rounds: int, steps: int) -> None:
-    """Two stages on two cores, one thread each, eight microbatches of 2 x 128 tokens."""
+def real_compute(rounds: int, steps: int, contestants: Collection[str], file: str) -> None:
+    """Two stages on two cores, one thread each, eight microbatches of 2 x 128 tokens.
+
+    The first contestant and torch's 1F1B, which the others are compared with, always take part.
+    """
+    compared = {"one process, one thread", "torch Schedule1F1B", *contestants}
     common = {**SHAPE, "num_microbatches": 8, "micro_batch_size": 2, "warmup": 2}
     results = side_by_side(
         {
             name: ("contestants.py", processes, {**common, **arguments}, threads)
             for name, (arguments, processes, threads) in CONTESTANTS.items()
+            if name in compared
         },
         rounds,
         steps,
@@ -58,7 +63,7 @@ def real_compute(rounds: int, steps: int) -> None:
     best_torch = max(ran, key=to_torch_1f1b.__getitem__, default="torch Schedule1F1B")
     columns = ("", "seconds a step", "min - max", "efficiency", "speed to torch's 1F1B", "to torch's best", "loss")
     title = "Two stages on two cores: one step of a 12-block GPT-2"
-    table = Comparison("real_compute", title, columns, {**common, "steps": steps, "rounds": rounds}, results)
+    table = Comparison(file, title, columns, {**common, "steps": steps, "rounds": rounds}, results)
     for name, runs in results.items():
         seconds = median_of(runs, "seconds")
         if math.isnan(seconds):
@@ -74,7 +79,7 @@ def real_compute(rounds: int, steps: int) -> None:
         measured, *ratios = (f"{figure:.3f}" for figure in figures.values())
         table.add(name, [measured, spread_of(runs, "seconds"), *ratios, f"{median_of(runs, 'loss'):.5f}"], **figures)
     table.write()
-    draw(table.figures)
+    draw(table.figures, file)
 
 
 def memory() -> None:
@@ -228,8 +233,8 @@ def costs_of(trace: Path) -> Costs:
     return Costs(forward=forward, backward=backward, weight=weight)
 
 
-def draw(figures: dict[str, dict[str, float]]) -> None:
-    """Bars of efficiency, written to results/real_compute.svg."""
+def draw(figures: dict[str, dict[str, float]], file: str) -> None:
+    """Bars of efficiency, written to an SVG of that name in the results."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -244,7 +249,7 @@ def draw(figures: dict[str, dict[str, float]]) -> None:
     axes.axvline(8 / 9, linestyle=":", color="black", linewidth=1)
     axes.set_xlabel("throughput / (2 x one process with one thread); dotted: 1F1B's ideal, 8/9")
     plot.tight_layout()
-    plot.savefig(RESULTS / "real_compute.svg")
+    plot.savefig(RESULTS / f"{file}.svg")
 
 
 def main() -> None:
@@ -254,7 +259,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=0.03, help="of an emulated F, B and W each")
     parser.add_argument("--sizes", default="2x8,3x8,4x8,4x32,8x8,8x32", help="emulated ranks x microbatches")
-    parser.add_argument("--label", default="", help="what the emulated devices' result file is called besides")
+    parser.add_argument("--label", default="", help="what the result files of `real` and `emulated` are called besides")
+    parser.add_argument("--contestants", nargs="+", default=list(CONTESTANTS), help="real ones")
     parser.add_argument("--schedules", nargs="+", default=list(schedule_names()), help="emulated ones")
     options = parser.parse_args()
     for part in options.parts or PARTS:
@@ -268,7 +274,9 @@ def sizes_of(text: str) -> list[tuple[int, int]]:
 
 
 PARTS: dict[str, Callable[[argparse.Namespace], None]] = {
-    "real": lambda options: real_compute(options.rounds, options.steps),
+    "real": lambda options: real_compute(
+        options.rounds, options.steps, options.contestants, f"real_compute{options.label}"
+    ),
     "memory": lambda options: memory(),
     "emulated": lambda options: emulated(
         1, options.steps, options.seconds, sizes_of(options.sizes), options.schedules, f"emulated{options.label}"

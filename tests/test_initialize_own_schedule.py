@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain, zip_longest
 from pathlib import Path
 from unittest import mock
 
@@ -49,11 +50,15 @@ def test_rows_and_a_csv_file_train_like_the_named_schedule(pool: Pool, tmp_path:
             assert losses == pytest.approx(expected, rel=1e-5)
 
 
-# Rank 0 sends all its activations before it gives the gradient that rank 1 wants before it takes the second of them.
-FAR_AHEAD = [
-    ",".join([*(f"0F{i}" for i in range(24)), *(f"3F{i},3B{i}" for i in range(24)), *(f"0B{i}" for i in range(24))]),
-    ",".join(f"1F{i},2F{i},2B{i},1B{i}" for i in range(24)),
-]
+def far_ahead(num_microbatches: int, lead: int) -> list[str]:
+    """Rank 0 sends `lead` activations before it gives the gradient that rank 1 wants before it takes the second."""
+    forwards = [f"0F{i}" for i in range(num_microbatches)]
+    turns = [f"3F{i},3B{i},0B{i - 1}" if i else "3F0,3B0" for i in range(num_microbatches)]
+    rest = chain.from_iterable(zip_longest(turns, forwards[lead:]))
+    return [
+        ",".join([*forwards[:lead], *filter(None, rest), f"0B{num_microbatches - 1}"]),
+        ",".join(f"1F{i},2F{i},2B{i},1B{i}" for i in range(num_microbatches)),
+    ]
 
 
 def train_with_large_messages(schedule: list[str], num_microbatches: int) -> tuple[float, float]:
@@ -62,10 +67,14 @@ def train_with_large_messages(schedule: list[str], num_microbatches: int) -> tup
         return train_with(schedule, num_microbatches)
 
 
-def test_a_schedule_may_send_far_ahead(pool: Pool) -> None:
-    ids = torch.randint(0, 61, (48, 8), generator=torch.Generator().manual_seed(1))
+# The second has so many microbatches that sends are waited for within the step.
+@pytest.mark.parametrize(("num_microbatches", "lead"), [(24, 24), (40, 14)])
+def test_a_schedule_may_send_far_ahead(pool: Pool, num_microbatches: int, lead: int) -> None:
+    ids = torch.randint(0, 61, (2 * num_microbatches, 8), generator=torch.Generator().manual_seed(1))
     expected = tiny()(input_ids=ids, labels=ids).loss.item()
-    for loss, _ in pool.run(2, train_with_large_messages, schedule=FAR_AHEAD, num_microbatches=24, timeout=60):
+    rows = far_ahead(num_microbatches, lead)
+    arguments = {"schedule": rows, "num_microbatches": num_microbatches}
+    for loss, _ in pool.run(2, train_with_large_messages, **arguments, timeout=60):
         assert loss == pytest.approx(expected, rel=1e-5)
 
 

@@ -96,15 +96,17 @@ def test_each_tensor_of_a_message_has_a_tag_and_is_waited_for(line_over: Any, si
     assert [work.waits for work in works] == [1] * 2 * size
 
 
-def test_so_many_sends_are_waited_for_that_the_newest_are_left(line_over: Any) -> None:
+@pytest.mark.parametrize("ahead", [SENDS_AHEAD, 3])
+def test_so_many_sends_are_waited_for_that_the_newest_are_left(line_over: Any, ahead: int) -> None:
     group = Group()
     line = line_over(group)
-    for number in range(2 * SENDS_AHEAD):
+    line._channel.sends_ahead = ahead
+    for number in range(2 * ahead):
         line.send(message(1, number))
-    newest: list[Any] = [work() for work in group.works]
-    assert all(work.waits == 0 for work in newest)
+    works: list[Any] = [work() for work in group.works]
+    assert all(work.waits == 0 for work in works)
     line.send(message(1))
-    assert [work.waits for work in newest] == [1] * (SENDS_AHEAD + 1) + [0] * (SENDS_AHEAD - 1)
+    assert [work.waits for work in works] == [1] * (ahead + 1) + [0] * (ahead - 1)
 
 
 @pytest.mark.parametrize("size", [1, 3])

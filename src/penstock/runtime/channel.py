@@ -37,7 +37,7 @@ class Kind(IntEnum):
 
 # Several tensors of one message get tags of their own.
 TAGS_PER_LINE = 64
-# Messages that may be under way on a line: before more are sent, one waits until no more than that are left.
+# Messages that may be under way on a line. Once more than twice as many were sent, all but so many are waited for.
 SENDS_AHEAD = 8
 
 
@@ -134,7 +134,7 @@ class Line:
             raise self._lost("sending", error) from error
         self._in_flight.append((sent, work))
         del work
-        # Half of them at a time, which takes less than one by one.
+        # Many at a time, which takes less than one by one.
         if len(self._in_flight) > 2 * self._channel.sends_ahead:
             self.release(self._channel.sends_ahead)
 

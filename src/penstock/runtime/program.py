@@ -27,7 +27,7 @@ class Program:
         final_backward: the position of the last backward, -1 if there is none.
         whole_backwards: positions of backwards whose weight gradients follow at once.
         final_weights: positions at which a stage's last weight gradients are computed.
-        sends_ahead: messages that must be allowed to be under way on a line, lest the schedule gets stuck.
+        sends_ahead: `SENDS_AHEAD`, or more if the schedule needs more messages under way, lest it gets stuck.
     """
 
     actions: Sequence[Action]
