@@ -45,7 +45,7 @@ CONTESTANTS: dict[str, tuple[dict[str, Any], int, int]] = {
 def real_compute(rounds: int, steps: int, contestants: Collection[str], file: str) -> None:
     """Two stages on two cores, one thread each, eight microbatches of 2 x 128 tokens.
 
-    The first contestant and torch's 1F1B, which the others are compared with, always take part.
+    One process with one thread and torch's 1F1B, which the others are compared with, always take part.
     """
     compared = {"one process, one thread", "torch Schedule1F1B", *contestants}
     common = {**SHAPE, "num_microbatches": 8, "micro_batch_size": 2, "warmup": 2}
@@ -98,7 +98,7 @@ def memory() -> None:
 
 
 def emulated(
-    rounds: int, steps: int, seconds: float, sizes: list[tuple[int, int]], schedules: list[str], file: str = "emulated"
+    rounds: int, steps: int, seconds: float, sizes: list[tuple[int, int]], schedules: list[str], file: str
 ) -> None:
     """Sleeping stages, as (ranks, microbatches): measured time of a step over the simulated ideal of its schedule."""
     costs = {"forward": seconds, "backward": seconds, "weight": seconds}
@@ -260,8 +260,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.03, help="of an emulated F, B and W each")
     parser.add_argument("--sizes", default="2x8,3x8,4x8,4x32,8x8,8x32", help="emulated ranks x microbatches")
     parser.add_argument("--label", default="", help="what the result files of `real` and `emulated` are called besides")
-    parser.add_argument("--contestants", nargs="+", default=list(CONTESTANTS), help="real ones")
-    parser.add_argument("--schedules", nargs="+", default=list(schedule_names()), help="emulated ones")
+    parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS), help="real ones")
+    parser.add_argument(
+        "--schedules", nargs="+", choices=schedule_names(), default=list(schedule_names()), help="emulated ones"
+    )
     options = parser.parse_args()
     for part in options.parts or PARTS:
         PARTS[part](options)

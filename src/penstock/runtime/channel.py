@@ -126,7 +126,7 @@ class Line:
         return buffers
 
     def send(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Send `tensors` as the next message without waiting; they are kept alive until they have left."""
+        """Send `tensors` as the next message, and let go of older ones if many are under way (see `SENDS_AHEAD`)."""
         sent, peer, tag = list(map(torch.Tensor.contiguous, tensors)), self._peer_in_group, self._tag
         try:
             work = self._send(sent, peer, tag) if len(sent) == 1 else self._send_each(sent, peer, tag)

@@ -141,19 +141,3 @@ def sufficient_window(schedule: Schedule, window: int) -> int:
         else:
             break
     return window
-
-
-def smallest_window(schedule: Schedule) -> int:
-    """The smallest window with which `schedule` runs even if every send blocks until there is room at its receiver.
-
-    Raises:
-        Blocked: the schedule cannot run to its end with any window.
-    """
-    for window in range(1, schedule.num_microbatches):
-        try:
-            insert_communication(schedule, window)
-        except Blocked:
-            continue
-        return window
-    insert_communication(schedule)
-    return schedule.num_microbatches
