@@ -1,47 +1,24 @@
 """The published tutorial, run from its first line to its last on four ranks, with local folders as its hub."""
 
-import json
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
+from transformers import AutoTokenizer, GPT2LMHeadModel
 
 from launch import ROOT, run_python
-
-sys.path.insert(0, str(ROOT / "examples"))
-from corpus import END_OF_TEXT, read_texts, train_tokenizer
+from local_hub import local_hub
 
 STAGES = 4
-
-
-def local_hub(folder: Path) -> GPT2LMHeadModel:
-    """Folders called gpt2 and squad, which the tutorial's names mean when it runs in ``folder``, and its JSON file."""
-    texts = read_texts(None, 60_000)
-    tokenizer = train_tokenizer(texts, 400)
-    tokenizer.save_pretrained(folder / "gpt2")
-    torch.manual_seed(0)
-    end = tokenizer.convert_tokens_to_ids(END_OF_TEXT)
-    config = GPT2Config(
-        vocab_size=400, n_positions=64, n_embd=32, n_layer=4, n_head=2, bos_token_id=end, eos_token_id=end
-    )
-    model = GPT2LMHeadModel(config)
-    model.save_pretrained(folder / "gpt2")
-    contexts = [line for text in texts for line in text.splitlines() if len(line) > 20][:404]
-    (folder / "squad").mkdir()
-    rows = [json.dumps({"context": context}) for context in contexts]
-    (folder / "squad" / "train.jsonl").write_text("\n".join(rows))
-    (folder / "oslo-config.json").write_text(
-        '// oslo-config.json\n\n{\n     "model_parallelism": {\n          "enable": true,\n'
-        f'          "pipeline_parallel_size": {STAGES}\n      }}\n}}\n'
-    )
-    return model
 
 
 @pytest.mark.slow
 def test_the_tutorial_runs_from_its_first_line_to_its_last(tmp_path: Path) -> None:
     model = local_hub(tmp_path)
+    (tmp_path / "oslo-config.json").write_text(
+        '// oslo-config.json\n\n{\n     "model_parallelism": {\n          "enable": true,\n'
+        f'          "pipeline_parallel_size": {STAGES}\n      }}\n}}\n'
+    )
     launcher = ["-m", "torch.distributed.launch", f"--nproc_per_node={STAGES}"]
     result = run_python(
         *launcher,

@@ -1,0 +1,467 @@
+"""The documentation does what it says: its code runs, its commands parse, its links lead somewhere.
+
+Every Python block of README.md and docs/*.md is run. Blocks below one heading, or below several headings of one story,
+run one after the other in one namespace, on as many ranks as the text says, beside a local folder called "gpt2". What a
+fragment takes for granted is given in RUNS, as code: `before` it, and what is to hold `after` it.
+"""
+
+import contextlib
+import dataclasses
+import importlib
+import re
+import shlex
+import subprocess
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import typer
+from torch.distributed.run import get_args_parser
+
+from launch import ROOT
+from local_hub import local_hub
+from penstock.benchmark.parser import build_parser
+from penstock.cli import app
+from penstock.config import Configuration
+from penstock.schedule import schedule_names
+from pool import Pool
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+LINKING = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "benchmarks/results").glob("*.md"))]
+
+
+# ---------------------------------------------------------------- reading a page
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page: the line its text begins at, counted from 1, and the heading it stands below."""
+
+    page: Path
+    line: int
+    heading: str
+    language: str
+    text: str
+
+
+def blocks_of(page: Path) -> Iterator[Block]:
+    heading, fence, begin, lines = "", None, 0, page.read_text().splitlines()
+    for number, line in enumerate(lines, start=1):
+        if line.startswith("```"):
+            if fence is None:
+                fence, begin = line[3:].strip(), number
+            else:
+                yield Block(page, begin + 1, heading, fence, "\n".join(lines[begin : number - 1]) + "\n")
+                fence = None
+        elif fence is None and line.startswith("#"):
+            heading = line.lstrip("# ")
+    assert fence is None, f"{page}:{begin}: the block does not end"
+
+
+def prose_of(page: Path) -> list[tuple[int, str]]:
+    """The numbered lines outside fenced blocks."""
+    inside, found = False, []
+    for number, line in enumerate(page.read_text().splitlines(), start=1):
+        if line.startswith("```"):
+            inside = not inside
+        elif not inside:
+            found.append((number, line))
+    return found
+
+
+def spans_of(page: Path) -> list[tuple[int, str]]:
+    """Inline code, with the line each begins in; a span may go on in the next line."""
+    lines = prose_of(page)
+    text, found = "\n".join(line for _, line in lines), []
+    for match in re.finditer(r"`([^`]+)`", text):
+        number = lines[text.count("\n", 0, match.start())][0]
+        found.append((number, match[1].replace("\n", " ")))
+    return found
+
+
+def table_column(page: Path, header: str) -> list[str]:
+    """The first cells of the table whose first header is `header`, without quotes and remarks."""
+    lines = [line for _, line in prose_of(page)]
+    start = next(index for index, line in enumerate(lines) if line.startswith(f"| {header} |")) + 2
+    cells = []
+    for line in lines[start:]:
+        if not line.startswith("|"):
+            break
+        cells += re.findall(r"`([^`]+)`", line.split("|")[1])
+    return cells
+
+
+# ---------------------------------------------------------------- Python
+
+
+@dataclass(frozen=True)
+class Run:
+    """The Python blocks below some headings of a page, in order, in one namespace, on `ranks` ranks.
+
+    Attributes:
+        before, after: code around the blocks: what their reader has by then, and what the page says is true then.
+    """
+
+    page: str
+    headings: tuple[str, ...]
+    ranks: int
+    before: str = ""
+    after: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.page}: {', '.join(self.headings)}"
+
+    @property
+    def blocks(self) -> list[Block]:
+        blocks = blocks_of(ROOT / self.page)
+        return [block for block in blocks if block.language == "python" and block.heading in self.headings]
+
+
+IMPORTS = """
+import torch, penstock
+from penstock import Booster, HeterogeneousParallelPlugin, PipelineTemplate
+from torch.utils.data import DataLoader, DistributedSampler
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+def whole():
+    return AutoModelForCausalLM.from_pretrained("gpt2")
+def split(stages):
+    return penstock.initialize(whole(), {"model_parallelism": {"pipeline_parallel_size": stages}})
+def rows(number):
+    tokens = torch.arange(number * 8).reshape(number, 8) % 400
+    return [{"input_ids": row, "labels": row} for row in tokens]
+def batch_of(number):
+    return {name: torch.stack([row[name] for row in rows(number)]) for name in ("input_ids", "labels")}
+"""
+TRAINED = """
+import torch
+from transformers import AutoModelForCausalLM
+def assert_trained(folder):
+    trained, start = (AutoModelForCausalLM.from_pretrained(name) for name in (folder, "gpt2"))
+    for name, parameter in trained.named_parameters():
+        assert torch.isfinite(parameter).all() and not torch.equal(parameter, start.get_parameter(name)), name
+"""
+EQUAL = """
+def assert_equal(folder, model):
+    plain = AutoModelForCausalLM.from_pretrained(folder)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, plain.get_parameter(name)), name
+"""
+
+RUNS = [
+    Run("README.md", ("In your script",), 2, after=TRAINED + "assert_trained('trained')"),
+    Run(
+        "docs/tutorial.md",
+        ("Inference", "Training", "Saving, loading, merging"),
+        2,
+        before="NUM_STAGES = 2",
+        after=TRAINED + "assert output.logits.shape[:2] == tokens['input_ids'].shape\nassert_trained('./merged_ckpt')",
+    ),
+    Run(
+        "docs/launching.md",
+        ("More ranks than stages",),
+        4,
+        before=IMPORTS + "model, dataset = split(2), rows(64)",
+        after="assert len(loader) == 2 and model.data_parallel_size == 2",
+    ),
+    Run(
+        "docs/heterogeneous.md",
+        ("Pipelines of different depth",),
+        4,
+        before=IMPORTS
+        + """
+model, dataset, collate, criterion = whole(), rows(64), torch.utils.data.default_collate, None
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+""",
+        after=TRAINED + "assert loss.shape == () and loss.isfinite()\nassert_trained('checkpoint')",
+    ),
+    Run(
+        "docs/heterogeneous.md",
+        ("Templates and pipelines",),
+        3,
+        before=IMPORTS + "model = whole()",
+        after="assert plugin.global_batch_size == 32 and plugin.pipeline_index == min(int(os.environ['RANK']), 1)",
+    ),
+    Run(
+        "docs/heterogeneous.md",
+        ("Steps",),
+        2,
+        before=IMPORTS
+        + """
+plugin = HeterogeneousParallelPlugin(microbatch_size=2)
+plugin.set_pipelines([PipelineTemplate.balanced(whole(), 2)], [3])
+loader = plugin.prepare_dataloader(rows(6))
+model, *_ = plugin.configure(whole())
+batch = next(iter(loader))
+""",
+        after="expected = whole()(**batch_of(6)).loss.item()\n"
+        "assert abs(model.pipeline.last_step.global_loss - expected) < 1e-5",
+    ),
+    Run(
+        "docs/schedules.md",
+        ("Which to choose",),
+        4,
+        before=IMPORTS + "model = whole()",
+        after="assert model.pipeline.evaluate",
+    ),
+    Run(
+        "docs/schedules.md",
+        ("Your own",),
+        2,
+        before=IMPORTS + "model = whole()",
+        after="""
+for out in model(**batch_of(4)):
+    out.loss.backward()
+assert abs(model.pipeline.last_step.global_loss - whole()(**batch_of(4)).loss.item()) < 1e-5
+""",
+    ),
+    Run(
+        "docs/tensor_parallel.md",
+        ("Tensor parallelism inside a stage",),
+        4,
+        before=IMPORTS + "model = whole()",
+        after="assert plugin.tp_size == 2\nassert torch.equal(model.generate(batch_of(1)['input_ids']), "
+        "whole().generate(batch_of(1)['input_ids']))",
+    ),
+    Run(
+        "docs/tensor_parallel.md",
+        ("Which models",),
+        2,
+        after=IMPORTS
+        + """
+from transformers import GPTJConfig, GPTJForCausalLM
+def gptj():
+    torch.manual_seed(0)
+    return GPTJForCausalLM(GPTJConfig(vocab_size=400, n_positions=32, n_embd=32, n_layer=2, n_head=2, rotary_dim=8))
+model = penstock.initialize(gptj(), {"model_parallelism": {"pipeline_parallel_size": 1, "tensor_parallel_size": 2}})
+assert model.get_parameter("transformer.h.0.attn.q_proj.weight").shape == (16, 32)
+with torch.no_grad():
+    assert torch.allclose(model(**batch_of(4)).loss, gptj().eval()(**batch_of(4)).loss, atol=1e-5)
+""",
+    ),
+    Run(
+        "docs/checkpoints.md",
+        ("Saving", "Loading", "Merging"),
+        4,
+        before=IMPORTS + "model, config = split(4), AutoConfig.from_pretrained('gpt2')",
+        after=EQUAL
+        + """
+from pathlib import Path
+names = {path.name for path in Path("ckpt").iterdir()}
+assert {f"model_tp_0_pp_{rank}.safetensors" for rank in range(4)} | {"parallel_checkpoint.json", "config.json"} <= names
+assert_equal("gpt2", model)
+assert_equal("merged", model)
+""",
+    ),
+    Run(
+        "docs/checkpoints.md",
+        ("Never holding the whole model",),
+        4,
+        before=IMPORTS,
+        after="""
+torch.manual_seed(0)
+expected = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained("gpt2"))
+for name, parameter in model.named_parameters():
+    assert torch.equal(parameter, expected.get_parameter(name)), name
+""",
+    ),
+    Run(
+        "docs/exactness.md",
+        ("What you need to do",),
+        2,
+        before=IMPORTS + "model, batch = split(2), batch_of(10)",
+        after="assert abs(loss - whole()(**batch).loss.item()) < 1e-5",
+    ),
+]
+
+
+def test_every_python_block_is_run() -> None:
+    written = {
+        (str(page.relative_to(ROOT)), block.heading)
+        for page in PAGES
+        for block in blocks_of(page)
+        if block.language == "python"
+    }
+    assert written == {(run.page, heading) for run in RUNS for heading in run.headings}
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Local folders for the names "gpt2" and "squad"."""
+    folder = tmp_path_factory.mktemp("hub")
+    local_hub(folder, num_layers=12)
+    return folder
+
+
+@pytest.mark.parametrize("run", RUNS, ids=str)
+def test_python_blocks_run_and_do_what_the_page_says(run: Run, hub: Path, pool: Pool, tmp_path: Path) -> None:
+    for name in ("gpt2", "squad"):
+        (tmp_path / name).symlink_to(hub / name)
+    for block in blocks_of(ROOT / run.page):
+        if block.language == "json":  # named by a comment in its first line
+            (tmp_path / block.text.splitlines()[0].removeprefix("// ")).write_text(block.text)
+    pieces = [(str(block.page), block.line, block.text) for block in run.blocks]
+    pieces = [("before", 1, run.before), *pieces, ("after", 1, run.after)]
+    environment = {"HF_HOME": str(hub / "cache"), "HF_HUB_OFFLINE": "1"}
+    pool.run(run.ranks, run_code, pieces, tmp_path, init=False, timeout=120, environment=environment)
+
+
+def run_code(pieces: list[tuple[str, int, str]], folder: Path) -> None:
+    """On a worker: pieces of code (file, line, text) in one namespace; tracebacks name the lines of the page."""
+    namespace = {"__name__": "page"}
+    with contextlib.chdir(folder):
+        for file, line, text in pieces:
+            exec(compile("\n" * (line - 1) + text, file, "exec"), namespace)
+
+
+# ---------------------------------------------------------------- commands
+
+PLACEHOLDERS = {"YOUR_SCRIPT.py", "script.py", "train.py"}
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+FOREIGN = {"git", "cd", "export", "sinfo", "gcloud", "deepspeed", "mpirun"}
+
+
+def commands() -> list[tuple[str, list[str]]]:
+    """All commands in console and bash blocks and in inline code, each with where it stands, in words."""
+    found = []
+    for page in [*PAGES, ROOT / "CONTRIBUTING.md"]:
+        for block in blocks_of(page):
+            if block.language in ("console", "bash"):
+                text = block.text.replace("\\\n", " ")
+                for line in text.splitlines():
+                    for part in re.split(r" && ", line.removeprefix("$ ")):
+                        found.append((f"{page.name}: {part}", shlex.split(part, comments=True)))
+        for number, span in spans_of(page):
+            if re.match(r"(penstock|make|torchrun|python|pip|srun|sbatch|\.venv/bin/pip) ", span):
+                found.append((f"{page.name}:{number}: {span}", shlex.split(span)))
+    return [(where, words) for where, words in found if words]
+
+
+@pytest.mark.parametrize("words", [pytest.param(words, id=where) for where, words in commands()])
+def test_commands_parse(words: list[str]) -> None:
+    while re.fullmatch(r"[A-Z_]+=.*", words[0]):  # variables before a command
+        words = words[1:]
+    program, *arguments = words
+    match program.removeprefix(".venv/bin/"):
+        case "penstock":
+            check_penstock(arguments)
+        case "make":
+            dry = subprocess.run(["make", "-n", *arguments], cwd=ROOT, capture_output=True, text=True)
+            assert dry.returncode == 0, dry.stderr
+        case "torchrun":
+            check_launch(arguments)
+        case "python" | "python3":
+            check_python(arguments)
+        case "pip":
+            for word in arguments:
+                assert set(re.findall(r"\w+", word.partition("[")[2])) <= EXTRAS.keys(), word
+        case "bash":
+            assert (ROOT / arguments[0]).is_file()
+        case "srun" | "sbatch":
+            check_slurm(arguments)
+        case name:
+            assert name in FOREIGN or name == ".", f"{name}: nobody checks this command"
+
+
+def check_penstock(arguments: list[str]) -> None:
+    group = typer.main.get_command(app)
+    name, *rest = arguments
+    if name.startswith("--"):
+        assert any(name in parameter.opts for parameter in [*group.params, group.get_help_option(None)])
+        return
+    command = group.commands[name]
+    if not rest:
+        return  # only the command's name
+    context = command.make_context(name, rest)
+    if name == "bench":
+        build_parser().parse_args(context.args)
+
+
+def check_launch(arguments: list[str]) -> None:
+    options = get_args_parser().parse_args(arguments)
+    check_python([options.training_script, *options.training_script_args])
+
+
+def check_python(arguments: list[str]) -> None:
+    script, *rest = arguments
+    if script == "-m":
+        if rest[0] == "torch.distributed.launch":
+            check_launch(rest[1:])
+        else:
+            assert importlib.util.find_spec(rest[0]) is not None
+    elif script == "trainer.py":
+        build_parser().parse_args(rest)
+    else:
+        assert script in PLACEHOLDERS or (ROOT / script).is_file(), f"there is no {script}"
+
+
+def check_slurm(arguments: list[str]) -> None:
+    scripts = [index for index, word in enumerate(arguments) if word.endswith((".sh", ".sbatch", ".py"))]
+    assert len(scripts) == 1, "a SLURM line starts one script"
+    script, rest = arguments[scripts[0]].removeprefix("$PWD/"), arguments[scripts[0] + 1 :]
+    if script.endswith(".sbatch"):
+        assert (ROOT / "benchmark" / script).is_file()
+        script = f"launch_4_node_{rest.pop(0)}.sh"
+    assert script in PLACEHOLDERS or (ROOT / "benchmark" / script).is_file()
+    build_parser().parse_args(rest)
+
+
+# ---------------------------------------------------------------- names and links
+
+
+def anchors_of(page: Path) -> set[str]:
+    """The anchors that GitHub gives to a page's headings."""
+    headings = [line.lstrip("# ") for _, line in prose_of(page) if line.startswith("#")]
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", LINKING, ids=lambda page: str(page.relative_to(ROOT)))
+def test_relative_links_lead_somewhere(page: Path) -> None:
+    text = "\n".join(line for _, line in prose_of(page))
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if target.startswith(("http://", "https://")):
+            continue
+        name, _, anchor = target.partition("#")
+        file = (page.parent / name) if name else page
+        assert file.exists(), f"{page.name} links to {target}"
+        assert not anchor or anchor in anchors_of(file), f"{page.name} links to {target}"
+
+
+def test_the_index_and_the_readme_link_every_page() -> None:
+    for page, folder in ((ROOT / "README.md", "docs/"), (ROOT / "docs/index.md", "")):
+        linked = set(re.findall(rf"\]\({folder}(\w+\.md)\)", page.read_text()))
+        below = {"index.md", page.name} | ({"benchmark_on_slurm.md"} if folder else set())  # reached from benchmark.md
+        assert {other.name for other in (ROOT / "docs").glob("*.md")} - below <= linked
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_and_public_names_in_inline_code_exist(page: Path) -> None:
+    for number, span in spans_of(page):
+        if re.fullmatch(r"[\w.-]+(/[\w.-]+)+\.(py|sh|md|csv|toml|sbatch)", span):
+            assert any((ROOT / folder / span).exists() for folder in ("", "src", "benchmark")), f"{page}:{number}: {span}"
+        for name in re.findall(r"\bpenstock((?:\.\w+)+)", span):
+            if not name.endswith((".json", ".py")):
+                assert resolve("penstock" + name) is not None, f"{page}:{number}: {span}"
+
+
+def resolve(name: str) -> object:
+    """What a dotted name stands for: an attribute, or a module to import."""
+    found: object = importlib.import_module("penstock")
+    path = "penstock"
+    for part in name.split(".")[1:]:
+        path += f".{part}"
+        if not hasattr(found, part):
+            importlib.import_module(path)
+        found = getattr(found, part)
+    return found
+
+
+def test_the_tutorials_table_has_every_configuration_key_once() -> None:
+    keys = table_column(ROOT / "docs/tutorial.md", "key")
+    assert sorted(keys) == sorted(field.name for field in dataclasses.fields(Configuration))
+
+
+def test_the_schedules_table_has_every_schedule_once() -> None:
+    assert sorted(table_column(ROOT / "docs/schedules.md", "name")) == sorted(schedule_names())
