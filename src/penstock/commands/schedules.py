@@ -36,7 +36,7 @@ Backward = Annotated[str, typer.Option(help=f"Seconds of the backward for the in
 Weight = Annotated[str, typer.Option(help=f"Seconds of the backward for the weights' gradients: {_PER_RANK}.")]
 Latency = Annotated[float, typer.Option(help="Seconds that a message is under way, whatever its size.")]
 Bandwidth = Annotated[float, typer.Option(help="Bytes per second of a link, in each direction.")]
-MessageBytes = Annotated[float, typer.Option(help="Bytes of the activations of a microbatch at a cut.")]
+MessageBytes = Annotated[float, typer.Option(help="Bytes of the activations of a microbatch at a boundary.")]
 ActivationBytes = Annotated[str, typer.Option(help=f"Bytes held for a microbatch until its backward: {_PER_RANK}.")]
 
 

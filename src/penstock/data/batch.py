@@ -30,11 +30,11 @@ class PerMicrobatch(tuple[Any, ...]):
 
 
 class MicrobatchedBatch(Mapping[str, PerMicrobatch]):
-    """One pipeline's share of a global batch, already cut into microbatches.
+    """One pipeline's share of a global batch, already split into microbatches.
 
     As a mapping it holds every input of every microbatch, so `model(**batch)`, also with `labels=batch["input_ids"]`,
     and `{name: value.to(device) for name, value in batch.items()}` work as with an ordinary batch, and nothing is
-    padded or copied to join what the model would cut again.
+    padded or copied to join what the model would split again.
 
     Args:
         microbatches: each one the model's keyword arguments. None at all if the global batch had fewer samples than
@@ -100,8 +100,8 @@ def microbatches_of(
 ) -> tuple[list[dict[str, Any]], list[int]]:
     """Return the microbatches of a model call's keyword arguments, and the number of samples in each.
 
-    Inputs from a `MicrobatchedBatch` keep its microbatches (perhaps none), and other inputs beside them are cut to fit.
-    An ordinary batch is cut by `microbatch_sizes`. Raises ValueError and TypeError like `batch_size_of`,
+    Inputs from a `MicrobatchedBatch` keep its microbatches (perhaps none), and other inputs beside them are split to fit.
+    An ordinary batch is split by `microbatch_sizes`. Raises ValueError and TypeError like `batch_size_of`,
     `microbatch_sizes` and `split_batch`.
     """
     cut = {name: value for name, value in inputs.items() if isinstance(value, PerMicrobatch)}
