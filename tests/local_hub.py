@@ -1,4 +1,4 @@
-"""Folders that stand for a model hub: a script run beside them finds a model by the name "gpt2" and texts as "squad"."""
+"""Folders that stand for a model hub: a script run beside them finds a model called "gpt2" and texts called "squad"."""
 
 import json
 import sys
@@ -14,7 +14,7 @@ from corpus import END_OF_TEXT, read_texts, train_tokenizer
 
 
 def local_hub(folder: Path, num_layers: int = 4) -> GPT2LMHeadModel:
-    """Make a tiny GPT-2 with its tokenizer in `folder`/gpt2 and 404 lines of text in `folder`/squad. Returns the model."""
+    """Make a tiny GPT-2 with its tokenizer in `folder`/gpt2 and 404 lines of text in `folder`/squad."""
     texts = read_texts(None, 60_000)
     tokenizer = train_tokenizer(texts, 400)
     tokenizer.save_pretrained(folder / "gpt2")

@@ -324,6 +324,7 @@ def run_code(pieces: list[tuple[str, int, str]], folder: Path) -> None:
 
 PLACEHOLDERS = {"YOUR_SCRIPT.py", "script.py", "train.py"}
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+TARGETS = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 FOREIGN = {"git", "cd", "export", "sinfo", "gcloud", "deepspeed", "mpirun"}
 
 
@@ -352,6 +353,8 @@ def test_commands_parse(words: list[str]) -> None:
         case "penstock":
             check_penstock(arguments)
         case "make":
+            targets = [word for word in arguments if "=" not in word]
+            assert set(targets) <= TARGETS, f"the Makefile has no {targets}"
             dry = subprocess.run(["make", "-n", *arguments], cwd=ROOT, capture_output=True, text=True)
             assert dry.returncode == 0, dry.stderr
         case "torchrun":
@@ -373,7 +376,7 @@ def check_penstock(arguments: list[str]) -> None:
     group = typer.main.get_command(app)
     name, *rest = arguments
     if name.startswith("--"):
-        assert any(name in parameter.opts for parameter in group.get_params(group.make_context('penstock', ['check'])))
+        assert any(name in parameter.opts for parameter in group.get_params(group.make_context("penstock", ["check"])))
         return
     command = group.commands[name]
     if not rest:
@@ -444,7 +447,7 @@ def test_the_index_and_the_readme_link_every_page() -> None:
 def test_files_and_public_names_in_inline_code_exist(page: Path) -> None:
     for number, span in spans_of(page):
         if re.fullmatch(r"[\w.-]+(/[\w.-]+)+\.(py|sh|md|csv|toml|sbatch)", span):
-            assert any((ROOT / folder / span).exists() for folder in ("", "src", "benchmark")), f"{page}:{number}: {span}"
+            assert any((ROOT / top / span).exists() for top in ("", "src", "benchmark")), f"{page}:{number}: {span}"
         for name in re.findall(r"\bpenstock((?:\.\w+)+)", span):
             if not name.endswith((".json", ".py")):
                 assert resolve("penstock" + name) is not None, f"{page}:{number}: {span}"

@@ -100,8 +100,8 @@ def microbatches_of(
 ) -> tuple[list[dict[str, Any]], list[int]]:
     """Return the microbatches of a model call's keyword arguments, and the number of samples in each.
 
-    Inputs from a `MicrobatchedBatch` keep its microbatches (perhaps none), and other inputs beside them are split to fit.
-    An ordinary batch is split by `microbatch_sizes`. Raises ValueError and TypeError like `batch_size_of`,
+    Inputs from a `MicrobatchedBatch` keep its microbatches (perhaps none), and other inputs beside them are split to
+    fit. An ordinary batch is split by `microbatch_sizes`. Raises ValueError and TypeError like `batch_size_of`,
     `microbatch_sizes` and `split_batch`.
     """
     cut = {name: value for name, value in inputs.items() if isinstance(value, PerMicrobatch)}
