@@ -103,6 +103,14 @@ def restore_optimizer(
         raise CheckpointError(
             f"the optimizer has {len(optimizer.param_groups)} parameter groups, the saved one had {len(saved_groups)}"
         )
+    for number, (group, saved) in enumerate(zip(optimizer.param_groups, saved_groups, strict=True)):
+        for key, value in group.items():
+            if _is_number(value) and not _is_number(saved.get(key)):
+                raise CheckpointError(_setting(number, key, saved, f"a number, as {value} is here"))
+            if isinstance(value, tuple) and not (
+                isinstance(saved.get(key), (tuple, list)) and len(saved[key]) == len(value)
+            ):
+                raise CheckpointError(_setting(number, key, saved, f"{len(value)} values, as {value} is here"))
     states: dict[str, dict[str, Any]] = {name: dict(state) for name, state in values.items()}
     for key, tensor in tensors:
         name, _, state = key.partition(_SEPARATOR)
@@ -124,6 +132,17 @@ def restore_optimizer(
             index += 1
         content["param_groups"].append({**saved, "params": indices})
     optimizer.load_state_dict(content)
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _setting(number: int, key: str, saved: Mapping[str, Any], expected: str) -> str:
+    found = f"{key} is {saved[key]!r:.80}" if key in saved else f"there is no {key!r}"
+    return f"the saved optimizer's settings are damaged: in group {number} {found}, expected {expected}"
 
 
 def cuts_of_states(
@@ -151,8 +170,8 @@ def cuts_of_states(
         name = key.partition(_SEPARATOR)[0]
         if name not in parameters:
             continue
-        cuts = Cuts(saved_cut(manifest, name), held.get(name))
         whole = whole_shape(model, name, parameters[name])
+        cuts = Cuts(saved_cut(manifest, name, whole, manifest.tensor_parallel_size), held.get(name))
         part = whole if cuts.saved is None else tuple(cuts.saved.shape(whole, manifest.tensor_parallel_size))
         if tuple(shape) == part:
             found[key] = cuts
