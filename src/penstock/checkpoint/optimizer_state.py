@@ -103,14 +103,6 @@ def restore_optimizer(
         raise CheckpointError(
             f"the optimizer has {len(optimizer.param_groups)} parameter groups, the saved one had {len(saved_groups)}"
         )
-    for number, (group, saved) in enumerate(zip(optimizer.param_groups, saved_groups, strict=True)):
-        for key, value in group.items():
-            if _is_number(value) and not _is_number(saved.get(key)):
-                raise CheckpointError(_setting(number, key, saved, f"a number, as {value} is here"))
-            if isinstance(value, tuple) and not (
-                isinstance(saved.get(key), (tuple, list)) and len(saved[key]) == len(value)
-            ):
-                raise CheckpointError(_setting(number, key, saved, f"{len(value)} values, as {value} is here"))
     states: dict[str, dict[str, Any]] = {name: dict(state) for name, state in values.items()}
     for key, tensor in tensors:
         name, _, state = key.partition(_SEPARATOR)
@@ -130,19 +122,34 @@ def restore_optimizer(
                     content["state"][index] = states[mine]
             indices.append(index)
             index += 1
+        _check_settings(number, saved, group)
         content["param_groups"].append({**saved, "params": indices})
     optimizer.load_state_dict(content)
+
+
+def _check_settings(number: int, saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    """Check that a saved group has a number where the optimizer has one, and as many values where it has several."""
+    for key, value in here.items():
+        found = saved.get(key)
+        if _is_number(value):
+            fits, expected = _is_number(found), "a number"
+        elif isinstance(value, tuple):
+            fits = isinstance(found, (tuple, list)) and len(found) == len(value)
+            expected = f"{len(value)} values"
+        else:
+            continue
+        if not fits:
+            has = f"{key} is {found!r:.80}" if key in saved else f"there is no {key!r}"
+            raise CheckpointError(
+                f"the saved settings do not go with this optimizer: in its group {number} {has}, expected {expected}, "
+                f"as {value} here"
+            )
 
 
 def _is_number(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return value.numel() == 1
     return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _setting(number: int, key: str, saved: Mapping[str, Any], expected: str) -> str:
-    found = f"{key} is {saved[key]!r:.80}" if key in saved else f"there is no {key!r}"
-    return f"the saved optimizer's settings are damaged: in group {number} {found}, expected {expected}"
 
 
 def cuts_of_states(
