@@ -487,6 +487,13 @@ def test_the_configurations_of_an_ordinary_checkpoint_are_not_read(name: str, or
     assert_hold_together([load_whole(ordinary)], build(1))
 
 
+@pytest.mark.parametrize("name", ["adapter_config.json", "shard-00001-model-00001-of-00001.safetensors"])
+def test_a_folder_that_sends_transformers_elsewhere_is_refused(name: str, ordinary: Path) -> None:
+    (ordinary / name).write_text(json.dumps({"base_model_name_or_path": "../other"}))
+    with pytest.raises(CheckpointError, match=name):
+        load_whole(ordinary)
+
+
 def test_a_damaged_shard_is_named(ordinary: Path) -> None:
     path = shards(ordinary)[-1]
     path.write_bytes(b"\xff" * 8 + path.read_bytes()[8:])

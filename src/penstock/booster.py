@@ -237,7 +237,7 @@ class Booster:
         )
         pipeline.step_number = state.step
         if optimizer.loss_scale is not None and "loss_scale" in state.extra:
-            optimizer.loss_scale.load_state_dict(state.extra["loss_scale"])
+            restore_object(optimizer.loss_scale, state.extra["loss_scale"], f"the loss scale in {checkpoint}")
             pipeline.loss_scale = optimizer.loss_scale.scale
 
     def save_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: PathLike) -> None:

@@ -32,6 +32,7 @@ MAX_RANKS = 65536
 # How the names of the files with tensors begin.
 _STEMS = {MODEL: "pytorch_model", TRAINING: "optimizer"}
 _MAX_DIMENSIONS = 64
+_SHOWN = 5
 _MOST = 2**63 - 1
 _CRC = (0, 2**32 - 1)
 
@@ -140,8 +141,12 @@ def read_manifest(directory: str, variant: str | None = None) -> Manifest:
 def _missing(directory: str, path: str) -> str:
     if not os.path.isdir(directory):
         return f"{directory} is no directory"
-    found = sorted(name for name in os.listdir(directory) if name.endswith((".bin", ".safetensors")))
-    hint = f", but {', '.join(found)}: load an ordinary or merged checkpoint with from_pretrained" if found else ""
+    found = sorted(name for name in os.listdir(directory) if name.endswith(EXTENSIONS) and name.isprintable())
+    hint = (
+        f", but {', '.join(found[:_SHOWN])}: load an ordinary or merged checkpoint with from_pretrained"
+        if found
+        else ""
+    )
     return f"{path} is missing: {directory} holds no parallel checkpoint{hint}"
 
 
@@ -197,7 +202,7 @@ def _parse_file(entry: Field, part: str, stage: int, tensor_parallel_rank: int) 
     size = entry["size"].integer(0, _MOST)
     tensors = {name: _parse_tensor(info, size) for name, info in entry["tensors"].items()}
     aliases = {}
-    for name, stored in entry["aliases"].items():
+    for name, stored in entry["aliases"].items() if entry.get("aliases") else ():
         if stored.text() not in tensors:
             stored.refuse("the name of a tensor in the same file")
         aliases[name] = stored.text()

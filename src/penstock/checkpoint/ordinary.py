@@ -35,10 +35,12 @@ def check_ordinary(directory: str) -> list[str]:
     if not os.path.isdir(directory):
         raise CheckpointError(f"{directory} is no directory")
     for name in sorted(os.listdir(directory)):
-        if name.startswith("shard-"):
+        # transformers would look for weights elsewhere then.
+        if name == "adapter_config.json" or (name.startswith("shard-") and name.endswith(".safetensors")):
+            what = "a distributed checkpoint" if name.startswith("shard-") else "an adapter"
             raise CheckpointError(
-                f"{os.path.join(directory, name)} belongs to a distributed checkpoint of transformers; save it with "
-                "save_pretrained from one process first"
+                f"{os.path.join(directory, name)} makes this the folder of {what}; load it with transformers in one "
+                "process, and save the whole model with save_pretrained"
             )
     for extension in EXTENSIONS:
         single, index = (os.path.join(directory, name) for name in weight_file_names(extension, None))

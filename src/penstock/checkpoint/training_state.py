@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from .comm import Comm, together
-from .errors import CheckpointError, no_plain_data
+from .errors import CheckpointError, describe, no_plain_data
 from .fields import Field
 from .files import load_data
 from .load import check_class
@@ -205,13 +205,16 @@ def restore_object(stateful: Any, content: Any, what: str) -> None:
     A learning-rate scheduler takes whatever names it is given as its attributes, its own methods' names too.
 
     Raises:
-        CheckpointError: that would happen.
+        CheckpointError: that would happen, or the object does not take it.
     """
     if isinstance(stateful, LRScheduler):
         fields = dict(Field(content, what).items())
         if hidden := sorted(name for name in fields if callable(getattr(type(stateful), name, None))):
             raise CheckpointError(f"{what} is damaged: it would replace {', '.join(hidden[:5])} of the scheduler")
-    stateful.load_state_dict(content)
+    try:
+        stateful.load_state_dict(content)
+    except Exception as error:
+        raise CheckpointError(f"{what} does not fit: {describe(error)}") from error
 
 
 def _read_common(manifest: Manifest, directory: str) -> dict[str, Any]:
