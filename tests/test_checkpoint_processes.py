@@ -187,7 +187,7 @@ def lose_a_rank(directory: Path, loads: bool, call: str, number: int, **options)
     [
         *((False, "all_gather_object", number, phase) for number, phase in enumerate(SAVING)),
         *((True, "all_gather_object", number, phase) for number, phase in enumerate(LOADING)),
-        (False, "send", 0, "for pytorch_model-0000"),
+        (False, "send", 0, "for pytorch_model-000"),
     ],
 )
 def test_a_rank_lost_in_a_save_or_a_load_is_named_with_the_phase(
