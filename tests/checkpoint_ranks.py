@@ -30,18 +30,18 @@ class ThreadComm:
         self.size = shared.size
         self.received = 0
 
-    def all_gather_object(self, obj: Any) -> list[Any]:
+    def all_gather_object(self, obj: Any, doing: str) -> list[Any]:
         self._shared.slots[self.rank] = obj
         self._shared.barrier.wait(TIMEOUT)
         gathered = list(self._shared.slots)
         self._shared.barrier.wait(TIMEOUT)
         return gathered
 
-    def send(self, tensor: torch.Tensor, destination: int) -> None:
+    def send(self, tensor: torch.Tensor, destination: int, doing: str) -> None:
         assert tensor.is_contiguous() and not tensor.is_cuda
         self._shared.lines[self.rank, destination].put(tensor.clone(), timeout=TIMEOUT)
 
-    def receive(self, tensor: torch.Tensor, source: int) -> None:
+    def receive(self, tensor: torch.Tensor, source: int, doing: str) -> None:
         arrived = self._shared.lines[source, self.rank].get(timeout=TIMEOUT)
         assert (arrived.shape, arrived.dtype) == (tensor.shape, tensor.dtype)
         tensor.copy_(arrived)

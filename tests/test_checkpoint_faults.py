@@ -136,11 +136,12 @@ class Evil:
 def test_loading_runs_no_code_from_a_file(saved, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("PENSTOCK_TEST_EVIL", str(tmp_path / "ran"))
     path = saved / "pytorch_model_tp_0_pp_0.bin"
-    torch.save({"transformer.wte.weight": Evil()}, path)
+    filler = torch.zeros(path.stat().st_size // 4)  # so that the file is as large as what it should hold
+    torch.save({"transformer.wte.weight": Evil(), "filler": filler}, path)
     table = json.loads((saved / "parallel_checkpoint.json").read_text())
     table["files"][path.name]["size"] = path.stat().st_size
     (saved / "parallel_checkpoint.json").write_text(json.dumps(table))
-    refuse(saved, str(path))
+    refuse(saved, str(path), "asks to run code when it is loaded (posix.mkdir)")
     assert not (tmp_path / "ran").exists()
     torch.load(path, weights_only=False)  # the file is as evil as was meant
     assert (tmp_path / "ran").exists()
@@ -191,7 +192,8 @@ def test_a_disk_that_fills_on_one_rank_fails_all_and_keeps_the_previous_checkpoi
     fail_on(monkeypatch, files, "flush_file", part, error)
     options = {"merge_checkpoints": True, "max_shard_size": "60KB"} if merge else {}
     # Merging, whichever rank assembles the second shard; it goes on taking part in the transfers of the others.
-    assert_save_fails_and_changes_nothing(saved, build(seed=1), part, str(error), "rank ", **options)
+    said = os.strerror(error.errno)
+    assert_save_fails_and_changes_nothing(saved, build(seed=1), part, said, "rank ", "is intact", **options)
 
 
 def test_a_full_disk_is_named_whatever_library_writes(tmp_path) -> None:

@@ -8,8 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import penstock
 from checkpoint_ranks import assert_holds, kill_self, scramble, split_copies
 from families import FAMILIES
+from penstock import PipelineFailure
 from penstock.checkpoint import (
     CheckpointError,
     GroupComm,
@@ -17,6 +19,7 @@ from penstock.checkpoint import (
     files,
     from_parallelized,
     load_training_state,
+    save_object,
     save_parallelized,
 )
 from pool import Pool, WorkerDied
@@ -140,3 +143,102 @@ def test_each_process_takes_up_its_own_random_stream(pool: Pool, tmp_path) -> No
     assert sum(states) == len(list(build(1).parameters()))
     ((step, number, count),) = pool.run(1, resume, tmp_path)
     assert (step, number, count) == (4, drawn[0], sum(states))
+
+
+DYING = 1
+SAVING = ["preparing the folder", "comparing what ranks hold", "writing the files", "putting the files in place"]
+LOADING = ["checking the files", "copying the weights"]
+
+
+def die_at(call: str, number: int) -> None:
+    """End this process when it calls `torch.distributed`'s function of this name for the `number`th time."""
+    original, left = getattr(dist, call), number
+
+    def counted(*arguments, **options):
+        nonlocal left
+        if left == 0:
+            kill_self()
+        left -= 1
+        return original(*arguments, **options)
+
+    setattr(dist, call, counted)
+
+
+def lose_a_rank(directory: Path, loads: bool, call: str, number: int, **options) -> tuple[Exception | None, float]:
+    """Rank 1 ends during a save or a load of a pipeline; the others' error, and after how many seconds."""
+    model = penstock.initialize(build(1), {"model_parallelism": {"pipeline_parallel_size": dist.get_world_size()}})
+    if loads:
+        model.save_parallelized(directory)
+    if dist.get_rank() == DYING:
+        die_at(call, number)
+    start = time.monotonic()
+    try:
+        if loads:
+            model.from_parallelized(directory)
+        else:
+            model.save_parallelized(directory, **options)
+    except Exception as error:
+        return error, time.monotonic() - start
+    return None, 0.0
+
+
+@pytest.mark.parametrize(
+    ("loads", "call", "number", "phase"),
+    [
+        *((False, "all_gather_object", number, phase) for number, phase in enumerate(SAVING)),
+        *((True, "all_gather_object", number, phase) for number, phase in enumerate(LOADING)),
+        (False, "send", 0, "for pytorch_model-000"),
+    ],
+)
+def test_a_rank_lost_in_a_save_or_a_load_is_named_with_the_phase(
+    loads: bool, call: str, number: int, phase: str, pool: Pool, tmp_path: Path
+) -> None:
+    options = {"merge_checkpoints": True, "max_shard_size": "20KB"} if call == "send" else {}
+    results = pool.run(3, lose_a_rank, tmp_path, loads, call, number, timeout=90, outcomes=True, **options)
+    assert isinstance(results[DYING], WorkerDied)
+    texts = []
+    for rank in (0, 2):
+        error, seconds = results[rank]
+        assert isinstance(error, PipelineFailure), error
+        assert error.rank == DYING and "rank 1 was lost" in str(error)
+        assert seconds < 20
+        texts.append(str(error))
+    assert any(phase in text and (call == "send" or str(tmp_path) in text) for text in texts), texts
+
+
+def lose_a_rank_of_a_plain_group(directory: Path) -> Exception | None:
+    if dist.get_rank() == DYING:
+        die_at("all_gather_object", 0)
+    try:
+        save_object({"step": 1}, directory / "object.bin", world_comm=GroupComm())
+    except Exception as error:
+        return error
+    return None
+
+
+def test_without_a_pipeline_too_the_error_says_what_was_going_on(pool: Pool, tmp_path: Path) -> None:
+    error, dead = pool.run(2, lose_a_rank_of_a_plain_group, tmp_path, outcomes=True)
+    assert isinstance(dead, WorkerDied) and isinstance(error, CheckpointError)
+    assert f"lost the connection to rank 1 while writing the file to save {tmp_path / 'object.bin'}" in str(error)
+    assert "GLHF" not in str(error)
+
+
+def interrupt_one(directory: Path) -> BaseException | None:
+    def interrupted(content, path) -> None:
+        if dist.get_rank() == DYING:
+            raise KeyboardInterrupt
+        torch.save(content, path)
+
+    try:
+        save_as(2, directory, 2, save_function=interrupted)
+    except BaseException as error:
+        return error if isinstance(error, Exception) else RuntimeError(type(error).__name__)
+    return None
+
+
+def test_a_save_interrupted_on_one_rank_ends_on_all_and_changes_nothing(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, save_as, 1, tmp_path, 2)
+    other, interrupted = pool.run(2, interrupt_one, tmp_path)
+    assert str(interrupted) == "KeyboardInterrupt"
+    assert isinstance(other, CheckpointError) and "rank 1: KeyboardInterrupt" in str(other)
+    pool.run(2, load_as, 1, tmp_path, 2)

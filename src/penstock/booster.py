@@ -24,6 +24,7 @@ from penstock.checkpoint import (
     load_object,
     load_ordinary,
     load_training_state,
+    restore_object,
     save_object,
     save_training_state,
 )
@@ -236,7 +237,7 @@ class Booster:
         )
         pipeline.step_number = state.step
         if optimizer.loss_scale is not None and "loss_scale" in state.extra:
-            optimizer.loss_scale.load_state_dict(state.extra["loss_scale"])
+            restore_object(optimizer.loss_scale, state.extra["loss_scale"], f"the loss scale in {checkpoint}")
             pipeline.loss_scale = optimizer.loss_scale.scale
 
     def save_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: PathLike) -> None:
@@ -245,7 +246,8 @@ class Booster:
 
     def load_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: PathLike) -> None:
         """Load what `save_lr_scheduler` wrote. Raises CheckpointError if the file cannot be read."""
-        lr_scheduler.load_state_dict(load_object(checkpoint, world_comm=self._world()))
+        content = load_object(checkpoint, world_comm=self._world())
+        restore_object(lr_scheduler, content, f"the scheduler's state in {checkpoint}")
 
     def _world(self) -> Comm:
         return GroupComm() if dist.is_initialized() else SoloComm()

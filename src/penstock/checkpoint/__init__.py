@@ -1,18 +1,19 @@
 """Saving and loading models, and the training around them, from all ranks of any layout."""
 
-from .comm import Comm, GroupComm, SoloComm
+from .comm import Comm, GroupComm, OnceLost, SoloComm
 from .errors import CheckpointError
 from .load import from_parallelized
 from .objects import load_object, save_object
 from .ordinary import is_parallelized, load_ordinary
 from .save import TRAINING_VARIANT, save_parallelized, save_training_state
-from .training_state import TrainingState, load_training_state
+from .training_state import TrainingState, load_training_state, restore_object
 
 __all__ = [
     "TRAINING_VARIANT",
     "CheckpointError",
     "Comm",
     "GroupComm",
+    "OnceLost",
     "SoloComm",
     "TrainingState",
     "from_parallelized",
@@ -20,6 +21,7 @@ __all__ = [
     "load_object",
     "load_ordinary",
     "load_training_state",
+    "restore_object",
     "save_object",
     "save_parallelized",
     "save_training_state",

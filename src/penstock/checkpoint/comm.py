@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
-from .errors import CheckpointError
+from .errors import CheckpointError, describe
 
 Result = TypeVar("Result")
 
+# (what this rank does, with which ranks of the world) -> a context that turns a transport's error into one that names
+# the lost rank, on all ranks that are left.
+Guard = Callable[[str, Sequence[int]], AbstractContextManager[None]]
+
 
 class Comm(Protocol):
-    """A few ranks that can talk. Every call is collective, except send and receive."""
+    """A few ranks that can talk. Every call is collective, except send and receive.
+
+    `doing` says what for, in the error of a rank that has lost another.
+    """
 
     @property
     def rank(self) -> int: ...
@@ -22,13 +31,13 @@ class Comm(Protocol):
     @property
     def size(self) -> int: ...
 
-    def all_gather_object(self, obj: Any) -> list[Any]:
+    def all_gather_object(self, obj: Any, doing: str) -> list[Any]:
         """Every rank's object, in order of rank."""
 
-    def send(self, tensor: torch.Tensor, destination: int) -> None:
+    def send(self, tensor: torch.Tensor, destination: int, doing: str) -> None:
         """Send a contiguous CPU tensor. May block until the other side receives."""
 
-    def receive(self, tensor: torch.Tensor, source: int) -> None:
+    def receive(self, tensor: torch.Tensor, source: int, doing: str) -> None:
         """Fill a contiguous CPU tensor."""
 
 
@@ -38,36 +47,75 @@ class SoloComm:
     rank = 0
     size = 1
 
-    def all_gather_object(self, obj: Any) -> list[Any]:
+    def all_gather_object(self, obj: Any, doing: str) -> list[Any]:
         return [obj]
 
-    def send(self, tensor: torch.Tensor, destination: int) -> None:
+    def send(self, tensor: torch.Tensor, destination: int, doing: str) -> None:
         raise ValueError(f"there is no rank {destination} to send to")
 
-    def receive(self, tensor: torch.Tensor, source: int) -> None:
+    def receive(self, tensor: torch.Tensor, source: int, doing: str) -> None:
         raise ValueError(f"there is no rank {source} to receive from")
 
 
 class GroupComm:
-    """The ranks of a process group whose backend carries CPU tensors (gloo)."""
+    """The ranks of a process group whose backend carries CPU tensors (gloo).
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+    Args:
+        guard: how a lost rank is told and named. Without it a CheckpointError says which ranks it can have been.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None, guard: Guard | None = None) -> None:
         self._group = group
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
+        self._ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+        self._guard = OnceLost(guard or _name_the_others)
 
-    def all_gather_object(self, obj: Any) -> list[Any]:
+    def all_gather_object(self, obj: Any, doing: str) -> list[Any]:
         gathered: list[Any] = [None] * self.size
-        dist.all_gather_object(gathered, obj, group=self._group)
+        others = [rank for place, rank in enumerate(self._ranks) if place != self.rank]
+        with self._guard(doing, others):
+            dist.all_gather_object(gathered, obj, group=self._group)
         return gathered
 
-    def send(self, tensor: torch.Tensor, destination: int) -> None:
+    def send(self, tensor: torch.Tensor, destination: int, doing: str) -> None:
         if tensor.numel():
-            dist.send(_bytes(tensor), group=self._group, group_dst=destination)
+            with self._guard(doing, [self._ranks[destination]]):
+                dist.send(_bytes(tensor), group=self._group, group_dst=destination)
 
-    def receive(self, tensor: torch.Tensor, source: int) -> None:
+    def receive(self, tensor: torch.Tensor, source: int, doing: str) -> None:
         if tensor.numel():
-            dist.recv(_bytes(tensor), group=self._group, group_src=source)
+            with self._guard(doing, [self._ranks[source]]):
+                dist.recv(_bytes(tensor), group=self._group, group_src=source)
+
+
+class OnceLost:
+    """A guard that after its first error fails at once: the groups may be gone by then. Several comms can share it."""
+
+    def __init__(self, guard: Guard) -> None:
+        self._guard = guard
+        self._error: RuntimeError | None = None
+
+    @contextlib.contextmanager
+    def __call__(self, doing: str, peers: Sequence[int]) -> Iterator[None]:
+        if self._error is not None:
+            raise self._error
+        try:
+            with self._guard(doing, peers):
+                yield
+        except RuntimeError as error:
+            self._error = error
+            raise
+
+
+@contextlib.contextmanager
+def _name_the_others(doing: str, peers: Sequence[int]) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        lost = f"rank {peers[0]}" if len(peers) == 1 else f"one of ranks {list(peers)}"
+        cause = describe(error).split(". This is typically")[0]
+        raise CheckpointError(f"lost the connection to {lost} while {doing} ({cause})") from error
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -75,31 +123,33 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-def together(comm: Comm, doing: str, work: Callable[[], Result]) -> list[Result]:
+def together(
+    comm: Comm, doing: str, phase: str, work: Callable[[], Result], *, unchanged: str | None = None
+) -> list[Result]:
     """Do `work` on every rank and return every rank's result; if it fails anywhere, every rank raises.
 
     Results are exchanged as pickled objects, so they should be small.
 
     Args:
         doing: what this is, for the message ("cannot write ...").
+        phase: what `work` does, for a rank that loses another ("writing the files").
+        unchanged: what is as it was if `work` failed, for the message.
 
     Raises:
         CheckpointError: `work` failed on some rank. The message names that rank and the cause.
+        KeyboardInterrupt, SystemExit: if this ended `work` here; the other ranks raise CheckpointError.
     """
     result: Result | None = None
-    error: Exception | None = None
+    error: BaseException | None = None
     try:
         result = work()
-    except Exception as caught:  # whatever it is, the other ranks must hear of it
+    except BaseException as caught:  # whatever it is, the other ranks must hear of it
         error = caught
-    outcomes = comm.all_gather_object((result, None if error is None else describe(error)))
+    outcomes = comm.all_gather_object((result, None if error is None else describe(error)), f"{phase} to {doing}")
     failures = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(outcomes) if text is not None]
+    if error is not None and not isinstance(error, Exception):
+        raise error
     if failures:
-        raise CheckpointError(f"cannot {doing}: " + "; ".join(failures)) from error
+        ending = "" if unchanged is None else f"; {unchanged}"
+        raise CheckpointError(f"cannot {doing}: " + "; ".join(failures) + ending) from error
     return [cast(Result, value) for value, _ in outcomes]
-
-
-def describe(error: Exception) -> str:
-    """The error in one line, with its type unless it is this package's own."""
-    text = " ".join(str(error).split())
-    return text if isinstance(error, CheckpointError) else f"{type(error).__name__}: {text}"

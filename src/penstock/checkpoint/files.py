@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
-from collections.abc import Callable, Mapping
+import re
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from .errors import CheckpointError
+from .errors import CheckpointError, cannot_read, describe
+from .plain_files import open_plain
 
 SaveFunction = Callable[[Any, str], Any]
 
@@ -25,6 +30,9 @@ class Reader(Protocol):
         """The tensor, backed by the file: its pages are read when they are touched."""
 
 
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
 def write_tensors(path: str, tensors: Mapping[str, torch.Tensor], save_function: SaveFunction | None = None) -> None:
     """Write tensors to a new file and have them on disk before returning. The format follows from the name.
 
@@ -33,9 +41,10 @@ def write_tensors(path: str, tensors: Mapping[str, torch.Tensor], save_function:
         save_function: writes `.bin` files instead of `torch.save`; called with the dictionary and the path.
 
     Raises:
-        CheckpointError: naming the path, whatever went wrong.
+        CheckpointError: naming the path and what was to be written, whatever went wrong.
     """
-    try:
+    storages = {tensor.data_ptr(): tensor.nbytes for tensor in tensors.values()}
+    with writing(path, f"{len(tensors)} tensors", sum(storages.values())):
         if path.endswith(".safetensors"):
             save_file(dict(tensors), path, metadata={"format": "pt"})
         elif save_function is not None:
@@ -44,19 +53,67 @@ def write_tensors(path: str, tensors: Mapping[str, torch.Tensor], save_function:
             with open(path, "wb") as file:
                 torch.save(dict(tensors), file)
         flush_file(path)
-    except Exception as error:
-        raise CheckpointError(f"cannot write {path}: {type(error).__name__}: {error}") from error
 
 
 def write_bytes(path: str, content: bytes) -> None:
-    """Write a new file and have it on disk before returning."""
+    """Write a file that is not there yet and have it on disk before returning. Raises CheckpointError."""
+    # Exclusively: what is there may be a link to somewhere else.
+    with writing(path, "a small file", len(content)), open(path, "xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextmanager
+def writing(path: str, what: str, size: int | None = None) -> Iterator[None]:
+    """Turn what goes wrong while `what`, of `size` bytes, is written to `path` into a CheckpointError.
+
+    It says what the operating system said, and for a disk that may be full what is needed and what is free.
+    """
     try:
-        with open(path, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        raise CheckpointError(f"cannot write {path}: {type(error).__name__}: {error}") from error
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        number = _error_number(error) or 0
+        free = _free_bytes(os.path.dirname(path))
+        if not number and size is not None and free is not None and free < size:
+            number = errno.ENOSPC  # the library that wrote did not say why it could not
+        reason = os.strerror(number) if number else describe(error)
+        room = ""
+        if number in (0, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
+            wanted = "" if size is None else f"{size:,} bytes are needed, "
+            room = "" if free is None else f" ({wanted}{free:,} are free in {os.path.dirname(path)})"
+        raise CheckpointError(f"cannot write {path} ({what}): {reason}{room}{_ADVICE.get(number, '')}") from error
+
+
+_ADVICE = {
+    errno.ENOSPC: "; make room or save to another file system",
+    errno.EDQUOT: "; your quota there is used up",
+    errno.EFBIG: "; the file would exceed the limit on the size of files (ulimit -f)",
+    errno.EROFS: "; the file system is mounted for reading only",
+    errno.EACCES: "; you may not write there",
+    errno.EPERM: "; you may not write there",
+}
+
+
+def _error_number(error: BaseException | None) -> int | None:
+    """The operating system's error behind an error, as far as it is told."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno is not None:
+            return error.errno
+        # safetensors is written in Rust.
+        if found := re.search(r"\(os error (\d+)\)", str(error)):
+            return int(found[1])
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def _free_bytes(folder: str) -> int | None:
+    with contextlib.suppress(OSError):
+        found = os.statvfs(folder)
+        return found.f_bavail * found.f_frsize
+    return None
 
 
 def flush_file(path: str) -> None:
@@ -68,25 +125,76 @@ def flush_file(path: str) -> None:
         os.close(descriptor)
 
 
-def open_tensors(path: str) -> AbstractContextManager[Reader]:
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def open_tensors(path: str, name: str) -> AbstractContextManager[Reader]:
     """Open a file of tensors. No code in it is ever run.
+
+    Args:
+        path: a regular file, as `plain_files.locate` finds it.
+        name: its name in the checkpoint, which tells the format.
 
     Raises:
         CheckpointError: naming the path, if it is no whole file of its format.
     """
-    return _open_safetensors(path) if path.endswith(".safetensors") else _open_torch(path)
+    return _open_safetensors(path) if name.endswith(".safetensors") else _open_torch(path)
+
+
+def load_data(path: str) -> Any:
+    """What `torch.save` wrote to a file. No code in it is run.
+
+    Raises:
+        FileNotFoundError: nothing is there.
+        CheckpointError: naming the path.
+    """
+    with open_plain(path) as file:
+        try:
+            check_archive(file, path)
+            return torch.load(file, weights_only=True, map_location="cpu")
+        except Exception as error:
+            raise cannot_read(path, error) from None
+
+
+def check_archive(file: BinaryIO, path: str) -> None:
+    """Check that a file is an archive as `torch.save` writes it, which is not compressed: what it says of its own size
+    could not be believed else. Raises CheckpointError."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            compressed = [entry for entry in archive.infolist() if entry.compress_type != zipfile.ZIP_STORED]
+    except Exception as error:  # a broken archive raises a dozen different types
+        raise CheckpointError(f"cannot read {path}: it is no whole file of torch.save ({describe(error)})") from None
+    if compressed:
+        raise CheckpointError(f"cannot read {path}: it is compressed, which no file of torch.save is")
+    file.seek(0)
 
 
 class _TorchReader:
     def __init__(self, path: str) -> None:
+        with open_plain(path) as file:
+            check_archive(file, path)
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
-            raise CheckpointError(f"{path} is no file of tensors")
+        if not isinstance(state, dict) or not all(_is_entry(*item) for item in state.items()):
+            raise CheckpointError(f"{path} is no file of tensors by their names")
         self._state: dict[str, torch.Tensor] = state
         self.names = frozenset(state)
 
     def read(self, name: str) -> torch.Tensor:
         return self._state[name]
+
+
+def _is_entry(name: Any, value: Any) -> bool:
+    """Whether this is a name and a dense tensor that has all its bytes in the file."""
+    return (
+        isinstance(name, str)
+        and type(value) in (torch.Tensor, torch.nn.Parameter)
+        and value.layout == torch.strided
+        and value.device.type == "cpu"
+        and not value.is_quantized
+        and not value.is_conj()
+        and not value.is_neg()
+        and value.is_contiguous()
+    )
 
 
 class _SafetensorsReader:
@@ -103,10 +211,8 @@ class _SafetensorsReader:
 def _open_torch(path: str) -> Any:
     try:
         reader = _TorchReader(path)
-    except CheckpointError:
-        raise
-    except Exception as error:  # a broken archive raises a dozen different types
-        raise CheckpointError(f"cannot read {path}: {type(error).__name__}: {error}") from error
+    except Exception as error:
+        raise cannot_read(path, error) from None
     yield reader
 
 
@@ -115,7 +221,7 @@ def _open_safetensors(path: str) -> Any:
     try:
         file = safe_open(path, framework="pt", device="cpu").__enter__()
     except Exception as error:
-        raise CheckpointError(f"cannot read {path}: {type(error).__name__}: {error}") from error
+        raise cannot_read(path, error) from None
     try:
         yield _SafetensorsReader(file)
     finally:

@@ -13,7 +13,7 @@ from .errors import CheckpointError
 from .manifest import MODEL, Manifest, read_manifest
 from .reader import CheckpointReader
 from .slices import Cuts, SliceReader, saved_cut
-from .tensors import shards_of, tensor_parallel_place, tied_groups, whole_shape, whole_state
+from .tensors import dtype_name, dtype_of, shards_of, tensor_parallel_place, tied_groups, whole_shape, whole_state
 
 Model = TypeVar("Model", bound=PreTrainedModel)
 
@@ -54,9 +54,10 @@ def from_parallelized(
         manifest.check_files(directory)
         reader = SliceReader(directory, manifest, MODEL, tensor_parallel_place(model), opened)
         every_source, held = _match(model, manifest, reader.readers[0], directory), shards_of(model)
+        locations = reader.readers[0].locations
         for name in targets:
             source = every_source[name]
-            sources[name] = source, Cuts(saved_cut(manifest, source), held.get(name))
+            sources[name] = source, Cuts(saved_cut(manifest, source, locations[source].info.shape), held.get(name))
         reader.verify(dict(sources.values()))
         return reader
 
@@ -65,11 +66,12 @@ def from_parallelized(
         for name, target in targets.items():
             target.copy_(made[0].read(*sources[name]))
 
+    doing = f"load {directory}"
     opened: list[CheckpointReader] = []
     made: list[SliceReader] = []
     try:
-        together(world_comm, f"load {directory}", lambda: made.append(check()))
-        together(world_comm, f"load {directory}", copy)
+        together(world_comm, doing, "checking the files", lambda: made.append(check()))
+        together(world_comm, doing, "copying the weights", copy)
     finally:
         for reader in opened:
             reader.__exit__(None, None, None)
@@ -119,13 +121,24 @@ def _match(model: PreTrainedModel, manifest: Manifest, reader: CheckpointReader,
     different = []
     for name, tensor in whole.items():
         saved = found[sources[name]].info.shape
-        if (cut := saved_cut(manifest, sources[name])) is not None:
+        if (cut := saved_cut(manifest, sources[name], saved)) is not None:
             saved = tuple(cut.whole_shape(saved, manifest.tensor_parallel_size))
         expected = whole_shape(model, name, tensor)
         if saved != expected:
             different.append(f"{name}: {list(saved)} in the checkpoint, {list(expected)} in the model")
     _refuse("has tensors of other shapes", directory, different)
+    other = []
+    for name, tensor in whole.items():
+        there, here = found[sources[name]].info.dtype, dtype_name(tensor.dtype)
+        if _sort_of(dtype_of(there)) != _sort_of(tensor.dtype):
+            other.append(f"{name}: {there} in the checkpoint, {here} in the model")
+    _refuse("has tensors of other types", directory, other)
     return sources
+
+
+def _sort_of(dtype: torch.dtype) -> tuple[bool, bool]:
+    """What must agree for values to be converted: integers do not become weights."""
+    return dtype.is_floating_point, dtype.is_complex
 
 
 def _refuse(what: str, directory: str, names: list[str]) -> None:

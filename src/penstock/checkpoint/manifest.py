@@ -6,20 +6,35 @@ both the place where it was staged and its final name: a reader takes the first 
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from functools import cached_property
 
 from .errors import CheckpointError
-from .tensors import TensorInfo
+from .fields import Field
+from .names import EXTENSIONS, STAGING, check_plain, common_file_name, manifest_name, rank_file_name
+from .plain_files import is_directory, locate, read_json
+from .tensors import DTYPES, TensorInfo
 
 FORMAT = "penstock parallel checkpoint"
 VERSION = 1
 
 MODEL = "model"
 TRAINING = "training"
+
+# More stages, or slices of one, than any machine has devices.
+MAX_RANKS = 65536
+
+# How the names of the files with tensors begin.
+_STEMS = {MODEL: "pytorch_model", TRAINING: "optimizer"}
+_MAX_DIMENSIONS = 64
+_SHOWN = 5
+_MOST = 2**63 - 1
+_CRC = (0, 2**32 - 1)
 
 
 @dataclass(frozen=True)
@@ -64,95 +79,146 @@ class Manifest:
         return (json.dumps(content, indent=1) + "\n").encode()
 
     def path_of(self, directory: str, file_name: str) -> str:
-        """Where a file is now."""
-        staged = os.path.join(directory, self.staging, file_name)
-        return staged if os.path.exists(staged) else os.path.join(directory, file_name)
+        """Where a file is now.
 
-    def entries(self, part: str, tensor_parallel_rank: int) -> Iterator[tuple[str, FileEntry]]:
-        for name, entry in self.files.items():
-            if entry.part == part and entry.tensor_parallel_rank == tensor_parallel_rank:
-                yield name, entry
+        Raises:
+            CheckpointError: it is missing, or something else than a regular file of this folder.
+        """
+        staging, final = os.path.join(directory, self.staging), os.path.join(directory, file_name)
+        try:
+            if is_directory(staging):
+                with contextlib.suppress(FileNotFoundError):
+                    return locate(os.path.join(staging, file_name))
+            return locate(final)
+        except FileNotFoundError:
+            raise CheckpointError(f"{final} is missing; the checkpoint consists of {sorted(self.files)}") from None
+        except OSError as error:
+            raise CheckpointError(f"cannot read {final}: {type(error).__name__}: {error}") from error
+
+    def entries(self, part: str, tensor_parallel_rank: int) -> Sequence[tuple[str, FileEntry]]:
+        """Names and entries of the files of one part, from one tensor-parallel rank, in order of stage."""
+        return self._grouped.get((part, tensor_parallel_rank), ())
+
+    @cached_property
+    def _grouped(self) -> dict[tuple[str, int], list[tuple[str, FileEntry]]]:
+        groups: dict[tuple[str, int], list[tuple[str, FileEntry]]] = {}
+        for name, entry in sorted(self.files.items(), key=lambda item: item[1].stage):
+            groups.setdefault((entry.part, entry.tensor_parallel_rank), []).append((name, entry))
+        return groups
 
     def check_files(self, directory: str) -> None:
         """Check that every file is there and has its size.
 
         Raises:
-            CheckpointError: naming the first that is missing or truncated.
+            CheckpointError: naming the first that is missing, truncated, or no regular file of this folder.
         """
         for name, entry in self.files.items():
             path = self.path_of(directory, name)
-            try:
-                size = os.stat(path).st_size
-            except FileNotFoundError:
-                raise CheckpointError(f"{path} is missing; the checkpoint consists of {sorted(self.files)}") from None
-            except OSError as error:
-                raise CheckpointError(f"cannot read {path}: {type(error).__name__}: {error}") from error
+            size = os.stat(path).st_size
             if size != entry.size:
                 what = "is truncated" if size < entry.size else "is not the file that was saved"
                 raise CheckpointError(f"{path} {what}: it has {size} bytes, the checkpoint's has {entry.size}")
-
-
-def manifest_name(variant: str | None = None) -> str:
-    return f"parallel_checkpoint.{variant}.json" if variant else "parallel_checkpoint.json"
-
-
-def rank_file_name(stem: str, tensor_parallel_rank: int, stage: int, extension: str, variant: str | None) -> str:
-    """`pytorch_model_tp_0_pp_1.bin`, or `pytorch_model_tp_0_pp_1.fp16.bin` with variant `fp16`."""
-    middle = f".{variant}" if variant else ""
-    return f"{stem}_tp_{tensor_parallel_rank}_pp_{stage}{middle}{extension}"
 
 
 def read_manifest(directory: str, variant: str | None = None) -> Manifest:
     """Read a checkpoint's table of contents.
 
     Raises:
-        CheckpointError: it is missing, damaged, or of a later format.
+        CheckpointError: it is missing, damaged, or of a later format. Whatever is absurd in it is named.
     """
     path = os.path.join(directory, manifest_name(variant))
     try:
-        with open(path, encoding="utf-8") as file:
-            content = json.load(file)
+        content = read_json(path)
     except FileNotFoundError:
         raise CheckpointError(_missing(directory, path)) from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot read {path}: {type(error).__name__}: {error}") from error
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
+    if not isinstance(content.value, dict) or content.value.get("format") != FORMAT:
         raise CheckpointError(f"{path} is not the table of contents of a parallel checkpoint")
-    if content.get("version") != VERSION:
-        raise CheckpointError(f"{path} has format version {content.get('version')}; this Penstock reads {VERSION}")
-    try:
-        return _parse(content)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+    if (version := content["version"].integer(1, _MOST)) != VERSION:
+        raise CheckpointError(f"{path} has format version {version}; this Penstock reads {VERSION}")
+    return _parse(content, variant)
 
 
 def _missing(directory: str, path: str) -> str:
     if not os.path.isdir(directory):
         return f"{directory} is no directory"
-    found = sorted(name for name in os.listdir(directory) if name.endswith((".bin", ".safetensors")))
-    hint = f", but {', '.join(found)}: load an ordinary or merged checkpoint with from_pretrained" if found else ""
+    found = sorted(name for name in os.listdir(directory) if name.endswith(EXTENSIONS) and name.isprintable())
+    hint = (
+        f", but {', '.join(found[:_SHOWN])}: load an ordinary or merged checkpoint with from_pretrained"
+        if found
+        else ""
+    )
     return f"{path} is missing: {directory} holds no parallel checkpoint{hint}"
 
 
-def _parse(content: Mapping[str, Any]) -> Manifest:
-    files = {}
+def _parse(content: Field, variant: str | None) -> Manifest:
+    num_stages = content["num_stages"].integer(1, MAX_RANKS)
+    tensor_parallel_size = content["tensor_parallel_size"].integer(1, MAX_RANKS)
+    files: dict[str, FileEntry] = {}
     for name, entry in content["files"].items():
-        if os.path.basename(name) != name:
-            raise ValueError(f"file name {name!r} leads elsewhere")
-        tensors = {
-            key: TensorInfo(tuple(info["shape"]), info["dtype"], info["checksum"])
-            for key, info in entry["tensors"].items()
-        }
-        files[name] = FileEntry(**{**entry, "tensors": tensors})
-    staging = content["staging"]
-    if os.path.basename(staging) != staging:
-        raise ValueError(f"staging folder {staging!r} leads elsewhere")
+        check_plain(name, f"{content.file} is damaged: a file name in it")
+        stage = entry["stage"].integer(0, num_stages - 1)
+        rank = entry["tensor_parallel_rank"].integer(0, tensor_parallel_size - 1)
+        part = entry["part"].text()
+        if part not in _STEMS:
+            entry["part"].refuse(f"one of {sorted(_STEMS)}")
+        if part not in _STEMS:
+            entry["part"].refuse(f"one of {sorted(_STEMS)}")
+        allowed = [rank_file_name(_STEMS[part], rank, stage, extension, variant) for extension in EXTENSIONS]
+        allowed += [common_file_name(variant)] if part == TRAINING else []
+        if name not in allowed:
+            entry.refuse(f"it under a name that Penstock gives such a file: one of {allowed}")
+        files[name] = _parse_file(entry, part, stage, rank)
+        if (files[name].checksum is None) == (name == common_file_name(variant)):
+            entry.refuse("a checksum for the file that every rank reads whole, and for no other")
+    held = {(entry.stage, entry.tensor_parallel_rank) for entry in files.values() if entry.part == MODEL}
+    if held and len(held) != num_stages * tensor_parallel_size:
+        content["tensor_parallel_size"].refuse(
+            f"one that goes with {len(held)} files of weights: one for each of num_stages {num_stages} times "
+            f"tensor_parallel_size {tensor_parallel_size}"
+        )
+    staging, model_class = content["staging"], content["model_class"]
+    if not STAGING.fullmatch(check_plain(staging.text(), f"{content.file} is damaged: the staging folder")):
+        staging.refuse("the name of a folder that a save stages its files in: .saving- and 32 hexadecimal digits")
+    if not model_class.text().isidentifier():
+        model_class.refuse("the name of a class")
+    shards = {}
+    for name, cut in content["shards"].items() if content.get("shards") else ():
+        numbers = list(cut.elements())
+        if len(numbers) != 2:
+            cut.refuse("a dimension and a number of blocks")
+        shards[name] = numbers[0].integer(-_MAX_DIMENSIONS, _MAX_DIMENSIONS - 1), numbers[1].integer(1, _MOST)
     return Manifest(
-        model_class=content["model_class"],
-        num_stages=content["num_stages"],
-        tensor_parallel_size=content["tensor_parallel_size"],
-        staging=staging,
-        tied=content["tied"],
+        model_class=model_class.text(),
+        num_stages=num_stages,
+        tensor_parallel_size=tensor_parallel_size,
+        staging=staging.text(),
+        tied=[[name.text() for name in group.elements()] for group in content["tied"].elements()],
         files=files,
-        shards={name: (int(dim), int(blocks)) for name, (dim, blocks) in content.get("shards", {}).items()},
+        shards=shards,
     )
+
+
+def _parse_file(entry: Field, part: str, stage: int, tensor_parallel_rank: int) -> FileEntry:
+    size = entry["size"].integer(0, _MOST)
+    tensors = {name: _parse_tensor(info, size) for name, info in entry["tensors"].items()}
+    aliases = {}
+    for name, stored in entry["aliases"].items() if entry.get("aliases") else ():
+        if stored.text() not in tensors:
+            stored.refuse("the name of a tensor in the same file")
+        aliases[name] = stored.text()
+    checksum = entry.get("checksum")
+    return FileEntry(
+        part, stage, tensor_parallel_rank, size, tensors, aliases, None if checksum is None else checksum.integer(*_CRC)
+    )
+
+
+def _parse_tensor(info: Field, file_size: int) -> TensorInfo:
+    dtype, shape = info["dtype"], info["shape"]
+    if dtype.text() not in DTYPES:
+        dtype.refuse("a dtype that this version of torch has")
+    sizes = tuple(size.integer(0, _MOST) for size in shape.elements())
+    if len(sizes) > _MAX_DIMENSIONS:
+        shape.refuse(f"{_MAX_DIMENSIONS} dimensions at most")
+    if (needed := math.prod(sizes) * DTYPES[dtype.value].itemsize) > file_size:
+        shape.refuse(f"one that fits in the file: it takes {needed} bytes of {dtype.value}, the file has {file_size}")
+    return TensorInfo(sizes, dtype.value, info["checksum"].integer(*_CRC))

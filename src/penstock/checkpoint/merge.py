@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -12,15 +11,14 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from .comm import Comm
+from .errors import CheckpointError
 from .files import write_bytes, write_tensors
-from .merge_plan import MergePlan, Shard, weight_file_names
+from .merge_plan import MergePlan, Shard
+from .names import EXTENSIONS, FINAL_INDEX, STAGED_INDEX, is_shard, weight_file_names
 from .options import SaveOptions
+from .plain_files import is_regular, kind_of, open_plain
 from .staging import Operation
 from .tensors import dtype_of, to_cpu
-
-# Staged names of the index: the first refers to the shards in the staging folder, the second to their final names.
-_STAGED_INDEX = "index.staged"
-_FINAL_INDEX = "index.final"
 
 
 def write_merged(
@@ -76,10 +74,10 @@ def _write_shard(
                 tensor = torch.empty(shape, dtype=dtype_of(holding.dtype))
             if comm.rank == shard.assembler:
                 if source != shard.assembler:
-                    comm.receive(tensor, source)
+                    comm.receive(tensor, source, f"gathering {name} for {shard.file_name}")
                 slices.append(tensor)
             elif comm.rank == source:
-                comm.send(tensor, shard.assembler)
+                comm.send(tensor, shard.assembler, f"giving {name} for {shard.file_name}")
         if failure is None and comm.rank == shard.assembler:
             gathered[name] = slices[0] if cut is None else cut.join(slices)
     if comm.rank == shard.assembler and failure is None:
@@ -101,7 +99,7 @@ def _assemble(
 def _write_indices(plan: MergePlan, folder: str) -> None:
     staging = os.path.basename(folder)
     staged = {name: f"{staging}/{file_name}" for name, file_name in plan.index["weight_map"].items()}
-    for name, weight_map in ((_STAGED_INDEX, staged), (_FINAL_INDEX, plan.index["weight_map"])):
+    for name, weight_map in ((STAGED_INDEX, staged), (FINAL_INDEX, plan.index["weight_map"])):
         content = {"metadata": plan.index["metadata"], "weight_map": weight_map}
         write_bytes(os.path.join(folder, name), (json.dumps(content, indent=2, sort_keys=True) + "\n").encode())
 
@@ -124,13 +122,13 @@ def merged_operations(
         *weight_file_names(".bin", options.variant),
     ]
     start = plan.index_name or plan.shards[0].file_name
-    operations.append(("replace", _STAGED_INDEX if plan.index_name else start, start))
+    operations.append(("replace", STAGED_INDEX if plan.index_name else start, start))
     hiding = search_order[: search_order.index(start)]
-    operations += [("remove", "", name) for name in reversed(hiding) if os.path.exists(os.path.join(directory, name))]
+    operations += [("remove", "", name) for name in reversed(hiding) if kind_of(os.path.join(directory, name))]
     if plan.index_name is not None:
         operations += [("publish", shard.file_name, shard.file_name) for shard in plan.shards]
-        operations.append(("replace", _FINAL_INDEX, start))
-    elif os.path.exists(os.path.join(directory, index := weight_file_names(options.extension, options.variant)[1])):
+        operations.append(("replace", FINAL_INDEX, start))
+    elif kind_of(os.path.join(directory, index := weight_file_names(options.extension, options.variant)[1])):
         operations.append(("remove", "", index))
     operations += [("remove", "", name) for name in _old_shards(directory, plan, options)]
     return operations
@@ -140,19 +138,20 @@ def _old_shards(directory: str, plan: MergePlan, options: SaveOptions) -> list[s
     """Shards in `directory` that no index refers to any more once the new checkpoint is complete."""
     current = {shard.file_name for shard in plan.shards}
     # A safetensors checkpoint hides a .bin one that may stand beside it, but does not replace it.
-    extensions = [".safetensors"] if options.safe_serialization else [".safetensors", ".bin"]
-    patterns = []
-    for extension in extensions:
-        stem, _, _ = weight_file_names(extension, options.variant)[0].rpartition(".")
-        patterns.append(re.escape(stem) + r"-\d{5}-of-\d{5}" + re.escape(extension))
-    pattern = re.compile("|".join(patterns))
-    return sorted(name for name in os.listdir(directory) if pattern.fullmatch(name) and name not in current)
+    extensions = (".safetensors",) if options.safe_serialization else EXTENSIONS
+    return sorted(
+        name
+        for name in os.listdir(directory)
+        if name not in current
+        and any(is_shard(name, extension, options.variant) for extension in extensions)
+        and is_regular(os.path.join(directory, name))
+    )
 
 
 def _same(one: str, other: str) -> bool:
     """Whether two files exist with the same content."""
     try:
-        with open(one, "rb") as first, open(other, "rb") as second:
+        with open_plain(one) as first, open_plain(other) as second:
             return first.read() == second.read()
-    except FileNotFoundError:
+    except (OSError, CheckpointError):
         return False

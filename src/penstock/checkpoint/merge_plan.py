@@ -16,10 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
 from penstock.modeling.tensor_parallel import Slicing
 
+from .names import weight_file_names
 from .options import SaveOptions
 from .tensors import dtype_name, dtype_of, shards_of, tensor_parallel_place, tied_groups, whole_shape, whole_state
 
@@ -67,15 +67,6 @@ class MergePlan:
     def sources(self, name: str) -> range:
         """The ranks that a tensor comes from, in the order of its slices."""
         return range(self.holders[name], self.holders[name] + (self.num_slices if name in self.cuts else 1))
-
-
-def weight_file_names(extension: str, variant: str | None) -> tuple[str, str]:
-    """The standard names of a single file of weights, and of the index of several."""
-    safe = extension == ".safetensors"
-    single, index = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME) if safe else (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
-    if variant:
-        single, index = (f".{variant}.".join(name.rsplit(".", 1)) for name in (single, index))
-    return single, index
 
 
 def describe_holdings(model: PreTrainedModel, state: Mapping[str, torch.Tensor]) -> dict[str, Holding]:

@@ -122,8 +122,34 @@ def restore_optimizer(
                     content["state"][index] = states[mine]
             indices.append(index)
             index += 1
+        _check_settings(number, saved, group)
         content["param_groups"].append({**saved, "params": indices})
     optimizer.load_state_dict(content)
+
+
+def _check_settings(number: int, saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    """Check that a saved group has a number where the optimizer has one, and as many values where it has several."""
+    for key, value in here.items():
+        found = saved.get(key)
+        if _is_number(value):
+            fits, expected = _is_number(found), "a number"
+        elif isinstance(value, tuple):
+            fits = isinstance(found, (tuple, list)) and len(found) == len(value)
+            expected = f"{len(value)} values"
+        else:
+            continue
+        if not fits:
+            has = f"{key} is {found!r:.80}" if key in saved else f"there is no {key!r}"
+            raise CheckpointError(
+                f"the saved settings do not go with this optimizer: in its group {number} {has}, expected {expected}, "
+                f"as {value} here"
+            )
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def cuts_of_states(
@@ -151,8 +177,8 @@ def cuts_of_states(
         name = key.partition(_SEPARATOR)[0]
         if name not in parameters:
             continue
-        cuts = Cuts(saved_cut(manifest, name), held.get(name))
         whole = whole_shape(model, name, parameters[name])
+        cuts = Cuts(saved_cut(manifest, name, whole, manifest.tensor_parallel_size), held.get(name))
         part = whole if cuts.saved is None else tuple(cuts.saved.shape(whole, manifest.tensor_parallel_size))
         if tuple(shape) == part:
             found[key] = cuts

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .files import SaveFunction
+from .names import check_variant
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,7 @@ class SaveOptions:
         options = cls(**values)
         if options.save_function is not None and options.safe_serialization:
             raise ValueError("save_function writes .bin files and cannot be combined with safe_serialization=True")
-        if options.variant is not None and (not options.variant or "/" in options.variant):
-            raise ValueError(f"variant becomes part of file names and cannot be {options.variant!r}")
+        check_variant(options.variant)
         return options
 
     @property

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import pickle
+import zipfile
 from collections.abc import Collection, Sequence
 
 import torch
@@ -12,11 +14,87 @@ from penstock.modeling.stage_loading import load_stage
 from penstock.modeling.tensor_parallel import take_slices
 
 from .comm import Comm, together
-from .errors import CheckpointError
-from .manifest import manifest_name
+from .errors import CheckpointError, cannot_read
+from .files import check_archive, open_tensors
+from .names import EXTENSIONS, STAGING, check_plain, manifest_name, weight_file_names
+from .plain_files import is_directory, kind_of, locate, open_plain, read_json
 from .tensors import held_state, tensor_parallel_of, tied_groups
 
 SHOWN = 5
+
+
+def check_ordinary(directory: str) -> list[str]:
+    """Check what transformers would open in a folder that somebody else may have made.
+
+    Returns:
+        paths of the files of weights.
+
+    Raises:
+        CheckpointError: naming what is no regular file of this folder, leads out of it, or is not what its name says.
+    """
+    if not os.path.isdir(directory):
+        raise CheckpointError(f"{directory} is no directory")
+    for name in sorted(os.listdir(directory)):
+        # transformers would look for weights elsewhere then.
+        if name == "adapter_config.json" or (name.startswith("shard-") and name.endswith(".safetensors")):
+            what = "a distributed checkpoint" if name.startswith("shard-") else "an adapter"
+            raise CheckpointError(
+                f"{os.path.join(directory, name)} makes this the folder of {what}; load it with transformers in one "
+                "process, and save the whole model with save_pretrained"
+            )
+    for extension in EXTENSIONS:
+        single, index = (os.path.join(directory, name) for name in weight_file_names(extension, None))
+        # In transformers' own order: the first that exists is taken.
+        if kind_of(single) is not None:
+            return [_check_weights(single)]
+        if kind_of(index) is not None:
+            return _check_index(directory, index, extension)
+    raise CheckpointError(
+        f"{directory} has no weights: no model.safetensors, no pytorch_model.bin, and no index of either"
+    )
+
+
+def _check_index(directory: str, path: str, extension: str) -> list[str]:
+    content = read_json(path)
+    shards: dict[str, None] = {}
+    for _, place in content["weight_map"].items():
+        folder, _, name = place.text().rpartition("/")
+        # The shards of a save that was interrupted are still where they were staged.
+        if folder and not (STAGING.fullmatch(folder) and is_directory(os.path.join(directory, folder))):
+            check_plain(place.text(), f"{path} is damaged: a file name in it")
+        check_plain(name, f"{path} is damaged: a file name in it")
+        if not name.endswith(extension):
+            place.refuse(f"the name of a file of weights, *{extension}")
+        shards[place.text()] = None
+    if not shards:
+        content["weight_map"].refuse("at least one weight")
+    for _ in content["metadata"].items():
+        pass
+    return [_check_weights(os.path.join(directory, name)) for name in sorted(shards)]
+
+
+def _check_weights(path: str) -> str:
+    try:
+        found = locate(path)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing") from None
+    if path.endswith(".safetensors"):
+        with open_tensors(found, path):
+            pass
+    elif zipfile.is_zipfile(found):  # files of old versions of torch are none
+        with open_plain(path) as file:
+            check_archive(file, path)
+    return path
+
+
+def _blame(files: Sequence[str], directory: str, error: Exception) -> CheckpointError:
+    """The error for a folder that transformers could not load; it does not say which file it could not read."""
+    for path in files if isinstance(error, pickle.UnpicklingError) else ():
+        try:
+            torch.load(locate(path), weights_only=True, map_location="meta")
+        except Exception as fault:
+            return cannot_read(path, fault)
+    return cannot_read(directory, error)
 
 
 def is_parallelized(directory: str | os.PathLike[str]) -> bool:
@@ -50,10 +128,18 @@ def load_ordinary(
     loaded: list[dict[str, torch.Tensor]] = []
 
     def read() -> None:
-        if not os.path.isdir(directory):
-            raise CheckpointError(f"{directory} is no directory")
-        with torch.random.fork_rng(devices=[]):  # what the folder lacks is drawn at random
-            fresh, info = load_stage(model_class, directory, stages, local_stages, tensor_parallel_of(model))
+        files = check_ordinary(directory)
+        # The model's own configurations: those in the folder are not needed, and could name anything.
+        given = {"config": model.config, "local_files_only": True}
+        if model.can_generate():
+            given["generation_config"] = model.generation_config
+        try:
+            with torch.random.fork_rng(devices=[]):  # what the folder lacks is drawn at random
+                fresh, info = load_stage(
+                    model_class, directory, stages, local_stages, tensor_parallel_of(model), **given
+                )
+        except Exception as error:
+            raise _blame(files, directory, error) from None
         faults = {"lacks": info.missing_keys, "has no place in the model for": info.unexpected_keys}
         for what, names in faults.items() if strict else ():
             if names:
@@ -69,7 +155,7 @@ def load_ordinary(
                 raise CheckpointError(f"{directory} has another shape of {name}: {shapes}")
         loaded.append(found)
 
-    together(world_comm, f"load {directory}", read)
+    together(world_comm, f"load {directory}", "reading the files", read)
     with torch.no_grad():
         for name, target in held_state(model).items():
             if name in loaded[0]:

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from .fields import Field
+
 
 def capture_random_state() -> dict[str, Any]:
     """The states of Python's, numpy's and torch's generators (of the CPU, and of the current GPU once it is in use)."""
@@ -22,11 +24,37 @@ def capture_random_state() -> dict[str, Any]:
     return state
 
 
+def check_random_state(state: Field) -> None:
+    """Raise CheckpointError for what `capture_random_state` cannot have returned."""
+    trial = random.Random()
+    try:
+        trial.setstate(state["python"].value)
+    except (TypeError, ValueError, OverflowError):
+        state["python"].refuse("the state of Python's random generator")
+    try:
+        np.random.RandomState().set_state(_numpy_state(state["numpy"].value))
+    except (TypeError, ValueError, AttributeError, IndexError, RuntimeError, OverflowError):
+        state["numpy"].refuse("the state of numpy's random generator")
+    names = ["torch", "cuda"] if state.get("cuda") else ["torch"]
+    for name in names:
+        value = state[name].value
+        if not (isinstance(value, torch.Tensor) and value.dtype == torch.uint8 and value.dim() == 1):
+            state[name].refuse("the state of torch's random generator")
+    try:
+        torch.Generator().set_state(state["torch"].value)
+    except (TypeError, RuntimeError):
+        state["torch"].refuse("the state of torch's random generator")
+
+
+def _numpy_state(saved: Any) -> tuple[str, np.ndarray, int, int, float]:
+    keys, position, has_gauss, cached = saved
+    return "MT19937", keys.numpy().astype(np.uint32), position, has_gauss, cached
+
+
 def restore_random_state(state: dict[str, Any]) -> None:
     """Continue the generators where `capture_random_state` saw them."""
     random.setstate(state["python"])
-    keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    np.random.set_state(_numpy_state(state["numpy"]))
     torch.set_rng_state(state["torch"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])

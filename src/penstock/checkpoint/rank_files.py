@@ -12,14 +12,13 @@ import torch
 
 from .errors import CheckpointError
 from .files import write_bytes, write_tensors
-from .manifest import MODEL, TRAINING, FileEntry, Manifest, manifest_name, rank_file_name, read_manifest
+from .manifest import MODEL, TRAINING, FileEntry, Manifest, read_manifest
+from .names import STAGED_MANIFEST, common_file_name, manifest_name, rank_file_name
 from .options import SaveOptions
 from .staging import Operation
 from .tensors import TensorInfo, to_cpu
 
 logger = logging.getLogger(__name__)
-
-_STAGED_MANIFEST = "manifest.staged"
 
 
 @dataclass(frozen=True)
@@ -60,8 +59,7 @@ def write_training_files(
         name = _file_name("optimizer", place, options)
         entries[name] = _write(tensors, os.path.join(folder, name), TRAINING, place, options)
     if common is not None:
-        middle = f".{options.variant}" if options.variant else ""
-        name = f"training_state{middle}.bin"
+        name = common_file_name(options.variant)
         write_bytes(os.path.join(folder, name), common)
         entry = FileEntry(TRAINING, place.stage, place.tensor_parallel_rank, len(common), checksum=zlib.crc32(common))
         entries[name] = entry
@@ -93,8 +91,8 @@ def parallel_operations(
     staged. Files of the previous parallel checkpoint that the new one has not are removed last.
     """
     name = manifest_name(options.variant)
-    write_bytes(os.path.join(folder, _STAGED_MANIFEST), manifest.dump())
-    operations: list[Operation] = [("replace", _STAGED_MANIFEST, name)]
+    write_bytes(os.path.join(folder, STAGED_MANIFEST), manifest.dump())
+    operations: list[Operation] = [("replace", STAGED_MANIFEST, name)]
     operations += [("replace", file_name, file_name) for file_name in [*manifest.files, *sides]]
     try:
         previous = read_manifest(directory, options.variant)

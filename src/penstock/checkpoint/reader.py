@@ -9,7 +9,7 @@ from types import TracebackType
 
 import torch
 
-from .errors import CheckpointError
+from .errors import CheckpointError, cannot_read
 from .files import Reader, open_tensors
 from .manifest import Manifest
 from .tensors import TensorInfo
@@ -39,7 +39,7 @@ class CheckpointReader:
         self._stack = contextlib.ExitStack()
         self.locations: dict[str, Location] = {}
         # What several stages hold is read from the first of them, by everybody.
-        for file_name, entry in sorted(manifest.entries(part, tensor_parallel_rank), key=lambda item: item[1].stage):
+        for file_name, entry in manifest.entries(part, tensor_parallel_rank):
             for name, info in entry.tensors.items():
                 self.locations.setdefault(name, Location(file_name, entry.stage, name, info))
             for name, stored_name in entry.aliases.items():
@@ -64,7 +64,8 @@ class CheckpointReader:
         for name in names:
             location = self.locations[name]
             tensor = self._read(location)
-            if TensorInfo.of(tensor) != location.info:
+            # The shape first: what a small file claims to hold may be larger than the memory.
+            if not location.info.fits(tensor) or TensorInfo.of(tensor) != location.info:
                 raise CheckpointError(
                     f"{self._path(location.file_name)} is not the file that was saved: {name} differs from what "
                     "the checkpoint's table of contents says"
@@ -76,13 +77,17 @@ class CheckpointReader:
             yield name, self._read(self.locations[name])
 
     def _read(self, location: Location) -> torch.Tensor:
-        path = self._path(location.file_name)
         if location.file_name not in self._open:
-            self._open[location.file_name] = self._stack.enter_context(open_tensors(path))
+            opened = open_tensors(self._path(location.file_name), location.file_name)
+            self._open[location.file_name] = self._stack.enter_context(opened)
         file = self._open[location.file_name]
         if location.stored_name not in file.names:
+            path = self._path(location.file_name)
             raise CheckpointError(f"{path} is not the file that was saved: it has no {location.stored_name}")
-        return file.read(location.stored_name)
+        try:
+            return file.read(location.stored_name)
+        except Exception as error:
+            raise cannot_read(self._path(location.file_name), error) from None
 
     def _path(self, file_name: str) -> str:
         return self._manifest.path_of(self._directory, file_name)

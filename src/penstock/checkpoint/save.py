@@ -142,13 +142,25 @@ class _Save:
 
     def run(self) -> None:
         doing = f"save to {self._directory}"
-        prepared = together(self._world, doing, self._prepare)
+        intact = f"the checkpoint that was in {self._directory} before, if any, is intact"
+        prepared = together(self._world, doing, "preparing the folder", self._prepare, unchanged=intact)
         staging = next(name for _, name in prepared if name is not None)
         folder = os.path.join(self._directory, staging)
         try:
-            reports = together(self._world, doing, lambda: self._describe(folder, [call for call, _ in prepared]))
-            written = together(self._world, doing, lambda: self._write(folder, reports))
-            together(self._world, doing, lambda: self._commit(staging, reports, written))
+            calls = [call for call, _ in prepared]
+            reports = together(
+                self._world, doing, "comparing what ranks hold", lambda: self._describe(folder, calls), unchanged=intact
+            )
+            written = together(
+                self._world, doing, "writing the files", lambda: self._write(folder, reports), unchanged=intact
+            )
+            together(
+                self._world,
+                doing,
+                "putting the files in place",
+                lambda: self._commit(staging, reports, written),
+                unchanged=f"{self._directory} holds a whole checkpoint: the previous one, or already this one",
+            )
         except CheckpointError:
             # After the exchange nobody writes any more.
             if self._place.is_leader:

@@ -7,9 +7,10 @@ import os
 
 from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
+from transformers.utils import CONFIG_NAME
 
 from .errors import CheckpointError
-from .files import flush_file
+from .files import flush_file, writing
 from .tensors import dtype_name
 
 
@@ -35,7 +36,7 @@ def write_side_files(model: PreTrainedModel, directory: str) -> list[str]:
         CheckpointError: naming the directory.
     """
     before = set(os.listdir(directory))
-    try:
+    with writing(os.path.join(directory, CONFIG_NAME), "the configurations"):
         config = copy.deepcopy(model.config)
         config.dtype = dtype_name(model.dtype)
         config.architectures = [type(model).__name__]
@@ -47,7 +48,4 @@ def write_side_files(model: PreTrainedModel, directory: str) -> list[str]:
         names = sorted(set(os.listdir(directory)) - before)
         for name in names:
             flush_file(os.path.join(directory, name))
-    except (OSError, ValueError) as error:
-        what = f"{type(error).__name__}: {error}"
-        raise CheckpointError(f"cannot write the configuration to {directory}: {what}") from error
     return names

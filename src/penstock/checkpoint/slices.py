@@ -9,6 +9,7 @@ import torch
 
 from penstock.modeling.tensor_parallel import Slicing
 
+from .errors import CheckpointError
 from .manifest import Manifest
 from .reader import CheckpointReader
 
@@ -21,9 +22,24 @@ class Cuts:
     wanted: Slicing | None = None
 
 
-def saved_cut(manifest: Manifest, name: str) -> Slicing | None:
-    """How the saving run had cut a parameter; None if it was whole."""
-    return Slicing(*manifest.shards[name]) if name in manifest.shards else None
+def saved_cut(manifest: Manifest, name: str, shape: Sequence[int], count: int = 1) -> Slicing | None:
+    """How the saving run had cut a parameter; None if it was whole.
+
+    Args:
+        shape: of what was cut into `count` slices, or of one slice.
+
+    Raises:
+        CheckpointError: it cannot have been cut like that.
+    """
+    if name not in manifest.shards:
+        return None
+    dim, blocks = manifest.shards[name]
+    if not -len(shape) <= dim < len(shape) or shape[dim] < 1 or shape[dim] % (blocks * count):
+        raise CheckpointError(
+            f"the checkpoint's table of contents is damaged: shards[{name!r}] is [{dim}, {blocks}], which does not go "
+            f"with the shape {list(shape)}"
+        )
+    return Slicing(dim, blocks)
 
 
 class SliceReader:
@@ -52,7 +68,20 @@ class SliceReader:
             for rank in self._files(cuts):
                 needed.setdefault(rank, {})[name] = None
         for rank, names in needed.items():
+            for name in names:
+                self._compare_slices(name, rank)
             self.readers[rank].verify(names)
+
+    def _compare_slices(self, name: str, rank: int) -> None:
+        """Check that a rank's files have a slice like the first rank's."""
+        found = self.readers[rank].locations.get(name)
+        expected = self.readers[0].locations[name].info
+        if found is None or (found.info.shape, found.info.dtype) != (expected.shape, expected.dtype):
+            has = "nothing" if found is None else f"{found.info.dtype} of shape {list(found.info.shape)}"
+            raise CheckpointError(
+                f"the checkpoint's table of contents is damaged: for tensor_parallel_rank {rank} it has {has} as "
+                f"{name}, expected {expected.dtype} of shape {list(expected.shape)}, as for the first"
+            )
 
     def read(self, name: str, cuts: Cuts) -> torch.Tensor:
         """A tensor as this rank holds it. It may be backed by a file: copy it, and do not keep it."""

@@ -11,9 +11,13 @@ by one mixes two checkpoints if it is interrupted. So:
    weights), and until the end what this file refers to stays reachable.
 4. The staging folder is removed.
 
-A kill leaves a staging folder behind. If the table of contents or the index already refers to it, the next save
-completes the journal first; if not, it removes the folder. No file is touched that is not part of a checkpoint. Two
-jobs that save into one folder at the same time are not kept apart.
+A kill leaves a staging folder behind. If this folder's own table of contents or index refers to it, the next save
+completes the journal first; if not, it removes the folder. Two jobs that save into one folder at the same time are not
+kept apart.
+
+Somebody else may have made the folder, journal and all. So what a found journal says is done only where it is what a
+save writes there: plain names, of the kinds of files that go with the table of contents that names the staging folder,
+and no links. No other file is touched.
 """
 
 from __future__ import annotations
@@ -21,19 +25,35 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
-import shutil
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from .errors import CheckpointError
-from .files import flush_file, write_bytes
+from .fields import Field
+from .files import flush_file, write_bytes, writing
+from .manifest import read_manifest
+from .names import (
+    EXTENSIONS,
+    FINAL_INDEX,
+    STAGED_INDEX,
+    STAGED_MANIFEST,
+    STAGING,
+    check_plain,
+    is_configuration,
+    is_rank_file,
+    is_shard,
+    is_side_file,
+    variant_of_index,
+    variant_of_manifest,
+    weight_file_names,
+)
+from .plain_files import is_directory, kind_of, read_json
 
 # (what to do, name in the staging folder or "", name in the checkpoint's folder)
 Operation = tuple[Literal["replace", "publish", "remove"], str, str]
 
-_STAGING = re.compile(r"\.saving-[0-9a-f]{32}")
 _JOURNAL = "journal.json"
 
 
@@ -42,24 +62,30 @@ def prepare(directory: str) -> str:
 
     Returns:
         the staging folder's name, relative to `directory`.
+
+    Raises:
+        CheckpointError: the folder cannot be made, or has the journal of a save that is none of this library's.
     """
-    os.makedirs(directory, exist_ok=True)
-    for name in os.listdir(directory):
-        if _STAGING.fullmatch(name):
-            if _is_referred_to(directory, name):
-                _perform(directory, name, _read_journal(os.path.join(directory, name)))
-            shutil.rmtree(os.path.join(directory, name), ignore_errors=True)
+    with writing(directory, "the checkpoint's folder"):
+        os.makedirs(directory, exist_ok=True)
+    for name in sorted(os.listdir(directory)):
+        if STAGING.fullmatch(name) and is_directory(os.path.join(directory, name)):
+            table = _table_naming(directory, name)
+            if table is not None:
+                _perform(directory, name, _read_journal(directory, name, table))
+            _remove_staging(os.path.join(directory, name))
     staging = f".saving-{uuid.uuid4().hex}"
-    os.mkdir(os.path.join(directory, staging))
-    flush_file(directory)
+    with writing(os.path.join(directory, staging), "the folder in which files are staged"):
+        os.mkdir(os.path.join(directory, staging))
+        flush_file(directory)
     return staging
 
 
 def discard(directory: str, staging: str) -> None:
     """Forget what was staged, unless readers start from it. Never raises: the error that led here matters more."""
-    with contextlib.suppress(OSError):
-        if not _is_referred_to(directory, staging):
-            shutil.rmtree(os.path.join(directory, staging), ignore_errors=True)
+    with contextlib.suppress(Exception):
+        if _table_naming(directory, staging) is None:
+            _remove_staging(os.path.join(directory, staging))
 
 
 def commit(directory: str, staging: str, operations: Sequence[Operation]) -> None:
@@ -72,21 +98,27 @@ def commit(directory: str, staging: str, operations: Sequence[Operation]) -> Non
     Raises:
         CheckpointError: naming the path. What readers find is whole nevertheless; the next save goes on from here.
     """
+    for kind, _, target in operations:
+        found = kind_of(os.path.join(directory, target))
+        if found not in (None, "a regular file", "a link"):  # of a link not what it leads to is replaced, but itself
+            path = os.path.join(directory, target)
+            raise CheckpointError(f"cannot {kind} {path}: it is {found}, and is in the way of the checkpoint's file")
     folder = os.path.join(directory, staging)
     draft = os.path.join(folder, _JOURNAL + ".draft")
     write_bytes(draft, json.dumps(list(operations)).encode())
-    flush_file(folder)
-    os.replace(draft, os.path.join(folder, _JOURNAL))
-    flush_file(folder)
+    with writing(folder, "the journal"):
+        flush_file(folder)
+        os.replace(draft, os.path.join(folder, _JOURNAL))
+        flush_file(folder)
     _perform(directory, staging, operations)
-    shutil.rmtree(folder, ignore_errors=True)
+    _remove_staging(folder)
 
 
 def _perform(directory: str, staging: str, operations: Sequence[Operation]) -> None:
     """Do the operations; those already done are skipped."""
     for kind, source, target in operations:
         staged, final = os.path.join(directory, staging, source), os.path.join(directory, target)
-        try:
+        with writing(final, "putting a checkpoint's file in its place"):
             if kind == "remove":
                 with contextlib.suppress(FileNotFoundError):
                     os.remove(final)
@@ -95,10 +127,8 @@ def _perform(directory: str, staging: str, operations: Sequence[Operation]) -> N
                     _publish(staged, final)
                 else:
                     os.replace(staged, final)
-        except OSError as error:
-            raise CheckpointError(f"cannot {kind} {final}: {type(error).__name__}: {error}") from error
-        # In this order on disk too, should the machine lose power.
-        flush_file(directory)
+            # In this order on disk too, should the machine lose power.
+            flush_file(directory)
 
 
 def _publish(staged: str, final: str) -> None:
@@ -114,21 +144,115 @@ def _publish(staged: str, final: str) -> None:
         os.replace(link, final)
 
 
-def _is_referred_to(directory: str, staging: str) -> bool:
-    """Whether a table of contents or an index that readers use names this staging folder."""
-    for name in os.listdir(directory):
-        path = os.path.join(directory, name)
-        if name.endswith(".json") and os.path.isfile(path):
-            with open(path, "rb") as file:
-                if staging.encode() in file.read():
-                    return True
-    return False
+@dataclass(frozen=True)
+class _Table:
+    """A table of contents, or an index, that readers start from and that names a staging folder.
+
+    Attributes:
+        name: its own.
+        sources: what it can come from in the staging folder.
+        files: what it says the checkpoint consists of.
+        may_remove: whether a file of this name can be one of an earlier checkpoint that this one replaces.
+    """
+
+    name: str
+    sources: tuple[str, ...]
+    files: frozenset[str]
+    may_remove: Callable[[str], bool]
 
 
-def _read_journal(folder: str) -> list[Operation]:
-    """What an interrupted commit had decided on; nothing if it was interrupted while it removed the staging folder."""
+def _table_naming(directory: str, staging: str) -> _Table | None:
+    """The table of contents or index in a folder that refers to this staging folder. What cannot be read refers to
+    nothing: no reader can start from it."""
+    for name in sorted(os.listdir(directory)):
+        with contextlib.suppress(CheckpointError, FileNotFoundError):
+            table = _manifest_naming(directory, name, staging) or _index_naming(directory, name, staging)
+            if table is not None:
+                return table
+    return None
+
+
+def _manifest_naming(directory: str, name: str, staging: str) -> _Table | None:
+    is_manifest, variant = variant_of_manifest(name)
+    if not is_manifest or (manifest := read_manifest(directory, variant)).staging != staging:
+        return None
+    files = frozenset(manifest.files)
+    return _Table(name, (STAGED_MANIFEST,), files, lambda old: is_rank_file(old, variant) and old not in files)
+
+
+def _index_naming(directory: str, name: str, staging: str) -> _Table | None:
+    extension, variant = variant_of_index(name)
+    if extension is None:
+        return None
+    content = read_json(os.path.join(directory, name))
+    places = {place.text() for _, place in content["weight_map"].items()}
+    files = frozenset(place.removeprefix(f"{staging}/") for place in places if place.startswith(f"{staging}/"))
+    if not files or not all(is_shard(file, extension, variant) for file in files):
+        return None
+    whole = [single for end in EXTENSIONS for single in weight_file_names(end, variant) if single != name]
+
+    def may_remove(old: str) -> bool:
+        return old in whole or (old not in files and any(is_shard(old, end, variant) for end in EXTENSIONS))
+
+    return _Table(name, (STAGED_INDEX, FINAL_INDEX), files, may_remove)
+
+
+def _read_journal(directory: str, staging: str, table: _Table) -> list[Operation]:
+    """What an interrupted commit had decided on; nothing if it was interrupted while it removed the staging folder.
+
+    Raises:
+        CheckpointError: it says what no save of this checkpoint would do.
+    """
+    path = os.path.join(directory, staging, _JOURNAL)
     try:
-        with open(os.path.join(folder, _JOURNAL), encoding="utf-8") as file:
-            return [(kind, source, target) for kind, source, target in json.load(file)]
+        content = read_json(path)
     except FileNotFoundError:
         return []
+    operations: list[Operation] = []
+    for entry in content.elements():
+        parts = list(entry.elements())
+        if len(parts) != 3:
+            entry.refuse("what to do, a staged name, and a final name")
+        kind, source, target = (part.text() for part in parts)
+        for part in parts[1:] if source else parts[2:]:
+            check_plain(part.text(), f"{path}, the journal of an interrupted save, is damaged: a name in it")
+        moves = target in table.files and source == target
+        if kind == "remove" and source == "" and table.may_remove(target):
+            operations.append(("remove", "", target))
+        elif kind == "publish" and moves:
+            operations.append(("publish", source, target))
+        elif kind == "replace" and (moves or (target == table.name and source in table.sources)):
+            operations.append(("replace", source, target))
+        elif kind == "replace" and source == target and is_side_file(target) and not variant_of_manifest(target)[0]:
+            # The save that goes on from here writes its own. One of these may also be the user's: it stays.
+            if is_configuration(target) or kind_of(os.path.join(directory, target)) is None:
+                operations.append(("replace", source, target))
+        else:
+            _refuse_journal(entry, directory, staging)
+        _refuse_others(path, os.path.join(directory, staging, source) if source else None)
+        _refuse_others(path, os.path.join(directory, target))
+    return operations
+
+
+def _refuse_journal(entry: Field, directory: str, staging: str) -> None:
+    entry.refuse(
+        "what a save of this checkpoint does; nothing was done. If the folder is not yours, save elsewhere; if it is, "
+        f"remove {os.path.join(directory, staging)} once you know that you do not need what is in it"
+    )
+
+
+def _refuse_others(journal: str, path: str | None) -> None:
+    """What a found journal moves, replaces and removes are regular files."""
+    kind = None if path is None else kind_of(path)
+    if kind not in (None, "a regular file"):
+        raise CheckpointError(f"{journal} is damaged: {path} is {kind}, expected a regular file or nothing")
+
+
+def _remove_staging(folder: str) -> None:
+    """Remove a staging folder, as far as that is possible: the files that are directly in it, as a save leaves them."""
+    with contextlib.suppress(OSError):
+        # The journal last: without it the others cannot be put in their places.
+        for name in sorted(os.listdir(folder), key=lambda name: name == _JOURNAL):
+            with contextlib.suppress(OSError):
+                os.remove(os.path.join(folder, name))
+        os.rmdir(folder)

@@ -16,6 +16,9 @@ from penstock.modeling.tied import ties_of
 
 from .errors import CheckpointError
 
+# Every dtype of torch, by the name that `dtype_name` gives it.
+DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+
 
 @dataclass(frozen=True)
 class TensorInfo:
@@ -29,6 +32,10 @@ class TensorInfo:
     def of(cls, tensor: torch.Tensor) -> TensorInfo:
         return cls(tuple(tensor.shape), dtype_name(tensor.dtype), checksum(tensor))
 
+    def fits(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor has this shape and dtype."""
+        return tuple(tensor.shape) == self.shape and dtype_name(tensor.dtype) == self.dtype
+
 
 def dtype_name(dtype: torch.dtype) -> str:
     """`torch.bfloat16` as `"bfloat16"`."""
@@ -41,10 +48,9 @@ def dtype_of(name: str) -> torch.dtype:
     Raises:
         CheckpointError: this version of torch has no such dtype.
     """
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
+    if name not in DTYPES:
         raise CheckpointError(f"unknown tensor dtype {name!r}")
-    return dtype
+    return DTYPES[name]
 
 
 def checksum(tensor: torch.Tensor) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import io
 import os
 import zlib
@@ -12,13 +14,18 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from .comm import Comm, together
-from .errors import CheckpointError
+from .errors import CheckpointError, describe, no_plain_data
+from .fields import Field
+from .files import load_data
 from .load import check_class
 from .manifest import TRAINING, Manifest, read_manifest
+from .names import check_variant
 from .optimizer_state import collect_optimizer, cuts_of_states, restore_optimizer
-from .random_state import capture_random_state, restore_random_state
+from .plain_files import open_plain
+from .random_state import capture_random_state, check_random_state, restore_random_state
 from .reader import CheckpointReader
 from .slices import Cuts, SliceReader
 from .tensors import tensor_parallel_place
@@ -95,7 +102,7 @@ def common_content(
         buffer.seek(0)
         torch.load(buffer, weights_only=True)
     except Exception as error:
-        raise CheckpointError(f"the training state has something that is no plain data: {error}") from error
+        raise CheckpointError(f"the training state has {no_plain_data(error)}") from None
     return buffer.getvalue()
 
 
@@ -126,6 +133,7 @@ def load_training_state(
     mine: dict[str, Cuts] = {}
 
     def check() -> list[str]:
+        check_variant(variant)
         manifest = read_manifest(directory, variant)
         check_class(manifest, directory, type(model).__name__)
         manifest.check_files(directory)
@@ -153,27 +161,91 @@ def load_training_state(
             groups = (content["groups"], content["members"], content["values"])
             restore_optimizer(model, state.optimizer, *groups, tensors)
         for name, stateful in state.objects.items():
-            stateful.load_state_dict(content["objects"][name])
+            restore_object(stateful, content["objects"][name], f"the state of {name!r} in {directory}")
         generators = content["random"]
         restore_random_state(generators[world_comm.rank if len(generators) == world_comm.size else 0])
 
+    doing = f"load {directory}"
     try:
-        held = together(world_comm, f"load {directory}", check)
-        together(world_comm, f"load {directory}", apply)
+        held = together(world_comm, doing, "checking the training state", check)
+        before = _Snapshot(state)
+        try:
+            together(world_comm, doing, "restoring the training state", apply)
+        except BaseException:
+            before.put_back()
+            raise
     finally:
         for reader in opened:
             reader.__exit__(None, None, None)
     return TrainingState(state.optimizer, state.objects, contents[0]["step"], contents[0]["extra"])
 
 
+class _Snapshot:
+    """What loading changes, as it was: kept by reference where loading makes something new."""
+
+    def __init__(self, state: TrainingState) -> None:
+        self._state = state
+        # `load_state_dict` gives an optimizer new tensors, so the old ones need no copies.
+        self._optimizer = None if state.optimizer is None else state.optimizer.state_dict()
+        self._objects = {name: copy.deepcopy(stateful.state_dict()) for name, stateful in state.objects.items()}
+        self._random = capture_random_state()
+
+    def put_back(self) -> None:
+        if self._state.optimizer is not None and self._optimizer is not None:
+            self._state.optimizer.load_state_dict(self._optimizer)
+        for name, stateful in self._state.objects.items():
+            with contextlib.suppress(Exception):  # it cannot even take its own state
+                stateful.load_state_dict(self._objects[name])
+        restore_random_state(self._random)
+
+
+def restore_object(stateful: Any, content: Any, what: str) -> None:
+    """Give an object the state that was saved for it.
+
+    A learning-rate scheduler takes whatever names it is given as its attributes, its own methods' names too.
+
+    Raises:
+        CheckpointError: that would happen, or the object does not take it.
+    """
+    if isinstance(stateful, LRScheduler):
+        fields = dict(Field(content, what).items())
+        if hidden := sorted(name for name in fields if callable(getattr(type(stateful), name, None))):
+            raise CheckpointError(f"{what} is damaged: it would replace {', '.join(hidden[:5])} of the scheduler")
+    try:
+        stateful.load_state_dict(content)
+    except Exception as error:
+        raise CheckpointError(f"{what} does not fit: {describe(error)}") from error
+
+
 def _read_common(manifest: Manifest, directory: str) -> dict[str, Any]:
+    """The content of the file that every rank reads whole.
+
+    Raises:
+        CheckpointError: it is not the file that was saved, or something in it is not what a save writes.
+    """
     for name, entry in manifest.files.items():
-        if entry.part == TRAINING and entry.checksum is not None:
-            path = manifest.path_of(directory, name)
-            with open(path, "rb") as file:
-                content = file.read()
-            if zlib.crc32(content) != entry.checksum:
+        if entry.part != TRAINING or entry.checksum is None:
+            continue
+        path = manifest.path_of(directory, name)
+        with open_plain(path) as file:
+            if zlib.crc32(file.read()) != entry.checksum:
                 raise CheckpointError(f"{path} is not the file that was saved")
-            common: dict[str, Any] = torch.load(io.BytesIO(content), weights_only=True)
-            return common
+        content = Field(load_data(path), path)
+        content["step"].integer(0, 2**63 - 1)
+        for part in ("extra", "objects", "values"):
+            for _, value in content[part].items():
+                if part == "values":
+                    dict(value.items())
+        for group in content["groups"].elements() if content.get("groups") else ():
+            dict(group.items())
+        members = [[name.text() for name in group.elements()] for group in content["members"].elements()]
+        if content.get("groups") and len(members) > len(content.value["groups"]):
+            content["members"].refuse(f"one list for each of the {len(content.value['groups'])} parameter groups")
+        generators = list(content["random"].elements())
+        if not generators:
+            content["random"].refuse("the states of random generators of at least one rank")
+        for generator in generators:
+            check_random_state(generator)
+        found: dict[str, Any] = content.value
+        return found
     raise CheckpointError(f"{directory} has no training state")

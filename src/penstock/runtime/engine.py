@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from penstock.checkpoint.comm import GroupComm
+from penstock.checkpoint.comm import GroupComm, OnceLost
 from penstock.data.batch import PerMicrobatch, microbatches_of
 from penstock.data.fingerprint import fingerprint
 from penstock.modeling.loss import Criterion
@@ -268,7 +268,12 @@ class Pipeline:
 
     def comms(self) -> tuple[GroupComm, GroupComm]:
         """How all ranks, and the ranks of this pipeline, talk about checkpoints."""
-        return GroupComm(self.groups.world_control), GroupComm(self.groups.crew_control)
+        if self.board.failed is not None:
+            raise self.board.failed
+        if self._closed:
+            raise RuntimeError("this model's pipeline was closed: its ranks can no longer save or load together")
+        guard = OnceLost(self.board.guard)
+        return GroupComm(self.groups.world_control, guard), GroupComm(self.groups.crew_control, guard)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

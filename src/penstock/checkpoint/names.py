@@ -1,0 +1,100 @@
+"""The names of the files that this library writes into a checkpoint's folder. Nothing else there is ever removed."""
+
+from __future__ import annotations
+
+import re
+
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
+
+from .errors import CheckpointError
+
+EXTENSIONS = (".safetensors", ".bin")
+# In the staging folder: what becomes the table of contents, and the index, which first refers to the shards in the
+# staging folder and then to their final names.
+STAGED_MANIFEST = "manifest.staged"
+STAGED_INDEX = "index.staged"
+FINAL_INDEX = "index.final"
+# The folder in which a save stages its files, inside the checkpoint's.
+STAGING = re.compile(r"\.saving-[0-9a-f]{32}")
+
+_VARIANT = r"[\w+.-]+"
+_MANIFEST = re.compile(rf"parallel_checkpoint(?:\.({_VARIANT}))?\.json")
+_INDEX = re.compile(rf"(?:model(\.safetensors)|pytorch_model(\.bin))\.index(?:\.({_VARIANT}))?\.json")
+_SIDE = re.compile(r"[A-Za-z_]\w*\.(?:json|py)", re.ASCII)
+_MAX_NAME = 255
+
+
+def check_variant(variant: str | None) -> None:
+    """Raise ValueError for a variant that cannot be a part of a file's name."""
+    if variant is not None and re.fullmatch(_VARIANT, variant) is None:
+        raise ValueError(f"variant becomes part of file names and cannot be {variant!r}")
+
+
+def check_plain(name: str, what: str) -> str:
+    """Return `name` if it names an entry of a folder, and nothing outside it.
+
+    Raises:
+        CheckpointError: saying that `what` leads elsewhere.
+    """
+    if name in ("", ".", "..") or "/" in name or "\\" in name or not name.isprintable() or len(name) > _MAX_NAME:
+        raise CheckpointError(f"{what} leads elsewhere: {name[:80]!r} is not the plain name of a file")
+    return name
+
+
+def manifest_name(variant: str | None = None) -> str:
+    """The table of contents of a parallel checkpoint."""
+    return f"parallel_checkpoint.{variant}.json" if variant else "parallel_checkpoint.json"
+
+
+def rank_file_name(stem: str, tensor_parallel_rank: int, stage: int, extension: str, variant: str | None) -> str:
+    """`pytorch_model_tp_0_pp_1.bin`, or `pytorch_model_tp_0_pp_1.fp16.bin` with variant `fp16`."""
+    middle = f".{variant}" if variant else ""
+    return f"{stem}_tp_{tensor_parallel_rank}_pp_{stage}{middle}{extension}"
+
+
+def common_file_name(variant: str | None) -> str:
+    """What a training state holds besides the optimizer's tensors."""
+    return f"training_state.{variant}.bin" if variant else "training_state.bin"
+
+
+def is_rank_file(name: str, variant: str | None) -> bool:
+    """Whether `name` is that of a file of a parallel checkpoint, other than its table of contents."""
+    middle = re.escape(f".{variant}") if variant else ""
+    pattern = rf"(pytorch_model|optimizer)_tp_\d+_pp_\d+{middle}\.(bin|safetensors)"
+    return name == common_file_name(variant) or re.fullmatch(pattern, name, re.ASCII) is not None
+
+
+def weight_file_names(extension: str, variant: str | None) -> tuple[str, str]:
+    """The standard names of a single file of weights, and of the index of several."""
+    safe = extension == ".safetensors"
+    single, index = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME) if safe else (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
+    if variant:
+        single, index = (f".{variant}.".join(name.rsplit(".", 1)) for name in (single, index))
+    return single, index
+
+
+def is_shard(name: str, extension: str, variant: str | None) -> bool:
+    """Whether `name` is that of one of several files of weights."""
+    stem, _, _ = weight_file_names(extension, variant)[0].rpartition(".")
+    return re.fullmatch(re.escape(stem) + r"-\d{5}-of-\d{5}" + re.escape(extension), name, re.ASCII) is not None
+
+
+def is_side_file(name: str) -> bool:
+    """Whether a file of this name can be one that `save_pretrained` writes beside the weights."""
+    return _SIDE.fullmatch(name) is not None
+
+
+def is_configuration(name: str) -> bool:
+    return name in ("config.json", "generation_config.json")
+
+
+def variant_of_manifest(name: str) -> tuple[bool, str | None]:
+    """Whether `name` is that of a parallel checkpoint's table of contents, and of which variant."""
+    found = _MANIFEST.fullmatch(name)
+    return found is not None, None if found is None else found[1]
+
+
+def variant_of_index(name: str) -> tuple[str | None, str | None]:
+    """The extension of the weights that a file of this name is the index of, None if it is none; and the variant."""
+    found = _INDEX.fullmatch(name)
+    return (None, None) if found is None else (found[1] or found[2], found[3])

@@ -1,0 +1,590 @@
+"""A folder that somebody else made: nothing outside it is read, no file of the user is lost, and nothing hangs."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import time
+import zipfile
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from audit import only_within
+from checkpoint_ranks import assert_hold_together, load, raised, save, scramble, split_copies, stages_of
+from families import FAMILIES
+from penstock.checkpoint import (
+    CheckpointError,
+    SoloComm,
+    TrainingState,
+    load_object,
+    load_ordinary,
+    load_training_state,
+    save_object,
+    save_parallelized,
+)
+
+STAGING = ".saving-" + "0" * 32
+
+
+def build(seed: int = 0) -> torch.nn.Module:
+    return scramble(FAMILIES["gpt2"].build(dtype=torch.float32, n_layer=2), seed)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A checkpoint of two stages, beside a file of the user."""
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "victim").write_text("precious")
+    raised(save(split_copies(build(1), 2), tmp_path / "saved"))
+    return tmp_path / "saved"
+
+
+def refuse(folder: Path, *parts: str, num_stages: int = 2) -> None:
+    """Loading is refused on all ranks in these words, within a second of work, and changes no model."""
+    before = build(9)
+    models = split_copies(before, num_stages)
+    start = time.process_time()
+    with only_within(folder):
+        results = load(models, folder)
+    seconds = time.process_time() - start
+    for result in results:
+        assert isinstance(result, CheckpointError), result
+        assert all(part in str(result) for part in parts), str(result)
+    assert_hold_together(models, before)
+    assert seconds < 1.0
+
+
+def edit(folder: Path, change: Callable[[dict], object]) -> Path:
+    path = folder / "parallel_checkpoint.json"
+    table = json.loads(path.read_text())
+    change(table)
+    path.write_text(json.dumps(table))
+    return path
+
+
+def plant(folder: Path, journal: object, *staged: str) -> None:
+    """Make the folder's table of contents name a staging folder with this journal."""
+    (folder / STAGING).mkdir()
+    (folder / STAGING / "journal.json").write_text(journal if isinstance(journal, str) else json.dumps(journal))
+    for name in staged:
+        (folder / STAGING / name).write_text("foreign")
+    edit(folder, lambda table: table.update(staging=STAGING))
+
+
+# ---------------------------------------------------------------- saving
+
+
+@pytest.mark.parametrize(
+    "journal",
+    [
+        [["remove", "", "{home}/victim"]],
+        [["remove", "", "../home/victim"]],
+        [["replace", "payload", "../home/victim"]],
+        [["replace", "payload", "{home}/victim"]],
+        [["publish", "payload", "../home/victim"]],
+        [["replace", "../../home/victim", "config.json"]],
+        [["remove", "", "train.py"]],
+        [["remove", "", ".bashrc"]],
+        [["replace", "payload", "train.py"]],
+        [["replace", "payload", ".bashrc"]],
+        [["remove", "", "pytorch_model_tp_0_pp_0.bin"]],
+        [["remove", "", "pytorch_model.bin"]],
+        [["remove", "", ".."]],
+        [["remove", "", ""]],
+        [["remove", "", "victim\x00"]],
+        [["remove", "", "victim\n"]],
+        [["remove", "payload", "pytorch_model_tp_0_pp_7.bin"]],
+        [["wipe", "", "train.py"]],
+        [["remove", ""]],
+        [["remove", "", 7]],
+        [[True, None, []]],
+        {"remove": "train.py"},
+        "[" * 100_000,
+        "not JSON",
+        '[["remove", "", NaN]]',
+    ],
+    ids=str,
+)
+def test_a_planted_journal_is_refused_and_nothing_is_touched(journal, saved: Path, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    (saved / "train.py").write_text("mine")
+    (saved / ".bashrc").write_text("mine")
+    text = journal if isinstance(journal, str) else json.dumps(journal).replace("{home}", str(home))
+    plant(saved, text, "payload")
+    before = {name: (saved / name).read_bytes() for name in os.listdir(saved) if (saved / name).is_file()}
+    with only_within(saved):
+        results = save(split_copies(build(2), 2), saved)
+    for result in results:
+        assert isinstance(result, CheckpointError), result
+        assert str(saved / STAGING / "journal.json") in str(result)
+    assert (home / "victim").read_text() == "precious"
+    assert {name: (saved / name).read_bytes() for name in before} == before
+
+
+def test_a_planted_journal_does_not_overwrite_the_users_code(saved: Path) -> None:
+    """A save may stage code beside the weights, so a journal that names some is no forgery by that alone."""
+    (saved / "train.py").write_text("mine")
+    plant(saved, [["replace", "train.py", "train.py"]], "train.py")
+    raised(save(split_copies(build(2), 2), saved))
+    assert (saved / "train.py").read_text() == "mine"
+    assert not (saved / STAGING).exists()
+
+
+@pytest.mark.parametrize("other", ["notes.json", "config.json", "parallel_checkpoint.json.bak"])
+def test_only_the_folders_own_table_of_contents_makes_a_journal_count(other: str, tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "pytorch_model_tp_0_pp_0.bin").write_text("mine")
+    (folder / other).write_text(json.dumps({"staging": STAGING, "note": f"{STAGING}/x"}))
+    (folder / STAGING).mkdir()
+    (folder / STAGING / "journal.json").write_text(json.dumps([["remove", "", "pytorch_model_tp_0_pp_0.bin"]]))
+    raised(save(split_copies(build(2), 2), folder, merge_checkpoints=True))
+    assert (folder / "pytorch_model_tp_0_pp_0.bin").read_text() == "mine"
+    assert not (folder / STAGING).exists()
+
+
+def test_a_journal_that_an_index_names_moves_only_what_goes_with_an_index(saved: Path) -> None:
+    """The index of a merged checkpoint is no reason to remove files of a parallel one."""
+    (saved / STAGING).mkdir()
+    index = {"metadata": {}, "weight_map": {"w": f"{STAGING}/model-00001-of-00001.safetensors"}}
+    (saved / "model.safetensors.index.json").write_text(json.dumps(index))
+    (saved / STAGING / "journal.json").write_text(json.dumps([["remove", "", "pytorch_model_tp_0_pp_0.bin"]]))
+    assert all(isinstance(result, CheckpointError) for result in save(split_copies(build(2), 2), saved))
+    assert (saved / "pytorch_model_tp_0_pp_0.bin").exists()
+
+
+@pytest.mark.parametrize("name", ["train.py", ".bashrc", "thesis.bin", "pytorch_model.bin"])
+def test_a_table_of_contents_that_lists_a_file_of_the_user_does_not_cost_it(name: str, saved: Path) -> None:
+    (saved / name).write_text("mine")
+    edit(saved, lambda table: table["files"].update({name: table["files"]["pytorch_model_tp_0_pp_1.bin"]}))
+    raised(save(split_copies(build(2), 3), saved))
+    assert (saved / name).read_text() == "mine"
+
+
+def test_a_staging_folder_that_is_a_link_is_neither_followed_nor_emptied(saved: Path, tmp_path: Path) -> None:
+    outside = tmp_path / "home"
+    (outside / "journal.json").write_text(json.dumps([["replace", "victim", "config.json"]]))
+    (saved / STAGING).symlink_to(outside)
+    edit(saved, lambda table: table.update(staging=STAGING))
+    raised(save(split_copies(build(2), 2), saved))
+    assert (outside / "victim").read_text() == "precious" and (outside / "journal.json").exists()
+    assert "foreign" not in (saved / "config.json").read_text()
+
+
+@pytest.mark.parametrize("place", ["staged", "final", "journal"])
+def test_a_found_journal_moves_no_links(place: str, saved: Path, tmp_path: Path) -> None:
+    victim = tmp_path / "home" / "victim"
+    plant(saved, [["replace", "config.json", "config.json"]], "config.json")
+    path = {"staged": saved / STAGING / "config.json", "final": saved / "config.json"}.get(place)
+    path = path or saved / STAGING / "journal.json"
+    path.unlink()
+    path.symlink_to(victim)
+    results = save(split_copies(build(2), 2), saved)
+    assert all(isinstance(result, CheckpointError) and str(path) in str(result) for result in results)
+    assert victim.read_text() == "precious"
+
+
+def test_a_folder_in_the_way_is_named_before_anything_changes(saved: Path) -> None:
+    before = {name: (saved / name).read_bytes() for name in os.listdir(saved)}
+    (saved / "pytorch_model_tp_0_pp_2.bin").mkdir()
+    results = save(split_copies(build(2), 3), saved)
+    for result in results:
+        assert isinstance(result, CheckpointError)
+        assert f"{saved / 'pytorch_model_tp_0_pp_2.bin'}: it is a directory" in str(result)
+    (saved / "pytorch_model_tp_0_pp_2.bin").rmdir()
+    assert {name: (saved / name).read_bytes() for name in os.listdir(saved)} == before
+
+
+def test_saving_replaces_a_link_and_not_the_file_it_leads_to(saved: Path, tmp_path: Path) -> None:
+    path = saved / "pytorch_model_tp_0_pp_0.bin"
+    path.unlink()
+    path.symlink_to(tmp_path / "home" / "victim")
+    raised(save(split_copies(build(2), 2), saved))
+    assert (tmp_path / "home" / "victim").read_text() == "precious" and not path.is_symlink()
+
+
+@pytest.mark.parametrize("name", ["config.json", "parallel_checkpoint.json", "model.safetensors.index.json"])
+def test_a_pipe_in_the_folder_does_not_hold_up_a_save(name: str, saved: Path) -> None:
+    (saved / name).unlink(missing_ok=True)
+    os.mkfifo(saved / name)
+    for merge in (False, True):
+        for result in save(split_copies(build(2), 2), saved, merge_checkpoints=merge):
+            assert not isinstance(result, Exception) or (isinstance(result, CheckpointError) and name in str(result))
+
+
+def test_an_object_is_not_written_through_a_link(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    (tmp_path / "object.bin.draft").symlink_to(victim)
+    save_object({"step": 1}, tmp_path / "object.bin", world_comm=SoloComm())
+    assert victim.read_text() == "precious"
+    assert load_object(tmp_path / "object.bin", world_comm=SoloComm()) == {"step": 1}
+    assert sorted(os.listdir(tmp_path)) == ["object.bin", "object.bin.draft", "victim"]
+
+
+# ---------------------------------------------------------------- reading a table of contents
+
+FIRST = "pytorch_model_tp_0_pp_0.bin"
+WEIGHT = "transformer.wte.weight"
+
+
+def tensor(table: dict) -> dict:
+    found: dict = table["files"][FIRST]["tensors"][WEIGHT]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [
+        (lambda t: t.update(tensor_parallel_size=10**9), ["tensor_parallel_size is 1000000000"]),
+        (lambda t: t.update(tensor_parallel_size=60_000), ["tensor_parallel_size is 60000"]),
+        (lambda t: t.update(tensor_parallel_size=0), ["tensor_parallel_size is 0"]),
+        (lambda t: t.update(tensor_parallel_size=True), ["tensor_parallel_size is True"]),
+        (lambda t: t.update(tensor_parallel_size=1.0), ["tensor_parallel_size is 1.0"]),
+        (lambda t: t.update(num_stages=-1), ["num_stages is -1"]),
+        (lambda t: t.update(num_stages=3), ["tensor_parallel_size", "num_stages 3"]),
+        (lambda t: t.update(staging=".."), ["staging folder leads elsewhere: '..'"]),
+        (lambda t: t.update(staging="elsewhere"), ["staging is 'elsewhere'"]),
+        (lambda t: t.update(staging=None), ["staging is None"]),
+        (lambda t: t.update(files=[]), ["files is []", "expected an object"]),
+        (lambda t: t.update(files={}), ["lacks tensors of the model"]),
+        (lambda t: t.pop("files"), ["expected an object with 'files'"]),
+        (lambda t: t.update(tied=[[["x"]]]), ["tied[0][0] is ['x']"]),
+        (lambda t: t.update(tied={"a": 1}), ["tied is {'a': 1}"]),
+        (lambda t: t.update(shards={WEIGHT: [7, 1]}), [WEIGHT, "[7, 1]"]),
+        (lambda t: t.update(shards={WEIGHT: [0, 0]}), [WEIGHT, "[1] is 0"]),
+        (lambda t: t.update(shards={WEIGHT: [0, 10**15]}), [WEIGHT, "1000000000000000"]),
+        (lambda t: t.update(shards={WEIGHT: [0]}), [WEIGHT, "[0], expected a dimension"]),
+        (lambda t: t.update(model_class="A\x1b[2J"), ["model_class is 'A\\x1b[2J'"]),
+        (lambda t: t["files"][FIRST].update(stage=7), ["stage is 7, expected an integer from 0 to 1"]),
+        (lambda t: t["files"][FIRST].update(stage=1), [FIRST, "pytorch_model_tp_0_pp_1.bin"]),
+        (lambda t: t["files"][FIRST].update(part="other"), ["part is 'other'"]),
+        (lambda t: t["files"][FIRST].update(size=10**40), ["size is 1000000"]),
+        (lambda t: t["files"][FIRST].update(aliases={"x": "nowhere"}), ["aliases.x is 'nowhere'"]),
+        (lambda t: t["files"][FIRST].update(tensors=[]), ["tensors is []"]),
+        (lambda t: t["files"].update({".bashrc": t["files"].pop(FIRST)}), ["files['.bashrc'] is"]),
+        (lambda t: t["files"].update({"a/b": t["files"].pop(FIRST)}), ["leads elsewhere: 'a/b'"]),
+        (lambda t: t["files"].update({"a\0b": t["files"].pop(FIRST)}), ["printable keys"]),
+        (lambda t: t["files"].update({"\ud800": t["files"].pop(FIRST)}), ["printable keys"]),
+        (lambda t: tensor(t).update(shape=[10**12, 10**12]), [f"{WEIGHT}'].shape is [1000000000000"]),
+        (lambda t: tensor(t).update(shape=[-1]), ["shape[0] is -1"]),
+        (lambda t: tensor(t).update(shape=[1] * 100), ["64 dimensions at most"]),
+        (lambda t: tensor(t).update(shape="ab"), ["shape is 'ab'"]),
+        (lambda t: tensor(t).update(dtype="os"), ["dtype is 'os'"]),
+        (lambda t: tensor(t).update(dtype="int32"), [WEIGHT, "int32 in the checkpoint, float32 in the model"]),
+        (lambda t: tensor(t).update(checksum=2**32), ["checksum is 4294967296"]),
+        (lambda t: tensor(t).pop("checksum"), ["expected an object with 'checksum'"]),
+        (lambda t: t.update(version="1"), ["version is '1'"]),
+    ],
+    ids=range(39),
+)
+def test_an_absurd_field_is_named_with_its_value_and_file(change, parts, saved: Path) -> None:
+    path = edit(saved, change)
+    named = [] if any("model" in part for part in parts) or WEIGHT in parts else [str(path)]
+    refuse(saved, *named, *parts)
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("[" * 200_000, "nested too deeply"),
+        ('{"a":' * 100_000, "nested too deeply"),
+        ("9" * 10_000, "cannot read"),
+        ('{"format": NaN}', "NaN is no JSON"),
+        ('{"format": 1, "format": 2}', "'format' stands twice"),
+        ("\udcff\udcfe", "cannot read"),
+        ("", "cannot read"),
+        ("7", "is not the table of contents"),
+    ],
+)
+def test_a_table_of_contents_that_is_no_json_is_refused(text: str, part: str, saved: Path) -> None:
+    path = saved / "parallel_checkpoint.json"
+    path.write_bytes(text.encode(errors="surrogateescape"))
+    refuse(saved, str(path), part)
+
+
+def test_a_huge_table_of_contents_is_refused_unread(saved: Path) -> None:
+    path = saved / "parallel_checkpoint.json"
+    os.truncate(path, 10**12)  # it takes no room on the disk
+    refuse(saved, f"{path} has 1000000000000 bytes")
+
+
+# ---------------------------------------------------------------- reading files
+
+
+@pytest.mark.parametrize("name", [FIRST, "parallel_checkpoint.json"])
+@pytest.mark.parametrize("kind", ["pipe", "directory", "link", "loop", "device"])
+def test_what_is_no_regular_file_of_the_folder_is_not_opened(name: str, kind: str, saved: Path, tmp_path: Path) -> None:
+    path = saved / name
+    shutil.move(path, tmp_path / "outside")  # a whole and right file, which a link would find
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "directory":
+        path.mkdir()
+    else:
+        path.symlink_to({"link": tmp_path / "outside", "loop": path, "device": Path("/dev/zero")}[kind])
+    refuse(saved, str(path), {"pipe": "a named pipe", "directory": "a directory"}.get(kind, name))
+
+
+def test_the_staging_folder_cannot_lead_out_of_the_folder(saved: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    raised(save(split_copies(build(3), 2), other))
+    (saved / STAGING).symlink_to(other)
+    edit(saved, lambda table: table.update(staging=STAGING))
+    models = split_copies(build(9), 2)
+    with only_within(saved):
+        raised(load(models, saved))
+    assert_hold_together(models, build(1))
+
+
+def test_links_within_the_folder_and_of_a_hubs_cache_are_followed(saved: Path, tmp_path: Path) -> None:
+    blobs, snapshot = tmp_path / "cache" / "blobs", tmp_path / "cache" / "snapshots" / "0123"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for number, name in enumerate(os.listdir(saved)):
+        shutil.copy(saved / name, blobs / str(number))
+        (snapshot / name).symlink_to(f"../../blobs/{number}")
+    (saved / FIRST).rename(saved / "moved.bin")
+    (saved / FIRST).symlink_to("moved.bin")
+    for folder in (saved, snapshot):
+        models = split_copies(build(9), 2)
+        raised(load(models, folder))
+        assert_hold_together(models, build(1))
+
+
+def rewrite(folder: Path, content: object) -> Path:
+    """Put other content into a rank's file, and say so in the table of contents."""
+    path = folder / FIRST
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        torch.save(content, path)
+    edit(folder, lambda table: table["files"][FIRST].update(size=path.stat().st_size))
+    return path
+
+
+class Evil:
+    def __reduce__(self):
+        return os.mkdir, (os.environ["PENSTOCK_TEST_EVIL"],)
+
+
+def evil_bytes() -> bytes:
+    buffer = io.BytesIO()
+    torch.save({"state": Evil(), "filler": torch.zeros(100_000)}, buffer)
+    return buffer.getvalue()
+
+
+def test_a_pickle_that_wants_to_run_code_is_refused_without_advice_to_let_it(
+    saved: Path, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setenv("PENSTOCK_TEST_EVIL", str(tmp_path / "ran"))
+    messages = []
+    path = rewrite(saved, evil_bytes())
+    for result in load(split_copies(build(9), 2), saved):
+        messages.append((str(path), result))
+    path = tmp_path / "object.bin"
+    path.write_bytes(evil_bytes())
+    with pytest.raises(CheckpointError) as error:
+        load_object(path, world_comm=SoloComm())
+    messages.append((str(path), error.value))
+    ordinary = tmp_path / "ordinary"
+    ordinary.mkdir()
+    (ordinary / "pytorch_model.bin").write_bytes(evil_bytes())
+    with pytest.raises(CheckpointError) as error:
+        load_whole(ordinary)
+    messages.append((str(ordinary / "pytorch_model.bin"), error.value))
+    with pytest.raises(CheckpointError) as error:
+        save_object({"evil": Evil()}, tmp_path / "other.bin", world_comm=SoloComm())
+    messages.append(("plain data", error.value))
+    for path, message in messages:
+        assert path in str(message) and "posix.mkdir" in str(message)
+        while message is not None:  # what a traceback shows
+            assert "weights_only" not in str(message)
+            message = message.__cause__ or (None if message.__suppress_context__ else message.__context__)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_tensor_without_memory_of_its_own_is_not_expanded(saved: Path) -> None:
+    """Four bytes that claim to be a hundred gigabytes."""
+    content = torch.load(saved / FIRST)
+    content[WEIGHT] = torch.zeros(1).expand(97, 2**31)
+    refuse(saved, str(rewrite(saved, {**content, "filler": torch.zeros(100_000)})))
+
+
+def test_a_compressed_file_is_refused(saved: Path) -> None:
+    packed = io.BytesIO()
+    with zipfile.ZipFile(saved / FIRST) as source, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as target:
+        for name in source.namelist():
+            target.writestr(name, source.read(name))
+        target.writestr("filler", os.urandom(200_000))
+    refuse(saved, str(rewrite(saved, packed.getvalue())), "is compressed")
+
+
+# ---------------------------------------------------------------- ordinary checkpoints
+
+
+def load_whole(folder: Path) -> torch.nn.Module:
+    """`load_ordinary` into a model of one stage."""
+    (model,) = split_copies(build(9), 1)
+    stages = stages_of(build(9), 1)
+    try:
+        with only_within(folder):
+            load_ordinary(model, folder, type(model), stages, [0], world_comm=SoloComm())
+    except CheckpointError:
+        assert_hold_together([model], build(9))
+        raise
+    return model
+
+
+@pytest.fixture
+def ordinary(tmp_path: Path) -> Path:
+    build(1).save_pretrained(tmp_path / "ordinary", max_shard_size="40KB")
+    assert (tmp_path / "ordinary" / "model.safetensors.index.json").exists()
+    return tmp_path / "ordinary"
+
+
+def shards(folder: Path) -> list[Path]:
+    return sorted(folder.glob("model-*.safetensors"))
+
+
+@pytest.mark.parametrize(
+    "outside", ["../outside.safetensors", "{root}/outside.safetensors", f"{STAGING}/../../outside.safetensors"]
+)
+def test_an_index_cannot_name_files_outside_its_folder(outside: str, ordinary: Path, tmp_path: Path) -> None:
+    moved = shards(ordinary)[0]
+    path = ordinary / "model.safetensors.index.json"
+    path.write_text(path.read_text().replace(moved.name, outside.replace("{root}", str(tmp_path))))
+    shutil.move(moved, tmp_path / "outside.safetensors")
+    with pytest.raises(CheckpointError, match="leads elsewhere") as error:
+        load_whole(ordinary)
+    assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link"])
+@pytest.mark.parametrize("place", ["index", "shard"])
+def test_an_ordinary_checkpoint_of_other_than_regular_files_is_refused(kind, place, ordinary: Path, tmp_path) -> None:
+    path = ordinary / "model.safetensors.index.json" if place == "index" else shards(ordinary)[0]
+    shutil.move(path, tmp_path / "outside")
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to(tmp_path / "outside")
+    with pytest.raises(CheckpointError, match="a named pipe" if kind == "pipe" else "leads out of its folder"):
+        load_whole(ordinary)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_the_configurations_of_an_ordinary_checkpoint_are_not_read(name: str, ordinary: Path) -> None:
+    """They could name files elsewhere, or block; the model has its own."""
+    (ordinary / name).unlink()
+    os.mkfifo(ordinary / name)
+    assert_hold_together([load_whole(ordinary)], build(1))
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "shard-00001-model-00001-of-00001.safetensors"])
+def test_a_folder_that_sends_transformers_elsewhere_is_refused(name: str, ordinary: Path) -> None:
+    (ordinary / name).write_text(json.dumps({"base_model_name_or_path": "../other"}))
+    with pytest.raises(CheckpointError, match=name):
+        load_whole(ordinary)
+
+
+def test_a_damaged_shard_is_named(ordinary: Path) -> None:
+    path = shards(ordinary)[-1]
+    path.write_bytes(b"\xff" * 8 + path.read_bytes()[8:])
+    with pytest.raises(CheckpointError) as error:
+        load_whole(ordinary)
+    assert str(path) in str(error.value)
+
+
+# ---------------------------------------------------------------- training states
+
+
+def trained(folder: Path) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = split_copies(build(1), 1)[0]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    state = TrainingState(optimizer, {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 3)}, step=4)
+    place = {"stage": 0, "num_stages": 1, "is_writer": True, "world_comm": SoloComm(), "pipeline_comm": SoloComm()}
+    save_parallelized(model, folder, training_state=state, **place)
+    return model, optimizer
+
+
+def change_common(folder: Path, change: Callable[[dict], object]) -> Path:
+    """Change the common file of a training state, checksum and all."""
+    path = folder / "training_state.bin"
+    content = torch.load(path, weights_only=True)
+    change(content)
+    torch.save(content, path)
+    data = path.read_bytes()
+    edit(folder, lambda t: t["files"][path.name].update(size=len(data), checksum=zlib.crc32(data)))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        (lambda c: c.update(step="four"), "step is 'four'"),
+        (lambda c: c.update(step=-1), "step is -1"),
+        (lambda c: c.update(random=[]), "random is []"),
+        (lambda c: c.update(random=[{}]), "random[0] is {}"),
+        (lambda c: c["random"][0].update(python=(3, (1, 2), None)), "random[0].python is"),
+        (lambda c: c["random"][0].update(numpy=(torch.zeros(2), 0, 0, 0.0)), "random[0].numpy is"),
+        (lambda c: c["random"][0].update(torch=torch.zeros(3)), "random[0].torch is"),
+        (lambda c: c.update(members=[["x"], ["y"]]), "members is"),
+        (lambda c: c.update(members=7), "members is 7"),
+        (lambda c: c.update(groups=[3]), "groups[0] is 3"),
+        (lambda c: c["groups"][0].update(lr="much"), "lr is 'much'"),
+        (lambda c: c["groups"][0].pop("betas"), "'betas'"),
+        (lambda c: c.update(values=[]), "values is []"),
+        (lambda c: c.update(objects=[]), "objects is []"),
+        (lambda c: c["objects"].update(scheduler={"step": 3}), "would replace step of the scheduler"),
+        (lambda c: c["objects"].update(scheduler=[1]), "scheduler"),
+        (lambda c: c.pop("extra"), "'extra'"),
+    ],
+    ids=range(17),
+)
+def test_an_absurd_training_state_is_named_and_nothing_is_restored(change, part: str, tmp_path: Path) -> None:
+    model, optimizer = trained(tmp_path)
+    change_common(tmp_path, change)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    before = {**optimizer.state_dict()["state"][0]}, torch.get_rng_state(), dict(scheduler.state_dict())
+    with pytest.raises(CheckpointError) as error:
+        load_training_state(model, tmp_path, TrainingState(optimizer, {"scheduler": scheduler}), world_comm=SoloComm())
+    assert part in str(error.value) and str(tmp_path) in str(error.value)
+    after = optimizer.state_dict()["state"][0]
+    assert all(torch.equal(after[key], value) for key, value in before[0].items())
+    assert torch.equal(torch.get_rng_state(), before[1]) and scheduler.state_dict() == before[2]
+
+
+def test_a_training_state_that_fits_in_part_is_restored_not_at_all(tmp_path: Path) -> None:
+    """The optimizer would take it; the scheduler fails after that."""
+    model, optimizer = trained(tmp_path)
+    change_common(tmp_path, lambda content: content["groups"][0].update(lr=0.125))
+
+    class Failing:
+        def state_dict(self) -> dict:
+            return {}
+
+        def load_state_dict(self, state: dict) -> None:
+            torch.rand(1)
+            raise KeyError("not mine")
+
+    before = torch.get_rng_state()
+    with pytest.raises(CheckpointError, match="not mine"):
+        state = TrainingState(optimizer, {"scheduler": Failing()})
+        load_training_state(model, tmp_path, state, world_comm=SoloComm())
+    assert optimizer.param_groups[0]["lr"] == 0.5 and torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_pipe_in_place_of_an_object_does_not_block(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "object.bin")
+    with pytest.raises(CheckpointError, match="a named pipe"):
+        load_object(tmp_path / "object.bin", world_comm=SoloComm())

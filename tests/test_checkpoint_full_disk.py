@@ -1,0 +1,136 @@
+"""A disk that is full, or may not be written to: a clear error on every rank, and the previous checkpoint intact."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import resource
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from checkpoint_ranks import assert_hold_together, in_fork, load, raised, save, scramble, split_copies
+from families import FAMILIES
+from penstock.checkpoint import CheckpointError, SoloComm, files, save_object, side_files
+
+
+def build(seed: int) -> torch.nn.Module:
+    return scramble(FAMILIES["gpt2"].build(dtype=torch.float32), seed)
+
+
+def refuse(directory: Path, *parts: str, **options) -> None:
+    """The save fails on every rank in these words, and says so of the checkpoint before."""
+    for result in save(split_copies(build(2), 2), directory, **options):
+        assert isinstance(result, CheckpointError), result
+        text = str(result)
+        assert f"the checkpoint that was in {directory} before, if any, is intact" in text, text
+        assert "rank " in text and "Errno" not in text and "os error" not in text, text
+        for part in parts:
+            assert re.search(part, text), text
+
+
+def assert_whole(directory: Path, seed: int) -> None:
+    models = split_copies(build(9), 2)
+    raised(load(models, directory))
+    assert_hold_together(models, build(seed))
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 400 kB, if this process may mount one."""
+    where = tmp_path / "disk"
+    where.mkdir()
+    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(where)], capture_output=True)
+    if mount.returncode:
+        pytest.skip("needs the right to mount a file system")
+    try:
+        yield where
+    finally:
+        subprocess.run(["umount", "-l", str(where)], check=True)
+
+
+@pytest.mark.parametrize("options", [{}, {"safe_serialization": True}, {"merge_checkpoints": True}], ids=str)
+def test_a_full_file_system_is_told_with_what_is_needed_and_free(options, small_disk: Path) -> None:
+    directory = small_disk / "checkpoint"
+    raised(save(split_copies(build(1), 2), directory))
+    number = 0
+    while os.statvfs(small_disk).f_bavail * 4096 > 40_000:
+        (small_disk / f"filler-{number}").write_bytes(bytes(4096))
+        number += 1
+    before = {name: (directory / name).read_bytes() for name in os.listdir(directory)}
+    refuse(
+        directory, str(directory), r"cannot write \S+ \(\d+ tensors\): No space left on device",
+        r"[\d,]+ bytes are needed, [\d,]+ are free", "make room", **options,
+    )  # fmt: skip
+    assert {name: (directory / name).read_bytes() for name in os.listdir(directory)} == before
+    assert_whole(directory, 1)
+
+
+def test_a_file_system_for_reading_only_is_told(small_disk: Path) -> None:
+    directory = small_disk / "checkpoint"
+    raised(save(split_copies(build(1), 2), directory))
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    refuse(directory, "Read-only file system; the file system is mounted for reading only")
+    assert_whole(directory, 1)
+    with pytest.raises(CheckpointError, match="Read-only file system"):
+        save_object({}, small_disk / "object.bin", world_comm=SoloComm())
+
+
+@pytest.mark.parametrize("options", [{}, {"safe_serialization": True}, {"merge_checkpoints": True}], ids=str)
+def test_a_limit_on_the_size_of_files_is_told(options, tmp_path: Path) -> None:
+    """A real refusal of the operating system, which needs no rights."""
+    raised(save(split_copies(build(1), 2), tmp_path))
+
+    def attempt() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, resource.RLIM_INFINITY))
+        refuse(tmp_path, "File too large", "ulimit -f", **options)
+
+    split_copies(build(2), 2)  # in the parent, so that it is quick in the child
+    assert in_fork(attempt) == 0
+    assert_whole(tmp_path, 1)
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (errno.ENOSPC, "No space left on device"),
+        (errno.EDQUOT, "your quota there is used up"),
+        (errno.EROFS, "mounted for reading only"),
+        (errno.EACCES, "you may not write there"),
+    ],
+)
+@pytest.mark.parametrize("where", ["weights", "configuration", "folder", "table of contents"])
+def test_every_step_of_a_save_tells_why_it_could_not_write(
+    number: int, words: str, where: str, tmp_path: Path, monkeypatch
+) -> None:
+    raised(save(split_copies(build(1), 2), tmp_path))
+    error = OSError(number, os.strerror(number))
+
+    def failing(*arguments, **options) -> None:
+        raise error
+
+    original = os.fsync
+    with monkeypatch.context() as patch:
+        if where == "weights":
+            patch.setattr(files, "flush_file", failing)
+        elif where == "configuration":
+            patch.setattr(side_files, "flush_file", failing)
+        elif where == "folder":
+            patch.setattr(os, "mkdir", failing)
+        else:
+            # Only small files that are written whole come here with a descriptor that can be asked for its name.
+            def fail_some(descriptor: int) -> None:
+                if os.readlink(f"/proc/self/fd/{descriptor}").endswith("manifest.staged"):
+                    raise error
+                original(descriptor)
+
+            patch.setattr(os, "fsync", fail_some)
+        results = save(split_copies(build(2), 2), tmp_path)
+    for result in results:
+        assert isinstance(result, CheckpointError)
+        assert words in str(result) and str(tmp_path) in str(result) and "Errno" not in str(result), str(result)
+    assert_whole(tmp_path, 1)

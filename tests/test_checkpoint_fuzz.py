@@ -1,0 +1,384 @@
+"""Made-up and damaged folders: each is loaded right or refused; nothing outside it is touched, nothing in it is run.
+
+`PENSTOCK_FUZZ=50 pytest tests/test_checkpoint_fuzz.py` tries fifty times as many.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import shutil
+import struct
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from audit import only_within
+from checkpoint_ranks import save_alone, scramble, split_copies, stages_of
+from families import FAMILIES
+from penstock.checkpoint import (
+    CheckpointError,
+    SoloComm,
+    TrainingState,
+    from_parallelized,
+    load_object,
+    load_ordinary,
+    load_training_state,
+)
+
+SCALE = int(os.environ.get("PENSTOCK_FUZZ", "1"))
+STAGING = ".saving-" + "0" * 32
+USERS = {"train.py": "mine", ".bashrc": "mine", "notes.txt": "mine", "data.bin": "mine"}
+
+# How many were loaded and how many refused, by kind; shown by `pytest -s` at the end.
+COUNTS: Counter[tuple[str, str]] = Counter()
+
+
+def fuzz(examples: int) -> settings:
+    unchecked = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large]
+    return settings(max_examples=examples * SCALE, suppress_health_check=unchecked)
+
+
+def build(seed: int) -> torch.nn.Module:
+    return scramble(FAMILIES["gpt2"].build(dtype=torch.float32, n_layer=1), seed)
+
+
+class World:
+    """A folder with every kind of checkpoint, its neighbours that must not change, and a model that is loaded into."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.reference = build(1)
+        (self.model,) = split_copies(build(9), 1)
+        self.before = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        for parameter in self.model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        self.optimizer.step()
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2)
+        self.whole = root / "whole"
+        (reference,) = split_copies(self.reference, 1)
+        state = TrainingState(self.optimizer, {"scheduler": self.scheduler}, step=3)
+        with torch.no_grad():
+            for name, tensor in self.model.state_dict().items():
+                tensor.copy_(self.before[name])
+        for safe in (False, True):
+            save_alone(reference, self.whole / f"parallel-{safe}", safe_serialization=safe)
+            options = {"merge_checkpoints": True, "max_shard_size": "20KB"}
+            save_alone(reference, self.whole / f"merged-{safe}", safe_serialization=safe, **options)
+        save_alone(self.model, self.whole / "training", training_state=state)
+        torch.save({"last_epoch": 3, "lrs": [0.5]}, self.whole / "object.bin")
+        self.values = {self._sum(tensor) for tensor in self.reference.state_dict().values()}
+        self.outside = root / "outside"
+        self.outside.mkdir()
+        (self.outside / "victim").write_text("precious")
+        shutil.copy(self.whole / "parallel-False" / "pytorch_model_tp_0_pp_0.bin", self.outside)
+        self.number = 0
+
+    @staticmethod
+    def _sum(tensor: torch.Tensor) -> int:
+        return zlib.crc32(tensor.detach().contiguous().numpy().tobytes())
+
+    def copy(self, name: str) -> Path:
+        """A fresh copy of one of the folders, with files of the user."""
+        self.number += 1
+        folder = self.root / f"case-{self.number}"
+        shutil.copytree(self.whole / name, folder, symlinks=True)
+        for user, text in USERS.items():
+            (folder / user).write_text(text)
+        return folder
+
+    def attempt(self, kind: str, folder: Path, load: Callable[[], Any], same_values: bool = True) -> None:
+        """Load: either the values that were saved are there now, or nothing has changed and it was said why.
+
+        Args:
+            same_values: whether what was changed can be told from what was saved. A table of contents that somebody
+                wrote may say what it likes about which tensor is which.
+        """
+        try:
+            with only_within(folder):
+                load()
+        except CheckpointError as error:
+            COUNTS[kind, "refused"] += 1
+            assert str(folder) in str(error) or "damaged" in str(error)
+            for name, tensor in self.model.state_dict().items():
+                assert torch.equal(tensor, self.before[name])
+        else:
+            COUNTS[kind, "loaded"] += 1
+            if same_values:
+                assert {self._sum(tensor) for tensor in self.model.state_dict().values()} <= self.values
+            with torch.no_grad():
+                for name, tensor in self.model.state_dict().items():
+                    tensor.copy_(self.before[name])
+        for user, text in USERS.items():
+            assert (folder / user).read_text() == text
+        assert (self.outside / "victim").read_text() == "precious"
+        assert sorted(os.listdir(self.outside)) == ["pytorch_model_tp_0_pp_0.bin", "victim"]
+        shutil.rmtree(folder)
+
+    def load_parallel(self, folder: Path) -> None:
+        from_parallelized(self.model, folder, world_comm=SoloComm())
+
+    def load_merged(self, folder: Path) -> None:
+        stages = stages_of(self.reference, 1)
+        load_ordinary(self.model, folder, type(self.model), stages, [0], world_comm=SoloComm())
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    yield World(tmp_path_factory.mktemp("fuzz"))
+    print("\n" + "\n".join(f"{kind}: {count} {outcome}" for (kind, outcome), count in sorted(COUNTS.items())))
+
+
+NAMES = st.sampled_from(
+    [
+        *("", ".", "..", "/", "/etc/passwd", "../outside/victim", "../outside/pytorch_model_tp_0_pp_0.bin", "train.py"),
+        *(".bashrc", "config.json", "pytorch_model_tp_0_pp_0.bin", "pytorch_model_tp_1_pp_0.bin", "MODEL.BIN"),
+        *("pytorch_model.bin", "model.safetensors", "model-00001-of-00004.safetensors", "data.bin", "manifest.staged"),
+        *("parallel_checkpoint.json", "index.staged", "journal.json", STAGING, f"{STAGING}/../train.py", "a\0b"),
+        *("x" * 300, "~/.bashrc", "file:///etc/passwd", "con\\..\\x", "link", "pipe", "a\nb", "\ud800"),
+    ]
+)  # fmt: skip
+ABSURD = st.one_of(
+    NAMES,
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.sampled_from([-1, 0, 1, 2, 10**9, 2**31, 2**63 - 1, 2**63, 10**30, -(10**18)]),
+    st.floats(),
+    st.text(max_size=8),
+    st.lists(st.one_of(NAMES, st.integers(-3, 10**12)), max_size=4),
+    st.dictionaries(NAMES, st.one_of(NAMES, st.integers()), max_size=3),
+    st.integers(1, 5).map(lambda depth: [[[]]] * depth),
+)
+
+
+def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The way to every value in a tree."""
+    yield at
+    children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, child in children:
+        yield from places(child, (*at, key))
+
+
+def mutated(draw: Callable[[Any], Any], content: Any, most: int = 3) -> Any:
+    """A copy of a tree in which a few values are replaced, removed, doubled, or known by another name."""
+    content = copy.deepcopy(content)
+    for _ in range(draw(st.integers(1, most))):
+        # Shallow places as often as the many deep ones.
+        every = list(places(content))
+        depth = draw(st.sampled_from(sorted({len(place) for place in every})))
+        place = draw(st.sampled_from([place for place in every if len(place) == depth]))
+        change = draw(st.sampled_from(["replace", "replace", "remove", "rename", "add"]))
+        if not place:
+            if change == "replace" and draw(st.integers(0, 9)) == 0:
+                return draw(ABSURD)
+            continue
+        *way, key = place
+        owner = content
+        for step in way:
+            owner = owner[step]
+        if change == "replace":
+            owner[key] = draw(ABSURD)
+        elif change == "remove":
+            del owner[key]
+        elif change == "rename" and isinstance(owner, dict):
+            owner[draw(NAMES)] = owner.pop(key)
+        elif change == "add" and isinstance(owner, list):
+            owner.append(draw(ABSURD))
+        elif change == "add":
+            owner[draw(NAMES)] = draw(ABSURD)
+    return content
+
+
+def spoiled(draw: Callable[[Any], Any], content: bytes) -> bytes:
+    """Bytes of which some are changed, cut off, doubled or added."""
+    for _ in range(draw(st.integers(1, 3))):
+        at = draw(st.integers(0, len(content)))
+        change = draw(st.sampled_from(["flip", "cut", "insert", "zeros", "double"]))
+        if change == "flip" and at < len(content):
+            content = content[:at] + bytes([content[at] ^ draw(st.integers(1, 255))]) + content[at + 1 :]
+        elif change == "cut":
+            content = content[:at]
+        elif change == "insert":
+            content = content[:at] + draw(st.binary(min_size=1, max_size=9)) + content[at:]
+        elif change == "zeros":
+            content = content[:at] + bytes(min(16, len(content) - at)) + content[at + 16 :]
+        else:
+            content = content[:at] + content[:at][-50:] + content[at:]
+    return content
+
+
+def add_specials(folder: Path) -> None:
+    """What names may lead to: a link out of the folder, and a pipe."""
+    (folder / "link").symlink_to(folder.parent / "outside")
+    os.mkfifo(folder / "pipe")
+
+
+def dump(content: Any) -> bytes:
+    return json.dumps(content).encode()
+
+
+@fuzz(150)
+@given(data=st.data())
+def test_tables_of_contents(world: World, data: st.DataObject) -> None:
+    folder = world.copy(f"parallel-{data.draw(st.booleans())}")
+    add_specials(folder)
+    path = folder / "parallel_checkpoint.json"
+    if data.draw(st.integers(0, 3)):
+        path.write_bytes(dump(mutated(data.draw, json.loads(path.read_text()))))
+    else:
+        path.write_bytes(spoiled(data.draw, path.read_bytes()))
+    world.attempt("table of contents", folder, lambda: world.load_parallel(folder), same_values=False)
+
+
+OPERATIONS = st.lists(st.tuples(st.sampled_from(["replace", "publish", "remove"]), NAMES, NAMES).map(list), max_size=4)
+
+
+@fuzz(80)
+@given(data=st.data(), kind=st.sampled_from(["parallel-False", "merged-True"]))
+def test_journals(world: World, data: st.DataObject, kind: str) -> None:
+    """The save that finds one succeeds or says why not; the user's files and those elsewhere stay."""
+    folder = world.copy(kind)
+    add_specials(folder)
+    (folder / STAGING).mkdir()
+    for name in ("train.py", "payload", "config.json", "manifest.staged", "model-00001-of-00004.safetensors"):
+        (folder / STAGING / name).write_text("foreign")
+    if data.draw(st.booleans()):
+        (folder / STAGING / ".bashrc").symlink_to(folder.parent / "outside" / "victim")
+    genuine = [["replace", "config.json", "config.json"], ["remove", "", "pytorch_model_tp_0_pp_5.bin"]]
+    journal = data.draw(st.one_of(OPERATIONS, ABSURD, st.just(None)))
+    journal = mutated(data.draw, genuine) if journal is None else journal
+    text = dump(journal) if data.draw(st.integers(0, 4)) else spoiled(data.draw, dump(genuine))
+    (folder / STAGING / "journal.json").write_bytes(text)
+    table = folder / ("parallel_checkpoint.json" if kind.startswith("parallel") else "model.safetensors.index.json")
+    content = json.loads(table.read_text())
+    if kind.startswith("parallel"):
+        content["staging"] = STAGING
+    else:
+        content["weight_map"] = {name: f"{STAGING}/{shard}" for name, shard in content["weight_map"].items()}
+    table.write_bytes(dump(content))
+    merge = data.draw(st.booleans())
+    world.attempt(
+        "journal", folder, lambda: save_alone(world.model, folder, merge_checkpoints=merge), same_values=False
+    )
+
+
+@fuzz(60)
+@given(data=st.data(), safe=st.booleans())
+def test_indices(world: World, data: st.DataObject, safe: bool) -> None:
+    folder = world.copy(f"merged-{safe}")
+    add_specials(folder)
+    path = folder / ("model.safetensors.index.json" if safe else "pytorch_model.bin.index.json")
+    if data.draw(st.integers(0, 3)):
+        path.write_bytes(dump(mutated(data.draw, json.loads(path.read_text()))))
+    else:
+        path.write_bytes(spoiled(data.draw, path.read_bytes()))
+    world.attempt("index", folder, lambda: world.load_merged(folder))
+
+
+def with_header(content: bytes, change: Callable[[Any], Any]) -> bytes:
+    """A safetensors file with another header."""
+    (length,) = struct.unpack("<Q", content[:8])
+    header = dump(change(json.loads(content[8 : 8 + length])))
+    return struct.pack("<Q", len(header)) + header + content[8 + length :]
+
+
+@fuzz(80)
+@given(data=st.data(), parallel=st.booleans())
+def test_safetensors_headers(world: World, data: st.DataObject, parallel: bool) -> None:
+    folder = world.copy("parallel-True" if parallel else "merged-True")
+    path = data.draw(st.sampled_from(sorted(folder.glob("*.safetensors"))))
+    content = path.read_bytes()
+    if data.draw(st.integers(0, 3)):
+        content = with_header(content, lambda header: mutated(data.draw, header, most=2))
+    else:
+        length = 8 + struct.unpack("<Q", content[:8])[0]
+        content = spoiled(data.draw, content[:length]) + content[length:]
+    path.write_bytes(content)
+    if parallel:
+        table = json.loads((folder / "parallel_checkpoint.json").read_text())
+        table["files"][path.name]["size"] = len(content)
+        (folder / "parallel_checkpoint.json").write_bytes(dump(table))
+    load = world.load_parallel if parallel else world.load_merged
+    # Without checksums an ordinary checkpoint may hold any values.
+    world.attempt("safetensors header", folder, lambda: load(folder), same_values=parallel)
+
+
+@fuzz(80)
+@given(data=st.data(), parallel=st.booleans())
+def test_files_of_torch(world: World, data: st.DataObject, parallel: bool) -> None:
+    """The pickle inside and the archive around it; what the table of contents says of the size is made to agree."""
+    folder = world.copy("parallel-False" if parallel else "merged-False")
+    path = data.draw(st.sampled_from(sorted(folder.glob("pytorch_model*.bin"))))
+    content = path.read_bytes()
+    start = content.index(b"data.pkl")
+    stop = content.index(b"PK", start)
+    if data.draw(st.booleans()):
+        content = content[:start] + spoiled(data.draw, content[start:stop]) + content[stop:]
+    else:
+        content = spoiled(data.draw, content)
+    path.write_bytes(content)
+    if parallel:
+        table = json.loads((folder / "parallel_checkpoint.json").read_text())
+        table["files"][path.name]["size"] = len(content)
+        (folder / "parallel_checkpoint.json").write_bytes(dump(table))
+    load = world.load_parallel if parallel else world.load_merged
+    world.attempt("file of torch", folder, lambda: load(folder), same_values=parallel)
+
+
+def restore(world: World, folder: Path) -> None:
+    """Load the training state; if that is refused, optimizer, scheduler and generators are as they were."""
+    optimizer = torch.optim.AdamW(world.model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    before = copy.deepcopy((optimizer.state_dict(), scheduler.state_dict())), torch.get_rng_state()
+    state = TrainingState(optimizer, {"scheduler": scheduler})
+    try:
+        load_training_state(world.model, folder, state, world_comm=SoloComm())
+    except CheckpointError:
+        assert (optimizer.state_dict(), scheduler.state_dict()) == before[0]
+        assert torch.equal(torch.get_rng_state(), before[1])
+        raise
+
+
+@fuzz(80)
+@given(data=st.data())
+def test_training_states(world: World, data: st.DataObject) -> None:
+    """The optimizer's tensors, the file that every rank reads whole, and the table of contents around them."""
+    folder = world.copy("training")
+    table = json.loads((folder / "parallel_checkpoint.json").read_text())
+    path = folder / data.draw(st.sampled_from(["training_state.bin", "optimizer_tp_0_pp_0.bin"]))
+    change = data.draw(st.sampled_from(["content", "bytes", "table"]))
+    if change == "table":
+        table = mutated(data.draw, table)
+    else:
+        if change == "content":
+            torch.save(mutated(data.draw, torch.load(path, weights_only=True)), path)
+        else:
+            path.write_bytes(spoiled(data.draw, path.read_bytes()))
+        content = path.read_bytes()
+        entry = table["files"][path.name]
+        entry["size"] = len(content)
+        if entry["checksum"] is not None:
+            entry["checksum"] = zlib.crc32(content)
+    (folder / "parallel_checkpoint.json").write_bytes(dump(table))
+    random_state = torch.get_rng_state()
+    world.attempt("training state", folder, lambda: restore(world, folder), same_values=False)
+    torch.set_rng_state(random_state)
+
+
+@fuzz(60)
+@given(data=st.data())
+def test_objects(world: World, data: st.DataObject) -> None:
+    folder = world.copy("parallel-False")
+    path = folder / "object.bin"
+    path.write_bytes(spoiled(data.draw, (world.whole / "object.bin").read_bytes()))
+    world.attempt("object", folder, lambda: load_object(path, world_comm=SoloComm()), same_values=False)
