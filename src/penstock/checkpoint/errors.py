@@ -15,7 +15,9 @@ class CheckpointError(RuntimeError):
 def describe(error: BaseException) -> str:
     """The error in one line, with its type unless it is this package's own."""
     text = " ".join(str(error).split())
-    return text if isinstance(error, CheckpointError) else f"{type(error).__name__}: {text[:_SHOWN]}"
+    if isinstance(error, CheckpointError):
+        return text
+    return f"{type(error).__name__}: {text[:_SHOWN]}" if text else type(error).__name__
 
 
 def no_plain_data(error: Exception) -> str:
