@@ -104,7 +104,8 @@ def meta_twin(module: nn.Module) -> nn.Module:
             child.__dict__[name] = hook
     for parameter in twin.parameters():
         parameter.requires_grad_(False)
-    return twin.eval()
+    twin.eval()  # returns nothing in some models that override `train`
+    return twin
 
 
 _HOOKS = (

@@ -199,7 +199,7 @@ class _Planner:
         # A clone, because a dropout in evaluation returns its argument itself.
         leaves = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         shapes = tuple(TensorShape(tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else x for x in leaves)
-        return pytree.tree_unflatten(leaves, spec), OutputShape(shapes, spec, (), (), (), False)
+        return pytree.tree_unflatten(leaves, spec), OutputShape(shapes, spec, (), (), (), (), False)
 
     def _run_shape_function(
         self, name: str, index: int, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]
@@ -224,10 +224,12 @@ class _Planner:
             self.flow.note_write(leaves[position])
             self.flow.mark(leaves[position], (Altered(name, index),))
         cache = next((leaf for leaf in leaves if isinstance(leaf, Cache)), None)
-        if cache is not None and shape.cache_layers:
+        if cache is not None and (shape.cache_layers or shape.state_layers):
             like = next(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
             for layer in shape.cache_layers:
                 ghost_cache.advance(cache, layer, like, like.shape[1])
+            for layer in shape.state_layers:
+                ghost_cache.step(cache, layer)
         return pytree.tree_unflatten(outputs, shape.spec), shape
 
 
