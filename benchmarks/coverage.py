@@ -1,8 +1,7 @@
-"""Which classes of transformers are exact over pipeline stages: tries every class of its tasks, and writes docs/models.md.
+"""Which classes of transformers are exact over pipeline stages: tries every class of its tasks.
 
     python benchmarks/coverage.py run                        # all tasks; goes on where it was stopped
     python benchmarks/coverage.py run --task causal-lm --only Llama
-    python benchmarks/coverage.py report                     # docs/models.md from the results
 
 Each class gets a tiny model (`tiny_models.py`), six samples with uneven padding in four microbatches, double precision,
 no dropout; the ranks compare the loss, all gradients, the output of an evaluation and greedy tokens with the same
@@ -17,8 +16,7 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from datetime import date
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +35,9 @@ def run(
 ) -> None:
     """Examine the classes that have no result yet, appending one line for each."""
     from examine_model import examine
-    from pool import Pool
     from tiny_models import classes_of
+
+    from pool import Pool
 
     known = {(r["task"], r["class"], r["stages"], r["tensor_parallel"]) for r in read(results)} if not again else set()
     results.parent.mkdir(exist_ok=True)
@@ -63,14 +62,17 @@ def run(
                     )
                     found = worst(outcomes)
                 except Exception as error:
-                    found = {"train": f"hang: {type(error).__name__}"}
+                    found = {"train": f"hang: {type(error).__name__}: {error}"[:300]}
                 record = {
                     "task": task, "class": name, "stages": num_stages, "tensor_parallel": tensor_parallel_size,
                     **found, "seconds": round(time.perf_counter() - start, 1),
                 }  # fmt: skip
                 with results.open("a") as file:
                     file.write(json.dumps(record) + "\n")
-                print(f"{task:24} {name:48} " + "; ".join(f"{k} {record[k]}" for k in ("unsplit", *FEATURES) if k in record))
+                print(
+                    f"{task:24} {name:48} "
+                    + "; ".join(f"{k} {record[k]}" for k in ("unsplit", *FEATURES) if k in record)
+                )
     finally:
         pool.close()
 
@@ -81,10 +83,10 @@ def worst(outcomes: Iterable[Any]) -> dict[str, str]:
     found: dict[str, str] = {}
     for outcome in outcomes:
         if isinstance(outcome, BaseException):
-            outcome = {"train": f"hang: {type(outcome).__name__}: {str(outcome).splitlines()[0][:200]}"}
+            outcome = {"train": f"hang: {type(outcome).__name__}: {str(outcome)[:200]}"}
         for feature, said in outcome.items():
             known = found.get(feature)
-            if known is None or order.index(kind_of(said)) > order.index(kind_of(known)):
+            if known is None or feature == "unsplit" or order.index(kind_of(said)) > order.index(kind_of(known)):
                 found[feature] = said
     return found
 

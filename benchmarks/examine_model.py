@@ -19,6 +19,7 @@ from penstock.data.batch import microbatches_of
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from tiny_models import build_running
+
 from training import gradients_of, kept_in_double, run_step
 
 NUM_MICROBATCHES = 4

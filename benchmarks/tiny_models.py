@@ -66,8 +66,13 @@ OPTIONAL = ("sliding_window", "num_key_value_heads", "q_lora_rank", "head_dim")
 # Of single configurations, what the names above do not make consistent.
 SPECIAL: dict[str, dict[str, Any]] = {
     "ReformerConfig": {
-        "axial_pos_shape": (3, 4), "axial_pos_embds_dim": (16, 16), "attention_head_size": 8, "lsh_attn_chunk_length": 4,
-        "local_attn_chunk_length": 4, "num_buckets": 4, "attn_layers": ["local", "local", "local", "local"],
+        "axial_pos_shape": (3, 4),
+        "axial_pos_embds_dim": (16, 16),
+        "attention_head_size": 8,
+        "lsh_attn_chunk_length": 4,
+        "local_attn_chunk_length": 4,
+        "num_buckets": 4,
+        "attn_layers": ["local", "local", "local", "local"],
     },
     "GPTNeoConfig": {"attention_types": [[["global", "local"], 2]], "window_size": 5},
     "GPTJConfig": {"rotary_dim": 4},
@@ -77,7 +82,10 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "MinistralConfig": {"head_dim": 8},
     "NemotronConfig": {"num_key_value_heads": 2},
     "RoCBertConfig": {
-        "pronunciation_vocab_size": 20, "shape_vocab_size": 20, "pronunciation_embed_dim": 16, "shape_embed_dim": 16,
+        "pronunciation_vocab_size": 20,
+        "shape_vocab_size": 20,
+        "pronunciation_embed_dim": 16,
+        "shape_embed_dim": 16,
     },
     "LukeConfig": {"entity_vocab_size": 20, "entity_emb_size": 16},
     "MLukeConfig": {"entity_vocab_size": 20, "entity_emb_size": 16},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -35,7 +35,7 @@ def dummy_inputs(model: nn.Module, batch: int = BATCH, tokens: int = TOKENS) -> 
     own = getattr(type(model), "dummy_inputs", None)
     if own is not None and own is not PreTrainedModel.dummy_inputs:
         with contextlib.suppress(Exception):  # nothing uses some of them, and a few are broken
-            yield dict(model.dummy_inputs)
+            yield dict(cast(Any, model.dummy_inputs))
     plain = _guess(model, batch, tokens)
     yield plain
     config, parameters = getattr(model, "config", None), inspect.signature(model.forward).parameters

@@ -141,7 +141,8 @@ class StageRun:
 
     def _stand_in(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         answer = self._answer(step, args, kwargs)
-        if step.call.output.cache_layers or step.call.output.state_layers:  # afterwards, as shapes depend on the cache's length
+        output = step.call.output
+        if output.cache_layers or output.state_layers:  # afterwards, as shapes depend on the cache's length
             self._advance_cache(step.call, args, kwargs)
         return answer
 

@@ -139,6 +139,9 @@ class ShapeFunctions:
             NotImplementedError: the unit cannot run on meta tensors and has no tensor argument to be shaped like.
         """
         leaves, spec = flatten((args, kwargs))
+        if name not in self._units:  # a dropout between units, which may run on another stage
+            first = next(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+            return OutputShape((_shape_of(first),), flatten(first)[1], (), (), (), (), False)
         lasting = self.around is None and not any(isinstance(leaf, Cache) for leaf in leaves)
         key = (name, *map(_shape_key, leaves), *capture.lengths(capture.collected()).items())
         known = self._remembered.get(key) if lasting else None

@@ -32,6 +32,7 @@ from penstock.modeling.dataflow import (
 from penstock.modeling.interception import Seat, Switchboard
 from penstock.modeling.loss import LossRule, loss_of
 from penstock.modeling.loss_trace import LossTrace, probe
+from penstock.modeling.outputs import Shapes, shapes_of
 from penstock.modeling.shapes import OutputShape, ShapeFunctions, TensorShape, flatten
 
 
@@ -68,6 +69,7 @@ class Trace:
         written_inputs: arguments that the model's code changes in place.
         loss: the loss rule, None if the output has no loss.
         shapes: shape and dtype of each value in this forward (for reports; plans do not use them).
+        output_shapes: the shapes of the output's tensors in this forward.
     """
 
     calls: tuple[TracedCall, ...]
@@ -77,6 +79,7 @@ class Trace:
     written_inputs: tuple[str, ...]
     loss: LossRule | None
     shapes: Mapping[Value, TensorShape]
+    output_shapes: Shapes
 
 
 class Untraceable(Exception):
@@ -146,8 +149,9 @@ def trace(
         controls=tuple(flow.controls),
         written=frozenset(flow.written),
         written_inputs=tuple(sorted(flow.written_inputs)),
-        loss=None if loss is None else losses.rule(flow.sources(loss)),
+        loss=None if loss is None else losses.rule(loss, output),
         shapes=planner.shapes,
+        output_shapes=shapes_of(output) if isinstance(output, Mapping) else {},
     )
 
 

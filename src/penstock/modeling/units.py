@@ -213,6 +213,6 @@ def _ordered(units: list[str], found: Trace) -> list[str]:
     return sorted(units, key=place.__getitem__)
 
 
-def _on_device_of(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
+def _on_device_of(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
     device = next((tensor.device for tensor in model.parameters() if not tensor.is_meta), torch.device("cpu"))
     return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
