@@ -3,9 +3,9 @@
     python benchmarks/coverage.py run                        # all tasks; goes on where it was stopped
     python benchmarks/coverage.py run --task causal-lm --only Llama
 
-Each class gets a tiny model (`tiny_models.py`), six samples with uneven padding in four microbatches, double precision,
-no dropout; the ranks compare the loss, all gradients, the output of an evaluation and greedy tokens with the same
-model unsplit (`examine_model.py`).
+Each class gets a tiny model (`tiny_models.py`), nine samples with uneven padding in four microbatches, double
+precision, no dropout; the ranks compare the loss, all gradients, the output of an evaluation and greedy tokens with
+the same model unsplit (`examine_model.py`).
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from transformers import PretrainedConfig
 from transformers.models.auto import modeling_auto
 
 VOCABULARY = 97
-NUM_SAMPLES = 6
+NUM_SAMPLES = 9
 NUM_TOKENS = 12
 NUM_LABELS = 3
 NUM_CHOICES = 2
@@ -108,6 +108,14 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "ConvNextV2Config": {"depths": (1, 2), "hidden_sizes": (16, 32), "num_stages": 2, "patch_size": 4},
     "ResNetConfig": {"embedding_size": 16, "hidden_sizes": (16, 32), "depths": (2, 2)},
     "RegNetConfig": {"embedding_size": 16, "hidden_sizes": (16, 32), "depths": (2, 2), "groups_width": 8},
+    "LevitConfig": {
+        "hidden_sizes": [16, 16, 16],
+        "num_attention_heads": [2, 2, 2],
+        "depths": [1, 1, 1],
+        "key_dim": [8, 8, 8],
+        "image_size": 64,
+        "drop_path_rate": 0,
+    },
     "PerceiverConfig": {"num_latents": 8, "d_latents": 32, "num_blocks": 1, "num_self_attends_per_block": 3},
     "Wav2Vec2Config": {"num_feat_extract_layers": 2},
 }
@@ -331,7 +339,7 @@ def batch(model: Any, task: str, samples: int = NUM_SAMPLES) -> dict[str, Any]:
 def _text(config: Any, parameters: Mapping[str, Any], samples: int, generator: torch.Generator) -> dict[str, Any]:
     ids = torch.randint(3, min(VOCABULARY, _vocabulary(config)), (samples, NUM_TOKENS), generator=generator)
     mask = torch.ones_like(ids)
-    for row, length in enumerate((NUM_TOKENS, 9, NUM_TOKENS, 5, 11, 7)[:samples]):
+    for row, length in enumerate((NUM_TOKENS, 9, NUM_TOKENS, 5, 11, 7, 10, NUM_TOKENS, 6)[:samples]):
         ids[row, length - 1] = 2
         ids[row, length:] = 0
         mask[row, length:] = 0

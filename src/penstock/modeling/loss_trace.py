@@ -108,6 +108,8 @@ class LossTrace:
             return LossTerm("samples"), f"the model's code reduces the result of {label} (reduction={reduction!r})"
         if arguments.get("weight") is not None and func in CLASS_LOSSES:
             return LossTerm("samples"), f"{label} weighs classes, so its mean is over class weights"
+        if func is functional.ctc_loss:  # each sample's by the length of its target, and of these the mean
+            return LossTerm("samples"), ""
         prediction, target = _operands(arguments)
         if self._selects_labels(func, prediction, target):
             return self._class_term(label, {**arguments, "ignore_index": None}, prediction, target)
