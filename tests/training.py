@@ -6,6 +6,7 @@ Functions here that a worker runs build their model themselves, from the same se
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,11 +45,13 @@ def parallelize(model: nn.Module, stages: int, **options: Any) -> Any:
 def kept_in_double() -> Iterator[None]:
     """Keep transformers from rounding double precision to single inside a model.
 
-    Its losses call `logits.float()` and some attentions `query.to(torch.float32)`, to *raise* half precision. Doubles
+    Its losses call `logits.float()` or `log_softmax(dtype=torch.float32)`, and some attentions
+    `query.to(torch.float32)`, to *raise* half precision. Doubles
     they round, differently for a share of a mean than for the mean, and for one sample than for a batch of it, which
     would hide whether the pipeline itself is exact.
     """
     rounding, converting = torch.Tensor.float, torch.Tensor.to
+    normalising = {name: getattr(nn.functional, name) for name in ("softmax", "log_softmax")}
 
     def keep(self: torch.Tensor, **options: Any) -> torch.Tensor:
         return self if self.dtype == torch.float64 else rounding(self, **options)
@@ -57,6 +60,12 @@ def kept_in_double() -> Iterator[None]:
         raised = args == (torch.float32,) and not options and self.dtype == torch.float64
         return self if raised else converting(self, *args, **options)
 
+    def normalise(name: str, input: torch.Tensor, *args: Any, dtype: Any = None, **options: Any) -> torch.Tensor:
+        dtype = None if input.dtype == torch.float64 and dtype == torch.float32 else dtype
+        return normalising[name](input, *args, dtype=dtype, **options)
+
+    for name in normalising:
+        setattr(nn.functional, name, functools.wraps(normalising[name])(functools.partial(normalise, name)))
     torch.Tensor.float = keep  # type: ignore[method-assign]
     torch.Tensor.to = convert  # type: ignore[method-assign]
     try:
@@ -64,6 +73,8 @@ def kept_in_double() -> Iterator[None]:
     finally:
         torch.Tensor.float = rounding  # type: ignore[method-assign]
         torch.Tensor.to = converting  # type: ignore[method-assign]
+        for name, function in normalising.items():
+            setattr(nn.functional, name, function)
 
 
 def run_step(model: Any, batch: Batch, scale: float = 1.0) -> list[float]:

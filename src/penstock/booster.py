@@ -32,10 +32,10 @@ from penstock.data.batch import MicrobatchedBatch, microbatches_of
 from penstock.data.loader import HeterogeneousDataLoader
 from penstock.face import PipelineModel, own_class
 from penstock.modeling.loss import Criterion
+from penstock.modeling.outputs import merge_outputs
 from penstock.optimizer import PipelineOptimizer
 from penstock.plugin import Configured, HeterogeneousParallelPlugin
 from penstock.runtime.engine import Pipeline
-from penstock.runtime.evaluation import merge_outputs
 
 PathLike = str | os.PathLike[str]
 

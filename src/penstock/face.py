@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
+import warnings
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -132,12 +133,27 @@ class PipelineModel:
 
 def attach(model: PreTrainedModel, pipeline: Pipeline) -> PreTrainedModel:
     """Make `model` a PipelineModel driven by `pipeline`: the same object, its class a subclass with the same name."""
+    if pipeline.rank == 0:
+        _warn_of_batch_statistics(model)
     kind = type(model)
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
     model.__class__ = type(kind.__name__, (PipelineModel, kind), names)
     model.pipeline = pipeline
     model.relay = Relay(pipeline)
     return model
+
+
+def _warn_of_batch_statistics(model: PreTrainedModel) -> None:
+    normalising = [
+        name for name, module in model.named_modules() if isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
+    ]
+    if normalising:
+        shown = ", ".join(normalising[:3]) + (f" and {len(normalising) - 3} more" if len(normalising) > 3 else "")
+        warnings.warn(
+            f"in training, batch normalisation ({shown}) takes its statistics from each microbatch: the run equals the "
+            "unsplit model accumulating over the same microbatches, not over the whole batch at once",
+            stacklevel=3,
+        )
 
 
 def own_class(model: PreTrainedModel) -> type[PreTrainedModel]:

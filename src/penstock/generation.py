@@ -21,6 +21,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.generation.streamers import BaseStreamer
 
 from penstock.data.fingerprint import fingerprint
+from penstock.modeling.ghost_cache import past_length
 from penstock.runtime.relay import Relay
 
 # Criteria that depend on the tokens alone, and so agree on every rank.
@@ -133,7 +134,7 @@ def _described(value: Any) -> Any:
     if isinstance(value, GenerationConfig):
         return value.to_json_string()
     if isinstance(value, Cache):
-        return f"{type(value).__name__} of {int(value.get_seq_length())} tokens"
+        return f"{type(value).__name__} of {past_length(value)} tokens"
     return value
 
 

@@ -105,7 +105,7 @@ def batch_size_of(inputs: Mapping[str, Any], main_input_name: str | None = None)
     if batch_size == 0:
         raise ValueError(f"The batch is empty: {main} has shape {tuple(inputs[main].shape)}, without a single sample.")
     for name, value in inputs.items():
-        rows = _rows(name, value)
+        rows = rows_of(name, value)
         if rows is None or rows == batch_size:
             continue
         strict = name in MAIN_INPUTS or name.endswith(ROWS_PER_SAMPLE)
@@ -152,7 +152,7 @@ def _has_rows(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 0
 
 
-def _rows(name: str, value: Any) -> int | None:
+def rows_of(name: str, value: Any) -> int | None:
     """The number of samples a top-level input seems to hold, None if it is no tensor of samples."""
     if name in WITHOUT_BATCH or not _has_rows(value):
         return None
@@ -169,7 +169,7 @@ def _split_input(name: str, value: Any, batch_size: int, sizes: Sequence[int]) -
     if name in WITHOUT_BATCH:
         return None
     if isinstance(value, torch.Tensor):
-        if _rows(name, value) != batch_size:
+        if rows_of(name, value) != batch_size:
             return None
         return value.split_with_sizes(list(sizes), _batch_dim(name, value))
     return _split_nested(value, batch_size, sizes)

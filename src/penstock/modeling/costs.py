@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -14,11 +15,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from penstock.modeling.dataflow import Value
+from penstock.modeling.dataflow import ReachedInside, Value
 from penstock.modeling.dummy_inputs import dummy_inputs
 from penstock.modeling.interception import Switchboard, install, uninstall
 from penstock.modeling.shapes import ShapeFunctions
-from penstock.modeling.trace import trace
+from penstock.modeling.trace import Untraceable, trace
 from penstock.modeling.units import floating_modules
 
 # Sequence length at which costs are compared; attention weighs more in longer sequences, alike in all blocks.
@@ -36,6 +37,9 @@ def unit_costs(
 ) -> list[float]:
     """The relative cost of each unit, from the operations its shape function counts; nothing is computed.
 
+    An estimate refuses no model: where the forward takes no sequence of `tokens`, a short one is counted, and where it
+    cannot be followed at all, costs are the numbers of parameters.
+
     Args:
         model: a model whose units are these; left as it was.
         units: from `list_units(model)`.
@@ -45,6 +49,21 @@ def unit_costs(
     Returns:
         One positive number per unit, 1.0 on average. Comparable within one call only.
     """
+    guesses = chain(dummy_inputs(model, batch=1, tokens=tokens), dummy_inputs(model)) if inputs is None else (inputs,)
+    for arguments in guesses:
+        with contextlib.suppress(Untraceable, ReachedInside, NotImplementedError):
+            return _relative(_counted(model, units, tokens, arguments))
+    return _relative([sum(p.numel() for p in model.get_submodule(name).parameters()) for name in units])
+
+
+def _relative(costs: Sequence[float]) -> list[float]:
+    positive = [max(float(cost), 1.0) for cost in costs]
+    mean = sum(positive) / len(positive)
+    return [cost / mean for cost in positive]
+
+
+def _counted(model: nn.Module, units: Sequence[str], tokens: int, arguments: Mapping[str, Any]) -> list[float]:
+    """What one forward on `arguments` costs in each unit, in multiply-adds."""
     modules = {name: model.get_submodule(name) for name in units}
     floating = floating_modules(model, modules)
     switchboard = Switchboard()
@@ -53,7 +72,6 @@ def unit_costs(
     install([*modules.items(), *floating.items()], switchboard)
     try:
         with meter.installed():
-            arguments = dummy_inputs(model, batch=1, tokens=tokens) if inputs is None else inputs
             found = trace(model, functions, set(floating), switchboard, arguments)
     finally:
         uninstall([*modules.values(), *floating.values()])
@@ -66,9 +84,7 @@ def unit_costs(
             logits.shape
         )
     experts = {name: 2 * tokens * active * functions.assumed_parameters(name) for name in units}
-    costs = [max(meter.costs.get(name, 0.0) + experts[name], 1.0) for name in units]
-    mean = sum(costs) / len(costs)
-    return [cost / mean for cost in costs]
+    return [meter.costs.get(name, 0.0) + experts[name] for name in units]
 
 
 def _active_share(config: Any) -> float:

@@ -2,31 +2,69 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 BATCH = 2
 TOKENS = 8
+CHOICES = 2
+# Between a question, and the text it is about, and at its end.
+SEPARATORS = 3
+# Entries of a configuration that say how long a sequence may be.
+POSITION_LIMITS = ("max_position_embeddings", "n_positions", "max_target_positions", "max_seq_len")
 
 
-def dummy_inputs(model: nn.Module, batch: int = BATCH, tokens: int = TOKENS) -> dict[str, Any]:
-    """Arguments with which the forward of `model` can be traced, without labels.
+def dummy_inputs(model: nn.Module, batch: int = BATCH, tokens: int = TOKENS) -> Iterator[dict[str, Any]]:
+    """Arguments with which the forward of `model` may be traced, without labels; the likeliest first.
+
+    A model says what it takes by its signature and its configuration, but not everything: whether a sample is one
+    sequence or several to choose from, say. So there is more than one guess, and whoever needs inputs takes the first
+    that the forward runs on. A class's own `dummy_inputs`, where it has some, come first.
 
     Args:
         model: a transformers model; its `main_input_name` and configuration say what it takes.
         batch: samples.
         tokens: tokens per sample; fewer if the model has fewer positions.
     """
+    own = getattr(type(model), "dummy_inputs", None)
+    if own is not None and own is not PreTrainedModel.dummy_inputs:
+        with contextlib.suppress(Exception):  # nothing uses some of them, and a few are broken
+            yield dict(cast(Any, model.dummy_inputs))
+    plain = _guess(model, batch, tokens)
+    yield plain
+    config, parameters = getattr(model, "config", None), inspect.signature(model.forward).parameters
+    text = {name: value for name, value in plain.items() if value.dim() == 2}
+    separator = _number(config, "sep_token_id")
+    if "input_ids" in text and separator is not None and plain["input_ids"].shape[1] > SEPARATORS:
+        marked = plain["input_ids"].clone()
+        marked[:, 1 : 1 + SEPARATORS] = separator
+        yield {**plain, "input_ids": marked}
+    for boxes in (torch.long, torch.float32):
+        if "bbox" in parameters and "bbox" not in plain and "input_ids" in text:
+            yield {**plain, "bbox": torch.zeros(*plain["input_ids"].shape, 4, dtype=boxes)}
+    if "input_ids" in text:
+        # Several sequences for each sample.
+        yield {**plain, **{name: value[:, None].expand(-1, CHOICES, -1).contiguous() for name, value in text.items()}}
+    if "pixel_values" in parameters and "pixel_values" not in plain:
+        yield {**plain, "pixel_values": _made("pixel_values", config, batch, tokens)}
+    if "inputs" in parameters and "inputs" not in plain:
+        yield {**plain, "inputs": _ids(config, batch, _number(config, "max_position_embeddings") or tokens)}
+        yield {**plain, "inputs": _made("pixel_values", config, batch, tokens)}
+
+
+def _guess(model: nn.Module, batch: int, tokens: int) -> dict[str, Any]:
     config = getattr(model, "config", None)
     main = getattr(model, "main_input_name", "input_ids")
     parameters = inspect.signature(model.forward).parameters
     if main not in parameters and "input_ids" in parameters:
         main = "input_ids"
-    limits = [_number(config, name) for name in ("max_position_embeddings", "n_positions", "max_target_positions")]
+    limits = [_number(config, name) for name in POSITION_LIMITS]
     tokens = max(1, min([tokens, *(limit for limit in limits if limit)]))
     inputs: dict[str, Any] = {}
     needed = {
@@ -69,6 +107,8 @@ def _made(name: str, config: Any, batch: int, tokens: int) -> Any:
         return torch.zeros(batch, frames, bins)
     if name == "input_values":
         return torch.zeros(batch, 8000)
+    if name == "flattened_patches":  # each patch's row and column, and its pixels
+        return torch.ones(batch, tokens, 2 + (_number(config, "patch_embed_hidden_size") or _patch_elements(config)))
     if name == "bbox":
         return torch.zeros(batch, tokens, 4, dtype=torch.long)
     if name.endswith("mask"):
@@ -89,6 +129,10 @@ def _ids(config: Any, batch: int, tokens: int) -> torch.Tensor:
     if end is not None:
         ids[:, -1] = end
     return ids
+
+
+def _patch_elements(config: Any) -> int:
+    return (_number(config, "patch_size") or 16) ** 2 * (_number(config, "num_channels") or 3)
 
 
 def _image_size(config: Any) -> tuple[int, int]:

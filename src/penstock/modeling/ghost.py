@@ -8,7 +8,8 @@ under each name, so that model code may still ask for `module.weight.dtype` or `
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,6 +47,28 @@ def strip(module: nn.Module) -> nn.Module:
         # transformers must not try to initialise what is no longer there.
         child.__dict__["_is_hf_initialized"] = True
     return module
+
+
+def answer_for_parameters(model: nn.Module, active: Callable[[], bool], device: Callable[[], torch.device]) -> None:
+    """Let modules without parameters of their own tell the dtype and the device of those they had.
+
+    Model code asks `next(self.encoder.parameters()).dtype`, or `self.encoder.dtype`, which looks at the same. While
+    `active()` says so (a forward is run or traced), `parameters()` of a module that has none left gives one
+    placeholder, of no storage to speak of, on `device()`. To everybody else it gives none, as before.
+    """
+    for module in model.modules():
+        if next(module.parameters(), None) is None and next(stripped_tensors(module), None) is not None:
+            module.__dict__["parameters"] = partial(_parameters, module, active, device)
+
+
+def _parameters(
+    module: nn.Module, active: Callable[[], bool], device: Callable[[], torch.device], recurse: bool = True
+) -> Iterator[torch.Tensor]:
+    if active():
+        for _, tensor in stripped_tensors(module):
+            yield torch.zeros((), dtype=tensor.dtype, device=device()).expand(tensor.shape)
+    else:
+        yield from type(module).parameters(module, recurse)
 
 
 def is_ghost(module: nn.Module) -> bool:
@@ -104,7 +127,8 @@ def meta_twin(module: nn.Module) -> nn.Module:
             child.__dict__[name] = hook
     for parameter in twin.parameters():
         parameter.requires_grad_(False)
-    return twin.eval()
+    twin.eval()  # returns nothing in some models that override `train`
+    return twin
 
 
 _HOOKS = (

@@ -1,17 +1,33 @@
-"""Key-value caches on a stage that holds only some of the layers.
+"""Caches on a stage that holds only some of the layers.
 
 The owner of a layer caches its keys and values as always. For the layers of other stages the standard cache classes
 get entries of one head and one dimension: no memory to speak of, but the right *length*, so that `get_seq_length`,
-mask sizes, beam reordering and cropping answer as in the unsplit model.
+mask sizes, beam reordering and cropping answer as in the unsplit model. A layer with a convolution's or a recurrence's
+state has no length; on other stages it only knows whether there is a state.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, EncoderDecoderCache
+from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
+
+
+@dataclass(frozen=True)
+class CacheUse:
+    """What one call of a unit does with a cache.
+
+    Attributes:
+        lengthened: indices of the layers that get further keys and values.
+        states: on the meta device, the layers whose convolution's or recurrence's state goes on, by index.
+    """
+
+    lengthened: list[int] = field(default_factory=list)
+    states: dict[int, Any] = field(default_factory=dict)
 
 
 class ShapeCache(Cache):
@@ -19,27 +35,67 @@ class ShapeCache(Cache):
 
     Args:
         real: the cache whose lengths count; it is read, never written.
-        log: collects the index of every layer that is updated.
+        use: collects what is done with which layer.
+        begun: layers as an earlier call left them on the meta device. Only a layer's owner has its real state.
+        batch: samples of this call.
         remembers: False for the cross-attention part of an encoder-decoder cache, which has no past of its own.
     """
 
-    def __init__(self, real: Cache, log: list[int], remembers: bool = True) -> None:
-        self.real, self.log, self.remembers = real, log, remembers
+    def __init__(
+        self, real: Cache, use: CacheUse, begun: Mapping[int, Any], batch: int, remembers: bool = True
+    ) -> None:
+        self.real, self.use, self.remembers = real, use, remembers
         self.layers: list[Any] = []
         self.is_updated: dict[int, bool] = {}
+        self._begun, self._batch = begun, batch
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.remembers:
             return key_states, value_states
-        self.log.append(layer_idx)
+        self.use.lengthened.append(layer_idx)
         return _meta_layer(self.real, layer_idx, key_states, value_states).update(
             key_states, value_states, *args, **kwargs
         )
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return int(self.real.get_seq_length(layer_idx))
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        return self.real.has_previous_state(layer_idx, state_idx)
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        return self._state_layer(layer_idx).conv_states[state_idx]
+
+    def update_conv_state(
+        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> torch.Tensor:
+        return self._state_layer(layer_idx).update_conv_state(conv_states, state_idx, **kwargs)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        return self._state_layer(layer_idx).recurrent_states[state_idx]
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> torch.Tensor:
+        return self._state_layer(layer_idx).update_recurrent_state(recurrent_states, state_idx, **kwargs)
+
+    def _state_layer(self, layer_idx: int) -> Any:
+        """A layer's state on the meta device. Raises IndexError if it has begun, but not in an earlier call."""
+        states = self.use.states
+        if layer_idx not in states:
+            layer = self.real.layers[layer_idx]
+            if any(layer.has_previous_state.values()):
+                if layer_idx not in self._begun:
+                    raise IndexError(f"nothing is known of the state of layer {layer_idx}")
+                layer = self._begun[layer_idx]
+            states[layer_idx] = copy.deepcopy(layer)
+            for tensors in (states[layer_idx].conv_states, states[layer_idx].recurrent_states):
+                for index, tensor in tensors.items():
+                    if tensor is not None:
+                        tensors[index] = tensor.new_empty((self._batch, *tensor.shape[1:]))
+        return states[layer_idx]
 
 
 def _meta_layer(real: Cache, layer_idx: int, key_states: torch.Tensor, value_states: torch.Tensor) -> Any:
@@ -61,12 +117,13 @@ def _meta_layer(real: Cache, layer_idx: int, key_states: torch.Tensor, value_sta
     return layer
 
 
-def shape_cache(real: Cache, log: list[int]) -> Cache:
-    """The stand-in for `real` in a shape function; `log` collects the layers that the function updates."""
+def shape_cache(real: Cache, use: CacheUse, begun: Mapping[int, Any], batch: int) -> Cache:
+    """The stand-in for `real` in a shape function; see `ShapeCache`."""
     if isinstance(real, EncoderDecoderCache):
         past = real.self_attention_cache
-        return EncoderDecoderCache(ShapeCache(past, log), ShapeCache(past, log, remembers=False))
-    return ShapeCache(real, log)
+        cross = ShapeCache(past, use, begun, batch, remembers=False)
+        return EncoderDecoderCache(ShapeCache(past, use, begun, batch), cross)
+    return ShapeCache(real, use, begun, batch)
 
 
 def advance(cache: Cache, layer_index: int, like: torch.Tensor, num_tokens: int) -> None:
@@ -74,20 +131,32 @@ def advance(cache: Cache, layer_index: int, like: torch.Tensor, num_tokens: int)
 
     Args:
         cache: the cache of the running forward.
-        layer_index: the layer; linear-attention layers keep no length and are left alone.
+        layer_index: the layer.
         like: a tensor with the batch in its first dimension, and the dtype and device of the states.
         num_tokens: tokens to add.
     """
     cache = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
     entry = cache.layers[layer_index] if layer_index < len(cache.layers) else None
-    if entry is not None and cache.is_linear[layer_index]:
-        return
     keys = getattr(entry, "keys", None)
     # An existing entry keeps its width: while planning, a copy of the owner's own layer may be lengthened.
     heads, width = (keys.shape[1], keys.shape[3]) if isinstance(keys, torch.Tensor) and keys.dim() == 4 else (1, 1)
     dtype = keys.dtype if isinstance(keys, torch.Tensor) else like.dtype
     states = torch.zeros(like.shape[0], heads, num_tokens, width, dtype=dtype, device=like.device)
     cache.update(states, states, layer_index)
+
+
+def step(cache: Cache, layer_index: int) -> None:
+    """Let the entry of a layer that another stage holds know that the layer's state has begun."""
+    flags = cache.layers[layer_index].has_previous_state
+    flags.update(dict.fromkeys(flags, True))
+
+
+def past_length(cache: Cache) -> int:
+    """How many tokens the cache holds; of one whose layers have no lengths, whether it holds anything."""
+    part = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+    if part.layers and not any(isinstance(layer, CacheLayerMixin) for layer in part.layers):
+        return int(part.has_previous_state())
+    return int(cache.get_seq_length())
 
 
 def thin_copy(cache: Cache) -> Cache:
@@ -110,4 +179,4 @@ def thin_copy(cache: Cache) -> Cache:
 
 def signature(cache: Cache) -> tuple[Any, ...]:
     """What of a cache a plan may depend on: its class and whether it holds anything yet."""
-    return type(cache).__name__, int(cache.get_seq_length()) > 0
+    return type(cache).__name__, past_length(cache) > 0

@@ -100,11 +100,13 @@ class LossRule:
             taken by hand): microbatches are then weighted by samples, which equals the unsplit model accumulating
             over the same microbatches, but not the loss of the whole batch at once.
         reason: why not, if not exact.
+        fields: other fields of the output that hold one of these means by itself, weighted as the loss is.
     """
 
     terms: tuple[LossTerm, ...]
     exact: bool = True
     reason: str = ""
+    fields: tuple[str, ...] = ()
 
     def counts(self, inputs: Mapping[str, Any]) -> tuple[int, ...]:
         """For each term the number of elements in its mean. Reads the labels, hence waits for them on a GPU."""

@@ -49,6 +49,8 @@ class LossTrace:
         self._inputs = inputs
         self._flow = flow
         self._found: list[tuple[LossTerm, str]] = []  # with the reason why it is not exact, or ""
+        # What the loss functions returned that sum up a batch.
+        self._sums: dict[int, torch.Tensor] = {}
 
     def observers(self) -> dict[Callable[..., Any], Callable[..., None]]:
         """For `Watch`."""
@@ -63,9 +65,26 @@ class LossTrace:
         self._found.append((replace(term, calls=(call,)), reason))
         if isinstance(result, torch.Tensor):
             self._flow.mark(result, (Reduced(call),))
+            if bound.arguments.get("reduction") == "sum":
+                self._sums[call] = result
 
-    def rule(self, sources: Sources) -> LossRule:
-        """The rule for a loss that was computed from `sources`."""
+    def rule(self, loss: torch.Tensor, output: Any) -> LossRule:
+        """The rule for a model's loss; `output` is what the model returned."""
+        sources = self._flow.sources(loss)
+        rule = self._rule(sources)
+        means = {source for source in sources if isinstance(source, Reduced)}
+        if any(total is loss for total in self._sums.values()):
+            # A sum over the batch, of which nothing was made: the sums of the microbatches add up to it.
+            rule = LossRule((LossTerm("sum", calls=rule.terms[0].calls),))
+        fields = [
+            name
+            for name, value in (output.items() if isinstance(output, Mapping) else ())
+            if name != "loss" and isinstance(value, torch.Tensor) and not value.dim() and value.is_floating_point()
+            and (found := self._flow.sources(value)) and found & means
+        ]  # fmt: skip
+        return replace(rule, fields=tuple(fields))
+
+    def _rule(self, sources: Sources) -> LossRule:
         terms: dict[LossTerm, LossTerm] = {}
         reasons = []
         for source in sorted((s for s in sources if isinstance(s, Reduced)), key=lambda s: s.loss_call):
@@ -89,6 +108,8 @@ class LossTrace:
             return LossTerm("samples"), f"the model's code reduces the result of {label} (reduction={reduction!r})"
         if arguments.get("weight") is not None and func in CLASS_LOSSES:
             return LossTerm("samples"), f"{label} weighs classes, so its mean is over class weights"
+        if func is functional.ctc_loss:  # each sample's by the length of its target, and of these the mean
+            return LossTerm("samples"), ""
         prediction, target = _operands(arguments)
         if self._selects_labels(func, prediction, target):
             return self._class_term(label, {**arguments, "ignore_index": None}, prediction, target)

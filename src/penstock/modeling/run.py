@@ -141,7 +141,8 @@ class StageRun:
 
     def _stand_in(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         answer = self._answer(step, args, kwargs)
-        if step.call.output.cache_layers:  # afterwards, as shapes depend on the cache's length
+        output = step.call.output
+        if output.cache_layers or output.state_layers:  # afterwards, as shapes depend on the cache's length
             self._advance_cache(step.call, args, kwargs)
         return answer
 
@@ -216,6 +217,8 @@ class StageRun:
             like = next(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
             for layer in call.output.cache_layers:
                 ghost_cache.advance(cache, layer, like.to(self._device) if like.is_meta else like, like.shape[1])
+            for layer in call.output.state_layers:
+                ghost_cache.step(cache, layer)
 
 
 def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache
 
 from penstock.modeling import capture
 from penstock.modeling.ghost import meta_twin, sync_capture_hooks
-from penstock.modeling.ghost_cache import shape_cache
+from penstock.modeling.ghost_cache import CacheUse, shape_cache
 
 # Output shapes are remembered per unit and argument shapes; the memory is emptied when it grows beyond this.
 MAX_REMEMBERED = 4096
@@ -67,6 +67,7 @@ class OutputShape:
         spec: how the leaves are put together.
         captured: side outputs in the order in which they are appended.
         cache_layers: indices of the cache layers that the call lengthens.
+        state_layers: indices of those whose convolution's or recurrence's state it carries on.
         written: indices of the argument leaves that the call changes in place.
         assumed: whether a part of the unit has no meta kernel and was taken for shape-preserving, so that the unit's
             owner must check the real shapes.
@@ -76,6 +77,7 @@ class OutputShape:
     spec: pytree.TreeSpec
     captured: tuple[Captured, ...]
     cache_layers: tuple[int, ...]
+    state_layers: tuple[int, ...]
     written: tuple[int, ...]
     assumed: bool
 
@@ -107,6 +109,8 @@ class ShapeFunctions:
         self._twins = {name: meta_twin(module) for name, module in units.items()}
         self._remembered: dict[Any, OutputShape] = {}
         self._assumed: dict[str, int] = {}
+        # Of layers of caches with a convolution's or a recurrence's state, how a call left them.
+        self._states: dict[int, Any] = {}
         self.around: Callable[[str], AbstractContextManager[None]] | None = None
 
     def sync(self) -> None:
@@ -135,6 +139,9 @@ class ShapeFunctions:
             NotImplementedError: the unit cannot run on meta tensors and has no tensor argument to be shaped like.
         """
         leaves, spec = flatten((args, kwargs))
+        if name not in self._units:  # a dropout between units, which may run on another stage
+            first = next(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+            return OutputShape((_shape_of(first),), flatten(first)[1], (), (), (), (), False)
         lasting = self.around is None and not any(isinstance(leaf, Cache) for leaf in leaves)
         key = (name, *map(_shape_key, leaves), *capture.lengths(capture.collected()).items())
         known = self._remembered.get(key) if lasting else None
@@ -175,9 +182,13 @@ class ShapeFunctions:
                 del module.forward
 
     def _attempt(self, name: str, leaves: list[Any], spec: pytree.TreeSpec, assumed: bool) -> OutputShape:
-        log: list[int] = []
+        use = CacheUse()
         with torch.inference_mode(False):  # inference tensors have no version counter
-            meta_leaves = [_to_meta(leaf, log) for leaf in leaves]
+            batch = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()), 1)
+            meta_leaves = [
+                shape_cache(leaf, use, self._states, batch) if isinstance(leaf, Cache) else _to_meta(leaf)
+                for leaf in leaves
+            ]
         versions = [leaf._version if isinstance(leaf, torch.Tensor) else 0 for leaf in meta_leaves]
         args, kwargs = pytree.tree_unflatten(meta_leaves, spec)
         with torch.inference_mode(False), torch.no_grad(), torch.device("meta"), capture.collected_aside() as lists:
@@ -186,6 +197,7 @@ class ShapeFunctions:
             before = capture.lengths(lists)
             with self.around(name) if self.around else nullcontext():
                 output = self._twins[name](*args, **kwargs)
+        self._states.update(use.states)
         output_leaves, output_spec = flatten(output)
         written = tuple(
             index
@@ -197,7 +209,9 @@ class ShapeFunctions:
             for index, value in enumerate(values[before[key] :]):
                 captured.append(_captured(key, index, value, output_leaves))
         shapes = tuple(_shape_of(leaf) for leaf in output_leaves)
-        return OutputShape(shapes, output_spec, tuple(captured), tuple(log), written, assumed)
+        return OutputShape(
+            shapes, output_spec, tuple(captured), tuple(use.lengthened), tuple(use.states), written, assumed
+        )
 
 
 def _captured(key: str, index: int, value: Any, output_leaves: list[Any]) -> Captured:
@@ -221,12 +235,10 @@ def _shape_key(leaf: Any) -> Any:
     return type(leaf).__name__
 
 
-def _to_meta(leaf: Any, log: list[int]) -> Any:
+def _to_meta(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         # A fresh tensor even for one that is meta already, so that its version counter is its own.
         return torch.empty_like(leaf, device="meta", requires_grad=False)
-    if isinstance(leaf, Cache):
-        return shape_cache(leaf, log)
     return leaf
 
 

@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from penstock.modeling.dataflow import ReachedInside
-from penstock.modeling.ghost import strip
+from penstock.modeling.ghost import answer_for_parameters, strip
 from penstock.modeling.interception import Switchboard, install
 from penstock.modeling.loss import Criterion, loss_of, with_loss
+from penstock.modeling.outputs import Shapes
 from penstock.modeling.placement import checked_placement
 from penstock.modeling.plan import Plan, make_plan
 from penstock.modeling.randomness import Generators, draws_random_numbers
@@ -25,7 +26,7 @@ from penstock.modeling.shapes import ShapeFunctions
 from penstock.modeling.signature import criterion_key, device_of, entry_of, kind_of
 from penstock.modeling.tensor_parallel import TensorParallel
 from penstock.modeling.tied import TiedGroup, alias_groups, tied_groups
-from penstock.modeling.trace import Untraceable, trace
+from penstock.modeling.trace import Trace, Untraceable, trace
 from penstock.modeling.units import floating_modules, refusal
 
 
@@ -89,6 +90,8 @@ class SplitModel:
             self.tensor_parallel.apply(model, self._stage_of)
         self._module_names = {id(module): name for name, module in model.named_modules()}
         self._switchboard = Switchboard()
+        switchboard = self._switchboard
+        answer_for_parameters(model, lambda: switchboard.handler is not None, lambda: self.device)
         self._floating = floating_modules(model, self._stage_of)
         install([*self._modules.items(), *self._floating.items()], self._switchboard)
         self._signature = inspect.signature(model.forward)
@@ -155,7 +158,19 @@ class SplitModel:
             known = self._plans[key] = self._make_plan(inputs, call, criterion)
         return known
 
+    def output_shapes(self, inputs: Mapping[str, Any]) -> Shapes:
+        """The shapes of the model's output for `inputs`, found without computing it. Raises what `plan` raises."""
+        return self._trace(inputs, None, None)[0].output_shapes
+
     def _make_plan(self, inputs: Mapping[str, Any], call: Any, criterion: Any) -> Plan:
+        traced, defaults = self._trace(inputs, call, criterion)
+        try:
+            return make_plan(traced, self._stage_of, self.num_stages, entry_of(self._module_names, call), defaults)
+        except NotImplementedError as error:
+            raise refusal(self.model, str(error)) from error
+
+    def _trace(self, inputs: Mapping[str, Any], call: Any, criterion: Any) -> tuple[Trace, tuple[tuple[str, Any], ...]]:
+        """A forward followed without computing it, and the arguments that were added to the caller's."""
         asked = "use_cache" in inputs or inputs.get("past_key_values") is not None
         # No cache of keys and values unless the caller asks for one: no stage could return it as a whole.
         silent = call is None and not asked and "use_cache" in self._signature.parameters
@@ -172,7 +187,7 @@ class SplitModel:
                 call or self._call,
                 criterion,
             )
-            return make_plan(traced, self._stage_of, self.num_stages, entry_of(self._module_names, call), defaults)
+            return traced, defaults
         except (Untraceable, ReachedInside, NotImplementedError) as error:
             raise refusal(self.model, str(error)) from error
 
@@ -283,6 +298,8 @@ class SplitModel:
             loss = loss_of(output) if criterion is None else criterion(output, inputs)
         if loss is None:
             return output
+        for name in plan.loss.fields:
+            output[name] = plan.loss.scale(output[name], shares, output)
         return with_loss(output, plan.loss.scale(loss, shares, output))
 
 

@@ -32,6 +32,7 @@ from penstock.modeling.dataflow import (
 from penstock.modeling.interception import Seat, Switchboard
 from penstock.modeling.loss import LossRule, loss_of
 from penstock.modeling.loss_trace import LossTrace, probe
+from penstock.modeling.outputs import Shapes, shapes_of
 from penstock.modeling.shapes import OutputShape, ShapeFunctions, TensorShape, flatten
 
 
@@ -68,6 +69,7 @@ class Trace:
         written_inputs: arguments that the model's code changes in place.
         loss: the loss rule, None if the output has no loss.
         shapes: shape and dtype of each value in this forward (for reports; plans do not use them).
+        output_shapes: the shapes of the output's tensors in this forward.
     """
 
     calls: tuple[TracedCall, ...]
@@ -77,6 +79,7 @@ class Trace:
     written_inputs: tuple[str, ...]
     loss: LossRule | None
     shapes: Mapping[Value, TensorShape]
+    output_shapes: Shapes
 
 
 class Untraceable(Exception):
@@ -146,8 +149,9 @@ def trace(
         controls=tuple(flow.controls),
         written=frozenset(flow.written),
         written_inputs=tuple(sorted(flow.written_inputs)),
-        loss=None if loss is None else losses.rule(flow.sources(loss)),
+        loss=None if loss is None else losses.rule(loss, output),
         shapes=planner.shapes,
+        output_shapes=shapes_of(output) if isinstance(output, Mapping) else {},
     )
 
 
@@ -199,7 +203,7 @@ class _Planner:
         # A clone, because a dropout in evaluation returns its argument itself.
         leaves = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         shapes = tuple(TensorShape(tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else x for x in leaves)
-        return pytree.tree_unflatten(leaves, spec), OutputShape(shapes, spec, (), (), (), False)
+        return pytree.tree_unflatten(leaves, spec), OutputShape(shapes, spec, (), (), (), (), False)
 
     def _run_shape_function(
         self, name: str, index: int, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]
@@ -224,10 +228,12 @@ class _Planner:
             self.flow.note_write(leaves[position])
             self.flow.mark(leaves[position], (Altered(name, index),))
         cache = next((leaf for leaf in leaves if isinstance(leaf, Cache)), None)
-        if cache is not None and shape.cache_layers:
+        if cache is not None and (shape.cache_layers or shape.state_layers):
             like = next(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
             for layer in shape.cache_layers:
                 ghost_cache.advance(cache, layer, like, like.shape[1])
+            for layer in shape.state_layers:
+                ghost_cache.step(cache, layer)
         return pytree.tree_unflatten(outputs, shape.spec), shape
 
 

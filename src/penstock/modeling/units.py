@@ -40,26 +40,36 @@ def traced_units(
     """The units, the trace they were found with, and its inputs."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"a model is needed to list its units, not a {type(model).__name__}")
+    failures = []
+    for arguments in dummy_inputs(model) if inputs is None else (inputs,):
+        if inputs is None:
+            arguments = _on_device_of(model, arguments)
+        try:
+            return *_units_for(model, arguments), arguments
+        except (Untraceable, NotImplementedError) as error:
+            failures.append(error)
+    # What the likeliest inputs led to says most.
+    raise refusal(model, str(failures[0])) from failures[0]
+
+
+def _units_for(model: nn.Module, arguments: Mapping[str, Any]) -> tuple[list[str], Trace]:
+    """The units in forward order, and a forward on `arguments` with them."""
     units = _candidates(model)
-    try:
-        if len(units) < 2:
-            raise Untraceable("it has no modules that follow one another")
-        arguments = inputs if inputs is not None else _on_device_of(model, dummy_inputs(model))
-        for _ in range(MAX_CORRECTIONS):
-            inner_calls: dict[str, set[str]] = {name: set() for name in units}
-            try:
-                found = trace_units(model, units, arguments, inner_calls)
-            except ReachedInside as leak:
-                units = _without(model, units, leak.tensor, inner_calls)
-                continue
-            called = {call.unit for call in found.calls}
-            looked_into = [unit for unit in units if unit not in called and inner_calls[unit]]
-            if not looked_into:
-                return _ordered(units, found), found, arguments
-            units = [part for unit in units for part in (_parts(model, unit) if unit in looked_into else [unit])]
-        raise Untraceable("no modules were found that its forward calls as a whole")
-    except (Untraceable, NotImplementedError) as error:
-        raise refusal(model, str(error)) from error
+    if len(units) < 2:
+        raise Untraceable("it has no modules that follow one another")
+    for _ in range(MAX_CORRECTIONS):
+        inner_calls: dict[str, set[str]] = {name: set() for name in units}
+        try:
+            found = trace_units(model, units, arguments, inner_calls)
+        except ReachedInside as leak:
+            units = _without(model, units, leak.tensor, inner_calls)
+            continue
+        called = {call.unit for call in found.calls}
+        looked_into = [unit for unit in units if unit not in called and inner_calls[unit]]
+        if not looked_into:
+            return _ordered(units, found), found
+        units = [part for unit in units for part in (_parts(model, unit) if unit in looked_into else [unit])]
+    raise Untraceable("no modules were found that its forward calls as a whole")
 
 
 def trace_units(
@@ -203,6 +213,6 @@ def _ordered(units: list[str], found: Trace) -> list[str]:
     return sorted(units, key=place.__getitem__)
 
 
-def _on_device_of(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
+def _on_device_of(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
     device = next((tensor.device for tensor in model.parameters() if not tensor.is_meta), torch.device("cpu"))
     return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.utils import _pytree as pytree
-from transformers.cache_utils import Cache
 
+from penstock.data.microbatch import rows_of
 from penstock.modeling.loss import Criterion
+from penstock.modeling.outputs import Shapes, merge_outputs
+from penstock.modeling.split import SplitModel
 from penstock.schedule.actions import Kind
 
 from .inputs import StepInputs
@@ -61,36 +64,19 @@ def evaluate(
             else:
                 station.exchange.above[stage].give_activations(microbatch, sent)
         station.channel.flush()
-        return merge_outputs(outputs, inputs.sizes) if is_last and outputs else None
+        if not (is_last and outputs):
+            return None
+        first = partial(_grown, station.split, inputs.microbatches[0], inputs.sizes[0])
+        rule = inputs.plans[0].loss
+        return merge_outputs(outputs, inputs.sizes, () if rule is None else rule.fields, first)
 
 
-def merge_outputs(outputs: Sequence[Mapping[str, Any]], sizes: Sequence[int]) -> Any:
-    """One output for the batch from those of its microbatches of `sizes` samples.
-
-    The loss is the sum of the shares; tensors with a row per sample are concatenated, also inside tuples; other scalars
-    (a router's balance loss) are averaged by samples. Caches are dropped: each stage's holds only its own layers.
-    """
-    first = outputs[0]
-    merged = {
-        name: sum(output[name] for output in outputs) if name == "loss" else _merge([o[name] for o in outputs], sizes)
-        for name in first
-        if not isinstance(first[name], Cache)
+def _grown(split: SplitModel, inputs: Mapping[str, Any], size: int) -> Shapes:
+    """The shapes of the model's output for a microbatch of `size` samples and one more."""
+    arguments = {
+        name: torch.cat([value, value[:1]]) if rows_of(name, value) == size else value for name, value in inputs.items()
     }
-    return type(first)(**merged)
-
-
-def _merge(values: Sequence[Any], sizes: Sequence[int]) -> Any:
-    first = values[0]
-    if isinstance(first, torch.Tensor):
-        if first.dim() and all(value.shape[0] == size for value, size in zip(values, sizes, strict=True)):
-            return torch.cat(list(values))
-        if not first.dim() and first.is_floating_point():
-            return sum(value * (size / sum(sizes)) for value, size in zip(values, sizes, strict=True))
-        # A row per token (router logits of shape (samples * length, experts)).
-        return torch.cat(list(values)) if first.dim() else first
-    if isinstance(first, tuple | list):
-        return type(first)(_merge(list(parts), sizes) for parts in zip(*values, strict=True))
-    return first
+    return split.output_shapes(arguments)
 
 
 def share_output(output: Any, group: dist.ProcessGroup, source: int, device: torch.device) -> Any:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
+from penstock.modeling.ghost_cache import past_length
 from penstock.modeling.plan import Plan
 from penstock.modeling.randomness import mixed
 from penstock.modeling.stage_cache import StageCaches
@@ -265,7 +266,7 @@ def _shapes(inputs: Mapping[str, Any]) -> Iterator[Hashable]:
         elif isinstance(value, Cache):
             part = value.self_attention_cache if isinstance(value, EncoderDecoderCache) else value
             limits = {getattr(layer, "max_cache_len", None) for layer in part.layers}
-            yield name, type(value), int(value.get_seq_length()), frozenset(limits)
+            yield name, type(value), past_length(value), frozenset(limits)
         elif value is not None:
             yield (
                 name,

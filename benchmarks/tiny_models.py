@@ -1,0 +1,408 @@
+"""A tiny model of any class of transformers, and a batch for any task: what `coverage.py` tries the splitter on.
+
+Everything here is a guess from a configuration's and a forward's names. What it cannot build does not run unsplit
+either, and is reported as that.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import PretrainedConfig
+from transformers.models.auto import modeling_auto
+
+VOCABULARY = 97
+NUM_SAMPLES = 9
+NUM_TOKENS = 12
+NUM_LABELS = 3
+NUM_CHOICES = 2
+IMAGE = 32
+MOST_PARAMETERS = 4_000_000
+# Whose causal form wants to be told.
+DECODERS_BY_OPTION = ("ReformerConfig",)
+
+# What a tiny model is made with, wherever its configuration has an entry of the name.
+SIZES: dict[str, Any] = {
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "dim", "d_embed", "embed_dim", "embedding_size"), 32),
+    **dict.fromkeys(("projection_dim", "decoder_hidden_size", "conv_dim_hidden", "hidden_dim", "n_inner"), 48),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "d_ff", "d_inner", "encoder_ffn_dim", "decoder_ffn_dim"), 48),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks"), 4),
+    **dict.fromkeys(("encoder_layers", "decoder_layers", "num_decoder_layers", "num_encoder_layers"), 3),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_num_heads"), 4),
+    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads", "decoder_num_attention_heads"), 4),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_target_positions", "max_seq_len"), 64),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "expert_dim"), 16),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 8),
+    **dict.fromkeys(("head_dim", "d_kv", "query_pre_attn_scalar", "state_size", "ssm_state_size"), 8),
+    **dict.fromkeys(("mamba_d_state", "mamba_d_head", "mamba_head_dim"), 8),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "hidden_size_per_layer_input"), 8),
+    **dict.fromkeys(("mamba_n_heads", "mamba_num_heads"), 8),
+    **dict.fromkeys(("num_key_value_heads", "num_experts_per_tok", "moe_topk", "linear_num_key_heads"), 2),
+    **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace", "n_shared_experts"), 1),
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "text_vocab_size"), VOCABULARY),
+    "linear_num_value_heads": 4,
+    "sliding_window": 5,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 2,
+    "image_size": IMAGE,
+    "input_size": IMAGE,
+    "patch_size": 8,
+    "num_mel_bins": 16,
+    "max_source_positions": 20,
+    "layerdrop": 0.0,
+    "attn_layer_period": 2,
+}
+# Entries that stay None where a configuration has None: setting them would change what the model is.
+OPTIONAL = ("sliding_window", "num_key_value_heads", "q_lora_rank", "head_dim")
+# Of single configurations, what the names above do not make consistent.
+SPECIAL: dict[str, dict[str, Any]] = {
+    "ReformerConfig": {
+        "axial_pos_shape": (3, 4),
+        "axial_pos_embds_dim": (16, 16),
+        "attention_head_size": 8,
+        "lsh_attn_chunk_length": 4,
+        "local_attn_chunk_length": 4,
+        "num_buckets": 4,
+        "attn_layers": ["local", "local", "local", "local"],
+    },
+    "GPTNeoConfig": {"attention_types": [[["global", "local"], 2]], "window_size": 5},
+    "GPTJConfig": {"rotary_dim": 4},
+    "CodeGenConfig": {"rotary_dim": 4},
+    "HunYuanDenseV1Config": {"head_dim": 8},
+    "HunYuanMoEV1Config": {"head_dim": 8},
+    "MinistralConfig": {"head_dim": 8},
+    "NemotronConfig": {"num_key_value_heads": 2},
+    "RoCBertConfig": {
+        "pronunciation_vocab_size": 20,
+        "shape_vocab_size": 20,
+        "pronunciation_embed_dim": 16,
+        "shape_embed_dim": 16,
+    },
+    "LukeConfig": {"entity_vocab_size": 20, "entity_emb_size": 16},
+    "MLukeConfig": {"entity_vocab_size": 20, "entity_emb_size": 16},
+    "XGLMConfig": {"activation_function": "gelu"},
+    "FSMTConfig": {"src_vocab_size": 97, "tgt_vocab_size": 97, "langs": ["en", "de"]},
+    "JambaConfig": {"attn_layer_offset": 1, "expert_layer_offset": 1, "attn_layer_period": 2, "mamba_dt_rank": 4},
+    "BambaConfig": {"attn_layer_indices": [1, 3], "mamba_n_heads": 8, "mamba_d_head": 8},
+    "GraniteMoeHybridConfig": {"layer_types": ["mamba", "attention"] * 2, "mamba_n_heads": 8, "mamba_d_head": 8},
+    "FalconH1Config": {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8},
+    "DbrxConfig": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8}, "ffn_config": {"ffn_hidden_size": 48}},
+    "CpmAntConfig": {"prompt_length": 4, "prompt_types": 4, "dim_head": 8, "segment_types": 4},
+    "xLSTMConfig": {"qk_dim_factor": 0.5, "chunkwise_kernel": "chunkwise--native_autograd", "chunk_size": 4},
+    "CanineConfig": {"num_hash_buckets": 64, "downsampling_rate": 2, "local_transformer_stride": 4},
+    "XLNetConfig": {"d_head": 8, "untie_r": True},
+    "MambaConfig": {"time_step_rank": 4, "intermediate_size": 64},
+    "Mamba2Config": {"num_heads": 8, "head_dim": 8, "n_groups": 1, "chunk_size": 4},
+    "SwinConfig": {"depths": (2, 2), "num_heads": (2, 4), "embed_dim": 16, "window_size": 2, "patch_size": 2},
+    "Swinv2Config": {"depths": (2, 2), "num_heads": (2, 4), "embed_dim": 16, "window_size": 2, "patch_size": 2},
+    "ConvNextConfig": {"depths": (1, 2), "hidden_sizes": (16, 32), "num_stages": 2, "patch_size": 4},
+    "ConvNextV2Config": {"depths": (1, 2), "hidden_sizes": (16, 32), "num_stages": 2, "patch_size": 4},
+    "ResNetConfig": {"embedding_size": 16, "hidden_sizes": (16, 32), "depths": (2, 2)},
+    "RegNetConfig": {"embedding_size": 16, "hidden_sizes": (16, 32), "depths": (2, 2), "groups_width": 8},
+    "LevitConfig": {
+        "hidden_sizes": [16, 16, 16],
+        "num_attention_heads": [2, 2, 2],
+        "depths": [1, 1, 1],
+        "key_dim": [8, 8, 8],
+        "image_size": 64,
+        "drop_path_rate": 0,
+    },
+    "PerceiverConfig": {"num_latents": 8, "d_latents": 32, "num_blocks": 1, "num_self_attends_per_block": 3},
+    "Wav2Vec2Config": {"num_feat_extract_layers": 2},
+}
+AUDIO = {
+    "conv_dim": (16, 16),
+    "conv_kernel": (10, 3),
+    "conv_stride": (5, 2),
+    "num_feat_extract_layers": 2,
+    "num_conv_pos_embeddings": 16,
+    "num_conv_pos_embedding_groups": 4,
+    "classifier_proj_size": 16,
+    "mask_time_prob": 0.0,
+    "mask_feature_prob": 0.0,
+    "apply_spec_augment": False,
+    "tdnn_dim": (16, 16),
+    "tdnn_kernel": (3, 3),
+    "tdnn_dilation": (1, 1),
+}
+
+
+@dataclass(frozen=True)
+class Task:
+    """One of transformers' tasks: the mapping that lists its classes, and how its labels look."""
+
+    mapping: str
+    labels: str
+
+
+TASKS = {
+    "causal-lm": Task("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "tokens"),
+    "masked-lm": Task("MODEL_FOR_MASKED_LM_MAPPING_NAMES", "tokens"),
+    "seq2seq-lm": Task("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES", "tokens"),
+    "sequence-classification": Task("MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES", "classes"),
+    "token-classification": Task("MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES", "token classes"),
+    "question-answering": Task("MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES", "spans"),
+    "multiple-choice": Task("MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES", "choices"),
+    "next-sentence": Task("MODEL_FOR_NEXT_SENTENCE_PREDICTION_MAPPING_NAMES", "pairs"),
+    "image-text": Task("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES", "tokens"),
+    "image-classification": Task("MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES", "classes"),
+    "masked-image": Task("MODEL_FOR_MASKED_IMAGE_MODELING_MAPPING_NAMES", "patches"),
+    "video-classification": Task("MODEL_FOR_VIDEO_CLASSIFICATION_MAPPING_NAMES", "classes"),
+    "audio-classification": Task("MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES", "classes"),
+    "ctc": Task("MODEL_FOR_CTC_MAPPING_NAMES", "transcripts"),
+    "speech-seq2seq": Task("MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES", "tokens"),
+}
+
+
+def classes_of(task: str) -> list[str]:
+    """The classes of a task, in transformers' order."""
+    found: dict[str, None] = {}
+    for names in getattr(modeling_auto, TASKS[task].mapping).values():
+        for name in (names,) if isinstance(names, str) else names:
+            if name is not None and hasattr(transformers, name):
+                found.setdefault(name)
+    return list(found)
+
+
+# Names that are left at their defaults in turn, until a model can be built and runs: not every configuration allows
+# all of SIZES together.
+LEFT_OUT: tuple[tuple[str, ...], ...] = (
+    (),
+    ("num_key_value_heads",),
+    ("sliding_window",),
+    ("head_dim", "v_head_dim", "qk_rope_head_dim", "qk_nope_head_dim", "q_lora_rank", "kv_lora_rank"),
+    ("num_experts_per_tok", "num_key_value_heads"),
+    ("layer_types", "num_hidden_layers"),
+    ("patch_size", "image_size"),
+    ("hidden_size", "head_dim", "num_attention_heads", "num_key_value_heads"),
+)
+
+
+def build_running(class_name: str, task: str) -> tuple[nn.Module, dict[str, Any]]:
+    """A tiny model of a class in double precision, and a batch with which it runs and has a finite loss.
+
+    Raises what the last attempt raised if there is none.
+    """
+    failure: Exception | None = None
+    for left_out in LEFT_OUT:
+        for dtype in (torch.float64, torch.float32):
+            try:
+                model = build(class_name, left_out, dtype)
+                inputs = in_dtype(batch(model, task), dtype)
+                with torch.no_grad():
+                    loss = model(**inputs).loss
+                if loss is None or not torch.isfinite(loss):
+                    raise ValueError(f"its loss is {loss}")
+                return model, inputs
+            except Exception as error:
+                failure = failure or error
+                if "same dtype" not in str(error) and "scalar type" not in str(error):
+                    break
+    assert failure is not None
+    raise failure
+
+
+def in_dtype(inputs: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """`inputs` with floating-point tensors in `dtype`."""
+    return {
+        name: value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+        for name, value in inputs.items()
+    }
+
+
+def build(class_name: str, left_out: Collection[str] = (), dtype: torch.dtype = torch.float64) -> nn.Module:
+    """A model of a class in training mode, its weights drawn from a fixed seed, without dropout."""
+    kind = getattr(transformers, class_name)
+    config = tiny_config(kind.config_class, left_out)
+    without_dropout(config)
+    with torch.device("meta"):  # what is too large is not made
+        size = sum(parameter.numel() for parameter in kind(config).parameters())
+    if size > MOST_PARAMETERS:
+        raise ValueError(f"its smallest configuration found has {size:,} parameters")
+    torch.manual_seed(0)
+    model: nn.Module = kind(config).to(dtype).train()
+    if dtype == torch.float64:  # the grouped matrix product of expert layers has no double precision
+        model.config._experts_implementation = "eager"
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+    if hasattr(model, "set_default_language"):
+        model.set_default_language(next(iter(model.config.languages)))
+    return model
+
+
+def tiny_config(kind: type[PretrainedConfig], left_out: Collection[str] = ()) -> PretrainedConfig:
+    """A small configuration of a class, its parts for text, vision and audio small too.
+
+    `left_out` are names whose entries keep their defaults.
+    """
+    default = kind()
+    known = {*default.to_dict(), *getattr(kind, "attribute_map", {})}
+    audio = AUDIO if "conv_stride" in known and "conv_kernel" in known else {}
+    special = SPECIAL.get(kind.__name__, {})
+    changes: dict[str, Any] = {}
+    for name, value in {**SIZES, **audio}.items():
+        present = getattr_or_none(default, name)
+        if name in left_out or name not in known or (name in OPTIONAL and present is None):
+            continue
+        if isinstance(present, (list, tuple)) and not isinstance(value, (list, tuple)):
+            if not all(isinstance(entry, int) for entry in present):
+                continue
+            value = type(present)([value] * len(present))
+        changes[name] = value
+    changes.update({"num_labels": NUM_LABELS, **special})
+    for name in getattr(kind, "sub_configs", {}):
+        part = getattr_or_none(default, name)
+        if isinstance(part, PretrainedConfig):
+            changes[name] = tiny_config(type(part), left_out).to_dict()
+    layers = next((changes[name] for name in ("num_hidden_layers", "num_layers", "n_layer") if name in changes), None)
+    for name in ("layer_types", "layers_block_type", "mlp_layer_types"):
+        kinds = default.to_dict().get(name)
+        is_property = isinstance(getattr(kind, name, None), property)
+        if isinstance(kinds, list) and kinds and layers and name not in left_out and not is_property:
+            # A few layers that still have every kind of layer the default has.
+            every = list(dict.fromkeys(kinds))
+            changes[name] = [every[index % len(every)] for index in range(layers)]
+    config = kind(**changes)
+    for name, value in (("pad_token_id", 0), ("eos_token_id", 2), ("decoder_start_token_id", 2)):
+        if getattr_or_none(config, name) is None:
+            setattr(config, name, value)
+    if hasattr(config, "is_decoder") and kind.__name__ in DECODERS_BY_OPTION:
+        config.is_decoder = True
+    return config
+
+
+def getattr_or_none(config: PretrainedConfig, name: str) -> Any:
+    """An entry of a configuration; None too where it refuses to name one value for all layers."""
+    try:
+        return getattr(config, name, None)
+    except Exception:
+        return None
+
+
+def without_dropout(config: PretrainedConfig) -> None:
+    """Set every dropout probability of a configuration and its parts to zero."""
+    for name, value in vars(config).items():
+        if isinstance(value, PretrainedConfig):
+            without_dropout(value)
+        elif ("drop" in name or name.endswith("_prob")) and isinstance(value, float):
+            setattr(config, name, 0.0)
+
+
+def batch(model: Any, task: str, samples: int = NUM_SAMPLES) -> dict[str, Any]:
+    """Arguments of a forward with labels: uneven padding, from a fixed seed.
+
+    Raises KeyError if nothing is known of the model's main input.
+    """
+    config, parameters = model.config, inspect.signature(model.forward).parameters
+    generator = torch.Generator().manual_seed(1)
+    main = model.main_input_name if model.main_input_name in parameters else "input_ids"
+    if "input_ids" in parameters and main not in parameters:
+        main = "input_ids"
+    inputs: dict[str, Any] = {}
+    if main in ("pixel_values", "pixel_values_videos") and task != "image-text":
+        inputs[main] = _images(config, samples, main, generator)
+    elif main == "input_values":
+        inputs[main] = torch.randn(samples, 400, generator=generator, dtype=torch.float64)
+    elif main == "input_features":
+        inputs[main] = _spectra(config, samples, generator)
+    if task in ("speech-seq2seq",) or not inputs or "ids" in main:
+        if "ids" not in main and task == "image-text":
+            main = "input_ids"
+        if "ids" in main or not inputs:
+            inputs.update(_text(config, parameters, samples, generator))
+    if model.config.is_encoder_decoder and TASKS[task].labels == "spans" and "decoder_input_ids" in parameters:
+        inputs.pop("decoder_input_ids", None)
+    if task == "multiple-choice":
+        inputs = {
+            name: value[:, None].expand(-1, NUM_CHOICES, *value.shape[1:]).contiguous()
+            for name, value in inputs.items()
+        }
+        inputs["input_ids"][:, 1] = inputs["input_ids"][:, 1].flip(0)
+        if "attention_mask" in inputs:
+            inputs["attention_mask"][:, 1] = inputs["attention_mask"][:, 1].flip(0)
+    if "bbox" in parameters and "input_ids" in inputs:
+        corners = torch.randint(0, 400, (*inputs["input_ids"].shape, 4), generator=generator)
+        inputs["bbox"] = torch.cat([corners[..., :2], corners[..., :2] + 1 + corners[..., 2:]], -1)
+    return {**inputs, **_labels(model, task, inputs, samples, generator)}
+
+
+def _text(config: Any, parameters: Mapping[str, Any], samples: int, generator: torch.Generator) -> dict[str, Any]:
+    ids = torch.randint(3, min(VOCABULARY, _vocabulary(config)), (samples, NUM_TOKENS), generator=generator)
+    mask = torch.ones_like(ids)
+    for row, length in enumerate((NUM_TOKENS, 9, NUM_TOKENS, 5, 11, 7, 10, NUM_TOKENS, 6)[:samples]):
+        ids[row, length - 1] = 2
+        ids[row, length:] = 0
+        mask[row, length:] = 0
+    inputs = {"input_ids": ids}
+    if "attention_mask" in parameters:
+        inputs["attention_mask"] = mask
+    return inputs
+
+
+def _vocabulary(config: Any) -> int:
+    for part in (config, *(getattr(config, name, None) for name in ("text_config", "encoder", "decoder"))):
+        if isinstance(getattr(part, "vocab_size", None), int):
+            return int(part.vocab_size)
+    return VOCABULARY
+
+
+def _images(config: Any, samples: int, name: str, generator: torch.Generator) -> torch.Tensor:
+    size = getattr(config, "image_size", None) or getattr(config, "input_size", None) or IMAGE
+    height, width = (size, size) if isinstance(size, int) else (size[0], size[-1])
+    shape = [getattr(config, "num_channels", None) or 3, height, width]
+    if isinstance(frames := getattr(config, "num_frames", None), int):
+        shape = [frames, *shape]
+    return torch.randn(samples, *shape, generator=generator, dtype=torch.float64)
+
+
+def _spectra(config: Any, samples: int, generator: torch.Generator) -> torch.Tensor:
+    bins = next(
+        (int(v) for n in ("num_mel_bins", "feature_projection_input_dim", "input_feat_per_channel", "feature_size")
+         if isinstance(v := getattr(config, n, None), int)), 16,
+    )  # fmt: skip
+    if config.model_type in ("whisper", "moonshine_streaming"):
+        return torch.randn(samples, bins, 2 * config.max_source_positions, generator=generator, dtype=torch.float64)
+    return torch.randn(samples, 40, bins, generator=generator, dtype=torch.float64)
+
+
+def _labels(
+    model: Any, task: str, inputs: Mapping[str, Any], samples: int, generator: torch.Generator
+) -> dict[str, Any]:
+    kind = TASKS[task].labels
+    classes = torch.arange(samples) % NUM_LABELS
+    if kind == "classes":
+        return {"labels": classes}
+    if kind == "choices":
+        return {"labels": torch.arange(samples) % NUM_CHOICES}
+    if kind == "pairs":
+        return {"labels": torch.arange(samples) % 2}
+    if kind == "spans":
+        return {"start_positions": torch.arange(samples) % 4, "end_positions": 1 + torch.arange(samples) % 5}
+    if kind == "patches":
+        patches = (IMAGE // 8) ** 2
+        return {"bool_masked_pos": torch.rand(samples, patches, generator=generator) < 0.5}
+    if kind == "transcripts":
+        labels = torch.randint(3, 20, (samples, 6), generator=generator)
+        labels[1, 4:] = labels[3, 2:] = -100
+        return {"labels": labels}
+    if kind == "tokens" and "input_ids" in inputs and not model.config.is_encoder_decoder:
+        ids = inputs["input_ids"]
+        return {"labels": ids.masked_fill(inputs.get("attention_mask", torch.ones_like(ids)) == 0, -100)}
+    if kind == "tokens":
+        labels = torch.randint(3, VOCABULARY, (samples, 9), generator=generator)
+        labels[1, 6:] = labels[4, 3:] = -100
+        return {"labels": labels}
+    assert kind == "token classes"
+    ids = inputs["input_ids"]
+    labels = torch.randint(0, NUM_LABELS, ids.shape, generator=generator)
+    return {"labels": labels.masked_fill(inputs.get("attention_mask", torch.ones_like(ids)) == 0, -100)}

@@ -1,0 +1,91 @@
+"""One output of a whole batch from the outputs of its microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from transformers.cache_utils import Cache
+
+# A shape for each tensor of an output, in the output's own nesting.
+Shapes = Mapping[str, Any]
+
+
+def merge_outputs(
+    outputs: Sequence[Mapping[str, Any]],
+    sizes: Sequence[int],
+    losses: Collection[str] = (),
+    grown: Callable[[], Shapes] | None = None,
+) -> Any:
+    """One output for the batch from those of its microbatches of `sizes` samples.
+
+    The loss is the sum of the shares. Tensors are concatenated along the dimension that has a row for each sample, also
+    inside tuples; without one (router logits of shape (samples * length, experts)) along the first. Other scalars (a
+    router's balance loss) are averaged by samples. Caches are dropped: each stage's holds only its own layers.
+
+    Args:
+        losses: fields besides `loss` that are shares of the batch's, too.
+        grown: the shapes of the first output if its microbatch had one sample more. Asked for where two dimensions are
+            as large as the microbatch, so that either could be the samples'; by default the first is.
+    """
+    first = outputs[0]
+    if len(outputs) == 1:
+        return type(first)(**{name: value for name, value in first.items() if not isinstance(value, Cache)})
+    known: list[Shapes] = []
+
+    def resolve(path: Sequence[Any], shape: torch.Size) -> int:
+        if grown is None:
+            return 0
+        if not known:
+            known.append(grown())
+        larger: Any = known[0]
+        for step in path:
+            larger = larger[step]
+        return next((dim for dim, (a, b) in enumerate(zip(shape, larger, strict=True)) if a != b), 0)
+
+    merged = {}
+    for name, value in first.items():
+        if isinstance(value, Cache):
+            continue
+        values = [output[name] for output in outputs]
+        if name == "loss" or name in losses:
+            merged[name] = sum(values)
+        else:
+            merged[name] = _merge(values, sizes, resolve, (name,))
+    return type(first)(**merged)
+
+
+def shapes_of(output: Mapping[str, Any]) -> Shapes:
+    """The shapes of an output's tensors."""
+    return {
+        name: pytree.tree_map(lambda leaf: tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else leaf, value)
+        for name, value in output.items()
+        if not isinstance(value, Cache)
+    }
+
+
+def _merge(
+    values: Sequence[Any],
+    sizes: Sequence[int],
+    resolve: Callable[[Sequence[Any], torch.Size], int],
+    path: tuple[Any, ...],
+) -> Any:
+    first = values[0]
+    if isinstance(first, torch.Tensor):
+        if not first.dim():
+            if not first.is_floating_point():
+                return first
+            return sum(value * (size / sum(sizes)) for value, size in zip(values, sizes, strict=True))
+        rows = [
+            dim
+            for dim in range(first.dim())
+            if all(value.shape[dim] == size for value, size in zip(values, sizes, strict=True))
+        ]
+        dim = resolve(path, first.shape) if len(rows) > 1 else rows[0] if rows else 0
+        return torch.cat(list(values), dim)
+    if isinstance(first, tuple | list):
+        parts = zip(*values, strict=True)
+        return type(first)(_merge(list(part), sizes, resolve, (*path, index)) for index, part in enumerate(parts))
+    return first

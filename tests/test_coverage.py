@@ -1,0 +1,42 @@
+"""A sample of the sweep over transformers' classes (`benchmarks/coverage.py`): what once was refused or crashed."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from pool import Pool
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+from coverage import worst
+from examine_model import examine
+
+SAMPLE = [
+    ("multiple-choice", "BertForMultipleChoice"),  # inputs of shape (batch, choices, tokens)
+    ("causal-lm", "MptForCausalLM"),  # no more positions than `max_seq_len`
+    ("causal-lm", "MambaForCausalLM"),  # a cache without lengths
+    ("causal-lm", "ZayaForCausalLM"),  # layers with keys and values and a convolution's state
+    ("ctc", "Wav2Vec2ForCTC"),  # the loss is a sum
+    ("ctc", "SEWDForCTC"),  # a value is changed in place after a dropout of another stage
+    ("masked-lm", "LukeForMaskedLM"),  # a second loss in the output
+    ("sequence-classification", "XLNetForSequenceClassification"),  # the second dimension of a memory is the batch
+]
+
+
+@pytest.mark.parametrize(("task", "name"), SAMPLE)
+def test_two_stages_are_exact(pool: Pool, task: str, name: str) -> None:
+    found = worst(pool.run(2, examine, name, task, 2, timeout=120))
+    assert "train" in found, found
+    assert set(found.values()) == {"exact"}, found
+
+
+def test_batch_normalisation_is_exact_against_accumulation_and_named(pool: Pool) -> None:
+    found = worst(pool.run(2, examine, "ResNetForImageClassification", "image-classification", 2, timeout=120))
+    assert found["train"].startswith("warned: in training, batch normalisation (resnet.embedder"), found
+
+
+def test_a_loss_over_selected_elements_is_exact_against_accumulation(pool: Pool) -> None:
+    found = worst(pool.run(2, examine, "Qwen2AudioForConditionalGeneration", "seq2seq-lm", 2, timeout=120))
+    assert found["train"].endswith("(cross_entropy is given elements selected by their values)"), found
