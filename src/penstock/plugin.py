@@ -27,11 +27,12 @@ from penstock.pipelines import (
     check_templates,
     schedule_maker,
 )
-from penstock.runtime.bootstrap import ensure_process_group, local_device, rank_and_world_size
+from penstock.runtime.bootstrap import local_device, rank_and_world_size
 from penstock.runtime.engine import Pipeline
+from penstock.runtime.failure import FailureBoard
 from penstock.runtime.layout import Layout
 from penstock.runtime.precision import LossScale
-from penstock.runtime.start import facts_of, require_agreement
+from penstock.runtime.start import facts_of, forming, require_agreement
 from penstock.schedule import DEFAULT_SCHEDULE, Schedule, check_trains
 from penstock.schedule.text import summary
 from penstock.template import PipelineTemplate
@@ -265,9 +266,9 @@ class HeterogeneousParallelPlugin:
         if dataloader is not None:
             self.check_dataloader(dataloader)
         self._description = self._describe(model)
-        ensure_process_group()
-        require_agreement({**facts_of(model), **self._facts()})
-        model = self._parallelise(model, layout)
+        with forming() as board:
+            require_agreement({**facts_of(model), **self._facts()}, board)
+            model = self._parallelise(model, layout, board)
         wrapped = None if optimizer is None else self._wrap(optimizer, model)
         return model, wrapped, criterion, dataloader, lr_scheduler
 
@@ -277,7 +278,7 @@ class HeterogeneousParallelPlugin:
         facts = {f"the plugin's {name}": getattr(self, name) for name in names}
         return {**facts, "the pipelines' schedules": [summary(schedule) for schedule in self._schedules]}
 
-    def _parallelise(self, model: PreTrainedModel, layout: Layout) -> PreTrainedModel:
+    def _parallelise(self, model: PreTrainedModel, layout: Layout, board: FailureBoard) -> PreTrainedModel:
         device = local_device()
         place = layout.place_of(dist.get_rank())
         mine = layout.pipelines[place.pipeline]
@@ -290,6 +291,7 @@ class HeterogeneousParallelPlugin:
             self._makers[place.pipeline],
             device,
             micro_batch_size=self.microbatch_size,
+            board=board,
         )
         pipeline.autocast = PRECISIONS[self.precision]
         self._model = attach(model, pipeline)

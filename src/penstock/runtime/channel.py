@@ -106,7 +106,7 @@ class Line:
         try:
             work = self._recv(buffers, peer, tag) if len(buffers) == 1 else self._recv_each(buffers, peer, tag)
         except RuntimeError as error:
-            raise self._lost("posting a receive of", error) from error
+            raise self._lost("posting a receive of", error) from None
         self.posted.append((buffers, work))
 
     def receive(self) -> list[torch.Tensor]:
@@ -118,7 +118,7 @@ class Line:
             work.wait()
         except RuntimeError as error:
             del work
-            raise self._lost("receiving", error) from error
+            raise self._lost("receiving", error) from None
         end = time.perf_counter()
         channel.seconds_waited += end - start
         if channel.on_wait is not None:
@@ -131,7 +131,7 @@ class Line:
         try:
             work = self._send(sent, peer, tag) if len(sent) == 1 else self._send_each(sent, peer, tag)
         except RuntimeError as error:
-            raise self._lost("sending", error) from error
+            raise self._lost("sending", error) from None
         self._in_flight.append((sent, work))
         del work
         # Many at a time, which takes less than one by one.
@@ -147,7 +147,7 @@ class Line:
                 work.wait()
             except RuntimeError as error:
                 del work
-                raise self._lost("sending", error) from error
+                raise self._lost("sending", error) from None
             del tensors  # not before they have left
 
     def clear(self) -> None:

@@ -20,7 +20,6 @@ from penstock.modeling.loss import Criterion
 from penstock.modeling.split import SplitModel
 from penstock.schedule import Schedule, check_trains
 
-from .bootstrap import default_store
 from .channel import Channel
 from .evaluation import evaluate, share_output
 from .exchange import Exchange
@@ -36,11 +35,12 @@ from .program import Program
 from .random_state import adopt_random_state
 from .recorder import Recorder
 from .reduction import GradientReducer
-from .start import copy_from_first_holders, shared_name, shared_seed
+from .start import copy_from_first_holders, job_board, shared_seed
 from .station import Station
 from .step import StepReport
 from .tensor_parallel import GroupCollectives, compare_inputs
 from .totals import Totals
+from .watcher import interruptible
 from .weight_gradients import WeightGradientQueues
 from .weight_gradients import install as install_deferral
 
@@ -75,6 +75,7 @@ class Pipeline:
         num_microbatches: int | None = None,
         micro_batch_size: int | None = None,
         trace: str | os.PathLike[str] | None = None,
+        board: FailureBoard | None = None,
     ):
         self.split = split
         self.layout = layout
@@ -107,9 +108,12 @@ class Pipeline:
             layout, self.place.tensor_parallel_rank, split.aliases, local, cut.shards if cut else (),
             cut.partial if cut else (),
         )  # fmt: skip
-        self.groups = Groups(layout, self.rank, device, shared)
-        self.board = FailureBoard(default_store(), self.rank, shared_name(self.groups))
-        self.board.watch_interpreter()
+        self.board = job_board() if board is None else board
+        self.board.mates = frozenset(mine.ranks())
+        everyone = range(layout.world_size)
+        with self.board.guard("making process groups", everyone):
+            self.groups = interruptible(partial(Groups, layout, self.rank, device, shared), self.board)
+        self.board.on_end(self.groups.abort)
         # First, as it is to be called last: a group closes only when nothing refers to it.
         self.board.on_abort(self.groups.destroy)
         if cut is not None:
@@ -126,6 +130,8 @@ class Pipeline:
         for give_up in (totals.clear, channel.clear, reducer.clear, queues.clear):
             self.board.on_abort(give_up)
         self._norm = GradientNorm(self.held, layout, self.rank, self.groups, device, self.board)
+        with self.board.guard("agreeing on the run's seed", everyone):
+            seed = shared_seed(self.groups)
         self._station = Station(
             split=split,
             parameters=[held.parameter for held in self.held],
@@ -135,19 +141,20 @@ class Pipeline:
             queues=queues,
             board=self.board,
             device=device,
-            everyone=range(layout.world_size),
-            seed=shared_seed(self.groups),
+            everyone=everyone,
+            seed=seed,
             totals=totals,
             scaling=ScaleWatch(),
             share_overflow=self._norm.share_overflow,
         )
-        if device.type != "cpu":
-            self.groups.warm_up()
         own = mine.stages_of(self.place.rank_in_pipeline)
-        channel.warm_up([cut for cut, (a, b) in enumerate(pairwise(mine.stage_to_rank)) if a != b], own)
-        copy_from_first_holders(self.held, self.groups)
-        # A shuffle without a seed then draws one order on all ranks of a pipeline, as they need the same batches.
-        adopt_random_state(mine.ranks()[0], self.groups.crew_control, device)
+        with self.board.guard("sharing weights and random numbers before the first step", everyone):
+            if device.type != "cpu":
+                self.groups.warm_up()
+            channel.warm_up([cut for cut, (a, b) in enumerate(pairwise(mine.stage_to_rank)) if a != b], own)
+            copy_from_first_holders(self.held, self.groups)
+            # A shuffle without a seed then draws one order on all ranks of a pipeline, as they need the same batches.
+            adopt_random_state(mine.ranks()[0], self.groups.crew_control, device)
         if self.schedule(1).splits_backward:
             install_deferral(split.model, queues)
 
@@ -297,7 +304,7 @@ class Pipeline:
     def close(self) -> None:
         """Give up the process groups. The model keeps its weights but runs no more steps."""
         self._closed = True
-        self.board.close()
+        self.board.retire()
         if self.split.tensor_parallel is not None:
             self.split.tensor_parallel.region.collectives = None
 
