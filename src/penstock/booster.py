@@ -171,6 +171,7 @@ class Booster:
         _pipeline_of(model)
         size = {"max_shard_size": f"{size_per_shard}MB"} if shard else {}
         model.save_parallelized(checkpoint, merge_checkpoints=True, safe_serialization=use_safetensors, **size)
+        _pipeline_of(model).board.resume["model"] = f"booster.load_model(model, {os.fspath(checkpoint)!r})"
 
     def load_model(self, model: PreTrainedModel, checkpoint: PathLike, strict: bool = True) -> PreTrainedModel:
         """Load the weights of a folder from `save_model`, `save_parallelized` or transformers' `save_pretrained`.
@@ -220,6 +221,8 @@ class Booster:
             tensor_parallel_rank=pipeline.place.tensor_parallel_rank,
             tensor_parallel_size=pipeline.layout.tensor_parallel_size,
         )
+
+        pipeline.board.resume["optimizer"] = f"booster.load_optimizer(optimizer, {os.fspath(checkpoint)!r})"
 
     def load_optimizer(self, optimizer: PipelineOptimizer, checkpoint: PathLike) -> None:
         """Load what `save_optimizer` wrote; the pipelines may be others.

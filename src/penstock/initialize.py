@@ -253,6 +253,7 @@ def distribute(
         trace=configuration.trace,
         board=board,
     )
+    board.patience = float(configuration.patience)
     attach(model, pipeline)
     model.configuration = configuration
     return model

@@ -29,7 +29,7 @@ from penstock.pipelines import (
 )
 from penstock.runtime.bootstrap import local_device, rank_and_world_size
 from penstock.runtime.engine import Pipeline
-from penstock.runtime.failure import FailureBoard
+from penstock.runtime.failure import PATIENCE_SECONDS, FailureBoard
 from penstock.runtime.layout import Layout
 from penstock.runtime.precision import LossScale
 from penstock.runtime.start import facts_of, forming, require_agreement
@@ -60,6 +60,7 @@ class HeterogeneousParallelPlugin:
             each rank, so that a template of four stages takes two ranks; one of a single stage takes one under any.
         initial_scale, min_scale, max_scale, growth_factor, backoff_factor, growth_interval, hysteresis: of fp16's loss
             scale, see `penstock.runtime.precision.LossScale`.
+        patience: seconds that a rank waits for others before it logs what it waits for and where the others are.
 
     Raises:
         TypeError, ValueError: an argument that cannot be used.
@@ -79,6 +80,7 @@ class HeterogeneousParallelPlugin:
         backoff_factor: float = 0.5,
         growth_interval: int = 1000,
         hysteresis: int = 2,
+        patience: float = PATIENCE_SECONDS,
     ) -> None:
         for name, value in (("tp_size", tp_size), ("microbatch_size", microbatch_size)):
             if isinstance(value, bool) or not isinstance(value, int):
@@ -95,6 +97,9 @@ class HeterogeneousParallelPlugin:
         self.precision = precision
         self.max_norm = float(max_norm)
         self.schedule = schedule
+        if not patience > 0:
+            raise ValueError(f"patience must be positive, got {patience}")
+        self.patience = float(patience)
         # Made in any precision, so that wrong numbers are refused in any.
         self._loss_scale = LossScale(
             scale=float(initial_scale),
@@ -293,6 +298,7 @@ class HeterogeneousParallelPlugin:
             micro_batch_size=self.microbatch_size,
             board=board,
         )
+        board.patience = self.patience
         pipeline.autocast = PRECISIONS[self.precision]
         self._model = attach(model, pipeline)
         return self._model

@@ -35,6 +35,13 @@ class Kind(IntEnum):
         return self <= Kind.ACTIVATION
 
 
+NAMES = {
+    Kind.STEP: "step notices",
+    Kind.HEADER: "headers",
+    Kind.ACTIVATION: "activations",
+    Kind.LOSS: "losses",
+    Kind.GRADIENT: "gradients",
+}
 # Several tensors of one message get tags of their own.
 TAGS_PER_LINE = 64
 # Messages that may be under way on a line. Once more than twice as many were sent, all but so many are waited for.
@@ -90,7 +97,7 @@ class Line:
 
     def __init__(self, channel: Channel, cut: int, kind: Kind, group: dist.ProcessGroup, peer: int):
         self._channel = channel
-        self._name = f"{kind.name.lower()}s between stages {cut} and {cut + 1}"
+        self._name = f"{NAMES[kind]} between stages {cut} and {cut + 1}"
         # Nearly every message is one tensor, and that needs no `_Works`.
         self._send, self._send_each = group.send, partial(_Works, group.send)
         self._recv, self._recv_each = group.recv, partial(_Works, group.recv)

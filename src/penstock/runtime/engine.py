@@ -109,7 +109,8 @@ class Pipeline:
             cut.partial if cut else (),
         )  # fmt: skip
         self.board = job_board() if board is None else board
-        self.board.mates = frozenset(mine.ranks())
+        self._pipeline_ranks = mine.ranks()
+        self.board.mates = frozenset(self._pipeline_ranks)
         everyone = range(layout.world_size)
         with self.board.guard("making process groups", everyone):
             self.groups = interruptible(partial(Groups, layout, self.rank, device, shared), self.board)
@@ -233,9 +234,10 @@ class Pipeline:
             ValueError: as `train`, but a batch may come without labels and may be smaller than the number of
             microbatches.
         """
-        output = self._evaluate(inputs, None, over_all_pipelines=False)
-        with self.board.aborting():
-            return share_output(output, self.groups.pipeline, self._last_rank, self.device)
+        with self.board.position.call("evaluation", world=False):
+            output = self._evaluate(inputs, None, over_all_pipelines=False)
+            with self.board.guard("sharing the output", self._pipeline_ranks):
+                return share_output(output, self.groups.pipeline, self._last_rank, self.device)
 
     def evaluate_together(
         self, inputs: Mapping[str, Any], criterion: Criterion | None = None, share_outputs: bool = False
@@ -249,12 +251,13 @@ class Pipeline:
         Raises:
             ValueError: as `train`.
         """
-        output = self._evaluate(inputs, criterion, over_all_pipelines=True)
-        with self.board.aborting():
-            self._station.totals.start(0.0 if output is None else float(output.loss), False)
-            loss, _ = self._station.totals.finish()
-            if share_outputs:
-                output = share_output(output, self.groups.pipeline, self._last_rank, self.device)
+        with self.board.position.call("evaluation over all pipelines", world=True):
+            output = self._evaluate(inputs, criterion, over_all_pipelines=True)
+            with self.board.guard("sharing the output", self._pipeline_ranks):
+                self._station.totals.start(0.0 if output is None else float(output.loss), False)
+                loss, _ = self._station.totals.finish()
+                if share_outputs:
+                    output = share_output(output, self.groups.pipeline, self._last_rank, self.device)
         return loss, output
 
     def schedule(self, num_microbatches: int) -> Schedule:
@@ -295,11 +298,13 @@ class Pipeline:
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
         """Clip the whole model's gradient norm, every logical parameter counted once; see `runtime.norm`."""
-        return self._norm.clip(float(max_norm), float(norm_type), error_if_nonfinite)
+        with self.board.position.call("clip_grad_norm_", world=True):
+            return self._norm.clip(float(max_norm), float(norm_type), error_if_nonfinite)
 
     def grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
         """The norm of the whole model's gradients: shape (), the same on every rank to the last bit."""
-        return self._norm.of_all(norm_type)
+        with self.board.position.call("grad_norm", world=True):
+            return self._norm.of_all(norm_type)
 
     def close(self) -> None:
         """Give up the process groups. The model keeps its weights but runs no more steps."""
@@ -323,7 +328,7 @@ class Pipeline:
         prepared = self._prepare(microbatches, sizes, 0, fingerprint(inputs), criterion)
         if over_all_pipelines:
             refuse_without_loss(self.split.model, prepared)
-        with self.board.aborting(), autocast(self.device, self.autocast):
+        with self.board.guard("evaluating", self._pipeline_ranks), autocast(self.device, self.autocast):
             program = self._program(len(microbatches))
             return evaluate(self._station, program, prepared, criterion, over_all_pipelines)
 
@@ -335,8 +340,7 @@ class Pipeline:
         digest: int,
         criterion: Criterion | None = None,
     ) -> StepInputs:
-        if self.board.failed is not None:
-            raise self.board.failed
+        self.board.check()
         if self._closed:
             raise RuntimeError("this model's pipeline was closed: it keeps its weights, but runs no more steps")
         refuse_tuples(self.split.model, microbatches)

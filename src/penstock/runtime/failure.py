@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import threading
 import time
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from .lifeline import peek
 from .position import Position
 
 if TYPE_CHECKING:
@@ -59,7 +61,7 @@ class FailureBoard:
         failed: the error to raise, once there is one. The watcher may set it at any moment.
         position: where this rank is, see `Position`.
         patience: how many seconds this rank waits for others before it asks where they are.
-        resume: how to go on from the last checkpoint that was saved; empty if none was.
+        resume: the calls that load what this run has saved last: of "model", of "optimizer".
 
     Args:
         store: the job's key-value store, for what ranks agree on; None if there is none.
@@ -80,16 +82,19 @@ class FailureBoard:
         self.position = Position()
         self.patience = PATIENCE_SECONDS
         self.mates: Collection[int] = mates
-        self.resume = ""
+        self.resume: dict[str, str] = {}
         self.failed: PipelineFailure | None = None
         # For the watcher: what it saw of this rank last.
         self.last_mark: Any = None
         self.waiting_since = 0.0
         self.reported = False
-        self._store = store if store is None else dist.PrefixStore(f"penstock/{name}", _own_client(store))
+        if watch is not None:
+            store = watch.store
+        self._store = store if store is None else dist.PrefixStore(f"penstock/{name}", store)
         self._rank = rank
         self._watch = watch
         self._first: dict[str, Any] | None = None
+        self._failed_at = 0.0
         self._ends: list[Callable[[], None]] = []
         self._on_abort: list[Callable[[], None]] = []
         # The host and the watcher may both learn something.
@@ -142,8 +147,7 @@ class FailureBoard:
     def check(self) -> None:
         """Raise the job's failure if there is one. Every wait of the host is followed by this look."""
         if self.failed is not None:
-            self.close()
-            raise self.failed
+            raise self._settled()
 
     def abort(self, cause: str, *, suspects: Sequence[int] | None = None) -> PipelineFailure:
         """Record `cause` unless an earlier failure is known, end it all on every rank, and return the error to raise.
@@ -152,13 +156,7 @@ class FailureBoard:
         single rank is to blame.
         """
         self.fail(cause, suspects=[self._rank] if suspects is None else suspects)
-        self.close()
-        if self._watch is not None:
-            # Last, because it may wait for what other ranks still have to say.
-            self._watch.wait(self._explained, DETAIL_WAIT.total_seconds())
-            self._compose()
-        assert self.failed is not None
-        return self.failed
+        return self._settled()
 
     def fail(self, cause: str, *, suspects: Sequence[int]) -> None:
         """As `abort`, on any thread: the host is woken, and raises when it looks."""
@@ -192,8 +190,8 @@ class FailureBoard:
         if self._store is None or self._first is not None:
             return
         with contextlib.suppress(Exception):
-            if self._store.check(["failure"]):
-                self.hear(json.loads(self._store.get("failure")))
+            if written := peek(self._store, "failure"):
+                self.hear(json.loads(written))
 
     @contextlib.contextmanager
     def guard(self, doing: str, peers: Sequence[int] = ()) -> Iterator[None]:
@@ -224,11 +222,14 @@ class FailureBoard:
         A PipelineFailure if the transport broke or the job has failed, `error` itself if that is this rank's own.
         """
         if self.failed is not None:
-            self.close()
-            return self.failed
+            return self._settled()
         if not is_transport_error(error):
             self.abort(f"{type(error).__name__}: {error}")
             return error
+        if isinstance(error, dist.DistNetworkError) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            peers = [0]  # without a launcher's, the store is in the first rank's process
+        elif not peers and self._watch is not None:
+            peers = range(self._watch.world_size)
         others = [peer for peer in peers if peer != self._rank]
         named = f"rank {others[0]}" if len(others) == 1 else f"one of ranks {others}" if others else "another rank"
         return self.abort(f"lost the connection to {named} while {doing} ({_first_sentence(error)})", suspects=others)
@@ -267,6 +268,15 @@ class FailureBoard:
             with contextlib.suppress(Exception):
                 end()
 
+    def _settled(self) -> PipelineFailure:
+        """The error to raise, once this rank has given up what it held and as much is known as will be soon."""
+        self.close()
+        if self._watch is not None:
+            self._watch.wait(self._explained, self._failed_at + DETAIL_WAIT.total_seconds() - time.monotonic())
+            self._compose()
+        assert self.failed is not None
+        return self.failed
+
     def _record(self, mine: dict[str, Any]) -> dict[str, Any]:
         """The first failure on record, which is `mine` if there was none."""
         if self._store is None:
@@ -302,6 +312,7 @@ class FailureBoard:
         """Make the error out of what is known now."""
         with self._lock:
             assert self._first is not None
+            self._failed_at = self._failed_at or time.monotonic()
             watch = self._watch
             lost_ranks = watch.lost if watch is not None else set()
             suspects, seen_by, cause = self._first["suspects"], self._first["seen_by"], self._first["cause"]
@@ -332,7 +343,8 @@ class FailureBoard:
 
     def _advice(self) -> str:
         if self.resume:
-            return f"To go on, start the job again and load the last checkpoint: {self.resume}"
+            calls = " and ".join(self.resume.values())
+            return f"To go on, start the job again and load the last checkpoint: {calls}"
         return (
             "To go on, start the job again; this run has saved no checkpoint, so load an earlier one if there is one "
             "(model.from_parallelized(folder), penstock.from_pretrained(folder, config=...))"
@@ -351,14 +363,6 @@ def is_transport_error(error: BaseException) -> bool:
     # gloo's are plain RuntimeErrors out of C++; what Python raises in the middle of a wait (a signal's handler, a data
     # loader that lost a worker) is not.
     return type(error) is RuntimeError and TRANSPORT_ERROR.match(str(error).strip()) is not None
-
-
-def _own_client(store: dist.Store) -> dist.Store:
-    """A connection of one's own to the same store: one that waits for a key keeps other threads waiting."""
-    try:
-        return store.clone()
-    except Exception:  # not every store can
-        return store
 
 
 def _first_sentence(error: BaseException) -> str:

@@ -98,6 +98,7 @@ class Ring:
         self._address = ""
         self._untried: list[tuple[str, int]] = []
         self._look_every, self._look_at = FIRST_LOOK, 0.0
+        self._store_is_gone = False
         self._listener = _listen()
         self._secret = secrets.token_hex(8)
         self._waker, self._wakes = socket.socketpair()
@@ -148,7 +149,8 @@ class Ring:
         for peer in peers:
             peer.send({"leaves": self._rank})
         with contextlib.suppress(Exception):  # the store may be gone
-            self._store.delete_key(str(self._rank))
+            if not self._store_is_gone:
+                self._store.delete_key(str(self._rank))
 
     def close(self) -> None:
         """Close this process's ends. Not while `serve` runs; in a forked child it leaves the parent's ends open."""
@@ -180,11 +182,14 @@ class Ring:
         self._look_every = min(LAST_LOOK, 1.5 * self._look_every)
         if any(peer.called for peer in self._peers):
             return
+        if self._store_is_gone:
+            return
         try:
-            if not self._store.check([str(self._next)]):
-                return
-            written = self._store.get(str(self._next)).decode()
-        except Exception:  # the store's process is gone; what is connected stays connected
+            written = peek(self._store, str(self._next))
+        except Exception:  # its process has ended; what is connected stays connected
+            self._store_is_gone = True
+            return
+        if written is None:
             return
         address = json.loads(written)
         if written != self._address:
@@ -287,6 +292,13 @@ class Ring:
             latest = list(self._latest)
         for message in latest:
             peer.send(message)
+
+
+def peek(store: dist.Store, key: str) -> str | None:
+    """What a store holds under `key`, None if it does not: at once, while `get` would wait for it."""
+    unlikely = "?"
+    found = store.compare_set(key, unlikely, unlikely).decode()
+    return None if found == unlikely else found
 
 
 def _listen() -> socket.socket:

@@ -10,9 +10,9 @@ import contextlib
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 # Calls that are remembered to be compared with those of other ranks.
 CALLS_KEPT = 64
@@ -30,6 +30,18 @@ class Call(NamedTuple):
     world_number: int | None
 
 
+class Inside(Protocol):
+    """Something that knows where in a call the host is, so that the host need not keep telling."""
+
+    @property
+    def progress(self) -> int:
+        """Changes when the host gets on."""
+
+    @property
+    def place(self) -> str:
+        """For a reader: follows the call's name."""
+
+
 class Position:
     """What the host of this rank does. The host writes, the watcher reads; both cost next to nothing."""
 
@@ -37,17 +49,12 @@ class Position:
         self._calls: deque[Call] = deque(maxlen=CALLS_KEPT)
         self._num_calls = 0
         self._num_world_calls = 0
-        self._detail: Callable[[], str] | None = None
+        self._detail: Inside | None = None
         self._inside = False
         self._thread = threading.get_ident()
 
-    def enter(self, name: str, *, world: bool, detail: Callable[[], str] | None = None) -> None:
-        """A call begins in which other ranks must take part.
-
-        Args:
-            world: whether those of all pipelines must, or only of this one.
-            detail: says where in the call the host is; called by the watcher, so that the host need not keep telling.
-        """
+    def enter(self, name: str, *, world: bool, detail: Inside | None = None) -> None:
+        """A call begins in which other ranks must take part: those of all pipelines (`world`), or only of this one."""
         # At once, as the watcher may read at any moment.
         self._calls.append(Call(name, self._num_calls, self._num_world_calls if world else None))
         self._num_calls += 1
@@ -60,12 +67,12 @@ class Position:
         self._inside, self._detail = False, None
 
     @contextlib.contextmanager
-    def call(self, name: str, *, world: bool) -> Iterator[None]:
+    def call(self, name: str, *, world: bool, detail: Inside | None = None) -> Iterator[None]:
         """Around a whole call. One made inside another counts as a part of that one."""
         if self._inside:
             yield
             return
-        self.enter(name, world=world)
+        self.enter(name, world=world, detail=detail)
         try:
             yield
         finally:
@@ -77,12 +84,13 @@ class Position:
         """Where the host is, for a reader."""
         detail, inside = self._detail, self._inside
         if inside and self._calls:
-            return self._calls[-1].name + (f" {detail()}" if detail is not None else "")
+            return self._calls[-1].name + (f" {detail.place}" if detail is not None else "")
         return f"its own program{self._program_line()}"
 
-    def mark(self) -> tuple[int, str]:
+    def mark(self) -> tuple[int, bool, int]:
         """What changes when the host gets on."""
-        return self._num_calls, self.words()
+        detail = self._detail
+        return self._num_calls, self._inside, detail.progress if detail is not None else 0
 
     def waits(self) -> bool:
         """Whether the host is in a wait for another rank at this moment."""

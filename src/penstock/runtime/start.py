@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -49,11 +50,21 @@ def forming() -> Iterator[FailureBoard]:
         raise
 
 
+# How many jobs there were in a world.
+_num_jobs: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+
+
 def job_board() -> FailureBoard:
-    """A board for one more pipeline of this world. Every rank makes its own, with the same number."""
+    """A board for one more job of torch's default process group. Every rank makes its own, as its first, second, ..."""
+    world = dist.group.WORLD
+    assert world is not None
+    number = _num_jobs[world] = _num_jobs.get(world, 0) + 1
     store, rank, world_size = default_store(), dist.get_rank(), dist.get_world_size()
-    number = 0 if store is None else store.add(f"penstock/jobs/{rank}", 1)
-    return FailureBoard(store, rank, f"job {number}", watcher.start(store, rank, world_size), range(world_size))
+    watch = watcher.start(store, rank, world_size)
+    board = FailureBoard(store, rank, f"job {number}", watch, range(world_size))
+    if watch is not None:
+        watch.expecting = False
+    return board
 
 
 def gather_from_all(mine: Any, board: FailureBoard, doing: str) -> list[Any]:

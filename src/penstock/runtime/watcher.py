@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import datetime
 import logging
 import multiprocessing.util
 import sys
@@ -31,6 +32,8 @@ T = TypeVar("T")
 
 logger = logging.getLogger("penstock")
 TICK_SECONDS = 1.0
+# A store whose process has ended is not waited for.
+STORE_TIMEOUT = datetime.timedelta(seconds=5)
 # How long the others have to say where they are.
 ANSWER_SECONDS = 1.0
 # What a failing rank says of its exception is shown whole unless it is longer.
@@ -58,14 +61,16 @@ class Watch:
         self._boards: weakref.WeakSet[FailureBoard] = weakref.WeakSet()
         # Told whenever something was learned, for those who wait to learn it.
         self._learned = threading.Condition()
-        # By question: who asked is rank `rank`; the answers by rank.
+        # Of the latest question: its number, who asked, when, and what each rank answered.
+        self._question = 0
         self._answers: dict[int, dict[str, Any]] = {}
         self._asked_at = 0.0
         self._asking: FailureBoard | None = None
-        # A client of its own: one that waits for a key keeps everybody else waiting.
-        self._ring = Ring(
-            store.clone(), rank, world_size, on_news=self._hear, on_lost=self._lose, on_left=self._see_off
-        )
+        # Whether a job is about to be formed, for which it goes on.
+        self.expecting = True
+        # A client of its own: one that waits for a key keeps other threads waiting.
+        self.store = _own_client(store)
+        self._ring = Ring(self.store, rank, world_size, on_news=self._hear, on_lost=self._lose, on_left=self._see_off)
         self._thread = threading.Thread(target=self._serve, name="penstock-watcher", daemon=True)
         self._thread.start()
 
@@ -91,7 +96,7 @@ class Watch:
     def wait(self, known: Callable[[], bool], seconds: float) -> bool:
         """Wait up to `seconds` until `known()`."""
         with self._learned:
-            return self._learned.wait_for(known, seconds)
+            return self._learned.wait_for(known, max(0.0, seconds))
 
     def notify(self) -> None:
         """Wake those who wait to learn something."""
@@ -105,7 +110,7 @@ class Watch:
     def release(self) -> None:
         """End a `hold`; the last one closes the watch."""
         self.holds -= 1
-        if not self.holds:
+        if not self.holds and not self.expecting:
             _close(self)
 
     def close(self, leave: bool = True) -> None:
@@ -139,10 +144,10 @@ class Watch:
         elif "where" in news:
             for board in list(self._boards):
                 if board.name == news["board"]:
-                    self.tell({"at": board.position.report(), "to": origin, "board": board.name})
-        elif "at" in news and news["to"] == self.rank and self._asking is not None:
-            if news["board"] == self._asking.name:
-                self._answers[origin] = news["at"]
+                    answer = {"at": board.position.report(), "to": origin, "question": news["where"]}
+                    self.tell(answer)
+        elif "at" in news and news["to"] == self.rank and news["question"] == self._question:
+            self._answers[origin] = news["at"]
         self.notify()
 
     def _lose(self, rank: int, first: bool = True) -> None:
@@ -188,7 +193,8 @@ class Watch:
         elif self._asking is None and not board.reported and waited >= board.patience:
             self._answers = {}
             self._asking, self._asked_at = board, now
-            self.tell({"where": self.rank, "board": board.name})
+            self._question += 1
+            self.tell({"where": self._question, "board": board.name})
 
     def _conclude(self, board: FailureBoard, waited: float) -> None:
         """The others have said where they are."""
@@ -225,9 +231,15 @@ _watch: Watch | None = None
 _undo: contextlib.ExitStack = contextlib.ExitStack()
 
 
-def current() -> Watch | None:
-    """The watch of this process; None if there is nobody to watch, or nobody who wants to know."""
-    return _watch
+def _own_client(store: dist.Store) -> dist.Store:
+    before = store.timeout
+    try:
+        store.set_timeout(STORE_TIMEOUT)
+        return store.clone()
+    except Exception:  # not every store can
+        return store
+    finally:
+        store.set_timeout(before)
 
 
 def start(store: dist.Store | None, rank: int, world_size: int) -> Watch | None:
