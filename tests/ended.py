@@ -18,7 +18,7 @@ import torch
 from torch.distributed import TCPStore
 
 LIMIT = 10.0  # what is promised
-PATIENCE = 60.0
+PATIENCE = 60.0  # for a whole run, on a busy machine
 
 
 class End(NamedTuple):
@@ -28,9 +28,17 @@ class End(NamedTuple):
     text: str
     at: float
     value: Any = None
+    fault_at: float | None = None
 
 
 _report: Connection | None = None
+_fault_at: float | None = None
+
+
+def fault_now() -> None:
+    """Note the moment: what this rank raises next comes up through other code first."""
+    global _fault_at
+    _fault_at = time.time()
 
 
 def kill_self() -> None:
@@ -51,7 +59,7 @@ def _rank_main(
         value = function(*arguments)
         pipe.send(End("nothing", "", time.time(), value))
     except BaseException as error:
-        pipe.send(End(type(error).__name__, str(error), time.time(), traceback.format_exc()))
+        pipe.send(End(type(error).__name__, str(error), time.time(), traceback.format_exc(), _fault_at))
         raise
 
 

@@ -189,9 +189,10 @@ class Booster:
         if is_parallelized(checkpoint):
             return model.from_parallelized(checkpoint)
         split = pipeline.split
-        load_ordinary(
-            model, checkpoint, own_class(model), split.stages, split.local_stages, world_comm=world, strict=strict
-        )
+        with pipeline.board.call("load_model", world=True):
+            load_ordinary(
+                model, checkpoint, own_class(model), split.stages, split.local_stages, world_comm=world, strict=strict
+            )
         return model
 
     def save_optimizer(self, optimizer: PipelineOptimizer, checkpoint: PathLike, shard: bool = False) -> None:
@@ -205,23 +206,23 @@ class Booster:
         pipeline = _checked(optimizer).pipeline
         scale = optimizer.loss_scale
         world, ranks = pipeline.comms()
-        save_training_state(
-            pipeline.split.model,
-            checkpoint,
-            TrainingState(
-                optimizer.unwrap(),
-                step=pipeline.step_number,
-                extra={} if scale is None else {"loss_scale": scale.state_dict()},
-            ),
-            stage=pipeline.place.rank_in_pipeline,
-            num_stages=pipeline.layout.pipelines[pipeline.place.pipeline].num_ranks,
-            world_comm=world,
-            pipeline_comm=ranks,
-            is_writer=pipeline.place.pipeline == 0,
-            tensor_parallel_rank=pipeline.place.tensor_parallel_rank,
-            tensor_parallel_size=pipeline.layout.tensor_parallel_size,
-        )
-
+        with pipeline.board.call("save_optimizer", world=True):
+            save_training_state(
+                pipeline.split.model,
+                checkpoint,
+                TrainingState(
+                    optimizer.unwrap(),
+                    step=pipeline.step_number,
+                    extra={} if scale is None else {"loss_scale": scale.state_dict()},
+                ),
+                stage=pipeline.place.rank_in_pipeline,
+                num_stages=pipeline.layout.pipelines[pipeline.place.pipeline].num_ranks,
+                world_comm=world,
+                pipeline_comm=ranks,
+                is_writer=pipeline.place.pipeline == 0,
+                tensor_parallel_rank=pipeline.place.tensor_parallel_rank,
+                tensor_parallel_size=pipeline.layout.tensor_parallel_size,
+            )
         pipeline.board.resume["optimizer"] = f"booster.load_optimizer(optimizer, {os.fspath(checkpoint)!r})"
 
     def load_optimizer(self, optimizer: PipelineOptimizer, checkpoint: PathLike) -> None:
@@ -231,13 +232,14 @@ class Booster:
             CheckpointError: the folder holds no optimizer state of this model.
         """
         pipeline = _checked(optimizer).pipeline
-        state = load_training_state(
-            pipeline.split.model,
-            checkpoint,
-            TrainingState(optimizer.unwrap()),
-            world_comm=pipeline.comms()[0],
-            variant=TRAINING_VARIANT,
-        )
+        with pipeline.board.call("load_optimizer", world=True):
+            state = load_training_state(
+                pipeline.split.model,
+                checkpoint,
+                TrainingState(optimizer.unwrap()),
+                world_comm=pipeline.comms()[0],
+                variant=TRAINING_VARIANT,
+            )
         pipeline.step_number = state.step
         if optimizer.loss_scale is not None and "loss_scale" in state.extra:
             restore_object(optimizer.loss_scale, state.extra["loss_scale"], f"the loss scale in {checkpoint}")

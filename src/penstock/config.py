@@ -8,7 +8,7 @@ import math
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
-from numbers import Integral, Real
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,7 @@ class Configuration:
                 f"{SECTION}.micro_batch_size ({self.micro_batch_size}) and {SECTION}.num_microbatches "
                 f"({self.num_microbatches}) say the same thing in two ways: give only one of them"
             )
-        if type(self.patience) is bool or not isinstance(self.patience, Real) or not 0 < self.patience < math.inf:
+        if not _is_positive_number(self.patience):
             raise _wrong("patience", self.patience, "a positive number of seconds")
         if not _is_own_schedule(self.schedule) and self.schedule not in schedule_names():
             names = ", ".join(f'"{name}"' for name in schedule_names())
@@ -118,6 +118,10 @@ class Configuration:
 
 def _is_positive_integer(value: object) -> bool:
     return type(value) is not bool and isinstance(value, Integral) and int(value) > 0
+
+
+def _is_positive_number(value: object) -> bool:
+    return type(value) is not bool and isinstance(value, int | float) and 0 < value < math.inf
 
 
 def _is_own_schedule(schedule: object) -> bool:

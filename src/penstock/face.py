@@ -98,7 +98,7 @@ class PipelineModel:
         """
         pipeline = self.pipeline
         world, ranks = pipeline.comms()
-        with pipeline.board.position.call("save_parallelized", world=True):
+        with pipeline.board.call("save_parallelized", world=True):
             save_parallelized(
                 cast(PreTrainedModel, self),
                 save_directory,
@@ -119,7 +119,7 @@ class PipelineModel:
         """Load what `save_parallelized` wrote, from any number of stages and tensor-parallel ranks, into this model;
         returns it. `variant` is the one it was saved with."""
         comm = self.pipeline.comms()[0]
-        with self.pipeline.board.position.call("from_parallelized", world=True):
+        with self.pipeline.board.call("from_parallelized", world=True):
             from_parallelized(cast(PreTrainedModel, self), directory, world_comm=comm, variant=variant)
         return self
 

@@ -8,6 +8,7 @@ import gc
 import threading
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,7 +35,7 @@ def abort_groups(groups: Sequence[dist.ProcessGroup]) -> None:
     if not on_device:
         return
     # NCCL's aborts wait for each other unless they are in one of its groups.
-    backends = [group._get_backend(device) for group, device in on_device]
+    backends: list[Any] = [group._get_backend(device) for group, device in on_device]
     grouped = next((backend for backend in backends if hasattr(backend, "_group_start")), None)
     if grouped is not None:
         grouped._group_start()

@@ -234,7 +234,7 @@ class Pipeline:
             ValueError: as `train`, but a batch may come without labels and may be smaller than the number of
             microbatches.
         """
-        with self.board.position.call("evaluation", world=False):
+        with self.board.call("evaluation", world=False):
             output = self._evaluate(inputs, None, over_all_pipelines=False)
             with self.board.guard("sharing the output", self._pipeline_ranks):
                 return share_output(output, self.groups.pipeline, self._last_rank, self.device)
@@ -251,7 +251,7 @@ class Pipeline:
         Raises:
             ValueError: as `train`.
         """
-        with self.board.position.call("evaluation over all pipelines", world=True):
+        with self.board.call("evaluation over all pipelines", world=True):
             output = self._evaluate(inputs, criterion, over_all_pipelines=True)
             with self.board.guard("sharing the output", self._pipeline_ranks):
                 self._station.totals.start(0.0 if output is None else float(output.loss), False)
@@ -298,12 +298,12 @@ class Pipeline:
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
         """Clip the whole model's gradient norm, every logical parameter counted once; see `runtime.norm`."""
-        with self.board.position.call("clip_grad_norm_", world=True):
+        with self.board.call("clip_grad_norm_", world=True):
             return self._norm.clip(float(max_norm), float(norm_type), error_if_nonfinite)
 
     def grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
         """The norm of the whole model's gradients: shape (), the same on every rank to the last bit."""
-        with self.board.position.call("grad_norm", world=True):
+        with self.board.call("grad_norm", world=True):
             return self._norm.of_all(norm_type)
 
     def close(self) -> None:

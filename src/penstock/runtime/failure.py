@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from .lifeline import peek
-from .position import Position
+from .position import Inside, Position
 
 if TYPE_CHECKING:
     from .watcher import Watch
@@ -138,6 +138,7 @@ class FailureBoard:
         """Give up what was registered, and the watcher. The pipeline runs no more."""
         self.close()
         self._ends.clear()
+        self._store = None
         if self._watch is not None:
             self._watch.remove(self)
             self._let_go()
@@ -209,6 +210,23 @@ class FailureBoard:
             raise self.lost_connection(doing, peers, error) from None
         if self.failed is not None:
             self.check()
+
+    @contextlib.contextmanager
+    def call(self, name: str, *, world: bool, detail: Inside | None = None) -> Iterator[None]:
+        """Around a call of the library in which all ranks of this pipeline take part, or of all pipelines (`world`).
+
+        A transport's error becomes a PipelineFailure; what else is raised in here is left to the caller.
+        """
+        self.check()
+        with self.position.call(name, world=world, detail=detail):
+            try:
+                yield
+            except PipelineFailure:
+                raise
+            except Exception as error:
+                if self.failed is None and not is_transport_error(error):
+                    raise
+                raise self.lost_connection(f"in {name}", () if world else list(self.mates), error) from None
 
     @contextlib.contextmanager
     def aborting(self, doing: str = "working together") -> Iterator[None]:

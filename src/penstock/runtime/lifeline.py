@@ -158,6 +158,7 @@ class Ring:
         for each in (self._listener, self._waker, self._wakes, *(peer.connection for peer in self._peers)):
             with contextlib.suppress(OSError):
                 each.close()
+        del self._store
 
     # -- the neighbours --------------------------------------------------------------------------------------------
 

@@ -128,6 +128,8 @@ class Watch:
             self._ring.serve(self._tick, TICK_SECONDS)
         finally:
             self._ring.close()
+            # Its connection goes with it.
+            del self.store
 
     def _hear(self, origin: int, news: dict[str, Any]) -> None:
         if "lost" in news:
@@ -231,7 +233,7 @@ _watch: Watch | None = None
 _undo: contextlib.ExitStack = contextlib.ExitStack()
 
 
-def _own_client(store: dist.Store) -> dist.Store:
+def _own_client(store: Any) -> dist.Store:  # torch's stubs know neither of these methods
     before = store.timeout
     try:
         store.set_timeout(STORE_TIMEOUT)
