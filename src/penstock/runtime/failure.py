@@ -337,7 +337,10 @@ class FailureBoard:
             if not suspects:
                 message, rank = cause, None
             elif suspects == [seen_by]:
-                message, rank = f"rank {seen_by} failed: {cause}", seen_by
+                said = watch.words.get(seen_by, "") if watch is not None else ""
+                # Its exception may have come up through the loop's body, which this library does not see.
+                said = f"{said}; " if said and said not in cause else ""
+                message, rank = f"rank {seen_by} failed: {said}{cause}", seen_by
             else:
                 # A connection may also have been closed by one that lost another rank itself.
                 certain = [r for r in suspects if r in lost_ranks] or sorted(lost_ranks) or list(suspects)
