@@ -63,7 +63,7 @@ def job_board() -> FailureBoard:
     watch = watcher.start(store, rank, world_size)
     board = FailureBoard(store, rank, f"job {number}", watch, range(world_size))
     if watch is not None:
-        watch.expecting = False
+        watcher.hear_of_errors(watch)
     return board
 
 

@@ -291,6 +291,17 @@ def _leave() -> None:
 
 def _hook_up() -> None:
     """Hear how this process ends: once for all models, until the last of them is closed."""
+    atexit.register(_leave)
+    _undo.callback(atexit.unregister, _leave)
+    # A process that multiprocessing started never calls what atexit knows.
+    _undo.callback(multiprocessing.util.Finalize(None, _leave, exitpriority=100).cancel)
+
+
+def hear_of_errors(watch: Watch) -> None:
+    """Hear of the exception that ends this process, from now on. torch has wrapped the hook itself by then."""
+    if not watch.expecting:
+        return
+    watch.expecting = False
     previous = sys.excepthook
 
     def tell_the_others(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
@@ -305,10 +316,6 @@ def _hook_up() -> None:
 
     sys.excepthook = tell_the_others
     _undo.callback(restore)
-    atexit.register(_leave)
-    _undo.callback(atexit.unregister, _leave)
-    # A process that multiprocessing started never calls what atexit knows.
-    _undo.callback(multiprocessing.util.Finalize(None, _leave, exitpriority=100).cancel)
 
 
 def interruptible(call: Callable[[], T], board: FailureBoard) -> T:
