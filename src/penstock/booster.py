@@ -171,6 +171,7 @@ class Booster:
         _pipeline_of(model)
         size = {"max_shard_size": f"{size_per_shard}MB"} if shard else {}
         model.save_parallelized(checkpoint, merge_checkpoints=True, safe_serialization=use_safetensors, **size)
+        _pipeline_of(model).board.resume["model"] = f"booster.load_model(model, {os.fspath(checkpoint)!r})"
 
     def load_model(self, model: PreTrainedModel, checkpoint: PathLike, strict: bool = True) -> PreTrainedModel:
         """Load the weights of a folder from `save_model`, `save_parallelized` or transformers' `save_pretrained`.
@@ -188,9 +189,10 @@ class Booster:
         if is_parallelized(checkpoint):
             return model.from_parallelized(checkpoint)
         split = pipeline.split
-        load_ordinary(
-            model, checkpoint, own_class(model), split.stages, split.local_stages, world_comm=world, strict=strict
-        )
+        with pipeline.board.call("load_model", world=True):
+            load_ordinary(
+                model, checkpoint, own_class(model), split.stages, split.local_stages, world_comm=world, strict=strict
+            )
         return model
 
     def save_optimizer(self, optimizer: PipelineOptimizer, checkpoint: PathLike, shard: bool = False) -> None:
@@ -204,22 +206,24 @@ class Booster:
         pipeline = _checked(optimizer).pipeline
         scale = optimizer.loss_scale
         world, ranks = pipeline.comms()
-        save_training_state(
-            pipeline.split.model,
-            checkpoint,
-            TrainingState(
-                optimizer.unwrap(),
-                step=pipeline.step_number,
-                extra={} if scale is None else {"loss_scale": scale.state_dict()},
-            ),
-            stage=pipeline.place.rank_in_pipeline,
-            num_stages=pipeline.layout.pipelines[pipeline.place.pipeline].num_ranks,
-            world_comm=world,
-            pipeline_comm=ranks,
-            is_writer=pipeline.place.pipeline == 0,
-            tensor_parallel_rank=pipeline.place.tensor_parallel_rank,
-            tensor_parallel_size=pipeline.layout.tensor_parallel_size,
-        )
+        with pipeline.board.call("save_optimizer", world=True):
+            save_training_state(
+                pipeline.split.model,
+                checkpoint,
+                TrainingState(
+                    optimizer.unwrap(),
+                    step=pipeline.step_number,
+                    extra={} if scale is None else {"loss_scale": scale.state_dict()},
+                ),
+                stage=pipeline.place.rank_in_pipeline,
+                num_stages=pipeline.layout.pipelines[pipeline.place.pipeline].num_ranks,
+                world_comm=world,
+                pipeline_comm=ranks,
+                is_writer=pipeline.place.pipeline == 0,
+                tensor_parallel_rank=pipeline.place.tensor_parallel_rank,
+                tensor_parallel_size=pipeline.layout.tensor_parallel_size,
+            )
+        pipeline.board.resume["optimizer"] = f"booster.load_optimizer(optimizer, {os.fspath(checkpoint)!r})"
 
     def load_optimizer(self, optimizer: PipelineOptimizer, checkpoint: PathLike) -> None:
         """Load what `save_optimizer` wrote; the pipelines may be others.
@@ -228,13 +232,14 @@ class Booster:
             CheckpointError: the folder holds no optimizer state of this model.
         """
         pipeline = _checked(optimizer).pipeline
-        state = load_training_state(
-            pipeline.split.model,
-            checkpoint,
-            TrainingState(optimizer.unwrap()),
-            world_comm=pipeline.comms()[0],
-            variant=TRAINING_VARIANT,
-        )
+        with pipeline.board.call("load_optimizer", world=True):
+            state = load_training_state(
+                pipeline.split.model,
+                checkpoint,
+                TrainingState(optimizer.unwrap()),
+                world_comm=pipeline.comms()[0],
+                variant=TRAINING_VARIANT,
+            )
         pipeline.step_number = state.step
         if optimizer.loss_scale is not None and "loss_scale" in state.extra:
             restore_object(optimizer.loss_scale, state.extra["loss_scale"], f"the loss scale in {checkpoint}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -34,6 +35,8 @@ class Configuration:
         num_microbatches: microbatches in a batch, or None. At most one of the two may be given.
         schedule: a name that `penstock.schedule.build` knows, or a schedule of your own: the path of a .csv file, or a
             list of rows, one for each rank, such as "0F0,0B0"; see `penstock.schedule.text`.
+        patience: seconds that a rank waits for others before it logs what it waits for and where the others are, and
+            ends the run if they have made different calls, so that the wait can never end.
         trace: file for the timeline of the latest step, or None. It ends in .svg (a chart) or .json (for
             ui.perfetto.dev).
 
@@ -47,6 +50,7 @@ class Configuration:
     micro_batch_size: int | None = None
     num_microbatches: int | None = None
     schedule: str | Sequence[str] = DEFAULT_SCHEDULE
+    patience: float = 10.0
     trace: str | None = None
 
     def __post_init__(self) -> None:
@@ -64,6 +68,8 @@ class Configuration:
                 f"{SECTION}.micro_batch_size ({self.micro_batch_size}) and {SECTION}.num_microbatches "
                 f"({self.num_microbatches}) say the same thing in two ways: give only one of them"
             )
+        if not _is_positive_number(self.patience):
+            raise _wrong("patience", self.patience, "a positive number of seconds")
         if not _is_own_schedule(self.schedule) and self.schedule not in schedule_names():
             names = ", ".join(f'"{name}"' for name in schedule_names())
             hint = _did_you_mean(self.schedule, schedule_names())
@@ -112,6 +118,10 @@ class Configuration:
 
 def _is_positive_integer(value: object) -> bool:
     return type(value) is not bool and isinstance(value, Integral) and int(value) > 0
+
+
+def _is_positive_number(value: object) -> bool:
+    return type(value) is not bool and isinstance(value, int | float) and 0 < value < math.inf
 
 
 def _is_own_schedule(schedule: object) -> bool:

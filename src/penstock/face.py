@@ -99,25 +99,29 @@ class PipelineModel:
         """
         pipeline = self.pipeline
         world, ranks = pipeline.comms()
-        save_parallelized(
-            cast(PreTrainedModel, self),
-            save_directory,
-            stage=pipeline.place.rank_in_pipeline,
-            num_stages=pipeline.layout.pipelines[pipeline.place.pipeline].num_ranks,
-            world_comm=world,
-            pipeline_comm=ranks,
-            is_writer=pipeline.place.pipeline == 0,
-            tensor_parallel_rank=pipeline.place.tensor_parallel_rank,
-            tensor_parallel_size=pipeline.layout.tensor_parallel_size,
-            merge_checkpoints=merge_checkpoints,
-            **kwargs,
-        )
+        with pipeline.board.call("save_parallelized", world=True):
+            save_parallelized(
+                cast(PreTrainedModel, self),
+                save_directory,
+                stage=pipeline.place.rank_in_pipeline,
+                num_stages=pipeline.layout.pipelines[pipeline.place.pipeline].num_ranks,
+                world_comm=world,
+                pipeline_comm=ranks,
+                is_writer=pipeline.place.pipeline == 0,
+                tensor_parallel_rank=pipeline.place.tensor_parallel_rank,
+                tensor_parallel_size=pipeline.layout.tensor_parallel_size,
+                merge_checkpoints=merge_checkpoints,
+                **kwargs,
+            )
+        how = "penstock.from_pretrained({!r}, config=...)" if merge_checkpoints else "model.from_parallelized({!r})"
+        pipeline.board.resume["model"] = how.format(os.fspath(save_directory))
 
     def from_parallelized(self, directory: str | os.PathLike[str], variant: str | None = None) -> PipelineModel:
         """Load what `save_parallelized` wrote, from any number of stages and tensor-parallel ranks, into this model;
         returns it. `variant` is the one it was saved with."""
         comm = self.pipeline.comms()[0]
-        from_parallelized(cast(PreTrainedModel, self), directory, world_comm=comm, variant=variant)
+        with self.pipeline.board.call("from_parallelized", world=True):
+            from_parallelized(cast(PreTrainedModel, self), directory, world_comm=comm, variant=variant)
         return self
 
     def _bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:

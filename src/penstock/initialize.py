@@ -19,10 +19,11 @@ from penstock.modeling.stage_loading import forget_ties, load_config, load_stage
 from penstock.modeling.tensor_parallel import TensorParallel
 from penstock.modeling.tied import alias_groups
 from penstock.modeling.units import list_units
-from penstock.runtime.bootstrap import ensure_process_group, local_device
+from penstock.runtime.bootstrap import local_device
 from penstock.runtime.engine import Pipeline
+from penstock.runtime.failure import FailureBoard
 from penstock.runtime.layout import Layout
-from penstock.runtime.start import facts_of, require_agreement
+from penstock.runtime.start import facts_of, forming, gather_from_all, require_agreement
 from penstock.schedule.text import own_or_named, summary, written_schedule
 
 T = TypeVar("T")
@@ -58,8 +59,8 @@ def initialize(model: PreTrainedModel, config: ConfigLike) -> PreTrainedModel:
         if model.configuration == configuration:
             return model
         raise ValueError("this model is parallelised already, with another configuration: initialize() takes it once")
-    ensure_process_group()
-    return distribute(model, choose_layout(model, configuration), configuration)
+    with forming() as board:
+        return distribute(model, choose_layout(model, configuration, board), configuration, board)
 
 
 def from_pretrained(
@@ -81,15 +82,17 @@ def from_pretrained(
     kind = resolve_model_class(load_config(path_or_name, **kwargs), model_class)
     if not configuration.enable:
         return kind.from_pretrained(path_or_name, **kwargs)
-    ensure_process_group()
-    skeleton = meta_model(kind, load_config(path_or_name, **kwargs))
-    layout = choose_layout(skeleton, configuration)
-    cut = _cut(skeleton, layout)
-    (model, _), untied = _on_every_rank(
-        lambda: load_stage(kind, path_or_name, *_local(layout), cut, **kwargs), lambda loaded: loaded[1].untied
-    )
-    forget_ties(model, set().union(*untied))
-    return distribute(model, layout, configuration)
+    with forming() as board:
+        skeleton = meta_model(kind, load_config(path_or_name, **kwargs))
+        layout = choose_layout(skeleton, configuration, board)
+        cut = _cut(skeleton, layout)
+        (model, _), untied = _on_every_rank(
+            board,
+            lambda: load_stage(kind, path_or_name, *_local(layout), cut, **kwargs),
+            lambda loaded: loaded[1].untied,
+        )
+        forget_ties(model, set().union(*untied))
+        return distribute(model, layout, configuration, board)
 
 
 def from_config(
@@ -120,15 +123,15 @@ def from_config(
         if seed is not None:
             torch.manual_seed(seed)
         return kind._from_config(model_config, **kwargs)
-    ensure_process_group()
-    skeleton = meta_model(kind, model_config, **kwargs)
-    layout = choose_layout(skeleton, configuration)
-    cut = _cut(skeleton, layout)
-    model, _ = _on_every_rank(lambda: init_stage(kind, model_config, *_local(layout), seed, cut, **kwargs))
-    return distribute(model, layout, configuration)
+    with forming() as board:
+        skeleton = meta_model(kind, model_config, **kwargs)
+        layout = choose_layout(skeleton, configuration, board)
+        cut = _cut(skeleton, layout)
+        model, _ = _on_every_rank(board, lambda: init_stage(kind, model_config, *_local(layout), seed, cut, **kwargs))
+        return distribute(model, layout, configuration, board)
 
 
-def choose_layout(model: PreTrainedModel, configuration: Configuration) -> Layout:
+def choose_layout(model: PreTrainedModel, configuration: Configuration, board: FailureBoard) -> Layout:
     """Equal pipelines, each with the model's units balanced over its stages by cost. All ranks call this together.
 
     Raises:
@@ -138,7 +141,7 @@ def choose_layout(model: PreTrainedModel, configuration: Configuration) -> Layou
     settings = {f"{SECTION}.{name}": value for name, value in vars(configuration).items()}
     if (written := written_schedule(configuration.schedule)) is not None:
         settings[f"{SECTION}.schedule"] = summary(written)  # a file may differ between machines
-    require_agreement({**facts_of(model), **settings})
+    require_agreement({**facts_of(model), **settings}, board)
     units = list_units(model)
     stages, stage_to_rank, num_pipelines = plan_stages(configuration, units, unit_costs(model, units))
     size = configuration.tensor_parallel_size
@@ -157,7 +160,9 @@ def _local(layout: Layout) -> tuple[Sequence[Sequence[str]], tuple[int, ...]]:
     return mine.stages, mine.stages_of(place.rank_in_pipeline)
 
 
-def _on_every_rank(make: Callable[[], T], share: Callable[[T], Any] = lambda made: None) -> tuple[T, list[Any]]:
+def _on_every_rank(
+    board: FailureBoard, make: Callable[[], T], share: Callable[[T], Any] = lambda made: None
+) -> tuple[T, list[Any]]:
     """What `make` makes here, and what `share` says of it on every rank. All ranks call this together.
 
     Raises:
@@ -169,9 +174,8 @@ def _on_every_rank(make: Callable[[], T], share: Callable[[T], Any] = lambda mad
         made.append(make())
     except Exception as error:
         failure = error
-    told: list[Any] = [None] * dist.get_world_size()
     message = None if failure is None else f"{type(failure).__name__}: {failure}"
-    dist.all_gather_object(told, (message, share(made[0]) if made else None))
+    told = gather_from_all((message, share(made[0]) if made else None), board, "making the stages' weights")
     if failure is not None:
         raise failure
     for rank, (message, _) in enumerate(told):
@@ -230,7 +234,9 @@ def plan_stages(
     return stages, stage_to_rank, world_size // num_ranks
 
 
-def distribute(model: PreTrainedModel, layout: Layout, configuration: Configuration) -> PreTrainedModel:
+def distribute(
+    model: PreTrainedModel, layout: Layout, configuration: Configuration, board: FailureBoard
+) -> PreTrainedModel:
     """Split `model` for this rank's place in `layout` and attach the engine."""
     device = local_device()
     place = layout.place_of(dist.get_rank())
@@ -245,7 +251,9 @@ def distribute(model: PreTrainedModel, layout: Layout, configuration: Configurat
         num_microbatches=configuration.num_microbatches,
         micro_batch_size=configuration.micro_batch_size,
         trace=configuration.trace,
+        board=board,
     )
+    board.patience = float(configuration.patience)
     attach(model, pipeline)
     model.configuration = configuration
     return model

@@ -27,11 +27,12 @@ from penstock.pipelines import (
     check_templates,
     schedule_maker,
 )
-from penstock.runtime.bootstrap import ensure_process_group, local_device, rank_and_world_size
+from penstock.runtime.bootstrap import local_device, rank_and_world_size
 from penstock.runtime.engine import Pipeline
+from penstock.runtime.failure import PATIENCE_SECONDS, FailureBoard
 from penstock.runtime.layout import Layout
 from penstock.runtime.precision import LossScale
-from penstock.runtime.start import facts_of, require_agreement
+from penstock.runtime.start import facts_of, forming, require_agreement
 from penstock.schedule import DEFAULT_SCHEDULE, Schedule, check_trains
 from penstock.schedule.text import summary
 from penstock.template import PipelineTemplate
@@ -59,6 +60,7 @@ class HeterogeneousParallelPlugin:
             each rank, so that a template of four stages takes two ranks; one of a single stage takes one under any.
         initial_scale, min_scale, max_scale, growth_factor, backoff_factor, growth_interval, hysteresis: of fp16's loss
             scale, see `penstock.runtime.precision.LossScale`.
+        patience: seconds that a rank waits for others before it logs what it waits for and where the others are.
 
     Raises:
         TypeError, ValueError: an argument that cannot be used.
@@ -78,6 +80,7 @@ class HeterogeneousParallelPlugin:
         backoff_factor: float = 0.5,
         growth_interval: int = 1000,
         hysteresis: int = 2,
+        patience: float = PATIENCE_SECONDS,
     ) -> None:
         for name, value in (("tp_size", tp_size), ("microbatch_size", microbatch_size)):
             if isinstance(value, bool) or not isinstance(value, int):
@@ -94,6 +97,9 @@ class HeterogeneousParallelPlugin:
         self.precision = precision
         self.max_norm = float(max_norm)
         self.schedule = schedule
+        if not patience > 0:
+            raise ValueError(f"patience must be positive, got {patience}")
+        self.patience = float(patience)
         # Made in any precision, so that wrong numbers are refused in any.
         self._loss_scale = LossScale(
             scale=float(initial_scale),
@@ -265,9 +271,9 @@ class HeterogeneousParallelPlugin:
         if dataloader is not None:
             self.check_dataloader(dataloader)
         self._description = self._describe(model)
-        ensure_process_group()
-        require_agreement({**facts_of(model), **self._facts()})
-        model = self._parallelise(model, layout)
+        with forming() as board:
+            require_agreement({**facts_of(model), **self._facts()}, board)
+            model = self._parallelise(model, layout, board)
         wrapped = None if optimizer is None else self._wrap(optimizer, model)
         return model, wrapped, criterion, dataloader, lr_scheduler
 
@@ -277,7 +283,7 @@ class HeterogeneousParallelPlugin:
         facts = {f"the plugin's {name}": getattr(self, name) for name in names}
         return {**facts, "the pipelines' schedules": [summary(schedule) for schedule in self._schedules]}
 
-    def _parallelise(self, model: PreTrainedModel, layout: Layout) -> PreTrainedModel:
+    def _parallelise(self, model: PreTrainedModel, layout: Layout, board: FailureBoard) -> PreTrainedModel:
         device = local_device()
         place = layout.place_of(dist.get_rank())
         mine = layout.pipelines[place.pipeline]
@@ -290,7 +296,9 @@ class HeterogeneousParallelPlugin:
             self._makers[place.pipeline],
             device,
             micro_batch_size=self.microbatch_size,
+            board=board,
         )
+        board.patience = self.patience
         pipeline.autocast = PRECISIONS[self.precision]
         self._model = attach(model, pipeline)
         return self._model

@@ -10,9 +10,14 @@ import re
 import socket
 import sys
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 import torch.distributed as dist
+
+from . import watcher
+from .closing import abort_groups
+from .failure import FailureBoard, any_failed
 
 DEFAULT_PORT = 29500
 
@@ -39,13 +44,36 @@ def ensure_process_group(timeout: datetime.timedelta | None = None) -> None:
         os.environ.setdefault(name, value)
     if torch.cuda.is_available():
         torch.cuda.set_device(local_device())
-    dist.init_process_group(backend(), timeout=timeout)
+    _join(timeout)
+
+
+def _join(timeout: datetime.timedelta | None) -> None:
+    """Initialise torch.distributed from the environment, as torch does it, but watched from the moment ranks meet."""
+    limit = timeout or dist.distributed_c10d.default_pg_timeout
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=limit))
+    store.set_timeout(limit)
+    join = partial(
+        dist.init_process_group, backend(), store=dist.PrefixStore("default_pg", store), rank=rank,
+        world_size=world_size, timeout=timeout,
+    )  # fmt: skip
+    watch = watcher.start(store, rank, world_size)
+    if watch is None:
+        join()
+        return
+    board = FailureBoard(store, rank, "rendezvous", watch)
+    with board.position.call("setting up torch.distributed", world=True), board.guard("setting up torch.distributed"):
+        watcher.interruptible(join, board)
+    watch.world = dist.group.WORLD
 
 
 def _leave_in_order() -> None:
     """Give up the process groups before the interpreter goes: a thread of theirs that is still at work then may abort
-    the process. Not after an error, when what is under way may never end."""
-    if dist.is_initialized() and not hasattr(sys, "last_value"):
+    the process. After a failure what is under way may never end, so it is ended."""
+    if not dist.is_initialized():
+        return
+    if hasattr(sys, "last_value") or any_failed():
+        abort_groups(list(dist.distributed_c10d._world.pg_map))
+    else:
         dist.destroy_process_group()
 
 

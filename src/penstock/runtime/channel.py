@@ -35,6 +35,13 @@ class Kind(IntEnum):
         return self <= Kind.ACTIVATION
 
 
+NAMES = {
+    Kind.STEP: "step notices",
+    Kind.HEADER: "headers",
+    Kind.ACTIVATION: "activations",
+    Kind.LOSS: "losses",
+    Kind.GRADIENT: "gradients",
+}
 # Several tensors of one message get tags of their own.
 TAGS_PER_LINE = 64
 # Messages that may be under way on a line. Once more than twice as many were sent, all but so many are waited for.
@@ -90,7 +97,7 @@ class Line:
 
     def __init__(self, channel: Channel, cut: int, kind: Kind, group: dist.ProcessGroup, peer: int):
         self._channel = channel
-        self._name = f"{kind.name.lower()}s between stages {cut} and {cut + 1}"
+        self._name = f"{NAMES[kind]} between stages {cut} and {cut + 1}"
         # Nearly every message is one tensor, and that needs no `_Works`.
         self._send, self._send_each = group.send, partial(_Works, group.send)
         self._recv, self._recv_each = group.recv, partial(_Works, group.recv)
@@ -106,7 +113,7 @@ class Line:
         try:
             work = self._recv(buffers, peer, tag) if len(buffers) == 1 else self._recv_each(buffers, peer, tag)
         except RuntimeError as error:
-            raise self._lost("posting a receive of", error) from error
+            raise self._lost("posting a receive of", error) from None
         self.posted.append((buffers, work))
 
     def receive(self) -> list[torch.Tensor]:
@@ -118,7 +125,7 @@ class Line:
             work.wait()
         except RuntimeError as error:
             del work
-            raise self._lost("receiving", error) from error
+            raise self._lost("receiving", error) from None
         end = time.perf_counter()
         channel.seconds_waited += end - start
         if channel.on_wait is not None:
@@ -131,7 +138,7 @@ class Line:
         try:
             work = self._send(sent, peer, tag) if len(sent) == 1 else self._send_each(sent, peer, tag)
         except RuntimeError as error:
-            raise self._lost("sending", error) from error
+            raise self._lost("sending", error) from None
         self._in_flight.append((sent, work))
         del work
         # Many at a time, which takes less than one by one.
@@ -147,7 +154,7 @@ class Line:
                 work.wait()
             except RuntimeError as error:
                 del work
-                raise self._lost("sending", error) from error
+                raise self._lost("sending", error) from None
             del tensors  # not before they have left
 
     def clear(self) -> None:

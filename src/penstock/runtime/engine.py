@@ -20,7 +20,6 @@ from penstock.modeling.loss import Criterion
 from penstock.modeling.split import SplitModel
 from penstock.schedule import Schedule, check_trains
 
-from .bootstrap import default_store
 from .channel import Channel
 from .evaluation import evaluate, share_output
 from .exchange import Exchange
@@ -36,11 +35,12 @@ from .program import Program
 from .random_state import adopt_random_state
 from .recorder import Recorder
 from .reduction import GradientReducer
-from .start import copy_from_first_holders, shared_name, shared_seed
+from .start import copy_from_first_holders, job_board, shared_seed
 from .station import Station
 from .step import StepReport
 from .tensor_parallel import GroupCollectives, compare_inputs
 from .totals import Totals
+from .watcher import interruptible
 from .weight_gradients import WeightGradientQueues
 from .weight_gradients import install as install_deferral
 
@@ -75,6 +75,7 @@ class Pipeline:
         num_microbatches: int | None = None,
         micro_batch_size: int | None = None,
         trace: str | os.PathLike[str] | None = None,
+        board: FailureBoard | None = None,
     ):
         self.split = split
         self.layout = layout
@@ -107,9 +108,13 @@ class Pipeline:
             layout, self.place.tensor_parallel_rank, split.aliases, local, cut.shards if cut else (),
             cut.partial if cut else (),
         )  # fmt: skip
-        self.groups = Groups(layout, self.rank, device, shared)
-        self.board = FailureBoard(default_store(), self.rank, shared_name(self.groups))
-        self.board.watch_interpreter()
+        self.board = job_board() if board is None else board
+        self._pipeline_ranks = mine.ranks()
+        self.board.mates = frozenset(self._pipeline_ranks)
+        everyone = range(layout.world_size)
+        with self.board.guard("making process groups", everyone):
+            self.groups = interruptible(partial(Groups, layout, self.rank, device, shared), self.board)
+        self.board.on_end(self.groups.abort)
         # First, as it is to be called last: a group closes only when nothing refers to it.
         self.board.on_abort(self.groups.destroy)
         if cut is not None:
@@ -126,6 +131,8 @@ class Pipeline:
         for give_up in (totals.clear, channel.clear, reducer.clear, queues.clear):
             self.board.on_abort(give_up)
         self._norm = GradientNorm(self.held, layout, self.rank, self.groups, device, self.board)
+        with self.board.guard("agreeing on the run's seed", everyone):
+            seed = shared_seed(self.groups)
         self._station = Station(
             split=split,
             parameters=[held.parameter for held in self.held],
@@ -135,19 +142,20 @@ class Pipeline:
             queues=queues,
             board=self.board,
             device=device,
-            everyone=range(layout.world_size),
-            seed=shared_seed(self.groups),
+            everyone=everyone,
+            seed=seed,
             totals=totals,
             scaling=ScaleWatch(),
             share_overflow=self._norm.share_overflow,
         )
-        if device.type != "cpu":
-            self.groups.warm_up()
         own = mine.stages_of(self.place.rank_in_pipeline)
-        channel.warm_up([cut for cut, (a, b) in enumerate(pairwise(mine.stage_to_rank)) if a != b], own)
-        copy_from_first_holders(self.held, self.groups)
-        # A shuffle without a seed then draws one order on all ranks of a pipeline, as they need the same batches.
-        adopt_random_state(mine.ranks()[0], self.groups.crew_control, device)
+        with self.board.guard("sharing weights and random numbers before the first step", everyone):
+            if device.type != "cpu":
+                self.groups.warm_up()
+            channel.warm_up([cut for cut, (a, b) in enumerate(pairwise(mine.stage_to_rank)) if a != b], own)
+            copy_from_first_holders(self.held, self.groups)
+            # A shuffle without a seed then draws one order on all ranks of a pipeline, as they need the same batches.
+            adopt_random_state(mine.ranks()[0], self.groups.crew_control, device)
         if self.schedule(1).splits_backward:
             install_deferral(split.model, queues)
 
@@ -226,9 +234,10 @@ class Pipeline:
             ValueError: as `train`, but a batch may come without labels and may be smaller than the number of
             microbatches.
         """
-        output = self._evaluate(inputs, None, over_all_pipelines=False)
-        with self.board.aborting():
-            return share_output(output, self.groups.pipeline, self._last_rank, self.device)
+        with self.board.call("evaluation", world=False):
+            output = self._evaluate(inputs, None, over_all_pipelines=False)
+            with self.board.guard("sharing the output", self._pipeline_ranks):
+                return share_output(output, self.groups.pipeline, self._last_rank, self.device)
 
     def evaluate_together(
         self, inputs: Mapping[str, Any], criterion: Criterion | None = None, share_outputs: bool = False
@@ -242,12 +251,13 @@ class Pipeline:
         Raises:
             ValueError: as `train`.
         """
-        output = self._evaluate(inputs, criterion, over_all_pipelines=True)
-        with self.board.aborting():
-            self._station.totals.start(0.0 if output is None else float(output.loss), False)
-            loss, _ = self._station.totals.finish()
-            if share_outputs:
-                output = share_output(output, self.groups.pipeline, self._last_rank, self.device)
+        with self.board.call("evaluation over all pipelines", world=True):
+            output = self._evaluate(inputs, criterion, over_all_pipelines=True)
+            with self.board.guard("sharing the output", self._pipeline_ranks):
+                self._station.totals.start(0.0 if output is None else float(output.loss), False)
+                loss, _ = self._station.totals.finish()
+                if share_outputs:
+                    output = share_output(output, self.groups.pipeline, self._last_rank, self.device)
         return loss, output
 
     def schedule(self, num_microbatches: int) -> Schedule:
@@ -288,16 +298,18 @@ class Pipeline:
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
         """Clip the whole model's gradient norm, every logical parameter counted once; see `runtime.norm`."""
-        return self._norm.clip(float(max_norm), float(norm_type), error_if_nonfinite)
+        with self.board.call("clip_grad_norm_", world=True):
+            return self._norm.clip(float(max_norm), float(norm_type), error_if_nonfinite)
 
     def grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
         """The norm of the whole model's gradients: shape (), the same on every rank to the last bit."""
-        return self._norm.of_all(norm_type)
+        with self.board.call("grad_norm", world=True):
+            return self._norm.of_all(norm_type)
 
     def close(self) -> None:
         """Give up the process groups. The model keeps its weights but runs no more steps."""
         self._closed = True
-        self.board.close()
+        self.board.retire()
         if self.split.tensor_parallel is not None:
             self.split.tensor_parallel.region.collectives = None
 
@@ -316,7 +328,7 @@ class Pipeline:
         prepared = self._prepare(microbatches, sizes, 0, fingerprint(inputs), criterion)
         if over_all_pipelines:
             refuse_without_loss(self.split.model, prepared)
-        with self.board.aborting(), autocast(self.device, self.autocast):
+        with self.board.guard("evaluating", self._pipeline_ranks), autocast(self.device, self.autocast):
             program = self._program(len(microbatches))
             return evaluate(self._station, program, prepared, criterion, over_all_pipelines)
 
@@ -328,8 +340,7 @@ class Pipeline:
         digest: int,
         criterion: Criterion | None = None,
     ) -> StepInputs:
-        if self.board.failed is not None:
-            raise self.board.failed
+        self.board.check()
         if self._closed:
             raise RuntimeError("this model's pipeline was closed: it keeps its weights, but runs no more steps")
         refuse_tuples(self.split.model, microbatches)

@@ -81,6 +81,8 @@ class TrainingStep:
         station = self._station
         self._started = time.perf_counter()
         waited = station.channel.seconds_waited
+        name = "training step" if self._reduce else "training step under no_sync()"
+        station.board.position.enter(name, world=True, detail=self)
         try:
             station.channel.sends_ahead = self._program.sends_ahead
             station.reducer.begin()
@@ -100,6 +102,8 @@ class TrainingStep:
                     self._weight_gradients(stage, microbatch)
                 elif stage == self._program.top:
                     yield self._open_backward(microbatch)
+                    if station.board.failed is not None:
+                        station.board.check()
                     if not self._called:
                         raise LoopError(
                             f"backward() was not called on the loss of microbatch {microbatch}; call it exactly once "
@@ -118,7 +122,9 @@ class TrainingStep:
             station.channel.flush()
             self.report = self._finish(station.channel.seconds_waited - waited)
         except GeneratorExit:
-            self._leave(self._fault or "a break, or an exception in the loop's body")
+            # Python would print an error in here, and go on; the next call raises it.
+            with contextlib.suppress(PipelineFailure):
+                self._leave(self._fault or "a break, or an exception in the loop's body")
             return
         except LoopError as error:
             # The rank that is to blame says what was wrong; the others hear of it as a failure of this rank.
@@ -130,6 +136,19 @@ class TrainingStep:
         except Exception as error:
             station.board.abort(f"{type(error).__name__}: {error}")
             raise
+        finally:
+            station.board.position.leave()
+
+    @property
+    def progress(self) -> int:
+        """See `position.Inside`."""
+        return self._position
+
+    @property
+    def place(self) -> str:
+        """See `position.Inside`."""
+        actions = self._program.actions
+        return f"{self._inputs.number}" + (f", microbatch {actions[self._position].microbatch}" if actions else "")
 
     # -- the actions -----------------------------------------------------------------------------------------------
 

@@ -1,28 +1,49 @@
 """A failure on one rank becomes, within seconds, an error on every rank that names the rank and its cause.
 
-The first rank to fail writes its cause in the job's store and destroys its process groups. That closes the connections
-its neighbours wait on; each of them reads the store, raises an error naming the first cause, and closes its own, and
-so on to the last rank. Nobody waits for the process group's timeout.
+The first rank to fail writes its cause in the job's store, tells the others' watchers, and ends everything under way in
+its process groups. A watcher that hears of a failure, or sees a rank's process end, does the same on its rank, so that
+a host that waits wakes with an error, whatever it waits for. Nobody waits for the process group's timeout.
 """
 
 from __future__ import annotations
 
 import contextlib
-import datetime
 import json
+import os
 import re
-import sys
+import threading
 import time
-import traceback
-from collections.abc import Callable, Iterator, Sequence
-from types import TracebackType
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-# How long a rank that lost a connection looks for the cause another rank may still be writing.
-DETAIL_WAIT = datetime.timedelta(seconds=1.0)
+from .lifeline import peek
+from .position import Inside, Position
+
+if TYPE_CHECKING:
+    from .watcher import Watch
+
+# How long a rank that learned of a failure waits to learn more: which rank was lost, what a failing rank's own
+# interpreter says. It gives that rank the time to show its error first.
+DETAIL_WAIT = timedelta(seconds=1.0)
 # How long ranks that left the training loop wait for the others to have left it at the same place.
-AGREEMENT_WAIT = datetime.timedelta(seconds=3.0)
+AGREEMENT_WAIT = timedelta(seconds=3.0)
+# How long a rank waits for others before it asks where they are.
+PATIENCE_SECONDS = 10.0
+KILLED = "its process ended without a word, as one that is killed does (by hand, by the system for want of memory)"
+LEFT = "its program had ended"
+# What gloo's errors begin with, once the path of its source file is taken off. NCCL's and the store's have classes.
+TRANSPORT_ERROR = re.compile(
+    r"\[[^\]]*\bgloo/|Gloo connectFullMesh failed|Application timeout caused pair closure|"
+    r"Connection closed by peer|Socket (closed|unexpectedly closed)|Socket Timeout|"
+    r"(readv?|writev?|sendmsg|recvmsg|connect) ?[\[(:]"
+)
+
+
+_num_failures = 0
 
 
 class PipelineFailure(RuntimeError):
@@ -34,114 +55,202 @@ class PipelineFailure(RuntimeError):
 
 
 class FailureBoard:
-    """The record of the job's first failure, in the job's key-value store."""
+    """What this rank knows of the first failure of a job, and how to end what is under way.
 
-    def __init__(self, store: dist.Store | None, rank: int, name: str):
+    Attributes:
+        failed: the error to raise, once there is one. The watcher may set it at any moment.
+        position: where this rank is, see `Position`.
+        patience: how many seconds this rank waits for others before it asks where they are.
+        resume: the calls that load what this run has saved last: of "model", of "optimizer".
+
+    Args:
+        store: the job's key-value store, for what ranks agree on; None if there is none.
+        name: the job's, the same on all its ranks.
+        watch: this process's watcher, None if there is nobody to watch.
+        mates: the ranks of this rank's pipeline.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store | None,
+        rank: int,
+        name: str,
+        watch: Watch | None = None,
+        mates: Collection[int] = (),
+    ):
+        self.name = name
+        self.position = Position()
+        self.patience = PATIENCE_SECONDS
+        self.mates: Collection[int] = mates
+        self.resume: dict[str, str] = {}
+        self.failed: PipelineFailure | None = None
+        # For the watcher: what it saw of this rank last.
+        self.last_mark: Any = None
+        self.waiting_since = 0.0
+        self.reported = False
+        if watch is not None:
+            store = watch.store
         self._store = store if store is None else dist.PrefixStore(f"penstock/{name}", store)
         self._rank = rank
+        self._watch = watch
+        self._first: dict[str, Any] | None = None
+        self._failed_at = 0.0
+        self._ends: list[Callable[[], None]] = []
         self._on_abort: list[Callable[[], None]] = []
-        self.failed: PipelineFailure | None = None
+        # The host and the watcher may both learn something.
+        self._lock = threading.RLock()
+        if watch is not None:
+            watch.hold()
+            self._let_go = weakref.finalize(self, watch.release)
+            # At the interpreter's end the watcher takes leave by itself.
+            self._let_go.atexit = False
+            watch.add(self)
+
+    # -- what to end -----------------------------------------------------------------------------------------------
+
+    def on_end(self, end: Callable[[], None]) -> None:
+        """Register what ends everything under way, on any thread and at any moment of the host."""
+        self._ends.append(end)
 
     def on_abort(self, close: Callable[[], None]) -> None:
-        """Register what must be closed for the neighbours to wake. What was registered last is closed first."""
+        """Register what this rank's host must give up afterwards. What was registered last is given up first."""
         self._on_abort.append(close)
 
-    def abort(self, cause: str, *, suspects: Sequence[int] = ()) -> PipelineFailure:
-        """Record `cause` unless an earlier failure is on record, wake the neighbours, and return the error to raise.
-
-        `suspects` are the ranks to blame when it is not this one: one of them closed a connection.
-        """
-        if self.failed is None:
-            first = self._record(cause, list(suspects) or [self._rank])
-            self.failed = PipelineFailure(cause)
-            self._report_alive()
-            self.close()
-            # Last, because it may wait for what other ranks still have to say.
-            lost = self._lost(first)
-            self.failed = PipelineFailure(self._message(first, lost), lost[0] if len(lost) == 1 else None)
-        return self.failed
+    @contextlib.contextmanager
+    def ending(self, end: Callable[[], None]) -> Iterator[None]:
+        """`on_end` for the duration."""
+        self._ends.append(end)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(ValueError):
+                self._ends.remove(end)
 
     def close(self) -> None:
-        """Close what was registered, once."""
+        """Give up what was registered, once. The host calls this."""
         closers, self._on_abort = self._on_abort, []
         for close in reversed(closers):
             # A group may be half gone already; the point is only that it closes.
             with contextlib.suppress(Exception):
                 close()
 
+    def retire(self) -> None:
+        """Give up what was registered, and the watcher. The pipeline runs no more."""
+        self.close()
+        self._ends.clear()
+        self._store = None
+        if self._watch is not None:
+            self._watch.remove(self)
+            self._let_go()
+
+    # -- failing ---------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise the job's failure if there is one. Every wait of the host is followed by this look."""
+        if self.failed is not None:
+            raise self._settled()
+
+    def abort(self, cause: str, *, suspects: Sequence[int] | None = None) -> PipelineFailure:
+        """Record `cause` unless an earlier failure is known, end it all on every rank, and return the error to raise.
+
+        `suspects` are the ranks to blame when it is not this one: one of them closed a connection. None at all if no
+        single rank is to blame.
+        """
+        self.fail(cause, suspects=[self._rank] if suspects is None else suspects)
+        return self._settled()
+
+    def fail(self, cause: str, *, suspects: Sequence[int]) -> None:
+        """As `abort`, on any thread: the host is woken, and raises when it looks."""
+        with self._lock:
+            if self._first is None:
+                mine = {"suspects": list(suspects), "cause": cause, "seen_by": self._rank, "at": time.time()}
+                self._first = self._record(mine)
+                self._compose()
+                if self._watch is not None:
+                    self._watch.tell({"failure": self._first, "board": self.name})
+        self._end()
+
+    def hear(self, failure: dict[str, Any]) -> None:
+        """Another rank has told of a failure."""
+        with self._lock:
+            if self._first is None or self._is_better(failure):
+                self._first = failure
+            self._compose()
+        self._end()
+
+    def hear_of_losses(self) -> None:
+        """The watcher has learned something of the ranks."""
+        assert self._watch is not None
+        if self._first is None and self._watch.lost:
+            self.fail("saw its connection close", suspects=sorted(self._watch.lost))
+        elif self._first is not None:
+            self._compose()
+
+    def look_up(self) -> None:
+        """Look for a failure in the store, where the watchers are not all connected."""
+        if self._store is None or self._first is not None:
+            return
+        with contextlib.suppress(Exception):
+            if written := peek(self._store, "failure"):
+                self.hear(json.loads(written))
+
     @contextlib.contextmanager
     def guard(self, doing: str, peers: Sequence[int] = ()) -> Iterator[None]:
-        """Turn a transport error met while `doing` something with `peers` into a PipelineFailure on every rank."""
+        """Communication with `peers`, who wait for this rank: an error in here is an error on every rank.
+
+        A transport's becomes a PipelineFailure that names who is gone. Any other is this rank's own.
+        """
+        if self.failed is not None:
+            self.check()
         try:
             yield
         except PipelineFailure:
             raise
-        except RuntimeError as error:
-            raise self.lost_connection(doing, peers, error) from error
+        except Exception as error:
+            raise self.lost_connection(doing, peers, error) from None
+        if self.failed is not None:
+            self.check()
 
     @contextlib.contextmanager
-    def aborting(self) -> Iterator[None]:
+    def call(self, name: str, *, world: bool, detail: Inside | None = None) -> Iterator[None]:
+        """Around a call of the library in which all ranks of this pipeline take part, or of all pipelines (`world`).
+
+        A transport's error becomes a PipelineFailure; what else is raised in here is left to the caller.
+        """
+        self.check()
+        with self.position.call(name, world=world, detail=detail):
+            try:
+                yield
+            except PipelineFailure:
+                raise
+            except Exception as error:
+                if self.failed is None and not is_transport_error(error):
+                    raise
+                raise self.lost_connection(f"in {name}", () if world else list(self.mates), error) from None
+
+    @contextlib.contextmanager
+    def aborting(self, doing: str = "working together") -> Iterator[None]:
         """An error in here is an error on every rank."""
-        try:
+        with self.guard(doing):
             yield
-        except Exception as error:
+
+    def lost_connection(self, doing: str, peers: Sequence[int], error: Exception) -> Exception:
+        """What to raise for an error in the middle of `doing` something with `peers`.
+
+        A PipelineFailure if the transport broke or the job has failed, `error` itself if that is this rank's own.
+        """
+        if self.failed is not None:
+            return self._settled()
+        if not is_transport_error(error):
             self.abort(f"{type(error).__name__}: {error}")
-            raise
-
-    def lost_connection(self, doing: str, peers: Sequence[int], error: RuntimeError) -> PipelineFailure:
-        """The error for a transport that broke while `doing` something with `peers`."""
+            return error
+        if isinstance(error, dist.DistNetworkError) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            peers = [0]  # without a launcher's, the store is in the first rank's process
+        elif not peers and self._watch is not None:
+            peers = range(self._watch.world_size)
         others = [peer for peer in peers if peer != self._rank]
-        named = f"rank {others[0]}" if len(others) == 1 else f"one of ranks {others}"
-        reason = _first_sentence(error)
-        # What the finished frames hold (a collective's work, its group) would keep this rank's connections open.
-        traceback.clear_frames(error.__traceback__)
-        return self.abort(f"lost the connection to {named} while {doing} ({reason})", suspects=others)
-
-    def _record(self, cause: str, suspects: list[int]) -> dict:
-        mine = {"suspects": suspects, "cause": cause, "seen_by": self._rank}
-        if self._store is None:
-            return mine
-        try:
-            written = self._store.compare_set("failure", "", json.dumps(mine))
-            return json.loads(written) if written else mine
-        except Exception:  # the store lives in the process that may be the one that died
-            return {**mine, "cause": f"{cause}; the job's store is unreachable too"}
-
-    def _report_alive(self) -> None:
-        if self._store is not None:
-            with contextlib.suppress(Exception):
-                self._store.set(f"alive/{self._rank}", "")
-
-    def _lost(self, first: dict) -> list[int]:
-        """Of several suspects those that do not report soon, as each live one does once its connections close."""
-        suspects: list[int] = first["suspects"]
-        if len(suspects) == 1 or self._store is None:
-            return suspects
-        deadline = time.monotonic() + DETAIL_WAIT.total_seconds()
-        missing = [rank for rank in suspects if rank != self._rank]
-        with contextlib.suppress(Exception):
-            while len(missing) > 1 and time.monotonic() < deadline:
-                missing = [rank for rank in missing if not self._store.check([f"alive/{rank}"])]
-                time.sleep(0.01)
-        return missing or suspects
-
-    def _message(self, first: dict, lost: list[int]) -> str:
-        seen_by, cause = first["seen_by"], first["cause"]
-        if lost == [seen_by]:
-            return f"rank {seen_by} failed: {cause}" + ("" if seen_by == self._rank else self._detail(seen_by))
-        if len(lost) == 1:
-            return f"rank {lost[0]} was lost: rank {seen_by} {cause}{self._detail(lost[0])}"
-        return f"one of ranks {lost} was lost: rank {seen_by} {cause}"
-
-    def _detail(self, rank: int) -> str:
-        """What the failing rank's own interpreter said on its way out, when it had the time to say it."""
-        if self._store is None:
-            return ""
-        try:
-            self._store.wait([f"detail/{rank}"], DETAIL_WAIT)
-            return f"; rank {rank} ended with {self._store.get(f'detail/{rank}').decode()}"
-        except Exception:
-            return ""
+        named = f"rank {others[0]}" if len(others) == 1 else f"one of ranks {others}" if others else "another rank"
+        return self.abort(f"lost the connection to {named} while {doing} ({_first_sentence(error)})", suspects=others)
 
     def agree(self, key: str, position: str, ranks: Sequence[int], patience: float) -> bool:
         """True if every rank of `ranks` reports the same `position` under `key` within about `patience` seconds.
@@ -152,30 +261,132 @@ class FailureBoard:
             return True
         if self._store is None:
             return False
-        wait = max(AGREEMENT_WAIT, datetime.timedelta(seconds=patience))
+        keys = [f"{key}/{rank}" for rank in ranks]
+        deadline = time.monotonic() + max(AGREEMENT_WAIT.total_seconds(), patience)
         try:
             self._store.set(f"{key}/{self._rank}", position)
-            self._store.wait([f"{key}/{rank}" for rank in ranks], wait)
-            return all(self._store.get(f"{key}/{rank}").decode() == position for rank in ranks)
+            # Not the store's own wait: it prints a page when it ends without success.
+            while not self._store.check(keys):
+                if time.monotonic() > deadline or self.failed is not None:
+                    return False
+                time.sleep(0.005)
+            return all(self._store.get(each).decode() == position for each in keys)
         except Exception:
             return False
 
-    def watch_interpreter(self) -> None:
-        """Tell the others what exception ends this process, through `sys.excepthook`."""
-        previous, store, key = sys.excepthook, self._store, f"detail/{self._rank}"
+    # -- what is known ---------------------------------------------------------------------------------------------
 
-        # It outlives the pipeline, so it refers to nothing of it but the store.
-        def hook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
-            if store is not None and not isinstance(value, PipelineFailure):
-                text = "".join(traceback.format_exception_only(kind, value)).strip()
-                with contextlib.suppress(Exception):
-                    store.set(key, text[:500])
-            previous(kind, value, trace)
+    def _end(self) -> None:
+        """End everything under way, once."""
+        global _num_failures
+        with self._lock:
+            ends, self._ends = self._ends, []
+        _num_failures += bool(ends)
+        for end in ends:
+            with contextlib.suppress(Exception):
+                end()
 
-        sys.excepthook = hook
+    def _settled(self) -> PipelineFailure:
+        """The error to raise, once this rank has given up what it held and as much is known as will be soon."""
+        self.close()
+        if self._watch is not None:
+            self._watch.wait(self._explained, self._failed_at + DETAIL_WAIT.total_seconds() - time.monotonic())
+            self._compose()
+        assert self.failed is not None
+        return self.failed
+
+    def _record(self, mine: dict[str, Any]) -> dict[str, Any]:
+        """The first failure on record, which is `mine` if there was none."""
+        if self._store is None:
+            return mine
+        try:
+            written = self._store.compare_set("failure", "", json.dumps(mine))
+            return json.loads(written) if written else mine
+        except Exception:  # the store lives in the process that may be the one that died
+            return mine
+
+    def _is_better(self, failure: dict[str, Any]) -> bool:
+        """Whether another rank's account says more than the one known here, where no store decided on the first."""
+        assert self._first is not None
+        return (not self._is_certain(failure), failure["at"]) < (not self._is_certain(self._first), self._first["at"])
+
+    def _is_certain(self, failure: dict[str, Any]) -> bool:
+        """Whether it is an exception of the rank that tells it, or the end of a process."""
+        lost = self._watch.lost if self._watch is not None else ()
+        return failure["suspects"] in ([], [failure["seen_by"]]) or any(rank in lost for rank in failure["suspects"])
+
+    def _explained(self) -> bool:
+        """Whether there is no more to learn."""
+        assert self._first is not None and self._watch is not None
+        suspects, seen_by, watch = self._first["suspects"], self._first["seen_by"], self._watch
+        if not suspects or suspects == [self._rank]:
+            return True
+        if suspects == [seen_by]:
+            # Its interpreter shows the exception before it says so.
+            return seen_by in watch.words or seen_by in watch.lost or seen_by in watch.left
+        return bool(watch.lost)
+
+    def _compose(self) -> None:
+        """Make the error out of what is known now."""
+        with self._lock:
+            assert self._first is not None
+            self._failed_at = self._failed_at or time.monotonic()
+            watch = self._watch
+            lost_ranks = watch.lost if watch is not None else set()
+            suspects, seen_by, cause = self._first["suspects"], self._first["seen_by"], self._first["cause"]
+            if not suspects:
+                message, rank = cause, None
+            elif suspects == [seen_by]:
+                said = watch.words.get(seen_by, "") if watch is not None else ""
+                # Its exception may have come up through the loop's body, which this library does not see.
+                said = f"{said}; " if said and said not in cause else ""
+                message, rank = f"rank {seen_by} failed: {said}{cause}", seen_by
+            else:
+                # A connection may also have been closed by one that lost another rank itself.
+                certain = [r for r in suspects if r in lost_ranks] or sorted(lost_ranks) or list(suspects)
+                rank = certain[0] if len(certain) == 1 else None
+                who = f"rank {rank} was lost" if rank is not None else f"one of ranks {certain} was lost"
+                message = f"{who}: {self._end_of(rank)}rank {seen_by} {cause}"
+            here = self.position.words() if rank != self._rank and suspects else ""
+            if here and not here.startswith("its own"):
+                message += f"; this was in {here} of rank {self._rank}"
+            self.failed = PipelineFailure(f"{message}. {self._advice()}", rank)
+
+    def _end_of(self, rank: int | None) -> str:
+        """How a rank ended, as far as known."""
+        if self._watch is None or rank is None:
+            return ""
+        if rank in self._watch.words:
+            return f"it ended with {self._watch.words[rank]}; "
+        if rank in self._watch.lost:
+            return f"{KILLED}; "
+        return f"{LEFT}; " if rank in self._watch.left else ""
+
+    def _advice(self) -> str:
+        if self.resume:
+            calls = " and ".join(self.resume.values())
+            return f"To go on, start the job again and load the last checkpoint: {calls}"
+        return (
+            "To go on, start the job again; this run has saved no checkpoint, so load an earlier one if there is one "
+            "(model.from_parallelized(folder), penstock.from_pretrained(folder, config=...))"
+        )
 
 
-def _first_sentence(error: RuntimeError) -> str:
+def any_failed() -> bool:
+    """Whether a job of this process has failed."""
+    return _num_failures > 0
+
+
+def is_transport_error(error: BaseException) -> bool:
+    """Whether `error` says that a connection to another rank, or to the store, broke or timed out."""
+    if isinstance(error, dist.DistError):
+        return True
+    # gloo's are plain RuntimeErrors out of C++; what Python raises in the middle of a wait (a signal's handler, a data
+    # loader that lost a worker) is not.
+    return type(error) is RuntimeError and TRANSPORT_ERROR.match(str(error).strip()) is not None
+
+
+def _first_sentence(error: BaseException) -> str:
     """A transport's error without the path of its source file and its advice."""
     text = re.sub(r"^\[[^\]]*\]\s*", "", str(error).strip())
     return text.splitlines()[0].split(". This is typically")[0][:200] if text else type(error).__name__

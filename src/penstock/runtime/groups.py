@@ -5,19 +5,14 @@ A group first used after a rank has died can hang, so none is made later.
 
 from __future__ import annotations
 
-import gc
-import threading
-import time
 from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
 
 from .channel import Kind
+from .closing import abort_groups, destroy_groups
 from .layout import Layout
-
-# How long closing the groups may hold up the error that made it necessary.
-CLOSING_SECONDS = 5.0
 
 
 class Groups:
@@ -33,6 +28,7 @@ class Groups:
         self._rank = rank
         self._device = device
         self._mine: list[dist.ProcessGroup] = []
+        self._aborted = False
         self._made: dict[tuple[str, str, tuple[int, ...]], dist.ProcessGroup] = {}
         place = layout.place_of(rank)
         everyone = tuple(range(layout.world_size))
@@ -93,6 +89,11 @@ class Groups:
         for group in self._mine:
             dist.barrier(group=group)
 
+    def abort(self) -> None:
+        """End everything under way in this rank's groups. Any thread may call it, and `destroy` then comes later."""
+        self._aborted = True
+        abort_groups(list(self._mine))
+
     def destroy(self) -> None:
         """Close this rank's groups, so that ranks which wait on it wake with an error."""
         groups, self._mine = self._mine, []
@@ -102,15 +103,7 @@ class Groups:
         for name in ("world", "world_control", "pipeline", "pipeline_control", "last_stages", "tensor_parallel", "crew",
                      "crew_control"):  # fmt: skip
             setattr(self, name, None)
-        # Closing a group waits for what is under way in it, maybe on a rank that waits for another group to close:
-        # all at once, and without end only in the background.
-        threads = [threading.Thread(target=_destroy_last, args=(groups,), daemon=True) for _ in groups]
-        for thread in threads:
-            thread.start()
-        deadline = time.monotonic() + CLOSING_SECONDS
-        for thread in threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        gc.collect()
+        destroy_groups(groups, self._aborted)
 
     def _new(
         self, ranks: tuple[int, ...], purpose: str, control: bool = False, apart: bool = False
@@ -125,8 +118,3 @@ class Groups:
             if self._rank in ranks:
                 self._mine.append(self._made[key])
         return self._made[key]
-
-
-def _destroy_last(groups: list[dist.ProcessGroup]) -> None:
-    """Destroy one group. It is taken off the list here, because it closes only when nobody refers to it."""
-    dist.destroy_process_group(groups.pop())

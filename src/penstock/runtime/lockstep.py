@@ -39,12 +39,11 @@ class Lockstep:
         An error that every rank meets at the same point (a wrong argument, say) is only raised: nothing is under way,
         and the pipeline stays usable. A rank whose random state was not the first rank's has its own again afterwards.
         """
-        if self._board.failed is not None:
-            raise self._board.failed
+        self._board.check()
         self.position = 0
         self._num_sections += 1
         try:
-            with self._one_random_state():
+            with self._board.position.call("generation", world=False, detail=self), self._one_random_state():
                 yield
         except PipelineFailure:
             raise
@@ -54,17 +53,22 @@ class Lockstep:
                 self._board.abort(f"{type(error).__name__}: {error}")
             raise
 
+    @property
+    def progress(self) -> int:
+        """See `position.Inside`."""
+        return self.position
+
+    @property
+    def place(self) -> str:
+        """See `position.Inside`."""
+        return f"at exchange {self.position}"
+
     @contextmanager
     def exchange(self) -> Iterator[None]:
         """Around communication: an error in here is an error on every rank, as the others wait for this one."""
         self.position += 1
-        try:
+        with self._board.guard("exchanging values in generation", self.ranks):
             yield
-        except PipelineFailure:
-            raise
-        except Exception as error:
-            self._board.abort(f"{type(error).__name__}: {error}")
-            raise
 
     def gather(self, numbers: Sequence[int]) -> list[list[int]]:
         """Every rank's `numbers` (up to 63 bits each, equally many on every rank), in pipeline order."""

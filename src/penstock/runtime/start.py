@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
+from . import watcher
+from .bootstrap import default_store, ensure_process_group
 from .buckets import make_buckets
-from .failure import PipelineFailure
+from .closing import abort_groups
+from .failure import FailureBoard
 from .groups import Groups
 from .holders import HeldParameter
 
@@ -28,7 +33,51 @@ def facts_of(model: PreTrainedModel) -> dict[str, Any]:
     }
 
 
-def require_agreement(facts: Mapping[str, Any]) -> None:
+@contextmanager
+def forming() -> Iterator[FailureBoard]:
+    """Around all that ranks do together until a pipeline stands; gives the board on which its failures will be.
+
+    torch.distributed is initialised from the environment unless it is already. From here on a rank that is lost is an
+    error on every rank. The board is the pipeline's; without one, after an error, it is given up here.
+    """
+    ensure_process_group()
+    board = job_board()
+    try:
+        with board.position.call("initialize()", world=True):
+            yield board
+    except BaseException:
+        board.retire()
+        raise
+
+
+# How many jobs there were in a world.
+_num_jobs: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+
+
+def job_board() -> FailureBoard:
+    """A board for one more job of torch's default process group. Every rank makes its own, as its first, second, ..."""
+    world = dist.group.WORLD
+    assert world is not None
+    number = _num_jobs[world] = _num_jobs.get(world, 0) + 1
+    store, rank, world_size = default_store(), dist.get_rank(), dist.get_world_size()
+    watch = watcher.start(store, rank, world_size)
+    board = FailureBoard(store, rank, f"job {number}", watch, range(world_size))
+    if watch is not None:
+        watcher.hear_of_errors(watch)
+    return board
+
+
+def gather_from_all(mine: Any, board: FailureBoard, doing: str) -> list[Any]:
+    """Every rank's object, over torch's default group. Every rank of the world calls this."""
+    every: list[Any] = [None] * dist.get_world_size()
+    world = dist.group.WORLD
+    assert world is not None
+    with board.ending(partial(abort_groups, [world])), board.guard(doing, range(dist.get_world_size())):
+        dist.all_gather_object(every, mine)
+    return every
+
+
+def require_agreement(facts: Mapping[str, Any], board: FailureBoard) -> None:
     """Compare what every rank of the world was given.
 
     Args:
@@ -38,11 +87,7 @@ def require_agreement(facts: Mapping[str, Any]) -> None:
         ValueError: on every rank, if one was given something else; names the facts that differ.
         PipelineFailure: a rank ended before it came here.
     """
-    every: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
-    try:
-        dist.all_gather_object(every, {name: repr(value) for name, value in facts.items()})
-    except RuntimeError as error:
-        raise PipelineFailure(f"a rank ended before all ranks had given the same model: {error}") from error
+    every = gather_from_all({name: repr(value) for name, value in facts.items()}, board, "comparing models")
     differences = []
     for name in sorted(set().union(*every)):
         values = [theirs.get(name, "nothing") for theirs in every]
@@ -58,21 +103,9 @@ def require_agreement(facts: Mapping[str, Any]) -> None:
 
 def shared_seed(groups: Groups) -> int:
     """The seed of rank 0's random number generator, so that a user's manual_seed decides the run's dropout."""
-    return _from_first_rank(torch.initial_seed() & ((1 << 62) - 1), groups)
-
-
-def shared_name(groups: Groups) -> str:
-    """A name for this pipeline in the job's store. Rank 0 counts, as the others may have had fewer jobs before."""
-    return str(_from_first_rank(next(_names), groups))
-
-
-def _from_first_rank(number: int, groups: Groups) -> int:
-    shared = torch.tensor(number, dtype=torch.int64)
+    shared = torch.tensor(torch.initial_seed() & ((1 << 62) - 1), dtype=torch.int64)
     dist.broadcast(shared, 0, group=groups.world_control)
     return int(shared)
-
-
-_names = itertools.count(1)
 
 
 def copy_from_first_holders(held: Sequence[HeldParameter], groups: Groups) -> None:

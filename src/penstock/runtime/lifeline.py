@@ -1,0 +1,354 @@
+"""A connection from each rank to the next: a ring on which a process that ends is noticed and news goes round.
+
+The kernel closes a process's connections however it ends, so both neighbours of a killed rank notice within
+milliseconds, whatever its host or its device was doing, and before any process group exists. News is passed on by every
+rank that has not heard it, so it reaches all ranks even when some are gone; no key-value store is needed for that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import select
+import socket
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+# A line is one message: far more than any has.
+LONGEST_LINE = 1 << 20
+CONNECT_SECONDS = 2.0
+# How often the next rank's address is looked for: often at first, as its process starts beside this one.
+FIRST_LOOK, LAST_LOOK = 0.01, 1.0
+NEWS_KEPT = 64
+
+_open_rings: weakref.WeakSet[Ring] = weakref.WeakSet()
+
+
+class _Peer:
+    """A connection to a neighbour."""
+
+    def __init__(self, connection: socket.socket, rank: int | None = None):
+        self.connection = connection
+        # The one we called, or None until the one who called us has said who it is.
+        self.rank = rank
+        self.called = rank is not None
+        # Whether the one we called has said that it is the one.
+        self.confirmed = not self.called
+        self.received = b""
+        self.left = False
+        self._sending = threading.Lock()
+        connection.settimeout(CONNECT_SECONDS)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # A machine that loses its power or its network closes nothing: the kernel asks after it.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in (("TCP_KEEPIDLE", 4), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 4), ("TCP_USER_TIMEOUT", 8000)):
+            if hasattr(socket, name):
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+    def send(self, message: dict[str, Any]) -> None:
+        # What cannot be sent is noticed by whoever reads this connection.
+        with self._sending, contextlib.suppress(OSError):
+            self.connection.sendall(json.dumps(message).encode() + b"\n")
+
+
+class Ring:
+    """This rank's part of the ring. `serve` runs in a thread of its own until `stop`; `tell` may be called from any.
+
+    Args:
+        store: where the ranks find each other. It is asked nothing once both neighbours are connected.
+        on_news: called with the rank that has news and what it is, once for each.
+        on_lost: called with a rank whose process ended without a word of leave.
+        on_left: called with a rank that took its leave.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        world_size: int,
+        *,
+        on_news: Callable[[int, dict[str, Any]], None],
+        on_lost: Callable[[int], None],
+        on_left: Callable[[int], None],
+    ):
+        self._store = dist.PrefixStore(f"penstock/ring/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        self._rank = rank
+        self._next = (rank + 1) % world_size
+        self._before = (rank - 1) % world_size
+        self._on_news, self._on_lost, self._on_left = on_news, on_lost, on_left
+        # Guards the list of neighbours and what was heard, which are read in other threads too.
+        self._lock = threading.Lock()
+        self._closed = False
+        self._peers: list[_Peer] = []
+        self._gone: set[int] = set()
+        self._heard: set[tuple[int, int]] = set()
+        self._num_told = 0
+        # For a neighbour that is connected later.
+        self._latest: deque[dict[str, Any]] = deque(maxlen=NEWS_KEPT)
+        # The next rank's address that was tried last, and what of it is left to try.
+        self._address = ""
+        self._untried: list[tuple[str, int]] = []
+        self._look_every, self._look_at = FIRST_LOOK, 0.0
+        self._store_is_gone = False
+        self._listener = _listen()
+        self._secret = secrets.token_hex(8)
+        self._waker, self._wakes = socket.socketpair()
+        self._wakes.setblocking(False)
+        _open_rings.add(self)
+        mine = {
+            "hosts": _own_addresses(), "port": self._listener.getsockname()[1], "secret": self._secret,
+            "machine": _machine(), "process": os.getpid(),
+        }  # fmt: skip
+        self._store.set(str(rank), json.dumps(mine))
+
+    @property
+    def complete(self) -> bool:
+        """Whether both neighbours are connected, or known to be gone."""
+        with self._lock:
+            known = {peer.rank for peer in self._peers if peer.confirmed} | self._gone
+        return {self._next, self._before} <= known
+
+    def tell(self, news: dict[str, Any]) -> None:
+        """Send news round the ring. This rank is not told."""
+        with self._lock:
+            self._num_told += 1
+            identity = (self._rank, self._num_told)
+            self._heard.add(identity)
+        self._pass_on({"id": identity, "news": news})
+
+    def serve(self, on_tick: Callable[[], None], every: float) -> None:
+        """Listen to the neighbours until `stop`. `on_tick` is called about every `every` seconds."""
+        next_tick = time.monotonic() + every
+        while not self._closed:
+            if time.monotonic() >= next_tick:
+                on_tick()
+                next_tick = time.monotonic() + every
+            if time.monotonic() >= self._look_at:
+                self._call_next()
+            self._listen_once(max(0.0, min(next_tick, self._look_at) - time.monotonic()))
+
+    def stop(self) -> None:
+        """End `serve`, soon."""
+        self._closed = True
+        with contextlib.suppress(OSError):
+            self._waker.send(b"x")
+
+    def leave(self) -> None:
+        """Take leave of the neighbours, which then do not take this rank for lost."""
+        with self._lock:
+            peers = list(self._peers)
+        for peer in peers:
+            peer.send({"leaves": self._rank})
+        with contextlib.suppress(Exception):  # the store may be gone
+            if not self._store_is_gone:
+                self._store.delete_key(str(self._rank))
+
+    def close(self) -> None:
+        """Close this process's ends. Not while `serve` runs; in a forked child it leaves the parent's ends open."""
+        _open_rings.discard(self)
+        for each in (self._listener, self._waker, self._wakes, *(peer.connection for peer in self._peers)):
+            with contextlib.suppress(OSError):
+                each.close()
+        del self._store
+
+    # -- the neighbours --------------------------------------------------------------------------------------------
+
+    def _listen_once(self, seconds: float) -> None:
+        sources = {peer.connection.fileno(): peer for peer in self._peers}
+        listener, wakes = self._listener.fileno(), self._wakes.fileno()
+        poll = select.poll()
+        for descriptor in (*sources, listener, wakes):
+            poll.register(descriptor, select.POLLIN)
+        for descriptor, _ in poll.poll(seconds * 1000 + 1):
+            if descriptor == listener:
+                self._accept()
+            elif descriptor in sources:
+                self._read(sources[descriptor])
+            else:
+                with contextlib.suppress(OSError):
+                    self._wakes.recv(64)
+
+    def _call_next(self) -> None:
+        """Call the next rank, once its address is known, unless it is connected or being called."""
+        self._look_at = time.monotonic() + self._look_every
+        self._look_every = min(LAST_LOOK, 1.5 * self._look_every)
+        if any(peer.called for peer in self._peers):
+            return
+        if self._store_is_gone:
+            return
+        try:
+            written = peek(self._store, str(self._next))
+        except Exception:  # its process has ended; what is connected stays connected
+            self._store_is_gone = True
+            return
+        if written is None:
+            return
+        address = json.loads(written)
+        if written != self._address:
+            self._address = written
+            self._gone.discard(self._next)
+            self._untried = []
+        elif self._next in self._gone:
+            return
+        elif not self._untried and _has_ended(address):
+            self._lose(self._next)
+            return
+        if not self._untried:
+            self._untried = [(host, address["port"]) for host in reversed(address["hosts"])]
+        try:
+            connection = socket.create_connection(self._untried.pop(), timeout=CONNECT_SECONDS)
+        except OSError:
+            if self._untried:
+                self._look_at = 0.0
+            return
+        peer = _Peer(connection, self._next)
+        peer.send({"calls": self._rank, "secret": address["secret"]})
+        with self._lock:
+            self._peers.append(peer)
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:
+            return
+        with self._lock:
+            self._peers.append(_Peer(connection))
+
+    def _read(self, peer: _Peer) -> None:
+        try:
+            received = peer.connection.recv(1 << 16)
+        except TimeoutError:
+            return
+        except OSError:
+            received = b""
+        if not received or len(peer.received) > LONGEST_LINE:
+            self._drop(peer)
+            return
+        *lines, peer.received = (peer.received + received).split(b"\n")
+        try:
+            for line in lines:
+                self._take(peer, json.loads(line))
+        except (ValueError, KeyError, TypeError, AttributeError):  # somebody else called, as anybody can
+            self._drop(peer)
+
+    def _take(self, peer: _Peer, message: dict[str, Any]) -> None:
+        if peer.rank is None:
+            if message.get("secret") != self._secret:
+                raise ValueError("the caller is no rank of this job")
+            peer.rank = int(message["calls"])
+            self._gone.discard(peer.rank)
+            peer.send({"answers": self._rank})
+            self._catch_up(peer)
+        elif "answers" in message:
+            peer.confirmed = message["answers"] == peer.rank
+            self._catch_up(peer)
+        elif "leaves" in message:
+            peer.left = True
+        elif "id" in message:
+            origin, number = message["id"]
+            with self._lock:
+                known = (origin, number) in self._heard
+                self._heard.add((origin, number))
+            if not known:
+                self._pass_on(message, but=peer)
+                self._on_news(origin, message["news"])
+
+    def _drop(self, peer: _Peer) -> None:
+        """A connection has ended."""
+        with self._lock:
+            self._peers.remove(peer)
+        peer.connection.close()
+        self._look_at = 0.0
+        if self._closed or peer.rank is None or not peer.confirmed:
+            return
+        if not peer.left:
+            self._lose(peer.rank)
+        elif peer.rank not in self._gone:
+            self._gone.add(peer.rank)
+            self._on_left(peer.rank)
+
+    def _lose(self, rank: int) -> None:
+        if rank not in self._gone:
+            self._gone.add(rank)
+            self._on_lost(rank)
+
+    def _pass_on(self, message: dict[str, Any], but: _Peer | None = None) -> None:
+        with self._lock:
+            self._latest.append(message)
+            peers = [peer for peer in self._peers if peer is not but and peer.rank is not None]
+        for peer in peers:
+            peer.send(message)
+
+    def _catch_up(self, peer: _Peer) -> None:
+        with self._lock:
+            latest = list(self._latest)
+        for message in latest:
+            peer.send(message)
+
+
+def peek(store: dist.Store, key: str) -> str | None:
+    """What a store holds under `key`, None if it does not: at once, while `get` would wait for it."""
+    unlikely = "?"
+    found = store.compare_set(key, unlikely, unlikely).decode()
+    return None if found == unlikely else found
+
+
+def _listen() -> socket.socket:
+    """A socket that every interface of this machine listens on, at a free port."""
+    if socket.has_dualstack_ipv6():
+        with contextlib.suppress(OSError):
+            return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", 0))
+
+
+def _own_addresses() -> list[str]:
+    """Addresses of this machine as another rank may know it, the likeliest first."""
+    found = []
+    with contextlib.suppress(OSError, KeyError):
+        # The interface that leads to the machine where the ranks meet. Nothing is sent.
+        for family, _, _, _, address in socket.getaddrinfo(os.environ["MASTER_ADDR"], 1, type=socket.SOCK_DGRAM)[:1]:
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect(address)
+                found.append(probe.getsockname()[0])
+    with contextlib.suppress(OSError):
+        found.append(socket.gethostbyname(socket.gethostname()))
+    return list(dict.fromkeys([*found, "127.0.0.1"]))
+
+
+def _machine() -> str:
+    """What tells apart the places in which process numbers mean the same."""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    return ""
+
+
+def _has_ended(address: dict[str, Any]) -> bool:
+    """Whether the process that wrote an address runs no more, as far as can be told from here."""
+    if not address["machine"] or address["machine"] != _machine():
+        return False
+    try:
+        # The state stands behind the name in brackets: Z is one that ended and nobody has asked after.
+        return Path(f"/proc/{address['process']}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+
+
+def _let_go_in_child() -> None:
+    """A forked child (a data loader's worker) must not keep this process's connections open after its end."""
+    for ring in list(_open_rings):
+        ring.close()
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)

@@ -1,0 +1,147 @@
+"""Which call of this library a rank is in, for its watcher to read and for the other ranks to be told.
+
+Ranks make the same calls in the same order: those of one pipeline all of them, the pipelines among themselves those
+that concern the whole world. So a call that differs at one place of two such lists can never end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any, NamedTuple, Protocol
+
+# Calls that are remembered to be compared with those of other ranks.
+CALLS_KEPT = 64
+# A host whose innermost Python code is here waits for another rank.
+WAITING_PACKAGES = ("penstock.runtime.", "penstock.checkpoint.comm")
+# Looked through: what others call in order to wait.
+TRANSPARENT_PACKAGES = ("torch.distributed", "torch._compile", "threading", "contextlib", "functools")
+
+
+class Call(NamedTuple):
+    """A call of the library, with its number among all of the run and among those of the whole world."""
+
+    name: str
+    number: int
+    world_number: int | None
+
+
+class Inside(Protocol):
+    """Something that knows where in a call the host is, so that the host need not keep telling."""
+
+    @property
+    def progress(self) -> int:
+        """Changes when the host gets on."""
+
+    @property
+    def place(self) -> str:
+        """For a reader: follows the call's name."""
+
+
+class Position:
+    """What the host of this rank does. The host writes, the watcher reads; both cost next to nothing."""
+
+    def __init__(self) -> None:
+        self._calls: deque[Call] = deque(maxlen=CALLS_KEPT)
+        self._num_calls = 0
+        self._num_world_calls = 0
+        self._detail: Inside | None = None
+        self._inside = False
+        self._thread = threading.get_ident()
+
+    def enter(self, name: str, *, world: bool, detail: Inside | None = None) -> None:
+        """A call begins in which other ranks must take part: those of all pipelines (`world`), or only of this one."""
+        # At once, as the watcher may read at any moment.
+        self._calls.append(Call(name, self._num_calls, self._num_world_calls if world else None))
+        self._num_calls += 1
+        self._num_world_calls += world
+        self._detail, self._inside = detail, True
+        self._thread = threading.get_ident()
+
+    def leave(self) -> None:
+        """The call has ended, well or badly."""
+        self._inside, self._detail = False, None
+
+    @contextlib.contextmanager
+    def call(self, name: str, *, world: bool, detail: Inside | None = None) -> Iterator[None]:
+        """Around a whole call. One made inside another counts as a part of that one."""
+        if self._inside:
+            yield
+            return
+        self.enter(name, world=world, detail=detail)
+        try:
+            yield
+        finally:
+            self.leave()
+
+    # -- the watcher's side ----------------------------------------------------------------------------------------
+
+    def words(self) -> str:
+        """Where the host is, for a reader."""
+        detail, inside = self._detail, self._inside
+        if inside and self._calls:
+            return self._calls[-1].name + (f" {detail.place}" if detail is not None else "")
+        return f"its own program{self._program_line()}"
+
+    def mark(self) -> tuple[int, bool, int]:
+        """What changes when the host gets on."""
+        detail = self._detail
+        return self._num_calls, self._inside, detail.progress if detail is not None else 0
+
+    def waits(self) -> bool:
+        """Whether the host is in a wait for another rank at this moment."""
+        frame = sys._current_frames().get(self._thread or 0)
+        through = False
+        while frame is not None:
+            module = frame.f_globals.get("__name__", "")
+            if module.startswith(WAITING_PACKAGES):
+                return True
+            if not module.startswith(TRANSPARENT_PACKAGES):
+                return through
+            through = through or module.startswith("torch.distributed")
+            frame = frame.f_back
+        return False
+
+    def report(self) -> dict[str, Any]:
+        """What other ranks are told."""
+        return {
+            "words": self.words(),
+            "waits": self.waits(),
+            "calls": list(self._calls),
+        }
+
+    def _program_line(self) -> str:
+        """The innermost line of the host's that is neither ours nor torch's."""
+        frame: FrameType | None = sys._current_frames().get(self._thread or 0)
+        while frame is not None:
+            module = frame.f_globals.get("__name__", "")
+            if not module.startswith(("penstock.", "torch.", "transformers.", *TRANSPARENT_PACKAGES)):
+                return f" ({frame.f_code.co_filename.rpartition('/')[2]}, line {frame.f_lineno})"
+            frame = frame.f_back
+        return ""
+
+
+def difference(one: dict[str, Any], other: dict[str, Any], same_pipeline: bool) -> tuple[str, str] | None:
+    """The first calls at one place in which two ranks differ, of those that both remember; None if there is none.
+
+    Args:
+        one, other: their reports.
+        same_pipeline: whether they must make all calls alike, or those of the whole world only.
+    """
+    ours, theirs = _numbered(one, same_pipeline), _numbered(other, same_pipeline)
+    for number in sorted(ours.keys() & theirs.keys()):
+        if ours[number] != theirs[number]:
+            return ours[number], theirs[number]
+    return None
+
+
+def _numbered(report: dict[str, Any], same_pipeline: bool) -> dict[int, str]:
+    """The names of the calls that are to be compared, by number. They have been through JSON."""
+    calls = [Call(*call) for call in report["calls"]]
+    if same_pipeline:
+        return {call.number: call.name for call in calls}
+    return {call.world_number: call.name for call in calls if call.world_number is not None}

@@ -1,0 +1,353 @@
+"""The watcher: a thread of each rank that notices when another rank ends, whatever the host of this one is doing.
+
+It keeps the rank's place in a ring of connections (`lifeline`), tells the failure boards of this process what happened,
+and ends what their hosts wait for. It also notices a host that waits for long, asks all ranks where they are, and says
+so once, or ends the run where that shows that the wait can never end.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import datetime
+import logging
+import multiprocessing.util
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from .failure import FailureBoard, PipelineFailure
+from .lifeline import Ring
+from .position import difference
+
+T = TypeVar("T")
+
+logger = logging.getLogger("penstock")
+TICK_SECONDS = 1.0
+# A store whose process has ended is not waited for.
+STORE_TIMEOUT = datetime.timedelta(seconds=5)
+# How long the others have to say where they are.
+ANSWER_SECONDS = 1.0
+# What a failing rank says of its exception is shown whole unless it is longer.
+LONGEST_WORDS = 4000
+
+
+class Watch:
+    """What this process knows of the job's other ranks. One for all models; it lives as long as one of them does.
+
+    Attributes:
+        lost: the ranks whose processes ended without taking leave.
+        left: the ranks that took leave.
+        words: what ranks said of the exception that ended them.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int):
+        self.rank = rank
+        self.world_size = world_size
+        self.lost: set[int] = set()
+        self.left: set[int] = set()
+        self.words: dict[int, str] = {}
+        self.holds = 0
+        # The default process group it was started for, once there is one.
+        self.world: dist.ProcessGroup | None = None
+        self._boards: weakref.WeakSet[FailureBoard] = weakref.WeakSet()
+        # Told whenever something was learned, for those who wait to learn it.
+        self._learned = threading.Condition()
+        # Of the latest question: its number, who asked, when, and what each rank answered.
+        self._question = 0
+        self._answers: dict[int, dict[str, Any]] = {}
+        self._asked_at = 0.0
+        self._asking: FailureBoard | None = None
+        # Whether a job is about to be formed, for which it goes on.
+        self.expecting = True
+        # A client of its own: one that waits for a key keeps other threads waiting.
+        self.store = _own_client(store)
+        self._ring = Ring(self.store, rank, world_size, on_news=self._hear, on_lost=self._lose, on_left=self._see_off)
+        self._thread = threading.Thread(target=self._serve, name="penstock-watcher", daemon=True)
+        self._thread.start()
+
+    def add(self, board: FailureBoard) -> None:
+        """Tell `board` of failures from now on, and of those before."""
+        self._boards.add(board)
+        self._tell_boards()
+
+    def remove(self, board: FailureBoard) -> None:
+        """Tell `board` no more."""
+        self._boards.discard(board)
+
+    def tell(self, news: dict[str, Any]) -> None:
+        """Tell the other ranks."""
+        self._ring.tell(news)
+
+    def ends_with(self, error: BaseException) -> None:
+        """Tell the other ranks that `error` is ending this process."""
+        text = "".join(traceback.format_exception_only(error)).strip()
+        self.words[self.rank] = text[:LONGEST_WORDS]
+        self.tell({"words": self.words[self.rank]})
+
+    def wait(self, known: Callable[[], bool], seconds: float) -> bool:
+        """Wait up to `seconds` until `known()`."""
+        with self._learned:
+            return self._learned.wait_for(known, max(0.0, seconds))
+
+    def notify(self) -> None:
+        """Wake those who wait to learn something."""
+        with self._learned:
+            self._learned.notify_all()
+
+    def hold(self) -> None:
+        """Go on at least until `release`."""
+        self.holds += 1
+
+    def release(self) -> None:
+        """End a `hold`; the last one closes the watch."""
+        self.holds -= 1
+        if not self.holds and not self.expecting:
+            _close(self)
+
+    def close(self, leave: bool = True) -> None:
+        """End the thread and close the connections."""
+        if leave:
+            self._ring.leave()
+        self._ring.stop()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(2 * TICK_SECONDS)
+
+    # -- the thread ------------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        try:
+            self._ring.serve(self._tick, TICK_SECONDS)
+        finally:
+            self._ring.close()
+            # Its connection goes with it.
+            del self.store
+
+    def _hear(self, origin: int, news: dict[str, Any]) -> None:
+        if "lost" in news:
+            self._lose(news["lost"], first=False)
+        elif "left" in news:
+            self._see_off(news["left"], first=False)
+        elif "words" in news:
+            self.words[origin] = news["words"]
+            self._tell_boards()
+        elif "failure" in news:
+            for board in list(self._boards):
+                if board.name == news["board"]:
+                    board.hear(news["failure"])
+        elif "where" in news:
+            for board in list(self._boards):
+                if board.name == news["board"]:
+                    answer = {"at": board.position.report(), "to": origin, "question": news["where"]}
+                    self.tell(answer)
+        elif "at" in news and news["to"] == self.rank and news["question"] == self._question:
+            self._answers[origin] = news["at"]
+        self.notify()
+
+    def _lose(self, rank: int, first: bool = True) -> None:
+        """A rank's process has ended without leave; `first` if this rank has to tell the others."""
+        if rank in self.lost:
+            return
+        self.lost.add(rank)
+        if first:
+            self.tell({"lost": rank})
+        self._tell_boards()
+
+    def _see_off(self, rank: int, first: bool = True) -> None:
+        self.left.add(rank)
+        if first:
+            self.tell({"left": rank})
+
+    def _tell_boards(self) -> None:
+        for board in list(self._boards):
+            board.hear_of_losses()
+        self.notify()
+
+    def _tick(self) -> None:
+        for board in list(self._boards):
+            if not self._ring.complete:
+                board.look_up()
+            if board.failed is None:
+                self._look_after(board)
+
+    # -- waiting for others ----------------------------------------------------------------------------------------
+
+    def _look_after(self, board: FailureBoard) -> None:
+        """Notice a host that has waited for long in one place."""
+        position = board.position
+        mark, now = position.mark(), time.monotonic()
+        if mark != board.last_mark or not position.waits():
+            board.last_mark, board.waiting_since, board.reported = mark, now, False
+            if self._asking is board:
+                self._asking = None
+            return
+        waited = now - board.waiting_since
+        if self._asking is board and now - self._asked_at >= ANSWER_SECONDS:
+            self._conclude(board, waited)
+        elif self._asking is None and not board.reported and waited >= board.patience:
+            self._answers = {}
+            self._asking, self._asked_at = board, now
+            self._question += 1
+            self.tell({"where": self._question, "board": board.name})
+
+    def _conclude(self, board: FailureBoard, waited: float) -> None:
+        """The others have said where they are."""
+        self._asking, board.reported = None, True
+        mine, everyone = board.position.report(), range(self.world_size)
+        others = {rank: self._answers[rank] for rank in everyone if rank in self._answers}
+        impossible = [
+            rank for rank, theirs in others.items() if difference(mine, theirs, rank in board.mates) is not None
+        ]
+        gone = [rank for rank in sorted(self.left) if rank not in others]
+        here = [f"rank {self.rank} has waited {waited:.0f} s in {mine['words']}"]
+        there = [
+            f"rank {rank} is in {theirs['words']}" for rank, theirs in others.items()
+            if rank in impossible or not (theirs["waits"] and theirs["words"] == mine["words"])
+        ]  # fmt: skip
+        there += [f"rank {rank} has ended its program" for rank in gone]
+        silent = [rank for rank in everyone if rank not in others and rank not in gone and rank != self.rank]
+        there += [f"rank {rank} does not answer" for rank in silent]
+        if not there:
+            there = ["all other ranks wait there too"]
+        said = "; ".join([*here, *there[:8]]) + ": every rank of a pipeline must make the same calls"
+        needed = [rank for rank in gone if rank in board.mates or mine["calls"][-1][2] is not None]
+        if impossible or needed:
+            board.fail(f"{said}; this can never end", suspects=())
+        else:
+            logger.warning(said)
+
+
+# -- the watch of this process -----------------------------------------------------------------------------------------
+
+_lock = threading.RLock()
+_watch: Watch | None = None
+# What to call when the watch closes.
+_undo: contextlib.ExitStack = contextlib.ExitStack()
+
+
+def _own_client(store: Any) -> dist.Store:  # torch's stubs know neither of these methods
+    before = store.timeout
+    try:
+        store.set_timeout(STORE_TIMEOUT)
+        return store.clone()
+    except Exception:  # not every store can
+        return store
+    finally:
+        store.set_timeout(before)
+
+
+def start(store: dist.Store | None, rank: int, world_size: int) -> Watch | None:
+    """Begin to watch the other ranks of a world that meets in `store`; None where there is nobody to watch.
+
+    The watch is to be held (`Watch.hold`) by those who need it, and closes with the last of them.
+    """
+    global _watch
+    with _lock:
+        world = dist.group.WORLD if dist.is_initialized() else None
+        if _watch is not None and _watch.world is world:
+            return _watch
+        if _watch is not None:  # of a world that has been given up
+            _close(_watch)
+        if store is None or world_size == 1:
+            return None
+        _watch = Watch(store, rank, world_size)
+        _watch.world = world
+        _hook_up()
+        return _watch
+
+
+def _close(watch: Watch, leave: bool = True) -> None:
+    global _watch
+    with _lock:
+        if _watch is not watch:
+            return
+        _watch = None
+        _undo.close()
+    watch.close(leave)
+
+
+def _leave() -> None:
+    """This process ends: tell the others how, so that they do not take it for lost."""
+    watch = _watch
+    if watch is None:
+        return
+    error = sys.exc_info()[1] or getattr(sys, "last_value", None)
+    if error is None or isinstance(error, PipelineFailure):
+        _close(watch)
+        return
+    if watch.rank not in watch.words:
+        watch.ends_with(error)
+    # One that was ended by an exception is lost to the others.
+    _close(watch, leave=False)
+
+
+def _hook_up() -> None:
+    """Hear how this process ends: once for all models, until the last of them is closed."""
+    atexit.register(_leave)
+    _undo.callback(atexit.unregister, _leave)
+    # A process that multiprocessing started never calls what atexit knows.
+    _undo.callback(multiprocessing.util.Finalize(None, _leave, exitpriority=100).cancel)
+
+
+def hear_of_errors(watch: Watch) -> None:
+    """Hear of the exception that ends this process, from now on. torch has wrapped the hook itself by then."""
+    if not watch.expecting:
+        return
+    watch.expecting = False
+    previous = sys.excepthook
+
+    def tell_the_others(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+        previous(kind, value, trace)
+        if _watch is not None and not isinstance(value, PipelineFailure):
+            _watch.ends_with(value)
+
+    def restore() -> None:
+        # Somebody else may have wrapped it meanwhile; then it stays, and does nothing.
+        if sys.excepthook is tell_the_others:
+            sys.excepthook = previous
+
+    sys.excepthook = tell_the_others
+    _undo.callback(restore)
+
+
+def interruptible(call: Callable[[], T], board: FailureBoard) -> T:
+    """Do `call`, which waits for other ranks where nothing can wake it, such as torch's rendezvous.
+
+    It runs in a thread of its own, which is left behind, until the call's own time limit, if the job fails meanwhile.
+
+    Raises:
+        what `call` raises; PipelineFailure if the job failed first.
+    """
+    watch = _watch
+    if watch is None:
+        return call()
+    outcome: list[T] = []
+    failure: list[BaseException] = []
+    device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
+
+    def run() -> None:
+        try:
+            if device is not None:  # each thread has its own
+                torch.accelerator.set_device_index(device)
+            outcome.append(call())
+        except BaseException as error:
+            failure.append(error)
+        watch.notify()
+
+    threading.Thread(target=run, name="penstock-rendezvous", daemon=True).start()
+    while not watch.wait(lambda: bool(outcome or failure or board.failed is not None), TICK_SECONDS):
+        pass
+    if outcome:
+        return outcome[0]
+    if failure and board.failed is None:
+        raise failure[0]
+    board.check()
+    raise AssertionError("unreachable")

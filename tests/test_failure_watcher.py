@@ -1,0 +1,305 @@
+"""What the watcher sees while the host of its rank is elsewhere: in its own code, or waiting for a rank that lives."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from ended import LIMIT, End, kill_self, run_ranks
+from families import FAMILIES, batch
+from penstock import PipelineFailure
+from pool import Pool
+from training import parallelize, run_step
+
+LONG = 60.0  # as good as for ever
+
+
+def build(stages: int, **options: Any) -> Any:
+    return parallelize(FAMILIES["gpt2"].build(), stages, num_microbatches=2, **options)
+
+
+def my_rank() -> int:
+    return torch.distributed.get_rank()
+
+
+def evaluate(model: Any) -> None:
+    with torch.no_grad():
+        model(**batch("causal", 4))
+
+
+def assert_named(ends: list[End], victim: int, words: str = "was lost") -> None:
+    """All but the victim ended within the time promised, with an error that names it."""
+    killed = ends[victim]
+    for rank, end in enumerate(ends):
+        if rank != victim:
+            assert end.kind == "PipelineFailure", f"rank {rank}: {end.kind}: {end.text} {end.value}"
+            assert f"rank {victim} {words}" in end.text, end.text
+            assert end.at - killed.at < LIMIT
+
+
+# ---------------------------------------------------------------- wherever the host is
+
+
+def wait_for_one_that_sleeps() -> None:
+    """Rank 2 dies while rank 1 is in its own code, and rank 0 waits for rank 1."""
+    model = build(3)
+    evaluate(model)
+    if my_rank() == 2:
+        time.sleep(1.0)
+        kill_self()
+    if my_rank() == 1:
+        give_up = time.monotonic() + LONG
+        while model.pipeline.board.failed is None and time.monotonic() < give_up:
+            time.sleep(0.01)
+        time.sleep(2.0)  # its own code is not interrupted
+    run_step(model, batch("causal", 4))
+
+
+def test_a_host_that_waits_for_a_live_rank_hears_of_a_dead_one() -> None:
+    ends = run_ranks(3, wait_for_one_that_sleeps)
+    assert_named(ends, 2)
+    # It was woken, while the one it waited for still slept; that one hears at its next call.
+    assert ends[0].at < ends[1].at - 1.0
+
+
+def die_in_a_loop(what: str) -> None:
+    """The second of two pipelines loses a rank while both only evaluate, or only generate."""
+    model = build(2)
+    ids = torch.ones(1, 3, dtype=torch.int64)
+    for number in range(10_000):
+        if what == "evaluate":
+            evaluate(model)
+        else:
+            model.generate(ids, max_new_tokens=2, do_sample=False)
+        if my_rank() == 3 and number == 2:
+            kill_self()
+
+
+@pytest.mark.parametrize("what", ["evaluate", "generate"])
+def test_a_pipeline_that_dies_without_training_takes_the_others_down(what: str) -> None:
+    assert_named(run_ranks(4, die_in_a_loop, what), 3)
+
+
+def die_with_a_child() -> None:
+    """The process that dies has a forked child, as with a data loader's workers, which holds its files open."""
+    model = build(2)
+    if my_rank() == 1:
+        if os.fork() == 0:
+            time.sleep(20)
+            os._exit(0)
+        kill_self()
+    give_up = time.monotonic() + 15
+    while model.pipeline.board.failed is None and time.monotonic() < give_up:
+        time.sleep(0.05)
+    run_step(model, batch("causal", 4))
+
+
+def test_a_child_process_does_not_hide_the_end_of_its_parent() -> None:
+    assert_named(run_ranks(2, die_with_a_child), 1)
+
+
+# ---------------------------------------------------------------- whose fault it is
+
+
+class Rows(torch.utils.data.Dataset):
+    """Rows of which the fifth kills the worker that reads it."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 4 and int(os.environ["RANK"]) == 1:
+            time.sleep(1.0)  # so that its rank waits for another one by then
+            os.kill(os.getpid(), signal.SIGKILL)
+        return torch.ones(8, dtype=torch.int64) * index
+
+
+def lose_a_loader_worker() -> None:
+    model = build(2)
+    loader = DataLoader(Rows(), batch_size=2, num_workers=1, prefetch_factor=4, multiprocessing_context="fork")
+    for number, rows in enumerate(loader):
+        if my_rank() == 0 and number == 1:
+            time.sleep(3.0)
+        run_step(model, {"input_ids": rows, "labels": rows})
+
+
+def test_a_lost_loader_worker_is_blamed_on_its_own_rank() -> None:
+    ends = run_ranks(2, lose_a_loader_worker)
+    assert ends[1].kind == "RuntimeError" and "DataLoader worker" in ends[1].text, ends[1]
+    assert ends[0].kind == "PipelineFailure", ends[0]
+    assert "rank 1 failed: RuntimeError: DataLoader worker" in ends[0].text or (
+        "rank 1 was lost: it ended with RuntimeError: DataLoader worker" in ends[0].text
+    ), ends[0].text
+
+
+def fail_in_own_code(by: int) -> None:
+    model = build(3)
+    run_step(model, batch("causal", 4))
+    if my_rank() == by:
+        raise KeyError("a mistake in my own code, " + 600 * "!")
+    run_step(model, batch("causal", 4))
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.parametrize("by", [0, 1])
+def test_an_error_in_a_ranks_own_code_is_told_in_full(by: int, by_hand: bool) -> None:
+    """Also when it takes the job's store with it."""
+    ends = run_ranks(3, fail_in_own_code, by, by_hand=by_hand)
+    assert ends[by].kind == "KeyError"
+    assert_named(ends, by)
+    for rank, end in enumerate(ends):
+        if rank != by:
+            assert "it ended with KeyError: 'a mistake in my own code, " + 600 * "!" in end.text
+            assert "store" not in end.text
+
+
+def end_early() -> None:
+    model = build(2)
+    if my_rank() == 0:
+        evaluate(model)
+
+
+def test_a_rank_whose_program_has_ended_is_not_taken_for_killed() -> None:
+    ends = run_ranks(2, end_early)
+    assert ends[1].kind == "nothing"
+    assert_named(ends, 1)
+    assert "its program had ended" in ends[0].text
+
+
+def save_then_die(folder: str) -> None:
+    model = build(2)
+    if my_rank() == 0:
+        model.pipeline.board.check()
+    model.save_parallelized(folder)
+    if my_rank() == 1:
+        kill_self()
+    run_step(model, batch("causal", 4))
+
+
+def test_an_error_says_how_to_go_on(tmp_path: Path) -> None:
+    ends = run_ranks(2, save_then_die, str(tmp_path / "saved"))
+    assert_named(ends, 1)
+    assert ends[0].text.endswith(
+        f"To go on, start the job again and load the last checkpoint: model.from_parallelized('{tmp_path / 'saved'}')"
+    )
+
+
+# ---------------------------------------------------------------- waiting for long
+
+
+class Heard(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def save_while_one_sleeps(folder: str) -> list[str]:
+    heard = Heard()
+    logging.getLogger("penstock").addHandler(heard)
+    model = build(2, patience=1.0)
+    if my_rank() == 1:
+        time.sleep(6.0)
+    model.save_parallelized(folder)
+    return heard.lines
+
+
+def test_a_rank_that_waits_for_long_says_once_for_whom(tmp_path: Path) -> None:
+    one, other = run_ranks(2, save_while_one_sleeps, str(tmp_path))
+    assert one.kind == other.kind == "nothing", (one, other)
+    (line,) = one.value
+    assert line.startswith("rank 0 has waited ") and " s in save_parallelized; rank 1 is in its own program " in line
+    assert "test_failure_watcher.py, line" in line and "every rank of a pipeline must make the same calls" in line
+    assert other.value == []
+
+
+def make_different_calls(folder: str) -> None:
+    model = build(2, patience=1.0)
+    evaluate(model)
+    if my_rank() == 0:
+        model.save_parallelized(folder)
+    evaluate(model)
+
+
+def test_calls_that_can_never_end_together_are_an_error_on_every_rank(tmp_path: Path) -> None:
+    for rank, end in enumerate(run_ranks(2, make_different_calls, str(tmp_path))):
+        assert end.kind == "PipelineFailure", f"rank {rank}: {end}"
+        assert "in save_parallelized" in end.text and "in evaluation" in end.text
+        assert "every rank of a pipeline must make the same calls; this can never end" in end.text
+
+
+# ---------------------------------------------------------------- nothing is left behind
+
+
+def open_and_close() -> dict[str, Any]:
+    def watchers() -> int:
+        return sum(thread.name == "penstock-watcher" for thread in threading.enumerate())
+
+    def sockets() -> int:
+        links = (os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd") if _is_link(name))
+        return sum(link.startswith("socket") for link in links)
+
+    hook = sys.excepthook
+    models = [build(2), build(2)]
+    while_open = (watchers(), sys.excepthook is not hook)
+    wrapped = sys.excepthook
+    for model in models:
+        model.pipeline.close()
+    first = sockets()
+    for _ in range(5):
+        model = build(2)
+        run_step(model, batch("causal", 4))
+        model.pipeline.close()
+    return {
+        "open": while_open,
+        "closed": (watchers(), sys.excepthook is not hook),
+        "wrapped": wrapped is not hook,
+        "sockets": sockets() - first,
+    }
+
+
+def _is_link(name: str) -> bool:
+    return os.path.islink(f"/proc/self/fd/{name}")
+
+
+def test_a_closed_pipeline_leaves_no_thread_no_hook_and_no_socket(pool: Pool) -> None:
+    for found in pool.run(2, open_and_close):
+        assert found["open"] == (1, True)
+        assert found["closed"] == (0, False)
+        assert found["sockets"] <= 0
+
+
+def fail_and_come_back() -> Iterator[Any]:
+    """A job that failed is closed, and another one is formed in the same processes."""
+    model = build(2)
+    try:
+        for number, output in enumerate(model(**batch("causal", 4))):
+            if my_rank() == 1 and number == 1:
+                raise KeyError("a mistake")
+            output.loss.backward()
+        run_step(model, batch("causal", 4))
+        raise AssertionError("the failure was not told")
+    except (KeyError, PipelineFailure) as error:
+        first = type(error).__name__
+    model.pipeline.close()
+    again = build(2)
+    return first, run_step(again, batch("causal", 4))  # type: ignore[return-value]
+
+
+def test_another_job_can_be_formed_after_one_has_failed(pool: Pool) -> None:
+    one, other = pool.run(2, fail_and_come_back, timeout=100)
+    assert (one[0], other[0]) == ("PipelineFailure", "KeyError")
+    assert one[1] == other[1]
