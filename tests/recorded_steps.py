@@ -123,13 +123,14 @@ class World:
         return work if async_op else work.wait()
 
     def broadcast(self, tensor: torch.Tensor, source: int, group: Any) -> None:
-        header = encode_header([SPEC], CPU)
+        header = encode_header([RESULT])
         if self.rank != source and tensor.dtype == header.dtype and tensor.dim() == 2:
             tensor.copy_(header)
         group._event(Do.COLLECTIVE, tensor, tag="broadcast").wait()
 
 
 SPEC = TensorSpec((1, WIDTH), torch.float32, requires_grad=True)
+RESULT = TensorSpec((1, 1, WIDTH), torch.float32)
 
 
 class _Computing(torch.autograd.Function):
@@ -173,11 +174,11 @@ class Stages(nn.Module):
         if "hand_over" in options:
             if not last:
                 options["hand_over"]([value.detach()])
-            return {"logits": torch.zeros(1, 1, WIDTH)}, None
+            return {"logits": torch.zeros(RESULT.shape)}, None
         return (StageOutput(value.sum()), ()) if last else (None, (value,))
 
     def plan(self, inputs: Any, call: Any = None) -> Any:
-        return SimpleNamespace(cuts=[["hidden"]] * (len(self._stages) - 1), controlled=False, digest=0)
+        return SimpleNamespace(cuts=[["hidden"]] * (len(self._stages) - 1), controlled=False, digest=0, calls=())
 
     def _note(self, name: str) -> None:
         self._world.log.append(Event(Do.COMPUTE, what=name))
@@ -211,12 +212,15 @@ class RecordedRank:
         with self.world.patched():
             device = GPU if gpu else CPU
             self.groups = Groups(layout, rank, device, shared)
+            self.groups._device = CPU
             self.board = FailureBoard(None, rank, "recorded")
             peer_of = self.mine.global_rank
             self.channel = Channel(self.groups.line, peer_of, CPU, self.board)
+            if gpu:  # the values are on the CPU all the same
+                self.channel.receives_ahead = 0
             queues = WeightGradientQueues()
             holders = [(parameter.parameter, parameter.ranks) for parameter in held]
-            reducer = GradientReducer(holders, self.groups.reduction, rank, self.board, queues.awaits)
+            reducer = GradientReducer(holders, self.groups.reduction, rank, self.board, queues.awaits, layout.held_by_several_stages)
             self.station = Station(
                 split=self.stages,
                 parameters=[parameter.parameter for parameter in held],
@@ -234,8 +238,11 @@ class RecordedRank:
             )
         if self.schedule.splits_backward:
             install(self.stages, queues)
-        self.program = Program.of(self.schedule, self.place.rank_in_pipeline)
-        self.world.answers[Kind.HEADER] = encode_header([SPEC], CPU)
+        self.program, self.forwards = (
+            Program.of(schedule, self.place.rank_in_pipeline, far_ahead=not gpu)
+            for schedule in (self.schedule, self.schedule.forwards())
+        )
+        self.world.answers[Kind.HEADER] = encode_header([SPEC])
         self._relay: Relay | None = None
 
     @contextlib.contextmanager
@@ -263,8 +270,8 @@ class RecordedRank:
         return events
 
     def evaluate(self, signatures: Sequence[int] | None = None) -> list[Event]:
-        with self.events() as events:
-            evaluate(self.station, self.program, self._inputs(signatures))
+        with self.events() as events, torch.no_grad():
+            evaluate(self.station, self.forwards, self._inputs(signatures))
         return events
 
     def generate(self, num_tokens: int) -> list[Event]:

@@ -4,6 +4,8 @@ Every parameter has a set of ranks that hold it: one rank in each pipeline for a
 of a segment share the set), more for a tied weight. Gradients are *summed* over that set: each microbatch's loss is
 already its share of the global batch's loss (see docs/exactness.md). A bucket is launched as soon as the step's last
 backward has completed it, always in one order, last units first, which is the order in which cool-down completes them.
+Those that several stages of one pipeline hold (tied weights) come last, after a rank's last message to another stage: the
+stages below wait for that message before they come to the sum, and a sum may hold up what is enqueued behind it.
 """
 
 from __future__ import annotations
@@ -58,7 +60,8 @@ class GradientReducer:
     """Sums this rank's gradients with those of the other holders, once for each step that is not under `no_sync`.
 
     `holders` pairs each local parameter, in forward order, with the global ranks that hold it. `awaits` says of a
-    parameter whether a part of its gradient was deferred.
+    parameter whether a part of its gradient was deferred, `at_end` of ranks whether what they hold is to be summed
+    after all messages of the step.
     """
 
     def __init__(
@@ -68,12 +71,16 @@ class GradientReducer:
         rank: int,
         board: FailureBoard,
         awaits: Callable[[torch.Tensor], bool],
+        at_end: Callable[[tuple[int, ...]], bool] = lambda ranks: False,
     ):
         self._groups = groups
         self._rank = rank
         self._board = board
         self._awaits = awaits
-        self._buckets = make_buckets(holders)
+        buckets = make_buckets(holders)
+        early = [bucket for bucket in buckets if not at_end(bucket.ranks)]
+        self._buckets = early + [bucket for bucket in buckets if at_end(bucket.ranks)]
+        self._num_early = len(early)
         self._bucket_of = {id(p): bucket for bucket in self._buckets for p in bucket.parameters}
         self._armed = False
         self._next = 0
@@ -145,12 +152,12 @@ class GradientReducer:
             self.ready(parameter)
 
     def ready(self, parameter: torch.Tensor) -> None:
-        """`parameter`'s gradient is complete for this step; launch every bucket that is complete, in order."""
+        """`parameter`'s gradient is complete for this step; launch every bucket that is complete and may be, in order."""
         bucket = self._bucket_of.get(id(parameter))
         if not self._armed or bucket is None:
             return
         bucket.pending.discard(id(parameter))
-        while self._next < len(self._buckets) and not self._buckets[self._next].pending:
+        while self._next < self._num_early and not self._buckets[self._next].pending:
             self._launch(self._buckets[self._next])
 
     def launch_rest(self) -> None:
