@@ -92,7 +92,7 @@ class _Rank:
         self.num_open = 0
 
 
-def run(ranks: Sequence[Sequence[Event]], rules: Rules = Rules()) -> None:  # noqa: B008
+def run(ranks: Sequence[Sequence[Event]], rules: Rules = Rules()) -> None:
     """Run all ranks' events to their end.
 
     Raises:
@@ -193,7 +193,7 @@ def run(ranks: Sequence[Sequence[Event]], rules: Rules = Rules()) -> None:  # no
         return moved
 
     host_keys: dict[tuple[int, int], Any] = {}
-    while any([host(rank) | device(rank) for rank in range(len(state))]):
+    while any(host(rank) | device(rank) for rank in range(len(state))):
         pass
     stuck = []
     for rank, own in enumerate(state):

@@ -1,4 +1,4 @@
-"""The real executor of every rank of a layout, one after another in one process, over groups that only write down calls.
+"""The real executor of every rank of a layout, one after another in one process, over groups that write calls down.
 
 What a rank posts, sends and waits for never depends on what it receives, so that each rank runs alone. Stages are
 linear layers; every unit is one. The answers to notices and headers are made up.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -17,9 +16,9 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from device_order import Do, Event
 from torch import nn
 
+from device_order import Do, Event
 from penstock.runtime.channel import TAGS_PER_LINE, Channel, Kind
 from penstock.runtime.evaluation import evaluate
 from penstock.runtime.exchange import Exchange
@@ -198,9 +197,7 @@ class RecordedRank:
         own = self.mine.stages_of(self.place.rank_in_pipeline)
         self.stages = Stages(self.mine.stages, own, tied, self.world)
         local = {
-            f"{unit}.weight": parameter
-            for unit, layer in self.stages.units.items()
-            for parameter in layer.parameters()
+            f"{unit}.weight": parameter for unit, layer in self.stages.units.items() for parameter in layer.parameters()
         }
         aliases: list[tuple[str, ...]] = []
         for unit in layout.units:
@@ -220,7 +217,10 @@ class RecordedRank:
                 self.channel.receives_ahead = 0
             queues = WeightGradientQueues()
             holders = [(parameter.parameter, parameter.ranks) for parameter in held]
-            reducer = GradientReducer(holders, self.groups.reduction, rank, self.board, queues.awaits, layout.held_by_several_stages)
+            reducer = GradientReducer(
+                holders, self.groups.reduction, rank, self.board, queues.awaits,
+                layout.are_of_several_stages, layout.has_several_stages(rank),
+            )  # fmt: skip
             self.station = Station(
                 split=self.stages,
                 parameters=[parameter.parameter for parameter in held],
@@ -311,6 +311,3 @@ def one_pipeline(schedule: Schedule) -> Layout:
 def recorded(layout: Layout, schedules: Sequence[Schedule], **options: Any) -> list[RecordedRank]:
     """All ranks of a layout."""
     return [RecordedRank(layout, schedules, rank, **options) for rank in range(layout.world_size)]
-
-
-__all__ = ["RecordedRank", "one_pipeline", "partial", "recorded"]

@@ -122,8 +122,9 @@ class Pipeline:
         queues = WeightGradientQueues()
         holders = [(held.parameter, held.ranks) for held in self.held]
         reducer = GradientReducer(
-            holders, self.groups.reduction, self.rank, self.board, queues.awaits, layout.held_by_several_stages
-        )
+            holders, self.groups.reduction, self.rank, self.board, queues.awaits,
+            layout.are_of_several_stages, layout.has_several_stages(self.rank),
+        )  # fmt: skip
         totals = Totals(layout, self.rank, self.groups, self.board)
         for give_up in (totals.clear, channel.clear, reducer.clear, queues.clear):
             self.board.on_abort(give_up)

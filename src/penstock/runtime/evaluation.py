@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache
 
 from penstock.modeling.loss import Criterion
+
 from .inputs import StepInputs
 from .program import Program
 from .station import StageOpener, Station
@@ -115,7 +116,9 @@ def share_output(
         return None
     kind, spec, plain, are_tensors = structure[0]
     tensors = [leaf.detach().contiguous() for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    specs = broadcast_specs([TensorSpec.of(t) for t in tensors] if is_source else None, sum(are_tensors), source, control)
+    specs = broadcast_specs(
+        [TensorSpec.of(t) for t in tensors] if is_source else None, sum(are_tensors), source, control
+    )
     if not is_source:
         tensors = [spec.empty(device) for spec in specs]
     for tensor in tensors:

@@ -12,7 +12,7 @@ from penstock.schedule.communication import Step, carries_loss
 
 from .channel import Channel
 from .crossing import StepSignatures
-from .cuts import CutAbove, CutBelow, LocalCut, PipelineEnd
+from .cuts import CutAbove, CutBelow, LocalCut, PipelineEnd, RemoteCut
 from .program import Orders
 
 
@@ -61,10 +61,10 @@ class Exchange:
 
     def post(self, user: Step) -> None:
         """Post the receive of the message that `user` will use."""
-        if user.kind == Kind.F:
-            self.below[user.stage].post()
-        elif user.kind == Kind.B:
-            self.above[user.stage].post()
-        else:
+        if user.kind not in (Kind.F, Kind.B):
             assert self.top is not None
             self.top.post_loss()
+            return
+        cut = self.below[user.stage] if user.kind == Kind.F else self.above[user.stage]
+        assert isinstance(cut, RemoteCut)
+        cut.post()

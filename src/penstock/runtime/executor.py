@@ -240,6 +240,8 @@ class TrainingStep:
         live = self._live.pop((stage, microbatch))
         if live.leaves and not live.answered:
             self._give_gradients(stage, microbatch, live)
+        if self._anything_shared and self._position == self._program.final_backward:
+            self._station.reducer.after_last_message()
 
     def _give_gradients(self, stage: int, microbatch: int, live: Live) -> None:
         """Send the gradients of what this stage received; zeros where nothing here depended on it."""

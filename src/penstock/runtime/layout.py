@@ -123,8 +123,13 @@ class Layout:
             tables.append({unit: tuple(ranks) for unit, ranks in table.items()})
         return tables
 
-    def held_by_several_stages(self, ranks: Iterable[int]) -> bool:
-        """Whether two of `ranks` are in one pipeline and hold different stages of it."""
+    def has_several_stages(self, rank: int) -> bool:
+        """Whether `rank` holds more than one stage."""
+        place = self.place_of(rank)
+        return len(self.pipelines[place.pipeline].stages_of(place.rank_in_pipeline)) > 1
+
+    def are_of_several_stages(self, ranks: Iterable[int]) -> bool:
+        """Whether two of `ranks` hold different stages of one pipeline."""
         places = [self.place_of(rank) for rank in ranks]
         stages = {(place.pipeline, place.rank_in_pipeline) for place in places}
         return len(stages) > len({place.pipeline for place in places})

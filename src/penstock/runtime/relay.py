@@ -23,9 +23,9 @@ from penstock.modeling.stage_cache import StageCaches
 from penstock.modeling.units import refusal
 
 from .channel import Channel, Kind
+from .crossing import refuse_elsewhere
 from .engine import Pipeline
 from .lockstep import Lockstep
-from .crossing import refuse_elsewhere
 from .transfer import TensorSpec, broadcast_specs, broadcast_tensor, decode_header, encode_header, header_buffer
 
 # Shapes remembered for one line. Both of its ends see the same forwards, so both forget at the same time.

@@ -90,8 +90,11 @@ def broadcast_tensor(tensor: torch.Tensor, source: int, group: dist.ProcessGroup
     dist.broadcast(carried(tensor), source, group=group)
 
 
-def broadcast_specs(specs: Sequence[TensorSpec] | None, count: int, source: int, control: dist.ProcessGroup) -> list[TensorSpec]:
-    """Every rank of `control`, a group of hosts, gets the `count` specs of the global rank `source`; others pass None."""
+def broadcast_specs(
+    specs: Sequence[TensorSpec] | None, count: int, source: int, control: dist.ProcessGroup
+) -> list[TensorSpec]:
+    """Every rank of `control`, a group of hosts, gets the `count` specs of the global rank `source`; others give
+    None."""
     header = header_buffer(count) if specs is None else encode_header(specs)
     dist.broadcast(header, source, group=control)
     return list(decode_header(header))

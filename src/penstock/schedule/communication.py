@@ -5,8 +5,8 @@ The model of communication, which the executor follows:
 - A message carries the result of an F to the next stage, or of a B to the stage below. Stages of one rank hand over
   locally, with no message. A rank sends right after the action that made the value.
 - A rank posts its receives ahead, in the order given here, and waits for one only at the action that uses it.
-- The orders of all ranks come from one imagined run: whenever a sender sends, the send is appended to its list *and* the
-  receive to the receiver's list.
+- The orders of all ranks come from one imagined run: whenever a sender sends, the send is appended to its list *and*
+  the receive to the receiver's list.
 
 Why nothing hangs. On an accelerator a posted receive or an unanswered send is a kernel that runs until the other side
 comes, and whatever waits for the whole device (a synchronize, an allocator that frees memory, the loading of a kernel)
@@ -19,11 +19,12 @@ communicator for both directions).
 
 How early receives are. One that is posted right before its use would start only when the rank gets there, and the
 transfer would hide behind nothing. So the imagined run starts each action as early as it can when actions take one unit
-of time and messages a quarter, and a message is sent when its action *starts*: it then comes before whatever the
-receiver starts in the meantime. Had every receive been posted at the earliest point from which this rank alone may wait
-(after the last of its actions on which the sender depends), two neighbours that wait for each other's messages before
-they compute would hang. By simulation, over all named schedules, 2 to 6 ranks and messages of 5 and 20 % of an action,
-a step under this order takes 0.16 % longer than under that one, and with receives right before their use 3.4 % longer.
+of time and messages a quarter, and enters a message into the lists when its action *starts*: it then comes before
+whatever the receiver starts in the meantime. Had every receive been posted at the earliest point from which this rank
+alone may wait (after the last of its actions on which the sender depends), two neighbours that wait for each other's
+messages before they compute would hang. By simulation, over all named schedules, 2 to 6 ranks and messages of 5 and
+20 % of an action, a step under this order takes 0.16 % longer than under that one, and with receives right before their
+use 3.4 % longer.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def insert_communication(
     Args:
         schedule: compute only, free of dependency cycles.
         window: the most messages of one channel (one cut, one direction) that a receiver holds or awaits before
-            their use; ``None`` is no bound. A sender waits while its receiver's window is full.
+            their use; ``None`` is no bound. A sender waits with an action while its receiver's window is full.
         losses: whether to insert the messages that tell each rank the losses, too, and a `LossKnown` before each
             backward of a rank's top stage.
 
@@ -118,103 +119,98 @@ def insert_communication(
                 queued.add(other)
                 heappush(ready, (run.time_of(other), other))
     if not run.finished():
-        raise Blocked(tuple(run.heads()))
+        raise Blocked(run.heads())
     return tuple(tuple(operations) for operations in run.operations)
 
 
 class Blocked(Exception):
     """No rank can go on. `heads` holds, per rank, what it is stuck at; ``None`` for a rank that is done."""
 
-    def __init__(self, heads: tuple[Operation | None, ...]) -> None:
+    def __init__(self, heads: Sequence[Operation | None]) -> None:
         super().__init__(", ".join(f"rank {rank}: {head or 'done'}" for rank, head in enumerate(heads)))
-        self.heads = heads
+        self.heads = tuple(heads)
 
 
 class _Run:
-    """A schedule under way, one operation at a time, in imagined time."""
+    """A schedule under way, one step at a time with the message that it sends, in imagined time."""
 
     def __init__(self, schedule: Schedule, window: int | None, losses: bool) -> None:
         self.schedule = schedule
         self.window = window
         self.operations: list[list[Operation]] = [[] for _ in schedule.actions]
-        self._to_do: list[deque[Operation]] = [deque(actions) for actions in schedule.actions]
-        if losses:
-            self._to_do = [deque(_with_losses(schedule, rank)) for rank in range(schedule.num_ranks)]
-        # When what an action needs from another action or rank is there. A B has had its own F by then: the stages
-        # above could not have run without.
+        rows = [_with_losses(schedule, rank) if losses else row for rank, row in enumerate(schedule.actions)]
+        self._to_do: list[deque[Step]] = [deque(row) for row in rows]
+        # When what a step needs from another one is there. A B has had its own F by then: the stages above could not
+        # have run without.
         self._input_at: dict[Step, float] = {
             Action(Kind.F, 0, microbatch): 0.0 for microbatch in range(schedule.num_microbatches)
         }
-        # Of the action under way or done last on each rank.
-        self._start = [0.0] * schedule.num_ranks
-        self._end = [0.0] * schedule.num_ranks
+        self._free_at = [0.0] * schedule.num_ranks
         self._in_window: Counter[tuple[str, int]] = Counter()
-        self._sent_by: dict[Step, int] = {}
 
     def finished(self) -> bool:
         return not any(self._to_do)
 
-    def heads(self) -> list[Operation | None]:
+    def heads(self) -> list[Step | None]:
         return [to_do[0] if to_do else None for to_do in self._to_do]
 
     def is_ready(self, rank: int) -> bool:
-        if not self._to_do[rank]:
+        head = self._to_do[rank][0] if self._to_do[rank] else None
+        if head is None or head not in self._input_at:
             return False
-        head = self._to_do[rank][0]
-        if isinstance(head, Transfer):
-            return self.window is None or self._in_window[_channel(head.destination)] < self.window
-        return head in self._input_at
+        user = self._user_of(head)
+        return self.window is None or user is None or self._in_window[_channel(user)] < self.window
 
     def time_of(self, rank: int) -> float:
         """When `rank`, which is ready, goes on."""
-        head = self._to_do[rank][0]
-        if isinstance(head, Transfer):
-            return self._start[rank]
-        return max(self._end[rank], self._input_at[head])
+        return max(self._free_at[rank], self._input_at[self._to_do[rank][0]])
 
     def advance(self, rank: int) -> Sequence[int]:
-        """Do what is next on `rank`; return other ranks that this may have made ready."""
-        time = self.time_of(rank)
-        head = self._to_do[rank].popleft()
-        self.operations[rank].append(head)
-        if isinstance(head, Transfer):
-            self.operations[head.peer].append(Transfer(Direction.RECEIVE, head.source, head.destination, rank))
-            self._in_window[_channel(head.destination)] += 1
-            self._sent_by[head.destination] = rank
-            self._input_at[head.destination] = self._end[rank] + TRANSIT
-            return (head.peer,)
-        self._compute(rank, head, time)
-        if self.window is None or head not in self._sent_by:
-            return ()
-        self._in_window[_channel(head)] -= 1
-        return (self._sent_by[head],)
-
-    def _compute(self, rank: int, head: Step, time: float) -> None:
-        self._start[rank], self._end[rank] = time, time
-        last = self.schedule.num_stages - 1
-        if isinstance(head, LossKnown):
-            if head.stage and carries_loss(head.stage - 1, self.schedule.num_stages, self.schedule.num_ranks):
-                self._hand_over(rank, head, LossKnown(head.stage - 1, head.microbatch))
-            return
-        self._end[rank] += 1.0
-        if head.kind is Kind.B:
-            self._input_at[Action(Kind.W, head.stage, head.microbatch)] = self._end[rank]
-        elif head.kind is Kind.F and head.stage == last:
-            for own in (LossKnown(last, head.microbatch), Action(Kind.B, last, head.microbatch)):
-                self._input_at[own] = self._end[rank]
-        user = head.feeds(self.schedule.num_stages)
+        """Do what is next on `rank` and send its result; return other ranks that this may have made ready."""
+        end = self.time_of(rank)
+        step = self._to_do[rank].popleft()
+        self.operations[rank].append(step)
+        if isinstance(step, Action):
+            end += 1.0
+            if step.kind is Kind.B:
+                self._input_at[Action(Kind.W, step.stage, step.microbatch)] = end
+            elif step.kind is Kind.F and step.stage == self.schedule.num_stages - 1:
+                for own in (LossKnown(step.stage, step.microbatch), Action(Kind.B, step.stage, step.microbatch)):
+                    self._input_at[own] = end
+        self._free_at[rank] = end
+        concerned = []
+        source = self._source_rank(step)
+        if source is not None and source != rank:
+            self._in_window[_channel(step)] -= 1
+            concerned.append(source)
+        user = self._user_of(step)
         if user is not None:
-            self._hand_over(rank, head, user)
+            peer = self.schedule.stage_to_rank[user.stage]
+            self._input_at[user] = end if peer == rank else end + TRANSIT
+            if peer != rank:
+                self.operations[rank].append(Transfer(Direction.SEND, step, user, peer))
+                self.operations[peer].append(Transfer(Direction.RECEIVE, step, user, rank))
+                self._in_window[_channel(user)] += 1
+                concerned.append(peer)
+        return concerned
 
-    def _hand_over(self, rank: int, source: Step, user: Step) -> None:
-        peer = self.schedule.stage_to_rank[user.stage]
-        if peer == rank:
-            self._input_at[user] = self._end[rank]
-        else:
-            self._to_do[rank].appendleft(Transfer(Direction.SEND, source, user, peer))
+    def _user_of(self, step: Step) -> Step | None:
+        """What uses the result of `step` on a neighbouring stage."""
+        if isinstance(step, Action):
+            return step.feeds(self.schedule.num_stages)
+        if step.stage and carries_loss(step.stage - 1, self.schedule.num_stages, self.schedule.num_ranks):
+            return LossKnown(step.stage - 1, step.microbatch)
+        return None
+
+    def _source_rank(self, step: Step) -> int | None:
+        """The rank of the neighbouring stage whose result `step` uses."""
+        stage = step.stage - 1 if step.kind == Kind.F else step.stage + 1
+        if step.kind == Kind.W or not 0 <= stage < self.schedule.num_stages:
+            return None
+        return self.schedule.stage_to_rank[stage]
 
 
-def _with_losses(schedule: Schedule, rank: int) -> Iterable[Operation]:
+def _with_losses(schedule: Schedule, rank: int) -> Iterable[Step]:
     top = schedule.top_stage(rank)
     for action in schedule.actions_of(rank):
         if action.kind is Kind.B and action.stage == top:
