@@ -96,7 +96,7 @@ def with_executor(arguments: dict[str, Any]) -> Step:
     count = schedule.num_microbatches
     inputs = StepInputs([{}] * count, [plan] * count, [()] * count, [(1,)] * count, [1] * count, 0, 0, 0, 0, 0)
     board = FailureBoard(None, rank, "free")
-    header = encode_header([TensorSpec(SHAPE, torch.float32, requires_grad=True)], CPU)
+    header = encode_header([TensorSpec(SHAPE, torch.float32, requires_grad=True)])
     notice = torch.tensor(Notice.of(inputs, parameters, CPU))
     channel = ScriptedChannel({Kind.STEP: notice, Kind.HEADER: header}, board)
     queues = WeightGradientQueues()
@@ -115,7 +115,7 @@ def with_executor(arguments: dict[str, Any]) -> Step:
         scaling=ScaleWatch(),
         share_overflow=lambda: None,
     )
-    program = Program.of(schedule, rank)
+    program = Program.of(schedule, rank, far_ahead=True)
 
     def step() -> Figures:
         stage.weight.grad = None

@@ -54,7 +54,8 @@ class Bucket:
         if targets:
             torch._foreach_copy_(targets, sources)
         self.launched_at = self.finished_at = time.perf_counter()
-        self.work = group.allreduce([flat])
+        # The sum of complex numbers is that of their parts; no backend has a sum of its own for them.
+        self.work = group.allreduce([torch.view_as_real(flat) if flat.is_complex() else flat])
         if flat.device.type == "cpu":
             self.work.get_future().add_done_callback(self._note_finished)
 

@@ -1,9 +1,10 @@
 """Messages between the ranks of one pipeline: asynchronous, tagged, received into buffers posted ahead.
 
 A *line* is one kind of message over one cut, and a rank's end of it either sends or receives. Messages of a line arrive
-in the order they were sent. On gloo a payload moves only once its receive is posted, and each line has its own tag. On
-NCCL the order of all messages between two ranks counts, so each direction has a group of its own and the executor keeps
-one order for each direction.
+in the order they were sent. On gloo a payload moves only once its receive is posted, so receives are posted far ahead,
+and each line has its own tag. NCCL has no tags, and posting a receive starts a kernel that runs until the message is
+there: losses and gradients share a group, in the one order in which both sides come to them, and receives are posted
+where the program says (see `penstock.schedule.communication`). Notices and headers are for hosts, so they go over gloo.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from .failure import FailureBoard
+from .transfer import carried
 
 
 class Kind(IntEnum):
@@ -44,8 +46,19 @@ NAMES = {
 }
 # Several tensors of one message get tags of their own.
 TAGS_PER_LINE = 64
+# Receives of a line that gloo may have posted before the one being waited for is used. One hides the latency, the
+# second the jitter; more would only hold memory, so only small ones are posted further ahead: posting tells the sender,
+# which disturbs it while it computes.
+RECEIVES_AHEAD = 2
 # Messages that may be under way on a line. Once more than twice as many were sent, all but so many are waited for.
 SENDS_AHEAD = 8
+
+
+_Transfer = Callable[[list[torch.Tensor], int, int], dist.Work]
+
+
+def _as_carried(transfer: _Transfer, tensors: list[torch.Tensor], peer: int, tag: int) -> dist.Work:
+    return transfer(list(map(carried, tensors)), peer, tag)
 
 
 class Waitable(Protocol):
@@ -60,7 +73,7 @@ class _Works:
 
     def __init__(
         self,
-        transfer: Callable[[list[torch.Tensor], int, int], dist.Work],
+        transfer: _Transfer,
         tensors: Iterable[torch.Tensor],
         peer: int,
         tag: int,
@@ -98,9 +111,13 @@ class Line:
     def __init__(self, channel: Channel, cut: int, kind: Kind, group: dist.ProcessGroup, peer: int):
         self._channel = channel
         self._name = f"{NAMES[kind]} between stages {cut} and {cut + 1}"
+        send: _Transfer = group.send
+        recv: _Transfer = group.recv
+        if channel.converts:
+            send, recv = partial(_as_carried, send), partial(_as_carried, recv)
         # Nearly every message is one tensor, and that needs no `_Works`.
-        self._send, self._send_each = group.send, partial(_Works, group.send)
-        self._recv, self._recv_each = group.recv, partial(_Works, group.recv)
+        self._send, self._send_each = send, partial(_Works, send)
+        self._recv, self._recv_each = recv, partial(_Works, recv)
         self._peer = peer
         self._peer_in_group = dist.get_group_rank(group, peer)
         self._tag = (cut * len(Kind) + kind) * TAGS_PER_LINE
@@ -180,6 +197,9 @@ class Channel:
     Attributes:
         board: where a lost connection is reported.
         sends_ahead: see `SENDS_AHEAD`; no fewer than the schedule under way needs.
+        converts: whether tensors of types that NCCL has not are to travel as bytes. gloo sends any as it is.
+        receives_ahead: see `RECEIVES_AHEAD`. On an accelerator none, as a posted receive holds up whatever waits for
+            the device: there the program says where each is posted (see `penstock.schedule.communication`).
         seconds_waited: for messages, so far.
         on_wait: called with the beginning and the end of each such wait, if set.
     """
@@ -197,6 +217,8 @@ class Channel:
         self._lines: dict[tuple[int, Kind], Line] = {}
         self.board = board
         self.sends_ahead = SENDS_AHEAD
+        self.receives_ahead = RECEIVES_AHEAD if device.type == "cpu" else 0
+        self.converts = device.type != "cpu"
         self.seconds_waited = 0.0
         self.on_wait: Callable[[float, float], None] | None = None
 

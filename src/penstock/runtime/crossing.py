@@ -10,10 +10,7 @@ import torch
 
 from .transfer import TensorSpec
 
-# Messages of a line that may be posted before the one being waited for is used. One hides the latency, the second the
-# jitter; more would only hold memory, so only small ones are posted further ahead: posting tells the sender, which
-# disturbs it while it computes.
-RECEIVES_AHEAD = 2
+# Where messages are posted ahead at all (see `Channel.receives_ahead`), small ones are posted this far.
 BYTES_AHEAD = 1 << 20
 # A tuple that is equal to the tensor's `TensorSpec`, made without a call of Python.
 _spec_of = attrgetter(*TensorSpec._fields)
@@ -24,11 +21,11 @@ class Crossing:
 
     __slots__ = ("_buffers", "_gradient_buffers", "ahead", "gradients_ahead", "specs")
 
-    def __init__(self, specs: Iterable[TensorSpec], device: torch.device):
+    def __init__(self, specs: Iterable[TensorSpec], device: torch.device, receives_ahead: int):
         self.specs = list(specs)
         gradients = [spec for spec in self.specs if spec.requires_grad]
-        self.ahead = _messages_ahead(self.specs)
-        self.gradients_ahead = _messages_ahead(gradients)
+        self.ahead = _messages_ahead(self.specs, receives_ahead)
+        self.gradients_ahead = _messages_ahead(gradients, receives_ahead)
         self._buffers = [_maker(spec, device) for spec in self.specs]
         self._gradient_buffers = [_maker(spec, device) for spec in gradients]
 
@@ -49,8 +46,19 @@ def _maker(spec: TensorSpec, device: torch.device) -> Callable[[], torch.Tensor]
     return partial(torch.empty, spec.shape, dtype=spec.dtype, device=device)
 
 
-def _messages_ahead(specs: Iterable[TensorSpec]) -> int:
-    return max(RECEIVES_AHEAD, BYTES_AHEAD // max(1, sum(spec.num_bytes for spec in specs)))
+def _messages_ahead(specs: Iterable[TensorSpec], least: int) -> int:
+    return max(least, BYTES_AHEAD // max(1, sum(spec.num_bytes for spec in specs))) if least else 0
+
+
+def refuse_elsewhere(tensors: Iterable[torch.Tensor], device: torch.device, cut: int) -> None:
+    """Raise if one of `tensors`, which are to cross `cut`, is not on `device`."""
+    for number, tensor in enumerate(tensors):
+        if tensor.device.type != device.type:
+            raise RuntimeError(
+                f"value {number} that goes from stage {cut} to stage {cut + 1}, a {tensor.dtype} tensor of shape "
+                f"{tuple(tensor.shape)}, is on {tensor.device}, but stages compute and exchange values on {device}: "
+                "move it there in the model's code, or make it anew on each stage from the inputs"
+            )
 
 
 class StepSignatures:

@@ -3,17 +3,20 @@
 The shapes, dtypes and gradient flags at a cut follow from the microbatch's own input shapes, from autocast and from
 which parameters are trainable upstream. The first microbatch with a new combination is preceded by a header; both
 sides remember it, so that later receives are posted ahead with no message about shapes.
+
+A receive is posted when `post` is called, at the latest when its message is taken. With gloo the cuts also post by
+themselves, as far ahead as there is room; see `Channel.receives_ahead`.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from .channel import Channel, Kind
-from .crossing import Crossing, StepSignatures
+from .crossing import Crossing, StepSignatures, refuse_elsewhere
 from .transfer import TensorSpec, decode_header, encode_header, header_buffer
 
 LOSS_DTYPE = torch.float64
@@ -114,6 +117,7 @@ class RemoteCut:
         self._cut = cut
         self._signatures = signatures
         self._device = device
+        self._receives_ahead = channel.receives_ahead
         self._notices = channel.line(cut, Kind.STEP, upper)
         self._headers = channel.line(cut, Kind.HEADER, upper)
         self._activations = channel.line(cut, Kind.ACTIVATION, upper)
@@ -134,11 +138,22 @@ class RemoteCut:
     def open(self, state: int) -> None:
         """`state` is that of all stages beneath the cut (see `Notice`). Post receives as far as shapes are known."""
         self._known = self._learned.setdefault(state, {})
-        self._post()
+        self._post_ahead()
 
-    def _post(self) -> None:
+    def post(self) -> None:
+        """Post the receive for the next microbatch."""
+        raise NotImplementedError
+
+    def _post_ahead(self) -> None:
         """Post receives for the next microbatches whose shapes are known, as far as there is room."""
         raise NotImplementedError
+
+    def _crossing(self, specs: Iterable[TensorSpec], signature: int) -> Crossing:
+        """What crosses for inputs of a signature that is new, remembered."""
+        crossing = Crossing(specs, self._device, self._receives_ahead)
+        if len(crossing.specs) == self._num_values:
+            self._known[signature] = crossing
+        return crossing
 
 
 class CutBelow(RemoteCut):
@@ -159,11 +174,11 @@ class CutBelow(RemoteCut):
     def take_activations(self, microbatch: int) -> list[torch.Tensor]:
         """The values that cross into the stage, as leaves that require a gradient where one will travel back."""
         if not self._activations.posted:
-            self._post_after_header(self._signatures.numbers[microbatch])
+            self.post()
         tensors = self._activations.receive()
         crossing = self._expected.popleft()
         if self._unposted:
-            self._post()
+            self._post_ahead()
         for tensor, spec in zip(tensors, crossing.specs, strict=True):
             if spec.requires_grad:
                 tensor.requires_grad_(True)
@@ -178,25 +193,23 @@ class CutBelow(RemoteCut):
         if self._losses is not None:
             self._losses.send([loss])
 
-    def _post(self) -> None:
+    def post(self) -> None:
+        """Post the receive of the next activations; if their shapes are new, wait for their header first."""
+        signature = self._signatures.numbers[self._unposted.pop()]
+        crossing = self._known.get(signature)
+        if crossing is None:
+            self._headers.post_receive([header_buffer(self._num_values)])
+            crossing = self._crossing(decode_header(self._headers.receive()[0]), signature)
+        self._activations.post_receive(crossing.buffers())
+        self._expected.append(crossing)
+
+    def _post_ahead(self) -> None:
         unposted, numbers, line = self._unposted, self._signatures.numbers, self._activations
         while unposted:
             crossing = self._known.get(numbers[unposted[-1]])
             if crossing is None or len(line.posted) >= crossing.ahead:
                 return
-            line.post_receive(crossing.buffers())
-            self._expected.append(crossing)
-            unposted.pop()
-
-    def _post_after_header(self, signature: int) -> None:
-        """Wait for the header of the next microbatch, whose shapes are new, and post its receive."""
-        self._headers.post_receive([header_buffer(self._num_values, self._device)])
-        crossing = Crossing(decode_header(self._headers.receive()[0]), self._device)
-        if len(crossing.specs) == self._num_values:
-            self._known[signature] = crossing
-        self._activations.post_receive(crossing.buffers())
-        self._expected.append(crossing)
-        self._unposted.pop()
+            self.post()
 
 
 class CutAbove(RemoteCut):
@@ -204,10 +217,13 @@ class CutAbove(RemoteCut):
 
     # What was sent and not answered, by microbatch.
     _sent: dict[int, Crossing]
+    # Losses whose receives are not posted yet.
+    _losses_unposted: int
 
     def begin(self, order: Sequence[int], num_values: int) -> None:
         super().begin(order, num_values)
         self._sent = {}
+        self._losses_unposted = 0 if self._losses is None else len(order)
 
     def give_notice(self, notice: Sequence[int]) -> None:
         """Pass the notice on. `notice[-1]` is the state of all stages up to this one."""
@@ -218,10 +234,9 @@ class CutAbove(RemoteCut):
         signature = self._signatures.numbers[microbatch]
         crossing = self._known.get(signature)
         if crossing is None:
-            crossing = Crossing(map(TensorSpec.of, tensors), self._device)
-            if len(tensors) == self._num_values:
-                self._known[signature] = crossing
-            self._headers.send([encode_header(crossing.specs, self._device)])
+            refuse_elsewhere(tensors, self._device, self._cut)
+            crossing = self._crossing(map(TensorSpec.of, tensors), signature)
+            self._headers.send([encode_header(crossing.specs)])
         elif not crossing.fits(tensors):
             raise RuntimeError(
                 f"the tensors between stages {self._cut} and {self._cut + 1} are "
@@ -231,21 +246,25 @@ class CutAbove(RemoteCut):
         self._activations.send(list(map(torch.Tensor.detach, tensors)))
         self._sent[microbatch] = crossing
         if self._unposted:
-            self._post()
+            self._post_ahead()
 
     def take_loss(self) -> torch.Tensor:
         """The value of the next microbatch's loss. Shape (), float64."""
         assert self._losses is not None
+        if not self._losses.posted:
+            self.post_loss()
         return self._losses.receive()[0]
 
     def take_gradients(self, microbatch: int) -> list[torch.Tensor]:
         """Gradients of the values sent that require one, in order."""
+        if not self._gradients.posted:
+            self.post()
         gradients = self._gradients.receive()
         del self._sent[microbatch]
         # The gradient is here, so the activation it answers has left.
         self._activations.release(keep=len(self._sent))
         if self._unposted:
-            self._post()
+            self._post_ahead()
         return gradients
 
     def stand_ins(self, microbatch: int) -> list[torch.Tensor]:
@@ -254,14 +273,27 @@ class CutAbove(RemoteCut):
         specs = () if crossing is None else crossing.specs
         return [spec.zeros(self._device).requires_grad_(spec.requires_grad) for spec in specs]
 
-    def _post(self) -> None:
-        unposted, numbers, line = self._unposted, self._signatures.numbers, self._gradients
+    def post(self) -> None:
+        """Post the receive of the next gradients, whose activations were sent, or of known shapes."""
+        crossing = self._crossing_of(self._unposted.pop())
+        assert crossing is not None
+        self._gradients.post_receive(crossing.gradient_buffers())
+
+    def post_loss(self) -> None:
+        """Post the receive of the next loss."""
+        assert self._losses is not None
+        self._losses_unposted -= 1
+        self._losses.post_receive([torch.empty((), dtype=LOSS_DTYPE, device=self._device)])
+
+    def _crossing_of(self, microbatch: int) -> Crossing | None:
+        return self._sent.get(microbatch) or self._known.get(self._signatures.numbers[microbatch])
+
+    def _post_ahead(self) -> None:
+        unposted, line = self._unposted, self._gradients
         while unposted:
-            microbatch = unposted[-1]
-            crossing = self._sent.get(microbatch) or self._known.get(numbers[microbatch])
+            crossing = self._crossing_of(unposted[-1])
             if crossing is None or len(line.posted) >= crossing.gradients_ahead:
                 return
-            if self._losses is not None:
-                self._losses.post_receive([torch.empty((), dtype=LOSS_DTYPE, device=self._device)])
-            line.post_receive(crossing.gradient_buffers())
-            unposted.pop()
+            if self._losses_unposted >= len(unposted):
+                self.post_loss()
+            self.post()

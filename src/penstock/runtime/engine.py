@@ -95,7 +95,7 @@ class Pipeline:
         self._recorder = Recorder(self.place.rank_in_pipeline)
         self._make_schedule = make_schedule
         self._schedules: dict[int, Schedule] = {}
-        self._programs: dict[int, Program] = {}
+        self._programs: dict[tuple[int, bool], Program] = {}
         self._synchronising = True
         self._main_input_name = getattr(split.model, "main_input_name", None)
         mine = layout.pipelines[self.place.pipeline]
@@ -126,7 +126,10 @@ class Pipeline:
         )  # fmt: skip
         queues = WeightGradientQueues()
         holders = [(held.parameter, held.ranks) for held in self.held]
-        reducer = GradientReducer(holders, self.groups.reduction, self.rank, self.board, queues.awaits)
+        reducer = GradientReducer(
+            holders, self.groups.reduction, self.rank, self.board, queues.awaits,
+            layout.are_of_several_stages, layout.has_several_stages(self.rank),
+        )  # fmt: skip
         totals = Totals(layout, self.rank, self.groups, self.board)
         for give_up in (totals.clear, channel.clear, reducer.clear, queues.clear):
             self.board.on_abort(give_up)
@@ -235,9 +238,7 @@ class Pipeline:
             microbatches.
         """
         with self.board.call("evaluation", world=False):
-            output = self._evaluate(inputs, None, over_all_pipelines=False)
-            with self.board.guard("sharing the output", self._pipeline_ranks):
-                return share_output(output, self.groups.pipeline, self._last_rank, self.device)
+            return self._share(self._evaluate(inputs, None, over_all_pipelines=False))
 
     def evaluate_together(
         self, inputs: Mapping[str, Any], criterion: Criterion | None = None, share_outputs: bool = False
@@ -253,12 +254,10 @@ class Pipeline:
         """
         with self.board.call("evaluation over all pipelines", world=True):
             output = self._evaluate(inputs, criterion, over_all_pipelines=True)
-            with self.board.guard("sharing the output", self._pipeline_ranks):
+            with self.board.guard("sharing the loss", self._pipeline_ranks):
                 self._station.totals.start(0.0 if output is None else float(output.loss), False)
                 loss, _ = self._station.totals.finish()
-                if share_outputs:
-                    output = share_output(output, self.groups.pipeline, self._last_rank, self.device)
-        return loss, output
+            return loss, self._share(output) if share_outputs else output
 
     def schedule(self, num_microbatches: int) -> Schedule:
         """This pipeline's schedule for a number of microbatches; without any there is nothing to do."""
@@ -269,12 +268,17 @@ class Pipeline:
             self._schedules[num_microbatches] = made
         return self._schedules[num_microbatches]
 
-    def _program(self, num_microbatches: int) -> Program:
-        """This rank's part of the schedule for a number of microbatches."""
-        if num_microbatches not in self._programs:
+    def _program(self, num_microbatches: int, forwards: bool = False) -> Program:
+        """This rank's part of the schedule for a number of microbatches, or of its forwards alone."""
+        key = num_microbatches, forwards
+        if key not in self._programs:
             schedule = self.schedule(num_microbatches)
-            self._programs[num_microbatches] = Program.of(schedule, self.place.rank_in_pipeline)
-        return self._programs[num_microbatches]
+            self._programs[key] = Program.of(
+                schedule.forwards() if forwards else schedule,
+                self.place.rank_in_pipeline,
+                far_ahead=self._station.channel.receives_ahead > 0,
+            )
+        return self._programs[key]
 
     def comms(self) -> tuple[GroupComm, GroupComm]:
         """How all ranks, and the ranks of this pipeline, talk about checkpoints."""
@@ -323,13 +327,19 @@ class Pipeline:
             return microbatches_of(inputs, self._main_input_name, default=wanted)
         return microbatches_of(inputs, self._main_input_name, wanted, self.micro_batch_size, default)
 
+    def _share(self, output: Any) -> Any:
+        """The last stage's output, on all ranks of the pipeline."""
+        groups = self.groups
+        with self.board.guard("sharing the output", self._pipeline_ranks):
+            return share_output(output, groups.pipeline, groups.pipeline_control, self._last_rank, self.device)
+
     def _evaluate(self, inputs: Mapping[str, Any], criterion: Criterion | None, over_all_pipelines: bool) -> Any:
         microbatches, sizes = self._cut(inputs, at_most=True)
         prepared = self._prepare(microbatches, sizes, 0, fingerprint(inputs), criterion)
         if over_all_pipelines:
             refuse_without_loss(self.split.model, prepared)
         with self.board.guard("evaluating", self._pipeline_ranks), autocast(self.device, self.autocast):
-            program = self._program(len(microbatches))
+            program = self._program(len(microbatches), forwards=True)
             return evaluate(self._station, program, prepared, criterion, over_all_pipelines)
 
     def _prepare(

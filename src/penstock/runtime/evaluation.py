@@ -14,12 +14,11 @@ from penstock.data.microbatch import rows_of
 from penstock.modeling.loss import Criterion
 from penstock.modeling.outputs import Shapes, merge_outputs
 from penstock.modeling.split import SplitModel
-from penstock.schedule.actions import Kind
 
 from .inputs import StepInputs
-from .program import Program, microbatch_orders
+from .program import Program
 from .station import StageOpener, Station
-from .transfer import broadcast_tensors
+from .transfer import TensorSpec, broadcast_specs, broadcast_tensor
 
 
 def evaluate(
@@ -29,14 +28,14 @@ def evaluate(
     criterion: Criterion | None = None,
     over_all_pipelines: bool = False,
 ) -> Any:
-    """Run the program's forwards; return the merged output on the rank of the last stage, None elsewhere.
+    """Run the forwards; return the merged output on the rank of the last stage, None elsewhere.
 
     Args:
+        program: of a schedule of forwards alone.
         criterion: gives the loss in place of the model's own.
         over_all_pipelines: make the loss this pipeline's share of the global batch's loss rather than the mean over its
             own batch. All pipelines must evaluate together then; one without any microbatch has no output.
     """
-    actions = [action for action in program.actions if action.kind is Kind.F]
     last = program.last
     is_last = program.top == last
     outputs: list[Any] = [None] * len(inputs.microbatches)
@@ -45,9 +44,11 @@ def evaluate(
         totals = station.totals.counts(totals)
     station.channel.sends_ahead = program.sends_ahead
     with torch.no_grad():
-        opener = StageOpener(station, microbatch_orders(actions), inputs)
-        for action in actions:
+        opener = StageOpener(station, program.orders, inputs)
+        for position, action in enumerate(program.actions):
             stage, microbatch = action.stage, action.microbatch
+            if program.posts:
+                opener.post(program.posts[position].before)
             if stage not in opener.states:
                 opener.open(stage)
             received = station.exchange.below[stage].take_activations(microbatch)
@@ -79,8 +80,13 @@ def _grown(split: SplitModel, inputs: Mapping[str, Any], size: int) -> Shapes:
     return split.output_shapes(arguments)
 
 
-def share_output(output: Any, group: dist.ProcessGroup, source: int, device: torch.device) -> Any:
-    """Every rank of `group` gets the output that the global rank `source` holds (or its None)."""
+def share_output(
+    output: Any, group: dist.ProcessGroup, control: dist.ProcessGroup, source: int, device: torch.device
+) -> Any:
+    """Every rank of `group` gets the output that the global rank `source` holds (or its None).
+
+    `control` joins the same ranks' hosts.
+    """
     if dist.get_world_size(group) == 1:
         return output
     is_source = dist.get_rank() == source
@@ -91,13 +97,20 @@ def share_output(output: Any, group: dist.ProcessGroup, source: int, device: tor
         are_tensors = [isinstance(leaf, torch.Tensor) for leaf in leaves]
         plain = [None if is_tensor else leaf for leaf, is_tensor in zip(leaves, are_tensors, strict=True)]
         structure = [(type(output), spec, plain, are_tensors)]
-    dist.broadcast_object_list(structure, source, group=group, device=device)
+    dist.broadcast_object_list(structure, source, group=control)
     if structure[0] is None:
         return None
     kind, spec, plain, are_tensors = structure[0]
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)] if is_source else None
-    received = iter(broadcast_tensors(tensors, source, group, device))
+    tensors = [leaf.detach().contiguous() for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    specs = broadcast_specs(
+        [TensorSpec.of(t) for t in tensors] if is_source else None, sum(are_tensors), source, control
+    )
+    if not is_source:
+        tensors = [spec.empty(device) for spec in specs]
+    for tensor in tensors:
+        broadcast_tensor(tensor, source, group)
     if is_source:
         return output
+    received = iter(tensors)
     merged = [next(received) if is_tensor else leaf for leaf, is_tensor in zip(plain, are_tensors, strict=True)]
     return kind(**pytree.tree_unflatten(merged, spec))

@@ -7,9 +7,12 @@ from typing import Any
 
 import torch
 
+from penstock.schedule.actions import Kind
+from penstock.schedule.communication import Step, carries_loss
+
 from .channel import Channel
 from .crossing import StepSignatures
-from .cuts import CutAbove, CutBelow, LocalCut, PipelineEnd
+from .cuts import CutAbove, CutBelow, LocalCut, PipelineEnd, RemoteCut
 from .program import Orders
 
 
@@ -28,9 +31,8 @@ class Exchange:
         stages = [stage for stage, holder in enumerate(stage_to_rank) if holder == rank]
 
         def remote(cut: int) -> dict[str, Any]:
-            # Losses travel over the last cuts only, until every rank has seen them.
-            carries_loss = cut > last - num_ranks
-            return {"cut": cut, "carries_loss": carries_loss, "signatures": self._signatures, "device": device}
+            with_losses = carries_loss(cut, last + 1, num_ranks)
+            return {"cut": cut, "carries_loss": with_losses, "signatures": self._signatures, "device": device}
 
         for stage in stages:
             if stage == 0:
@@ -56,3 +58,13 @@ class Exchange:
             self.below[stage].begin(forward, num_values[stage - 1] if stage else 0)
             if stage in self.above:
                 self.above[stage].begin(backward, num_values[stage])
+
+    def post(self, user: Step) -> None:
+        """Post the receive of the message that `user` will use."""
+        if user.kind not in (Kind.F, Kind.B):
+            assert self.top is not None
+            self.top.post_loss()
+            return
+        cut = self.below[user.stage] if user.kind == Kind.F else self.above[user.stage]
+        assert isinstance(cut, RemoteCut)
+        cut.post()

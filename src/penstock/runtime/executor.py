@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from penstock.modeling.loss import Criterion
-from penstock.schedule.actions import Action, Kind
+from penstock.schedule.actions import Kind
 
 from .cuts import LOSS_DTYPE
 from .ending import sum_over_pipelines
@@ -51,6 +51,7 @@ class TrainingStep:
     ):
         self._station = station
         self._program = program
+        self._posts = program.posts
         self._below, self._above = station.exchange.below, station.exchange.above
         self._loss_cut = station.exchange.top
         self._inputs = inputs
@@ -95,6 +96,8 @@ class TrainingStep:
             for position, action in enumerate(self._program.actions):
                 kind, stage, microbatch = action.kind, action.stage, action.microbatch
                 self._position = position
+                if self._posts:
+                    self._opener.post(self._posts[position].before)
                 start = 0.0 if self._recorder is None else time.perf_counter()
                 if kind is Kind.F:
                     self._forward(stage, microbatch)
@@ -181,8 +184,8 @@ class TrainingStep:
     def _take_activations(self, stage: int, microbatch: int) -> list[torch.Tensor]:
         if stage not in self._opener.states:
             self._opener.open(stage)
-            if stage == self._program.last:
-                self._total_counts = self._station.totals.counts(self._inputs.total_counts())
+        if stage == self._program.last and self._total_counts is None:
+            self._total_counts = self._station.totals.counts(self._inputs.total_counts())
         return self._below[stage].take_activations(microbatch)
 
     def _open_backward(self, microbatch: int) -> Any:
@@ -218,6 +221,8 @@ class TrainingStep:
             )
             raise LoopError(self._fault)
         self._called, self._incoming = True, incoming
+        if self._posts:
+            self._opener.post(self._posts[self._position].inside)
         top = self._program.top
         if self._marks_backwards:
             self._enter_backward(top, microbatch)
@@ -254,6 +259,8 @@ class TrainingStep:
         live = self._live.pop((stage, microbatch))
         if live.leaves and not live.answered:
             self._give_gradients(stage, microbatch, live)
+        if self._anything_shared and self._position == self._program.final_backward:
+            self._station.reducer.after_last_message()
 
     def _give_gradients(self, stage: int, microbatch: int, live: Live) -> None:
         """Send the gradients of what this stage received; zeros where nothing here depended on it."""
@@ -303,17 +310,20 @@ class TrainingStep:
             )
         with station.board.aborting():
             station.queues.clear()
-            for action in self._program.actions[self._position :]:
-                self._skip(action)
+            for position in range(self._position, len(self._program.actions)):
+                self._skip(position)
             station.channel.flush()
             if self._reduce and self._anything_shared:
                 station.reducer.finish()
             multiply_gradients(station.parameters, 1.0 / self._loss_scale)
             self._live.clear()
 
-    def _skip(self, action: Action) -> None:
+    def _skip(self, position: int) -> None:
         """Do the communication of an action with zeros, so that no message is left under way."""
+        action = self._program.actions[position]
         kind, stage, microbatch = action.kind, action.stage, action.microbatch
+        if self._posts and position != self._position:
+            self._opener.post(self._posts[position].before)
         is_top, is_last = stage == self._program.top, stage == self._program.last
         if kind is Kind.F:
             self._live[stage, microbatch] = Live(self._take_activations(stage, microbatch))
@@ -324,8 +334,11 @@ class TrainingStep:
             if is_top and not is_open:
                 nothing = torch.zeros((), dtype=LOSS_DTYPE, device=self._station.device)
                 self._below[stage].give_loss(nothing if self._loss_cut is None else self._loss_cut.take_loss())
-            if not is_last and not (is_open and self._called):
-                self._above[stage].take_gradients(microbatch)
+            if not (is_open and self._called):
+                if self._posts:
+                    self._opener.post(self._posts[position].inside)
+                if not is_last:
+                    self._above[stage].take_gradients(microbatch)
             live = self._live.pop((stage, microbatch))
             if live.leaves and not live.answered:
                 self._give_gradients(stage, microbatch, live)

@@ -34,7 +34,7 @@ class Groups:
         everyone = tuple(range(layout.world_size))
         self.world = self._new(everyone, "world")
         self.world_control = self._new(everyone, "world", control=True)
-        self._lines: dict[tuple[int | None, bool], dist.ProcessGroup] = {}
+        self._lines: dict[tuple[int, bool], dist.ProcessGroup] = {}
         self.tensor_parallel: dist.ProcessGroup | None = None
         for index, pipeline in enumerate(layout.pipelines):
             crew_control = self._new(pipeline.ranks(), "pipeline", control=True)
@@ -47,17 +47,22 @@ class Groups:
                 control, whole = self._new(ranks, "pipeline", control=True), self._new(ranks, "pipeline")
                 if mine:
                     self.pipeline_control, self.pipeline = control, whole
-                # The two directions never share a group. On NCCL messages between two ranks share a stream, so with
-                # several stages on a rank each cut has a group, too. On gloo, which tells cuts apart by tag, they share
-                # a lock: while one thread sends, the thread that receives spins on it, for milliseconds if cores are
-                # few. A gloo group has a thread that wakes a hundred times a second, so the way down has none of its
-                # own: it uses the one that has these ranks for collectives and notices.
-                several = pipeline.num_stages > pipeline.num_ranks and device.type != "cpu"
-                cuts: list[int | None] = list(range(pipeline.num_stages - 1)) if several else [None]
-                for cut in cuts if pipeline.num_ranks > 1 else []:
+                # The two directions never share a group. NCCL has no tags and, in a group that was initialised eagerly,
+                # one stream for all members: each cut has groups of its own, of the two ranks that hold its sides. On
+                # gloo, which tells cuts apart by tag, the directions share a lock: while one thread sends, the thread
+                # that receives spins on it, for milliseconds if cores are few. A gloo group has a thread that wakes a
+                # hundred times a second, so all cuts share, and the way down has no group of its own: it uses the one
+                # that has these ranks for collectives and notices.
+                for cut in range(pipeline.num_stages - 1):
+                    sides = {pipeline.global_rank(stage, tensor_parallel_rank) for stage in (cut, cut + 1)}
+                    if len(sides) == 1:
+                        continue
                     for downstream in (True, False):
-                        way = f"cut {cut} {'down' if downstream else 'up'}"
-                        group = self._new(ranks, way, apart=not downstream)
+                        way = "down" if downstream else "up"
+                        if device.type == "cpu":
+                            group = self._new(ranks, way, apart=not downstream)
+                        else:
+                            group = self._new(tuple(sorted(sides)), f"cut {cut} {way}")
                         if mine:
                             self._lines[(cut, downstream)] = group
             size = layout.tensor_parallel_size
@@ -65,7 +70,6 @@ class Groups:
                 together = self._new(tuple(range(first, first + size)), "tensor parallel")
                 if first <= rank < first + size:
                     self.tensor_parallel = together
-        self._by_cut = len(self._lines) > 2
         last = [
             tuple(pipeline.global_rank(pipeline.num_stages - 1, t) for pipeline in layout.pipelines)
             for t in range(layout.tensor_parallel_size)
@@ -78,16 +82,17 @@ class Groups:
         self.reduction = {ranks: self._new(ranks, "reduction") for ranks in sorted(set(reduction))}
 
     def line(self, cut: int, kind: Kind) -> dist.ProcessGroup:
-        """The group that carries messages of `kind` over `cut`. Step notices are read by the host, so they go from CPU
-        to CPU."""
-        if kind is Kind.STEP:
-            return self.pipeline_control
-        return self._lines[(cut if self._by_cut else None, kind.downstream)]
+        """The group that carries messages of `kind` over `cut`. Step notices and headers are read by the host, so they
+        go from CPU to CPU."""
+        return self.pipeline_control if kind <= Kind.HEADER else self._lines[(cut, kind.downstream)]
 
     def warm_up(self) -> None:
-        """Make every communicator now, in one order: one made lazily in the middle of a step can deadlock."""
-        for group in self._mine:
-            dist.barrier(group=group)
+        """Make the communicators of all collectives on an accelerator now, in one order on all ranks: one made lazily
+        in the middle of a step can deadlock. The lines' are made by `Channel.warm_up`."""
+        lines = set(self._lines.values())
+        for (backend, _, ranks), group in self._made.items():
+            if backend == "nccl" and self._rank in ranks and group not in lines:
+                dist.all_reduce(torch.zeros(1, device=self._device), group=group)
 
     def abort(self) -> None:
         """End everything under way in this rank's groups. Any thread may call it, and `destroy` then comes later."""

@@ -3,7 +3,7 @@ follow."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -122,6 +122,17 @@ class Layout:
                         table.setdefault(unit, []).append(pipeline.global_rank(stage, tensor_parallel_rank))
             tables.append({unit: tuple(ranks) for unit, ranks in table.items()})
         return tables
+
+    def has_several_stages(self, rank: int) -> bool:
+        """Whether `rank` holds more than one stage."""
+        place = self.place_of(rank)
+        return len(self.pipelines[place.pipeline].stages_of(place.rank_in_pipeline)) > 1
+
+    def are_of_several_stages(self, ranks: Iterable[int]) -> bool:
+        """Whether two of `ranks` hold different stages of one pipeline."""
+        places = [self.place_of(rank) for rank in ranks]
+        stages = {(place.pipeline, place.rank_in_pipeline) for place in places}
+        return len(stages) > len({place.pipeline for place in places})
 
     def segments(self, tensor_parallel_rank: int = 0) -> list[Segment]:
         """The segments in forward order: at most 1 + the sum of (stages - 1) over the pipelines."""

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.schedule.actions import Action, Kind, Schedule
-from penstock.schedule.communication import sufficient_window
+from penstock.schedule.communication import Posts, posts_of, sufficient_window
 
 from .channel import SENDS_AHEAD
 
@@ -28,6 +28,8 @@ class Program:
         whole_backwards: positions of backwards whose weight gradients follow at once.
         final_weights: positions at which a stage's last weight gradients are computed.
         sends_ahead: `SENDS_AHEAD`, or more if the schedule needs more messages under way, lest it gets stuck.
+        posts: for each action, which receives are posted there. Empty where they are posted as far ahead as there is
+            room, see `Channel.receives_ahead`.
     """
 
     actions: Sequence[Action]
@@ -39,10 +41,11 @@ class Program:
     whole_backwards: Collection[int]
     final_weights: Collection[int]
     sends_ahead: int
+    posts: Sequence[Posts]
 
     @classmethod
-    def of(cls, schedule: Schedule, rank: int) -> Program:
-        """That of `rank`, a rank in the pipeline."""
+    def of(cls, schedule: Schedule, rank: int, far_ahead: bool) -> Program:
+        """That of `rank`, a rank in the pipeline. `far_ahead`: see `posts`."""
         actions = schedule.actions_of(rank)
         backwards = [i for i, action in enumerate(actions) if action.kind is Kind.B]
         final_weights = {action.stage: i for i, action in enumerate(actions) if action.kind is Kind.W}
@@ -56,6 +59,7 @@ class Program:
             whole_backwards=schedule.whole_backwards(rank),
             final_weights=frozenset(final_weights.values()),
             sends_ahead=sufficient_window(schedule, SENDS_AHEAD),
+            posts=() if far_ahead else posts_of(schedule)[rank],
         )
 
 

@@ -4,6 +4,12 @@ Every parameter has a set of ranks that hold it: one rank in each pipeline for a
 of a segment share the set), more for a tied weight. Gradients are *summed* over that set: each microbatch's loss is
 already its share of the global batch's loss (see docs/exactness.md). A bucket is launched as soon as the step's last
 backward has completed it, always in one order, last units first, which is the order in which cool-down completes them.
+
+A sum may hold up what a rank does after it, so no sum may wait for that. One that is launched before the last gradients
+are sent to the stage below waits, over other pipelines, at most for later units, and only later units' stages come
+before. This does not hold for a weight that several stages of one pipeline have (a tied one), nor on a rank with
+several stages, whose last backward is not that of its last units: such sums are launched after the rank's last message,
+those of tied weights as the last ones on all ranks.
 """
 
 from __future__ import annotations
@@ -58,7 +64,8 @@ class GradientReducer:
     """Sums this rank's gradients with those of the other holders, once for each step that is not under `no_sync`.
 
     `holders` pairs each local parameter, in forward order, with the global ranks that hold it. `awaits` says of a
-    parameter whether a part of its gradient was deferred.
+    parameter whether a part of its gradient was deferred, `at_end` of ranks whether what they share is to be summed
+    after the last message of a step, and `all_at_end` whether everything of this rank is.
     """
 
     def __init__(
@@ -68,12 +75,18 @@ class GradientReducer:
         rank: int,
         board: FailureBoard,
         awaits: Callable[[torch.Tensor], bool],
+        at_end: Callable[[tuple[int, ...]], bool] = lambda ranks: False,
+        all_at_end: bool = False,
     ):
         self._groups = groups
         self._rank = rank
         self._board = board
         self._awaits = awaits
-        self._buckets = make_buckets(holders)
+        buckets = make_buckets(holders)
+        early = [bucket for bucket in buckets if not at_end(bucket.ranks)]
+        self._buckets = early + [bucket for bucket in buckets if at_end(bucket.ranks)]
+        # How many may be launched before the last message, and now.
+        self._num_early = self._num_allowed = 0 if all_at_end else len(early)
         self._bucket_of = {id(p): bucket for bucket in self._buckets for p in bucket.parameters}
         self._armed = False
         self._next = 0
@@ -110,6 +123,7 @@ class GradientReducer:
         """
         self._armed = False
         self._next = 0
+        self._num_allowed = self._num_early
         if self._reduced:
             for bucket in self._buckets:
                 if bucket.ranks[0] != self._rank:
@@ -145,12 +159,21 @@ class GradientReducer:
             self.ready(parameter)
 
     def ready(self, parameter: torch.Tensor) -> None:
-        """`parameter`'s gradient is complete for this step; launch every bucket that is complete, in order."""
+        """`parameter`'s gradient is complete for this step; launch what is complete and may be launched, in order."""
         bucket = self._bucket_of.get(id(parameter))
         if not self._armed or bucket is None:
             return
         bucket.pending.discard(id(parameter))
-        while self._next < len(self._buckets) and not self._buckets[self._next].pending:
+        self._launch_complete()
+
+    def after_last_message(self) -> None:
+        """The final backward of a step is over, and its gradients were sent."""
+        self._num_allowed = len(self._buckets)
+        if self._armed:
+            self._launch_complete()
+
+    def _launch_complete(self) -> None:
+        while self._next < self._num_allowed and not self._buckets[self._next].pending:
             self._launch(self._buckets[self._next])
 
     def launch_rest(self) -> None:

@@ -24,9 +24,10 @@ from penstock.modeling.stage_cache import StageCaches
 from penstock.modeling.units import refusal
 
 from .channel import Channel, Kind
+from .crossing import refuse_elsewhere
 from .engine import Pipeline
 from .lockstep import Lockstep
-from .transfer import TensorSpec, decode_header, encode_header, header_buffer
+from .transfer import TensorSpec, broadcast_specs, broadcast_tensor, decode_header, encode_header, header_buffer
 
 # Shapes remembered for one line. Both of its ends see the same forwards, so both forget at the same time.
 MAX_REMEMBERED = 4096
@@ -146,7 +147,7 @@ class Relay:
         )
         specs = self._known(cut, key)
         if specs is None:
-            header_line.post_receive([header_buffer(count, self._device)])
+            header_line.post_receive([header_buffer(count)])
         else:
             values_line.post_receive([spec.empty(self._device) for spec in specs])
 
@@ -169,7 +170,8 @@ class Relay:
         specs = tuple(TensorSpec(tuple(value.shape), value.dtype) for value in values)
         known = self._known(stage, key)
         if known is None:
-            self._channel.line(stage, Kind.HEADER, upper=False).send([encode_header(specs, self._device)])
+            refuse_elsewhere(values, self._device, stage)
+            self._channel.line(stage, Kind.HEADER, upper=False).send([encode_header(specs)])
             self._remember(stage, key, specs)
         elif known != specs:
             raise RuntimeError(
@@ -213,19 +215,16 @@ class Relay:
         specs = self._known(RESULT, key)
         with self._board.guard("broadcasting the result", self.lockstep.ranks):
             if specs is None:  # a placeholder's dtype may be wrong, under autocast
-                if self._is_source:
-                    header = encode_header([TensorSpec(tuple(t.shape), t.dtype) for t in tensors], self._device)
-                else:
-                    header = header_buffer(len(tensors), self._device)
-                dist.broadcast(header, self._source, group=group)
-                specs = decode_header(header)
+                own = [TensorSpec(tuple(t.shape), t.dtype) for t in tensors] if self._is_source else None
+                control = self._groups.pipeline_control
+                specs = tuple(broadcast_specs(own, len(tensors), self._source, control))
                 self._remember(RESULT, key, specs)
             shared = [
                 tensor.contiguous() if self._is_source else spec.empty(self._device)
                 for tensor, spec in zip(tensors, specs, strict=True)
             ]
             for tensor in shared:
-                dist.broadcast(tensor, self._source, group=group)
+                broadcast_tensor(tensor, self._source, group)
         return shared
 
     def _known(self, line: int, key: Hashable) -> tuple[TensorSpec, ...] | None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from penstock.modeling.split import SplitModel
+from penstock.schedule.communication import Step
 
 from .channel import Channel
 from .exchange import Exchange
@@ -71,3 +72,10 @@ class StageOpener:
         if above is not None:
             above.give_notice(notice)
             above.open(notice.state)
+
+    def post(self, users: Iterable[Step]) -> None:
+        """Post the receives of the messages that `users` will use, after opening their stages."""
+        for user in users:
+            if user.stage not in self.states:
+                self.open(user.stage)
+            self._exchange.post(user)

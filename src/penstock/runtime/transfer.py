@@ -53,47 +53,48 @@ class TensorSpec(NamedTuple):
         return torch.zeros(self.shape, dtype=self.dtype, device=device)
 
 
-def encode_header(specs: Sequence[TensorSpec], device: torch.device) -> torch.Tensor:
-    """One int64 row for each tensor, preceded by a row that holds their number."""
+def encode_header(specs: Sequence[TensorSpec]) -> torch.Tensor:
+    """One int64 row for each tensor, preceded by a row that holds their number. On the CPU, as hosts read it."""
     rows = [[len(specs)] + [0] * (HEADER_WIDTH - 1)]
     for spec in specs:
         if len(spec.shape) > MAX_DIMENSIONS:
             raise ValueError(f"a tensor of {len(spec.shape)} dimensions crosses a cut; at most {MAX_DIMENSIONS} can")
         padding = [0] * (MAX_DIMENSIONS - len(spec.shape))
         rows.append([DTYPES.index(spec.dtype), int(spec.requires_grad), len(spec.shape), *spec.shape, *padding])
-    return torch.tensor(rows, dtype=torch.int64, device=device)
+    return torch.tensor(rows, dtype=torch.int64)
 
 
 def decode_header(header: torch.Tensor) -> tuple[TensorSpec, ...]:
-    """The inverse of `encode_header`. Reads values, so on an accelerator it waits for them."""
+    """The inverse of `encode_header`."""
     count, *rows = header.tolist()
     return tuple(TensorSpec(tuple(row[3 : 3 + row[2]]), DTYPES[row[0]], bool(row[1])) for row in rows[: count[0]])
 
 
-def header_buffer(num_tensors: int, device: torch.device) -> torch.Tensor:
-    return torch.zeros(1 + num_tensors, HEADER_WIDTH, dtype=torch.int64, device=device)
+def header_buffer(num_tensors: int) -> torch.Tensor:
+    return torch.zeros(1 + num_tensors, HEADER_WIDTH, dtype=torch.int64)
 
 
-def broadcast_tensors(
-    tensors: Sequence[torch.Tensor] | None, source: int, group: dist.ProcessGroup, device: torch.device
-) -> list[torch.Tensor]:
-    """Every rank of `group` gets the tensors of the global rank `source`; the others pass None."""
-    if dist.get_rank() == source:
-        assert tensors is not None
-        payload = [tensor.detach().contiguous() for tensor in tensors]
-        count = torch.tensor([len(payload)], dtype=torch.int64, device=device)
-        dist.broadcast(count, source, group=group)
-        if payload:
-            dist.broadcast(encode_header([TensorSpec.of(t) for t in payload], device), source, group=group)
-    else:
-        count = torch.zeros(1, dtype=torch.int64, device=device)
-        dist.broadcast(count, source, group=group)
-        number = int(count.item())
-        payload = []
-        if number:
-            header = header_buffer(number, device)
-            dist.broadcast(header, source, group=group)
-            payload = [spec.empty(device) for spec in decode_header(header)]
-    for tensor in payload:
-        dist.broadcast(tensor, source, group=group)
-    return payload
+# What both gloo and NCCL can carry. Tensors of other types travel as bytes.
+CARRIED = frozenset(
+    (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8)
+)
+
+
+def carried(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor`, contiguous, or a view of its memory of a type that every backend carries."""
+    return tensor if tensor.dtype in CARRIED else tensor.reshape(-1).view(torch.uint8)
+
+
+def broadcast_tensor(tensor: torch.Tensor, source: int, group: dist.ProcessGroup) -> None:
+    """Every rank of `group` gets the values of the global rank `source` in `tensor`, contiguous, of any type."""
+    dist.broadcast(carried(tensor), source, group=group)
+
+
+def broadcast_specs(
+    specs: Sequence[TensorSpec] | None, count: int, source: int, control: dist.ProcessGroup
+) -> list[TensorSpec]:
+    """Every rank of `control`, a group of hosts, gets the `count` specs of the global rank `source`; others give
+    None."""
+    header = header_buffer(count) if specs is None else encode_header(specs)
+    dist.broadcast(header, source, group=control)
+    return list(decode_header(header))

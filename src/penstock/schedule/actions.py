@@ -112,6 +112,11 @@ class Schedule:
         """Whether two stages sit on one rank, so that values pass between them without a message."""
         return self.stage_to_rank[stage] == self.stage_to_rank[neighbour]
 
+    def forwards(self) -> Schedule:
+        """The forwards alone, as evaluation runs them."""
+        actions = tuple(tuple(action for action in row if action.kind is Kind.F) for row in self.actions)
+        return replace(self, actions=actions, splits_backward=False)
+
     @property
     def last_kind(self) -> Kind:
         """The action after which a microbatch's activations on a stage are no longer needed."""

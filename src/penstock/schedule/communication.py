@@ -3,27 +3,68 @@
 The model of communication, which the executor follows:
 
 - A message carries the result of an F to the next stage, or of a B to the stage below. Stages of one rank hand over
-  locally, with no message.
-- A rank posts its receives ahead, in the order given here, and waits for one only at the action that uses it. A rank
-  sends right after the action that made the value.
-- Whenever a sender makes progress, the send is appended to its list *and* the receive to the receiver's list. All the
-  lists are thus cuts of one common order of events, so any two ranks see their common messages in one order, and no
-  rank waits forever even if every send and receive blocks until the other side has reached it (rendezvous). The naive
-  placement, a receive right before its use, deadlocks there for 1F1B: two neighbours send to each other and wait.
+  locally, with no message. A rank sends right after the action that made the value.
+- A rank posts its receives ahead, in the order given here, and waits for one only at the action that uses it.
+- The orders of all ranks come from one imagined run: whenever a sender sends, the send is appended to its list *and*
+  the receive to the receiver's list.
+
+Why nothing hangs. On an accelerator a posted receive or an unanswered send is a kernel that runs until the other side
+comes, and whatever waits for the whole device (a synchronize, an allocator that frees memory, the loading of a kernel)
+or for an earlier kernel (one connection for all streams) waits for these too. In the worst case every operation holds
+its rank up until it is over. Even then all ranks reach the end: of the messages and actions that are not over, take the
+one that came first in the imagined run. Everything before it in the lists of its one or two ranks is over, since it
+came earlier, and so is what it needs; hence it can go on. What is less strict can only end earlier: a rank that waits
+at some points and not at others, messages that need no receiver, one order for all messages of two ranks (one
+communicator for both directions).
+
+How early receives are. One that is posted right before its use would start only when the rank gets there, and the
+transfer would hide behind nothing. So the imagined run starts each action as early as it can when actions take one unit
+of time and messages a quarter, and enters a message into the lists when its action *starts*: it then comes before
+whatever the receiver starts in the meantime. Had every receive been posted at the earliest point from which this rank
+alone may wait (after the last of its actions on which the sender depends), two neighbours that wait for each other's
+messages before they compute would hang. By simulation, over all named schedules, 2 to 6 ranks and messages of 5 and
+20 % of an action, a step under this order takes 0.16 % longer than under that one, and with receives right before their
+use 3.4 % longer.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from heapq import heappop, heappush
 
 from penstock.schedule.actions import Action, Kind, Schedule
+
+# How long a message takes in the imagined run, in actions. From just above 0 to 1 it makes no difference to speak of.
+TRANSIT = 0.25
+# The most messages of a channel to post ahead on an accelerator, where the schedule runs with so few: one hides the
+# latency, the second the jitter, and more would hold memory.
+POSTED_AHEAD = 2
 
 
 class Direction(StrEnum):
     SEND = "SEND"
     RECEIVE = "RECV"
+
+
+@dataclass(frozen=True, slots=True)
+class LossKnown:
+    """A rank learns a microbatch's loss, right before the backward of `stage`, its top one. Prints as ``0L1``."""
+
+    stage: int
+    microbatch: int
+
+    @property
+    def kind(self) -> str:
+        return "L"
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+
+Step = Action | LossKnown
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,110 +75,195 @@ class Transfer:
     """
 
     direction: Direction
-    source: Action
-    destination: Action
+    source: Step
+    destination: Step
     peer: int
 
     def __str__(self) -> str:
         here = self.source if self.direction is Direction.SEND else self.destination
-        return f"{here.stage}{self.direction.value}_{here.kind.value}{here.microbatch}"
+        return f"{here.stage}{self.direction.value}_{here.kind}{here.microbatch}"
 
 
-Operation = Action | Transfer
+Operation = Step | Transfer
 
 
-def insert_communication(schedule: Schedule, window: int | None = None) -> tuple[tuple[Operation, ...], ...]:
+def carries_loss(cut: int, num_stages: int, num_ranks: int) -> bool:
+    """Whether losses come down over `cut`: over the last ones only, until every rank has seen them."""
+    return cut >= num_stages - num_ranks
+
+
+def insert_communication(
+    schedule: Schedule, window: int | None = None, losses: bool = False
+) -> tuple[tuple[Operation, ...], ...]:
     """Per rank, its actions with the sends and receives among them, in an order that is valid under rendezvous.
 
     Args:
         schedule: compute only, free of dependency cycles.
         window: the most messages of one channel (one cut, one direction) that a receiver holds or awaits before
-            their use; ``None`` is no bound. A sender waits while its receiver's window is full.
+            their use; ``None`` is no bound. A sender waits with an action while its receiver's window is full.
+        losses: whether to insert the messages that tell each rank the losses, too, and a `LossKnown` before each
+            backward of a rank's top stage.
 
     Raises:
         Blocked: the schedule cannot run to its end within this window.
     """
-    run = _Run(schedule, window)
-    while not run.finished():
-        ready = [rank for rank in range(schedule.num_ranks) if run.is_ready(rank)]
-        if not ready:
-            raise Blocked(tuple(run.heads()))
-        for rank in ready:
-            run.advance(rank)
+    run = _Run(schedule, window, losses)
+    # Ranks that can go on, by the time at which they do.
+    ready = [(0.0, rank) for rank in range(schedule.num_ranks) if run.is_ready(rank)]
+    queued = {rank for _, rank in ready}
+    while ready:
+        _, rank = heappop(ready)
+        queued.remove(rank)
+        for other in {rank, *run.advance(rank)} - queued:
+            if run.is_ready(other):
+                queued.add(other)
+                heappush(ready, (run.time_of(other), other))
+    if not run.finished():
+        raise Blocked(run.heads())
     return tuple(tuple(operations) for operations in run.operations)
 
 
 class Blocked(Exception):
     """No rank can go on. `heads` holds, per rank, what it is stuck at; ``None`` for a rank that is done."""
 
-    def __init__(self, heads: tuple[Operation | None, ...]) -> None:
+    def __init__(self, heads: Sequence[Operation | None]) -> None:
         super().__init__(", ".join(f"rank {rank}: {head or 'done'}" for rank, head in enumerate(heads)))
-        self.heads = heads
+        self.heads = tuple(heads)
 
 
 class _Run:
-    """A schedule under way, one operation of every ready rank at a time."""
+    """A schedule under way, one step at a time with the message that it sends, in imagined time."""
 
-    def __init__(self, schedule: Schedule, window: int | None) -> None:
+    def __init__(self, schedule: Schedule, window: int | None, losses: bool) -> None:
         self.schedule = schedule
         self.window = window
         self.operations: list[list[Operation]] = [[] for _ in schedule.actions]
-        self._to_do: list[deque[Operation]] = [deque(actions) for actions in schedule.actions]
-        # Actions whose input from another action is on their rank. A B has had its own F by then: the stages above
-        # could not have run without.
-        self._has_input = {Action(Kind.F, 0, microbatch) for microbatch in range(schedule.num_microbatches)}
-        self._in_window: Counter[tuple[Kind, int]] = Counter()
+        rows = [_with_losses(schedule, rank) if losses else row for rank, row in enumerate(schedule.actions)]
+        self._to_do: list[deque[Step]] = [deque(row) for row in rows]
+        # When what a step needs from another one is there. A B has had its own F by then: the stages above could not
+        # have run without.
+        self._input_at: dict[Step, float] = {
+            Action(Kind.F, 0, microbatch): 0.0 for microbatch in range(schedule.num_microbatches)
+        }
+        self._free_at = [0.0] * schedule.num_ranks
+        self._in_window: Counter[tuple[str, int]] = Counter()
 
     def finished(self) -> bool:
         return not any(self._to_do)
 
-    def heads(self) -> list[Operation | None]:
+    def heads(self) -> list[Step | None]:
         return [to_do[0] if to_do else None for to_do in self._to_do]
 
     def is_ready(self, rank: int) -> bool:
-        if not self._to_do[rank]:
+        head = self._to_do[rank][0] if self._to_do[rank] else None
+        if head is None or head not in self._input_at:
             return False
-        head = self._to_do[rank][0]
-        if isinstance(head, Action):
-            return head in self._has_input
-        return self.window is None or self._in_window[_channel(head.destination)] < self.window
+        user = self._user_of(head)
+        return self.window is None or user is None or self._in_window[_channel(user)] < self.window
 
-    def advance(self, rank: int) -> None:
-        head = self._to_do[rank].popleft()
-        self.operations[rank].append(head)
-        if isinstance(head, Transfer):
-            self.operations[head.peer].append(Transfer(Direction.RECEIVE, head.source, head.destination, rank))
-            if self.window is not None:
-                self._in_window[_channel(head.destination)] += 1
-            self._has_input.add(head.destination)
-            return
-        if self.window is not None:
-            self._in_window[_channel(head)] -= 1
-        if head.kind is Kind.B:
-            self._has_input.add(Action(Kind.W, head.stage, head.microbatch))
-        elif head.kind is Kind.F and head.stage == self.schedule.num_stages - 1:
-            self._has_input.add(Action(Kind.B, head.stage, head.microbatch))
-        user = head.feeds(self.schedule.num_stages)
-        if user is None:
-            return
-        peer = self.schedule.stage_to_rank[user.stage]
-        if peer == rank:
-            self._has_input.add(user)
-        else:
-            self._to_do[rank].appendleft(Transfer(Direction.SEND, head, user, peer))
+    def time_of(self, rank: int) -> float:
+        """When `rank`, which is ready, goes on."""
+        return max(self._free_at[rank], self._input_at[self._to_do[rank][0]])
+
+    def advance(self, rank: int) -> Sequence[int]:
+        """Do what is next on `rank` and send its result; return other ranks that this may have made ready."""
+        end = self.time_of(rank)
+        step = self._to_do[rank].popleft()
+        self.operations[rank].append(step)
+        if isinstance(step, Action):
+            end += 1.0
+            if step.kind is Kind.B:
+                self._input_at[Action(Kind.W, step.stage, step.microbatch)] = end
+            elif step.kind is Kind.F and step.stage == self.schedule.num_stages - 1:
+                for own in (LossKnown(step.stage, step.microbatch), Action(Kind.B, step.stage, step.microbatch)):
+                    self._input_at[own] = end
+        self._free_at[rank] = end
+        concerned = []
+        source = self._source_rank(step)
+        if source is not None and source != rank:
+            self._in_window[_channel(step)] -= 1
+            concerned.append(source)
+        user = self._user_of(step)
+        if user is not None:
+            peer = self.schedule.stage_to_rank[user.stage]
+            self._input_at[user] = end if peer == rank else end + TRANSIT
+            if peer != rank:
+                self.operations[rank].append(Transfer(Direction.SEND, step, user, peer))
+                self.operations[peer].append(Transfer(Direction.RECEIVE, step, user, rank))
+                self._in_window[_channel(user)] += 1
+                concerned.append(peer)
+        return concerned
+
+    def _user_of(self, step: Step) -> Step | None:
+        """What uses the result of `step` on a neighbouring stage."""
+        if isinstance(step, Action):
+            return step.feeds(self.schedule.num_stages)
+        if step.stage and carries_loss(step.stage - 1, self.schedule.num_stages, self.schedule.num_ranks):
+            return LossKnown(step.stage - 1, step.microbatch)
+        return None
+
+    def _source_rank(self, step: Step) -> int | None:
+        """The rank of the neighbouring stage whose result `step` uses."""
+        stage = step.stage - 1 if step.kind == Kind.F else step.stage + 1
+        if step.kind == Kind.W or not 0 <= stage < self.schedule.num_stages:
+            return None
+        return self.schedule.stage_to_rank[stage]
 
 
-def _channel(user: Action) -> tuple[Kind, int]:
+def _with_losses(schedule: Schedule, rank: int) -> Iterable[Step]:
+    top = schedule.top_stage(rank)
+    for action in schedule.actions_of(rank):
+        if action.kind is Kind.B and action.stage == top:
+            yield LossKnown(top, action.microbatch)
+        yield action
+
+
+def _channel(user: Step) -> tuple[str, int]:
     return user.kind, user.stage
 
 
-def sufficient_window(schedule: Schedule, window: int) -> int:
+def sufficient_window(schedule: Schedule, window: int, losses: bool = False) -> int:
     """`window`, doubled until `schedule`, which is valid, runs with it (see `insert_communication`)."""
     while window < schedule.num_microbatches:
         try:
-            insert_communication(schedule, window)
+            insert_communication(schedule, window, losses)
         except Blocked:
             window *= 2
         else:
             break
     return window
+
+
+@dataclass(frozen=True, slots=True)
+class Posts:
+    """Which receives a rank posts when it has come to an action: each `Step` is the one that will use the message.
+
+    Attributes:
+        before: before anything else of the action.
+        inside: in the backward of the rank's top stage, when the caller has been given the loss and has called
+            `backward()`.
+    """
+
+    before: tuple[Step, ...] = ()
+    inside: tuple[Step, ...] = ()
+
+
+def posts_of(schedule: Schedule) -> tuple[tuple[Posts, ...], ...]:
+    """Per rank and action, the receives to be posted there, in this order: see the proof at the top of this file."""
+    window = sufficient_window(schedule, POSTED_AHEAD, losses=True)
+    return tuple(tuple(_posts(operations)) for operations in insert_communication(schedule, window, losses=True))
+
+
+def _posts(operations: Sequence[Operation]) -> Iterable[Posts]:
+    before: list[Step] = []
+    inside: list[Step] = []
+    current = before
+    for operation in operations:
+        if isinstance(operation, Action):
+            yield Posts(tuple(before), tuple(inside))
+            before, inside = [], []
+            current = before
+        elif isinstance(operation, LossKnown):
+            current = inside
+        elif operation.direction is Direction.RECEIVE:
+            current.append(operation.destination)

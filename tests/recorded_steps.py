@@ -1,0 +1,313 @@
+"""The real executor of every rank of a layout, one after another in one process, over groups that write calls down.
+
+What a rank posts, sends and waits for never depends on what it receives, so that each rank runs alone. Stages are
+linear layers; every unit is one. The answers to notices and headers are made up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from device_order import Do, Event
+from penstock.runtime.channel import TAGS_PER_LINE, Channel, Kind
+from penstock.runtime.evaluation import evaluate
+from penstock.runtime.exchange import Exchange
+from penstock.runtime.executor import TrainingStep
+from penstock.runtime.failure import FailureBoard
+from penstock.runtime.groups import Groups
+from penstock.runtime.holders import find_holders
+from penstock.runtime.inputs import StepInputs
+from penstock.runtime.layout import Layout
+from penstock.runtime.notice import Notice
+from penstock.runtime.precision import ScaleWatch
+from penstock.runtime.program import Program
+from penstock.runtime.reduction import GradientReducer
+from penstock.runtime.relay import Relay
+from penstock.runtime.station import Station
+from penstock.runtime.step import StageOutput
+from penstock.runtime.totals import Totals
+from penstock.runtime.transfer import TensorSpec, encode_header
+from penstock.runtime.weight_gradients import WeightGradientQueues, install
+from penstock.schedule import Schedule
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+WIDTH = 4
+
+
+@dataclass(eq=False)
+class Work:
+    """What a call on a group gives back. Waiting for it is an event, once."""
+
+    log: list[Event]
+    position: int
+
+    def wait(self, timeout: Any = None) -> bool:
+        self.log.append(Event(Do.WAIT, of=self.position))
+        return True
+
+    def get_future(self) -> Any:
+        return SimpleNamespace(add_done_callback=lambda callback: None)
+
+
+@dataclass(eq=False)
+class Group:
+    """A process group that writes calls down. `answers`: what seems to arrive, by kind of message."""
+
+    name: str
+    ranks: tuple[int, ...]
+    on_host: bool
+    log: list[Event]
+    answers: dict[Kind, torch.Tensor]
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Work:
+        return self._event(Do.SEND, tensors[0], peer=self.ranks[peer], tag=tag)
+
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Work:
+        answer = self.answers.get(Kind(tag // TAGS_PER_LINE % len(Kind)))
+        if answer is not None:
+            tensors[0].copy_(answer)
+        return self._event(Do.RECEIVE, tensors[0], peer=self.ranks[peer], tag=tag)
+
+    def allreduce(self, tensors: list[torch.Tensor], options: Any = None) -> Work:
+        return self._event(Do.COLLECTIVE, tensors[0], tag="all_reduce")
+
+    def _event(self, do: Do, tensor: torch.Tensor, tag: Any, peer: int = -1) -> Work:
+        what = (tag, str(tensor.dtype), tuple(tensor.shape))
+        self.log.append(Event(do, self.name, self.on_host, self.ranks, peer, what))
+        return Work(self.log, len(self.log) - 1)
+
+
+@dataclass
+class World:
+    """Stands for torch.distributed on one rank."""
+
+    rank: int
+    size: int
+    log: list[Event] = field(default_factory=list)
+    answers: dict[Kind, torch.Tensor] = field(default_factory=dict)
+    num_groups: int = 0
+
+    @contextlib.contextmanager
+    def patched(self) -> Iterator[None]:
+        replaced = {
+            "new_group": self.new_group,
+            "get_rank": lambda group=None: self.rank,
+            "get_world_size": lambda group: len(group.ranks),
+            "get_group_rank": lambda group, peer: group.ranks.index(peer),
+            "get_process_group_ranks": lambda group: list(group.ranks),
+            "all_reduce": self.all_reduce,
+            "broadcast": self.broadcast,
+            "barrier": lambda group: self.all_reduce(torch.zeros(1), group=group),
+        }
+        with mock.patch.multiple(dist, **replaced):
+            yield
+
+    def new_group(self, ranks: Sequence[int], backend: str) -> Group:
+        self.num_groups += 1
+        name = f"{backend} {self.num_groups} of {tuple(ranks)}"
+        return Group(name, tuple(ranks), backend == "gloo", self.log, self.answers)
+
+    def all_reduce(self, tensor: torch.Tensor, op: Any = None, group: Any = None, async_op: bool = False) -> Any:
+        work = group.allreduce([tensor])
+        return work if async_op else work.wait()
+
+    def broadcast(self, tensor: torch.Tensor, source: int, group: Any) -> None:
+        header = encode_header([RESULT])
+        if self.rank != source and tensor.dtype == header.dtype and tensor.dim() == 2:
+            tensor.copy_(header)
+        group._event(Do.COLLECTIVE, tensor, tag="broadcast").wait()
+
+
+SPEC = TensorSpec((1, WIDTH), torch.float32, requires_grad=True)
+RESULT = TensorSpec((1, 1, WIDTH), torch.float32)
+
+
+class _Computing(torch.autograd.Function):
+    """Notes when it is computed, forward and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, note: Callable[[str], None], name: str, value: torch.Tensor) -> torch.Tensor:
+        ctx.note, ctx.name = note, name
+        note(f"F {name}")
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        ctx.note(f"B {ctx.name}")
+        return None, None, gradient
+
+
+class Stages(nn.Module):
+    """Stands for the `SplitModel` of a rank: each unit is a linear layer. `tied`: units with one weight."""
+
+    random = False
+    dtype = torch.float32
+
+    def __init__(self, stages: Sequence[Sequence[str]], mine: Sequence[int], tied: Sequence[str], world: World):
+        super().__init__()
+        self._stages, self._world = stages, world
+        self.units = nn.ModuleDict()
+        for stage in mine:
+            for unit in stages[stage]:
+                self.units[unit] = nn.Linear(WIDTH, WIDTH, bias=False)
+        held = [unit for unit in tied if unit in self.units]
+        for unit in held[1:]:
+            self.units[unit].weight = self.units[held[0]].weight
+        self.model = self
+
+    def forward(self, plan: Any, stage: int, inputs: Any, received: Sequence[torch.Tensor], **options: Any) -> Any:
+        value = received[0] if len(received) else torch.ones(1, WIDTH, requires_grad=True)
+        for unit in self._stages[stage]:
+            value = self.units[unit](_Computing.apply(self._note, unit, value))
+        last = stage == len(self._stages) - 1
+        if "hand_over" in options:
+            if not last:
+                options["hand_over"]([value.detach()])
+            return {"logits": torch.zeros(RESULT.shape)}, None
+        return (StageOutput(value.sum()), ()) if last else (None, (value,))
+
+    def plan(self, inputs: Any, call: Any = None) -> Any:
+        return SimpleNamespace(cuts=[["hidden"]] * (len(self._stages) - 1), controlled=False, digest=0, calls=())
+
+    def _note(self, name: str) -> None:
+        self._world.log.append(Event(Do.COMPUTE, what=name))
+
+
+class RecordedRank:
+    """One rank of `layout`, each of whose pipelines runs its own of `schedules`; on a GPU, or with gloo alone."""
+
+    def __init__(
+        self, layout: Layout, schedules: Sequence[Schedule], rank: int, tied: Sequence[str] = (), gpu: bool = True
+    ):
+        self.world = World(rank, layout.world_size)
+        self.place = layout.place_of(rank)
+        self.mine = layout.pipelines[self.place.pipeline]
+        self.schedule = schedules[self.place.pipeline]
+        self._num_calls = 0
+        own = self.mine.stages_of(self.place.rank_in_pipeline)
+        self.stages = Stages(self.mine.stages, own, tied, self.world)
+        local = {
+            f"{unit}.weight": parameter for unit, layer in self.stages.units.items() for parameter in layer.parameters()
+        }
+        aliases: list[tuple[str, ...]] = []
+        for unit in layout.units:
+            if unit == (tied[0] if tied else None):
+                aliases.append(tuple(f"{name}.weight" for name in tied))
+            elif unit not in tied:
+                aliases.append((f"{unit}.weight",))
+        held, shared = find_holders(layout, 0, aliases, local)
+        with self.world.patched():
+            device = GPU if gpu else CPU
+            self.groups = Groups(layout, rank, device, shared)
+            self.groups._device = CPU
+            self.board = FailureBoard(None, rank, "recorded")
+            peer_of = self.mine.global_rank
+            self.channel = Channel(self.groups.line, peer_of, CPU, self.board)
+            if gpu:  # the values are on the CPU all the same
+                self.channel.receives_ahead = 0
+            queues = WeightGradientQueues()
+            holders = [(parameter.parameter, parameter.ranks) for parameter in held]
+            reducer = GradientReducer(
+                holders, self.groups.reduction, rank, self.board, queues.awaits,
+                layout.are_of_several_stages, layout.has_several_stages(rank),
+            )  # fmt: skip
+            self.station = Station(
+                split=self.stages,
+                parameters=[parameter.parameter for parameter in held],
+                exchange=Exchange(self.channel, self.mine.stage_to_rank, self.place.rank_in_pipeline, CPU),
+                channel=self.channel,
+                reducer=reducer,
+                queues=queues,
+                board=self.board,
+                device=CPU,
+                everyone=range(layout.world_size),
+                seed=0,
+                totals=Totals(layout, rank, self.groups, self.board),
+                scaling=ScaleWatch(),
+                share_overflow=lambda: None,
+            )
+        if self.schedule.splits_backward:
+            install(self.stages, queues)
+        self.program, self.forwards = (
+            Program.of(schedule, self.place.rank_in_pipeline, far_ahead=not gpu)
+            for schedule in (self.schedule, self.schedule.forwards())
+        )
+        self.world.answers[Kind.HEADER] = encode_header([SPEC])
+        self._relay: Relay | None = None
+
+    @contextlib.contextmanager
+    def events(self) -> Iterator[list[Event]]:
+        """What is done inside."""
+        self.world.log.clear()
+        taken: list[Event] = []
+        with self.world.patched():
+            yield taken
+        taken.extend(self.world.log)
+
+    def warm_up(self) -> list[Event]:
+        with self.events() as events:
+            self.groups.warm_up()
+            cuts = [cut for cut, (a, b) in enumerate(pairwise(self.mine.stage_to_rank)) if a != b]
+            self.channel.warm_up(cuts, self.mine.stages_of(self.place.rank_in_pipeline))
+        return events
+
+    def train(self, signatures: Sequence[int] | None = None) -> list[Event]:
+        """A step; by default all microbatches have one shape."""
+        with self.events() as events:
+            for output in TrainingStep(self.station, self.program, self._inputs(signatures)).run():
+                self.world.log.append(Event(Do.COMPUTE, what="the loop's body"))
+                output.loss.backward()
+        return events
+
+    def evaluate(self, signatures: Sequence[int] | None = None) -> list[Event]:
+        with self.events() as events, torch.no_grad():
+            evaluate(self.station, self.forwards, self._inputs(signatures))
+        return events
+
+    def generate(self, num_tokens: int) -> list[Event]:
+        """Forwards of one shape."""
+        if self._relay is None:
+            with self.world.patched():
+                pipeline = SimpleNamespace(
+                    place=self.place, layout=SimpleNamespace(pipelines={self.place.pipeline: self.mine}),
+                    split=self.stages, board=self.board, groups=self.groups, device=CPU, rank=self.world.rank,
+                )  # fmt: skip
+                self._relay = Relay(pipeline)
+        self.stages.training = False
+        with self.events() as events:
+            for _ in range(num_tokens):
+                self._relay.forward({"input_ids": torch.zeros(1, 1)})
+        return events
+
+    def _inputs(self, signatures: Sequence[int] | None) -> StepInputs:
+        count = self.schedule.num_microbatches
+        rule = SimpleNamespace(shares=lambda counts, totals: (1.0,))
+        plan = SimpleNamespace(cuts=[["hidden"]] * (self.schedule.num_stages - 1), loss=rule)
+        inputs = StepInputs(
+            [{}] * count, [plan] * count, list(signatures or [0] * count), [(1,)] * count, [1] * count,
+            0, 0, self._num_calls, 0, 0,
+        )  # fmt: skip
+        self._num_calls += 1
+        notice = Notice.of(inputs, self.station.parameters, CPU)
+        self.world.answers[Kind.STEP] = torch.tensor(notice)
+        return inputs
+
+
+def one_pipeline(schedule: Schedule) -> Layout:
+    """Of one unit a stage."""
+    return Layout.place([[[f"u{stage}"] for stage in range(schedule.num_stages)]], [schedule.stage_to_rank])
+
+
+def recorded(layout: Layout, schedules: Sequence[Schedule], **options: Any) -> list[RecordedRank]:
+    """All ranks of a layout."""
+    return [RecordedRank(layout, schedules, rank, **options) for rank in range(layout.world_size)]
