@@ -91,7 +91,7 @@ def with_executor(arguments: dict[str, Any]) -> Step:
     schedule, rank = _schedule(arguments)
     stage = Stage(schedule.num_stages - 1)
     parameters = list(stage.parameters())
-    rule = SimpleNamespace(shares=lambda counts, totals: (1.0,))
+    rule = SimpleNamespace(shares=lambda counts, totals: (1.0,), fields=())
     plan = SimpleNamespace(cuts=[["hidden"]] * (schedule.num_stages - 1), loss=rule)
     count = schedule.num_microbatches
     inputs = StepInputs([{}] * count, [plan] * count, [()] * count, [(1,)] * count, [1] * count, 0, 0, 0, 0, 0)
