@@ -12,12 +12,20 @@ import hypothesis
 import pytest
 import torch
 
+import zygote
 from pool import Pool
 
 torch.set_num_threads(1)
 # No deadline, because the machine may be busy; and in continuous integration the same examples in every run.
 hypothesis.settings.register_profile("penstock", deadline=None, derandomize="CI" in os.environ)
 hypothesis.settings.load_profile("penstock")
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Zygotes import while the rest is collected, if a test will need them."""
+    module = getattr(item, "module", None)
+    if "pool" in getattr(item, "fixturenames", ()) or hasattr(module, "run_python") or hasattr(module, "torchrun"):
+        zygote.start()
 
 
 def pytest_collection_finish() -> None:

@@ -8,23 +8,31 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+import zygote
+
+ROOT = zygote.ROOT
 
 
 def run_command(
-    command: list[str], *, timeout: float = 60.0, environment: Mapping[str, str] | None = None, cwd: Path | None = None
+    command: list[str],
+    *,
+    timeout: float = 60.0,
+    environment: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    fresh: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """Run a command to its end and return its exit status, stdout and stderr as text.
 
     The package's and the tests' folders are on PYTHONPATH and every process computes on one thread. When ``timeout``
     seconds pass, the command and all its descendants are killed and subprocess.TimeoutExpired carries what it printed.
+
+    A command that begins with this interpreter, and the processes that torchrun starts under it, are forks of a
+    process that has imported everything (see zygote.py). With ``fresh`` they are new interpreters.
     """
-    paths = [str(ROOT / "src"), str(ROOT / "tests"), str(ROOT / "examples"), os.environ.get("PYTHONPATH", "")]
-    variables = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-    }
+    variables = zygote.environment()
+    if command[0] == sys.executable and not fresh:
+        command = [zygote.executable(), *command[1:]]
+        variables["PENSTOCK_STAND_IN"] = zygote.executable()
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -55,9 +63,12 @@ def run_python(
     timeout: float = 60.0,
     environment: Mapping[str, str] | None = None,
     cwd: Path | None = None,
+    fresh: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """Run this interpreter with ``arguments`` (a script and its own, or ``-c`` and code). Options: see run_command."""
-    return run_command([sys.executable, *map(str, arguments)], timeout=timeout, environment=environment, cwd=cwd)
+    return run_command(
+        [sys.executable, *map(str, arguments)], timeout=timeout, environment=environment, cwd=cwd, fresh=fresh
+    )
 
 
 def torchrun(
@@ -67,7 +78,8 @@ def torchrun(
     timeout: float = 90.0,
     environment: Mapping[str, str] | None = None,
     cwd: Path | None = None,
+    fresh: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """Run ``script`` under torchrun on this machine with ``num_processes`` ranks. Options: see run_command."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}"]
-    return run_python(*launcher, script, *arguments, timeout=timeout, environment=environment, cwd=cwd)
+    return run_python(*launcher, script, *arguments, timeout=timeout, environment=environment, cwd=cwd, fresh=fresh)

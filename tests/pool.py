@@ -2,7 +2,8 @@
 
 ``Pool.run(world_size, function, ...)`` runs a module-level function on ``world_size`` processes that are set up as
 ``torchrun`` would: the same environment variables and a store that lives outside the ranks (here: in the parent).
-This file is both sides: the parent imports ``Pool``, and each worker runs the file as a script.
+Workers are forks (zygote.py), so a lost one is replaced in milliseconds. This file is both sides: the parent imports
+``Pool``, and each worker runs the file as a script.
 """
 
 import contextlib
@@ -11,7 +12,6 @@ import itertools
 import os
 import pickle
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,6 +22,9 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
+
+import zygote
+from forked import Process
 
 MAX_WORKERS = 8
 START_TIMEOUT = 120.0  # importing torch and transformers on a busy machine
@@ -53,7 +56,7 @@ class Task:
 class Worker:
     """One process of the pool as the parent sees it."""
 
-    process: subprocess.Popen[bytes]
+    process: Process
     connection: Connection
     log: Path
     log_start: int = 0
@@ -150,29 +153,21 @@ class Pool:
         for index, worker in enumerate(self._workers):
             if worker.process.poll() is not None:
                 worker.stop()
-                self._workers[index] = self._start()
+                self._workers[index] = self._start(index)
         while len(self._workers) < count:
-            self._workers.append(self._start())
+            self._workers.append(self._start(len(self._workers)))
         chosen = self._workers[:count]
         for worker in chosen:
             _await_ready(worker)
         return chosen
 
-    def _start(self) -> Worker:
+    def _start(self, rank: int) -> Worker:
         ours, theirs = Pipe()
         log = Path(self._folder.name) / f"worker-{next(self._numbers)}.log"
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                pass_fds=[theirs.fileno()],
-                env=environment,
-                start_new_session=True,
-            )
-        theirs.close()
+        variables = zygote.environment() | {"PYTHONUNBUFFERED": "1"}
+        with open(os.devnull) as nothing, log.open("wb") as output, theirs:
+            files = [nothing.fileno(), output.fileno(), output.fileno(), theirs.fileno()]
+            process = zygote.fork(rank, [__file__, "3"], files, variables)
         return Worker(process, ours, log)
 
     def _collect(self, workers: Sequence[Worker], timeout: float) -> tuple[list[Any], list[int]]:
@@ -195,8 +190,7 @@ class Pool:
                     results[rank].add_note(f"(on rank {rank} of {len(workers)})")
         for rank in pending.values():
             worker = workers[rank]
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(worker.process.pid, signal.SIGUSR1)  # faulthandler prints every thread's stack to the log
+            worker.process.send_signal(signal.SIGUSR1)  # faulthandler prints every thread's stack to the log
             ended[rank] = deadline
         if pending:
             time.sleep(0.5)
@@ -210,7 +204,8 @@ class Pool:
 
     def _replace(self, worker: Worker) -> None:
         worker.stop()
-        self._workers[self._workers.index(worker)] = self._start()
+        rank = self._workers.index(worker)
+        self._workers[rank] = self._start(rank)
 
 
 def _launcher_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
@@ -257,15 +252,9 @@ def _tail(worker: Worker) -> str:
 def _serve(connection: Connection) -> None:
     """Answer tasks until the parent closes the connection."""
     import faulthandler
-    import gc
 
     import torch
 
-    for module in ("penstock", "transformers.models.gpt2.modeling_gpt2"):
-        importlib.import_module(module)  # here, with all it imports, so that no test pays for it
-    # What is imported stays; the collections between tasks need not look at it each time.
-    gc.collect()
-    gc.freeze()
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     connection.send_bytes(b"ready")
