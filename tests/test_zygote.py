@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -51,10 +50,19 @@ def script(tmp_path: Path) -> Path:
         ("os.abort()", -signal.SIGABRT),
     ],
 )
-def test_a_script_sees_and_ends_as_in_an_interpreter(script: Path, as_module: bool, last_line: str, status: int) -> None:
+def test_a_script_sees_and_ends_as_in_an_interpreter(
+    script: Path, as_module: bool, last_line: str, status: int
+) -> None:
     arguments = ["-m", "report"] if as_module else [script]
     found, expected = (
-        run_python(*arguments, "one", last_line, cwd=script.parent, environment={"MINE": "x", "PYTHONUNBUFFERED": "1"}, fresh=fresh)
+        run_python(
+            *arguments,
+            "one",
+            last_line,
+            cwd=script.parent,
+            environment={"MINE": "x", "PYTHONUNBUFFERED": "1"},
+            fresh=fresh,
+        )
         for fresh in (False, True)
     )
     assert found.returncode == expected.returncode == status
@@ -144,15 +152,17 @@ def test_a_fork_does_not_outlive_its_stand_in(script: Path) -> None:
     wait_for_the_end_of(fork)
 
 
-def test_forks_and_zygotes_end_with_the_session(script: Path, tmp_path: Path) -> None:
+def test_forks_and_zygotes_end_with_the_session(script: Path) -> None:
+    """Also with one that is killed."""
     code = (
-        "import os, signal, sys, pool, test_pool\n"
-        "workers = pool.Pool()\n"
-        "print(workers.run(1, test_pool.process_id)[0], os.getpid(), flush=True)\n"
+        "import os, signal, sys, zygote\n"
+        "zygote.PRELOADED = ()\n"
+        f"fork = zygote.fork(0, [{str(script)!r}, {SLEEP!r}], [0, 2, 2], zygote.environment())\n"
+        "zygote_pid = open(f'/proc/{fork.pid}/stat').read().split()[3]\n"
+        "print(fork.pid, zygote_pid, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    result = run_python("-c", code, timeout=200)
-    worker, session = map(int, result.stdout.split())
+    result = run_python("-c", code)
     assert result.returncode == -signal.SIGKILL
-    wait_for_the_end_of(session)
-    wait_for_the_end_of(worker)
+    for process in map(int, result.stdout.split()):
+        wait_for_the_end_of(process)

@@ -1,9 +1,9 @@
 """Python processes without their start-up: forks of two processes that have imported torch, transformers and penstock.
 
 A Python process takes seconds of imports before its first line runs, and a test session starts hundreds of them. Here
-a zygote imports once and forks. ``fork()`` gives a process (forked.py) in place of ``subprocess.Popen``; ``executable()``
-is a program that can be named in place of the interpreter. It is ``sys.executable`` in the forks, so that what
-torchrun starts is forked too.
+a zygote imports once and forks. ``fork()`` gives a process (forked.py) in place of ``subprocess.Popen``, and
+``executable()`` is a program that can be named in place of the interpreter. It is ``sys.executable`` in the forks, so
+that what torchrun starts is forked too.
 
 A fork is as a new interpreter would be: its own session, working directory, environment, open files, ``sys.argv``,
 ``sys.path``, ``__main__`` and end, ``atexit`` included. It differs in what only an interpreter's first moments show:
@@ -55,7 +55,19 @@ PRELOADED = (
     "training",
 )
 # Variables with these beginnings may have been read while those modules were imported...
-READ_AT_IMPORT = ("HF_", "TRANSFORMERS_", "TORCH_", "PYTORCH_", "OMP_", "MKL_", "KMP_", "LD_", "CUDA_", "XDG_", "PYTHON")
+READ_AT_IMPORT = (
+    "HF_",
+    "TRANSFORMERS_",
+    "TORCH_",
+    "PYTORCH_",
+    "OMP_",
+    "MKL_",
+    "KMP_",
+    "LD_",
+    "CUDA_",
+    "XDG_",
+    "PYTHON",
+)
 # ... except these, which are read later.
 READ_LATER = ("PYTHONPATH", "PYTHONUNBUFFERED", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
 
@@ -86,7 +98,7 @@ def start() -> tuple[list[str], Path]:
         listener.listen(100)
         with (folder / f"{number}.log").open("wb") as log, listener:
             zygote = subprocess.Popen(
-                [sys.executable, __file__, str(listener.fileno())],
+                [sys.executable, __file__, str(listener.fileno()), *PRELOADED],
                 stdin=subprocess.PIPE,  # its end tells the zygote that this process has ended
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -250,13 +262,14 @@ def _become(arguments: list[str], variables: dict[str, str], cwd: str, files: li
             assert isinstance(stream, io.TextIOWrapper)
             stream.reconfigure(write_through=True)
     # Python's own generator does so by itself.
-    importlib.import_module("numpy").random.seed()
-    importlib.import_module("torch").default_generator.seed()
+    if "torch" in sys.modules:
+        importlib.import_module("numpy").random.seed()
+        importlib.import_module("torch").default_generator.seed()
     importlib.invalidate_caches()
     sys.executable = variables.get("PENSTOCK_STAND_IN", sys.executable)
     module = sys.modules["__main__"] = types.ModuleType("__main__")
     module.__dict__["__builtins__"] = builtins
-    own_path = [entry for entry in variables.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    own_path = dict.fromkeys(_entries(variables.get("PYTHONPATH", "")))
     if arguments[0] == "-m":
         sys.path[:] = [cwd, *own_path, *base_path]
         sys.argv = ["-m", *arguments[2:]]
@@ -271,12 +284,16 @@ def _become(arguments: list[str], variables: dict[str, str], cwd: str, files: li
         exec(code, module.__dict__)
 
 
-def main(listener: socket.socket) -> None:
+def _entries(path: str) -> list[str]:
+    return [os.path.abspath(entry) for entry in path.split(os.pathsep) if entry]
+
+
+def main(listener: socket.socket, modules: list[str]) -> None:
     """Import everything, then serve; a fork leaves here to run its program and end as an interpreter ends."""
-    inherited = [entry for entry in os.environ["PYTHONPATH"].split(os.pathsep) if entry]
+    inherited = _entries(os.environ["PYTHONPATH"])
     base_path = [entry for entry in sys.path[1:] if entry not in inherited]
     zygote = Zygote(listener, base_path)
-    for name in PRELOADED:
+    for name in modules:
         importlib.import_module(name)
     # What is imported stays: the collections in the forks need not look at it, nor copy the pages it is on.
     gc.collect()
@@ -286,4 +303,4 @@ def main(listener: socket.socket) -> None:
 
 
 if __name__ == "__main__":
-    importlib.import_module("zygote").main(socket.socket(fileno=int(sys.argv[1])))
+    importlib.import_module("zygote").main(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])
