@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache
 from penstock.modeling import capture
 from penstock.modeling.ghost import meta_twin, sync_capture_hooks
 from penstock.modeling.ghost_cache import shape_cache
+from penstock.modeling.meta_operations import RememberedOperations
 
 # Output shapes are remembered per unit and argument shapes; the memory is emptied when it grows beyond this.
 MAX_REMEMBERED = 4096
@@ -184,7 +185,7 @@ class ShapeFunctions:
             if lists:  # transformers installs its hooks when something is collected for the first time
                 sync_capture_hooks(self._units[name], self._twins[name])
             before = capture.lengths(lists)
-            with self.around(name) if self.around else nullcontext():
+            with RememberedOperations(), self.around(name) if self.around else nullcontext():
                 output = self._twins[name](*args, **kwargs)
         output_leaves, output_spec = flatten(output)
         written = tuple(

@@ -1,0 +1,93 @@
+"""Operations on meta tensors, remembered: torch computes the same shapes again and again, each in slow Python.
+
+A shape function runs some twenty operations for each layer, and torch spends up to a millisecond on the shape of each.
+The layers of a model are alike, and it is traced several times, so nearly all of them have been seen.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# Emptied when it grows beyond this; an entry takes about a kilobyte.
+MAX_REMEMBERED = 8192
+
+_remembered: dict[Any, Any] = {}
+_PLAIN = (torch.Tensor, nn.Parameter)
+_CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+class _Description(NamedTuple):
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class RememberedOperations(TorchDispatchMode):
+    """Answers an operation on meta tensors with what torch found for the same shapes, strides and types before.
+
+    For use without gradients: its answers require none.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        key = _key_of(func, args, kwargs) if _makes_fresh_tensors(func) else None
+        if key in _remembered:
+            return _made(_remembered[key])
+        output = func(*args, **kwargs)
+        found = None if key is None else _description(output)
+        if found is not None:
+            if len(_remembered) >= MAX_REMEMBERED:
+                _remembered.clear()
+            _remembered[key] = found
+        return output
+
+
+@cache
+def _makes_fresh_tensors(func: Any) -> bool:
+    """Whether an operation changes nothing and shares no memory, and its output's shape follows from its arguments'."""
+    tags = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
+    shared = any(each.alias_info for each in (*func._schema.arguments, *func._schema.returns))
+    return not shared and not func._schema.is_mutable and not tags.intersection(func.tags)
+
+
+def _key_of(func: Any, args: Any, kwargs: Any) -> Any:
+    """None if an argument is of a kind that says more than its shape."""
+    parts: list[Any] = [func]
+    for value in (*args, *kwargs.items()):
+        if not _add(value, parts):
+            return None
+    return tuple(parts)
+
+
+def _add(value: Any, parts: list[Any]) -> bool:
+    kind = type(value)
+    if kind in _PLAIN:
+        if not value.is_meta or value.layout != torch.strided or value.is_complex():
+            return False
+        parts += (value.shape, value.stride(), value.dtype)
+        return True
+    if kind in (tuple, list):
+        parts += (kind, len(value))
+        return all(_add(each, parts) for each in value)
+    parts += (kind, value)
+    return kind in _CONSTANTS
+
+
+def _description(output: Any) -> Any:
+    if type(output) is torch.Tensor and output.is_meta and output.layout == torch.strided:
+        return _Description(output.shape, output.stride(), output.dtype)
+    if type(output) is tuple:
+        parts = tuple(_description(each) for each in output)
+        return None if None in parts else parts
+    return None
+
+
+def _made(found: Any) -> Any:
+    if isinstance(found, _Description):
+        return torch.empty_strided(found.size, found.stride, dtype=found.dtype, device="meta")
+    return tuple(map(_made, found))

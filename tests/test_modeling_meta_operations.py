@@ -1,0 +1,119 @@
+"""Remembered shapes of operations are the ones that torch finds: the oracle is torch's own meta kernels, each time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from families import FAMILIES
+from penstock.modeling import meta_operations, shapes
+from penstock.modeling.costs import unit_costs
+from penstock.modeling.meta_operations import RememberedOperations
+from penstock.modeling.units import traced_units
+
+
+class Forgetful(TorchDispatchMode):
+    """In the place of RememberedOperations: every operation goes to torch."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def what_is_traced(model: torch.nn.Module) -> tuple[Any, ...]:
+    units, found, _ = traced_units(model)
+    return units, found.calls, found.output_sources, found.shapes, found.loss, unit_costs(model, units)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gemma3", "mixtral", "t5", "whisper", "vit"])
+def test_a_trace_is_the_same_with_and_without_memory(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    meta_operations._remembered.clear()
+    model = FAMILIES[family].build()
+    first, second = what_is_traced(model), what_is_traced(model)
+    monkeypatch.setattr(shapes, "RememberedOperations", Forgetful)
+    assert first == second == what_is_traced(model)
+
+
+class Count(TorchDispatchMode):
+    """Below RememberedOperations: the operations that reach torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operations.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_alike_layers_ask_torch_once() -> None:
+    meta_operations._remembered.clear()
+    layers = [torch.nn.LayerNorm(8, device="meta"), torch.nn.LayerNorm(8, device="meta")]
+    with torch.no_grad(), Count() as torchs, RememberedOperations():
+        for layer in layers:
+            layer(torch.empty(2, 3, 8, device="meta"))
+    assert torchs.operations.count("aten.native_layer_norm.default") == 1
+
+
+def meta(*shape: int, **options: Any) -> torch.Tensor:
+    return torch.empty(shape, device="meta", **options)
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        pytest.param(lambda: meta(2, 3) + 1, id="an integer beside a tensor"),
+        pytest.param(lambda: meta(2, 3, dtype=torch.int64) + 1, id="another type"),
+        pytest.param(lambda: meta(2, 3, dtype=torch.int64) + 1.0, id="a number of another type and equal value"),
+        pytest.param(lambda: meta(2, 3, dtype=torch.int64) + True, id="a truth value of equal value"),
+        pytest.param(lambda: meta(3, 2).t() + 1, id="other strides"),
+        pytest.param(lambda: meta(3, 1).expand(3, 2).t() + 1, id="a stride of zero"),
+        pytest.param(lambda: meta(2, 3, 4, 5).to(memory_format=torch.channels_last) * 2, id="channels last"),
+        pytest.param(lambda: meta(2, 3).max(dim=1)[1], id="several outputs"),
+        pytest.param(lambda: meta(2, 3).sum(dim=(0,)), id="a tuple of one"),
+        pytest.param(lambda: meta(2, 3).sum(dim=(0, 1), keepdim=True), id="a keyword"),
+        pytest.param(lambda: torch.arange(5, device="meta"), id="no tensor"),
+        pytest.param(lambda: torch.cat([meta(2, 3), meta(4, 3)]), id="a list"),
+        pytest.param(lambda: torch.cat([meta(2, 3), meta(2, 3)], dim=1), id="another list"),
+        pytest.param(lambda: torch.view_as_complex(meta(2, 3, 2)) * 2, id="complex numbers"),
+        pytest.param(lambda: torch.view_as_complex(meta(2, 3, 2)).conj().clone(), id="conjugates"),
+        pytest.param(lambda: meta(2, 3).relu_(), id="in place"),
+        pytest.param(lambda: meta(2, 3).split(2, dim=1)[0], id="a view"),
+        pytest.param(lambda: torch.empty(2, 3).to("meta"), id="from another device"),
+    ],
+)
+def test_an_answer_from_memory_is_torchs(operation: Any) -> None:
+    with torch.no_grad():
+        expected = operation()
+        with RememberedOperations():
+            found = [operation(), operation()]
+    for tensor in found:
+        assert (tensor.shape, tensor.stride(), tensor.dtype) == (expected.shape, expected.stride(), expected.dtype)
+        assert tensor.is_meta and tensor.is_conj() == expected.is_conj()
+
+
+def test_what_shares_memory_or_writes_is_left_to_torch() -> None:
+    with torch.no_grad(), RememberedOperations():
+        for _ in range(2):
+            tensor = meta(2, 3)
+            before = tensor._version
+            assert tensor.view(6)._base is tensor and tensor.add_(1) is tensor and tensor._version == before + 1
+
+
+def test_what_reads_contents_is_left_to_torch() -> None:
+    with torch.no_grad(), RememberedOperations():
+        for rows in (1, 2):
+            mask = torch.tensor([True] * rows + [False])
+            assert mask.nonzero().shape == (rows, 1)
+        with pytest.raises(RuntimeError, match="meta"):
+            meta(1).item()
+
+
+def test_the_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meta_operations, "MAX_REMEMBERED", 10)
+    with torch.no_grad(), RememberedOperations():
+        for size in range(50):
+            assert (meta(size) * 2).shape == (size,)
+            assert len(meta_operations._remembered) <= 10
