@@ -32,15 +32,16 @@ def port() -> int:
     return 5678
 
 
-def launch(line: str, *arguments: str, timeout: float = 150) -> subprocess.CompletedProcess[str]:
+def launch(line: str, *arguments: str, timeout: float = 150, fresh: bool = False) -> subprocess.CompletedProcess[str]:
     """A line of the document, typed in the folder benchmark/."""
     words = shlex.split(line.replace("localhost:5678", f"localhost:{port()}"))
     assert words.pop(0) == "torchrun"
-    return run_command([*TORCHRUN, *words, *arguments], timeout=timeout, cwd=FOLDER)
+    return run_command([*TORCHRUN, *words, *arguments], timeout=timeout, cwd=FOLDER, fresh=fresh)
 
 
 def test_the_documents_line_for_ddp_works_unchanged() -> None:
-    result = launch('torchrun --nnodes=1 --nproc_per_node=2 --rdzv_id=100 --rdzv_endpoint="localhost:5678" trainer.py')
+    line = 'torchrun --nnodes=1 --nproc_per_node=2 --rdzv_id=100 --rdzv_endpoint="localhost:5678" trainer.py'
+    result = launch(line, fresh=True)
     assert result.returncode == 0, result.stderr[-3000:]
     assert "ddp: GPTTiny" in result.stdout and "tokens/s" in result.stdout
 
@@ -76,7 +77,8 @@ def test_two_agents_on_loopback_train_one_pipeline(tmp_path: Path) -> None:
         text=True,
     )
     try:
-        first = run_command([*(word.format(0) for word in command), f"--output={output}"], timeout=150, cwd=FOLDER)
+        command_of_first = [*(word.format(0) for word in command), f"--output={output}"]
+        first = run_command(command_of_first, timeout=150, cwd=FOLDER, fresh=True)
         _, errors = second.communicate(timeout=60)
     finally:
         second.kill()

@@ -101,7 +101,7 @@ def test_the_older_launcher_with_its_argument_works(tmp_path: Path) -> None:
     """`python -m torch.distributed.launch` passes --local-rank to the script."""
     (tmp_path / "script.py").write_text(SCRIPT.replace("STAGES", "2"))
     launcher = ["-m", "torch.distributed.launch", "--nproc_per_node=2", f"--master_port={free_port()}"]
-    result = run_python(*launcher, "script.py", tmp_path / "report", timeout=150, cwd=tmp_path)
+    result = run_python(*launcher, "script.py", tmp_path / "report", timeout=150, cwd=tmp_path, fresh=True)
     assert result.returncode == 0, result.stderr[-3000:]
     assert result.stdout.count("initialized at the end: False") == 2, "a script may end without closing anything"
     first, second = outcomes(tmp_path, 2)
@@ -112,7 +112,8 @@ def test_the_older_launcher_with_its_argument_works(tmp_path: Path) -> None:
 def test_a_plain_process_is_a_pipeline_of_one_stage(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT.replace("STAGES", "1"))
     environment = {name: "" for name in os.environ if name.startswith(LAUNCHERS)}
-    result = run_python("script.py", tmp_path / "report", timeout=100, environment=environment, cwd=tmp_path)
+    arguments = ("script.py", tmp_path / "report")
+    result = run_python(*arguments, timeout=100, environment=environment, cwd=tmp_path, fresh=True)
     assert result.returncode == 0, result.stderr[-3000:]
     assert 3 < float(outcomes(tmp_path, 1)[0][0]) < 6  # about the logarithm of 61
 
