@@ -15,6 +15,7 @@ import sys
 
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 REFUSED = -1  # in place of a process id
+START_TIMEOUT = 180.0  # seconds; the zygote may still be importing torch and transformers on a busy machine
 
 
 class Refused(Exception):
@@ -36,11 +37,13 @@ class Process:
     ) -> None:
         self.returncode: int | None = None
         self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.settimeout(START_TIMEOUT)
         self._socket.connect(address)
         request = marshal.dumps((arguments, environment, cwd))
         socket.send_fds(self._socket, [struct.pack("!I", len(request))], files)
         self._socket.sendall(request)
         self.pid = self._number()
+        self._socket.settimeout(None)
         if self.pid == REFUSED:
             self._socket.close()
             raise Refused

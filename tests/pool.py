@@ -27,7 +27,7 @@ import zygote
 from forked import Process
 
 MAX_WORKERS = 8
-START_TIMEOUT = 120.0  # importing torch and transformers on a busy machine
+START_TIMEOUT = 120.0  # of a fork on a busy machine
 
 
 class WorkerDied(RuntimeError):

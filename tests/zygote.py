@@ -121,7 +121,7 @@ def fork(number: int, arguments: list[str], files: list[int], env: dict[str, str
     addresses, folder = start()
     try:
         return Process(addresses[number % NUM_ZYGOTES], arguments, env, cwd or os.getcwd(), files)
-    except (ConnectionError, Refused) as error:
+    except (OSError, Refused) as error:
         log = (folder / f"{number % NUM_ZYGOTES}.log").read_text(errors="replace")[-6000:]
         raise RuntimeError(f"no fork for {shlex.join(arguments)}: {error!r}; the zygote printed:\n{log}") from error
 
@@ -298,7 +298,10 @@ def main(listener: socket.socket, modules: list[str]) -> None:
     # What is imported stays: the collections in the forks need not look at it, nor copy the pages it is on.
     gc.collect()
     gc.freeze()
-    assert len(os.listdir("/proc/self/task")) == 1, "a fork has one thread, and the imports have started others"
+    threads = Path("/proc/self/task")
+    assert not threads.exists() or len(os.listdir(threads)) == 1, (
+        "forks have one thread, and an import has started more"
+    )
     zygote.serve()()
 
 
