@@ -67,6 +67,7 @@ READ_AT_IMPORT = (
     "CUDA_",
     "XDG_",
     "PYTHON",
+    "MALLOC_",  # by the C library, as LD_
 )
 # ... except these, which are read later.
 READ_LATER = ("PYTHONPATH", "PYTHONUNBUFFERED", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
@@ -87,7 +88,10 @@ def environment() -> dict[str, str]:
 
 @functools.cache
 def start() -> tuple[list[str], Path]:
-    """Start the zygotes, once; their addresses and the folder of their logs. Who asks them for a fork waits for it."""
+    """Start the zygotes, once: their addresses, and the folder with their logs and the program that stands in.
+
+    Returns before they have imported everything: who asks them for a fork waits for it.
+    """
     folder = Path(tempfile.mkdtemp(prefix="penstock-zygote-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     addresses = []
@@ -107,6 +111,10 @@ def start() -> tuple[list[str], Path]:
                 start_new_session=True,
             )
         atexit.register(_end, zygote)
+    program = folder / "python"
+    words = [sys.executable, "-SE", str(Path(__file__).with_name("forked.py")), ",".join(addresses)]
+    program.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
+    program.chmod(0o755)
     return addresses, folder
 
 
@@ -126,15 +134,9 @@ def fork(number: int, arguments: list[str], files: list[int], env: dict[str, str
         raise RuntimeError(f"no fork for {shlex.join(arguments)}: {error!r}; the zygote printed:\n{log}") from error
 
 
-@functools.cache
 def executable() -> str:
     """A program that stands in for this Python interpreter; see forked.py."""
-    addresses, folder = start()
-    program = folder / "python"
-    words = [sys.executable, "-SE", str(Path(__file__).with_name("forked.py")), ",".join(addresses)]
-    program.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
-    program.chmod(0o755)
-    return str(program)
+    return str(start()[1] / "python")
 
 
 # ---------------------------------------------------------------- the zygote's side
