@@ -24,6 +24,8 @@ hypothesis.settings.load_profile("penstock")
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Zygotes import while the rest is collected, if a test will need them."""
     module = getattr(item, "module", None)
+    if item.config.option.collectonly:
+        return
     if "pool" in getattr(item, "fixturenames", ()) or hasattr(module, "run_python") or hasattr(module, "torchrun"):
         zygote.start()
 
