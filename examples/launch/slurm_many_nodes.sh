@@ -13,7 +13,8 @@ script=${1:?usage: sbatch slurm_many_nodes.sh run_<model>.py [its options]}
 shift
 examples=${EXAMPLES:-${SLURM_SUBMIT_DIR:-.}/examples}
 processes=${PROCESSES_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}}
-first_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST") # whole: cut off by head, scontrol may end with an error
+first_node=${nodes%%$'\n'*}
 # The port follows from the job's number, so that two jobs that share a node do not collide.
 port=$((20000 + SLURM_JOB_ID % 10000))
 
