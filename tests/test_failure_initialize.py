@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from ended import LIMIT, kill_self, run_ranks
-from families import FAMILIES
-from training import parallelize
+from families import FAMILIES, batch
+from training import parallelize, run_step
 
 
 def die_in(where: str, name: str, count: int) -> None:
@@ -34,11 +34,11 @@ def initialize(victim: int, where: str, name: str, count: int) -> None:
     model = FAMILIES["gpt2"].build()
     if int(os.environ["RANK"]) == victim:
         die_in(where, name, count)
-    parallelize(model, 3, num_microbatches=2)
+    # One that is not needed for the rest of it is missed in the first step.
+    run_step(parallelize(model, 3, num_microbatches=2), batch("causal", 4))
 
 
-@pytest.mark.parametrize("by_hand", [False, True])
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize(("victim", "by_hand"), [(0, True), (1, True), (1, False)])
 @pytest.mark.parametrize(
     ("where", "name", "count"),
     [
