@@ -159,6 +159,34 @@ RUNS = [
         after=TRAINED + "assert output.logits.shape[:2] == tokens['input_ids'].shape\nassert_trained('./merged_ckpt')",
     ),
     Run(
+        "docs/tutorial.md",
+        ("Ctrl-C",),
+        2,
+        before=IMPORTS
+        + """
+import signal
+model = penstock.initialize(whole(), {"model_parallelism": {"pipeline_parallel_size": 2}})
+inputs = batch_of(8)
+inputs.pop("labels", None)
+
+class Interrupted(torch.optim.SGD):
+    num_steps = 0
+
+    def step(self):
+        super().step()
+        self.num_steps += 1
+        if self.num_steps == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+
+optimizer = Interrupted(model.parameters(), lr=1e-2)
+handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+""",
+        after="""
+signal.signal(signal.SIGINT, handler)
+assert optimizer.num_steps == 3 and os.path.exists("interrupted/config.json")
+""",
+    ),
+    Run(
         "docs/launching.md",
         ("More ranks than stages",),
         2,

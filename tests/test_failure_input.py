@@ -123,6 +123,11 @@ def bad_batches() -> dict[str, Mapping[str, Any]]:
         "nothing": {},
         "no labels": {name: value for name, value in good.items() if name != "labels"},
         "unequal rows": {**good, "labels": good["labels"][:3]},
+        "float ids": {**good, "input_ids": good["input_ids"].double()},
+        "texts": {**good, "input_ids": ["one", "two", "three", "four"]},
+        "text labels": {**good, "labels": ["one", "two", "three", "four"]},
+        "list labels": {**good, "labels": good["labels"].tolist()},
+        "float labels": {**good, "labels": good["labels"].double()},
     }
 
 
@@ -142,6 +147,11 @@ def test_unusable_batches_are_refused_on_every_rank_and_the_next_step_is_exact(p
         "nothing": ["no tensors"],
         "no labels": ["GPT2LMHeadModel computes no loss", "pass labels", "torch.no_grad()"],
         "unequal rows": ["labels has 3", "input_ids has 4"],
+        "float ids": ["input_ids is of torch.float64", "ids are integers"],
+        "texts": ["input_ids is ['one', 'two'", "tokenizer(texts"],
+        "text labels": ["labels is ['one', 'two'", "tokenizer(texts"],
+        "list labels": ["labels is [[", "no tensor"],
+        "float labels": ["labels is of torch.float64", "torch.int64"],
     }
     model = build()
     with kept_in_double():

@@ -36,6 +36,7 @@ from penstock.modeling.outputs import merge_outputs
 from penstock.optimizer import PipelineOptimizer
 from penstock.plugin import Configured, HeterogeneousParallelPlugin
 from penstock.runtime.engine import Pipeline
+from penstock.runtime.rollcall import Call
 
 PathLike = str | os.PathLike[str]
 
@@ -189,7 +190,7 @@ class Booster:
         if is_parallelized(checkpoint):
             return model.from_parallelized(checkpoint)
         split = pipeline.split
-        with pipeline.board.call("load_model", world=True):
+        with pipeline.together(Call.LOAD_MODEL):
             load_ordinary(
                 model, checkpoint, own_class(model), split.stages, split.local_stages, world_comm=world, strict=strict
             )
@@ -206,7 +207,7 @@ class Booster:
         pipeline = _checked(optimizer).pipeline
         scale = optimizer.loss_scale
         world, ranks = pipeline.comms()
-        with pipeline.board.call("save_optimizer", world=True):
+        with pipeline.saving(Call.SAVE_OPTIMIZER):
             save_training_state(
                 pipeline.split.model,
                 checkpoint,
@@ -232,7 +233,7 @@ class Booster:
             CheckpointError: the folder holds no optimizer state of this model.
         """
         pipeline = _checked(optimizer).pipeline
-        with pipeline.board.call("load_optimizer", world=True):
+        with pipeline.together(Call.LOAD_OPTIMIZER):
             state = load_training_state(
                 pipeline.split.model,
                 checkpoint,

@@ -19,6 +19,7 @@ from penstock.data.loader import prepare_dataloader
 from penstock.generation import generate
 from penstock.runtime.engine import Pipeline
 from penstock.runtime.relay import Relay
+from penstock.runtime.rollcall import Call
 
 
 class PipelineModel:
@@ -99,7 +100,7 @@ class PipelineModel:
         """
         pipeline = self.pipeline
         world, ranks = pipeline.comms()
-        with pipeline.board.call("save_parallelized", world=True):
+        with pipeline.saving():
             save_parallelized(
                 cast(PreTrainedModel, self),
                 save_directory,
@@ -120,7 +121,7 @@ class PipelineModel:
         """Load what `save_parallelized` wrote, from any number of stages and tensor-parallel ranks, into this model;
         returns it. `variant` is the one it was saved with."""
         comm = self.pipeline.comms()[0]
-        with self.pipeline.board.call("from_parallelized", world=True):
+        with self.pipeline.together(Call.LOAD):
             from_parallelized(cast(PreTrainedModel, self), directory, world_comm=comm, variant=variant)
         return self
 

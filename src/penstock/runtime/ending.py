@@ -12,8 +12,13 @@ from .station import Station
 
 
 def sum_over_pipelines(
-    station: Station, losses: Sequence[torch.Tensor], scaled: bool, reduce_gradients: bool, loss_scale: float
-) -> tuple[float, float, ReductionReport | None]:
+    station: Station,
+    losses: Sequence[torch.Tensor],
+    scaled: bool,
+    reduce_gradients: bool,
+    loss_scale: float,
+    left: bool = False,
+) -> tuple[float, float, ReductionReport | None, int]:
     """Complete the gradients, and sum the loss. Every rank calls this, also one without any microbatch.
 
     Args:
@@ -21,23 +26,26 @@ def sum_over_pipelines(
         scaled: whether the caller scaled the losses on this rank; it is enough that one rank knows.
         reduce_gradients: whether to sum them now. They lose their scale in any case.
         loss_scale: that of the gradients.
+        left: whether this rank left the step early. Its gradients are worth nothing then, but it is counted on.
 
     Returns:
-        This pipeline's loss and that of the global batch, and what the reduction took (None without one).
+        This pipeline's loss and that of the global batch, what the reduction took (None without one), and how many
+        ranks left the step early.
     """
     totals, reducer, report = station.totals, station.reducer, None
     if reduce_gradients:
         reducer.launch_rest()
     # After the last bucket has left: on an accelerator this is where the host waits.
     own = loss = float(torch.stack(list(losses)).sum()) if losses else 0.0
+    num_left = int(left)
     if totals.shared:
         # Behind every bucket, which is one order on all ranks, and under way while they are waited for.
-        totals.start(loss, scaled)
+        totals.start(loss, scaled, left)
     if reduce_gradients and reducer.active:
         report = reducer.finish()
     if totals.shared:
-        loss, scaled = totals.finish()
+        loss, scaled, num_left = totals.finish()
     multiply_gradients(station.parameters, 1.0 / loss_scale)
-    if reduce_gradients and scaled:
+    if reduce_gradients and scaled and not num_left:
         station.share_overflow()
-    return own, loss, report
+    return own, loss, report, num_left

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -27,19 +28,33 @@ from .executor import TrainingStep
 from .failure import FailureBoard
 from .groups import Groups
 from .holders import find_holders
-from .inputs import StepInputs, refuse_tuples, refuse_without_loss, warn_of_inexact_loss
+from .inputs import StepInputs, refuse_tuples, refuse_without_loss, refuse_wrong_types, warn_of_inexact_loss
+from .interrupts import Interrupts
 from .layout import Layout
+from .loop import OpenStep, TrainingLoop
 from .norm import GradientNorm
 from .precision import ScaleWatch, autocast
 from .program import Program
 from .random_state import adopt_random_state
 from .recorder import Recorder
 from .reduction import GradientReducer
+from .rollcall import Call, RollCall
+from .settings import (
+    FrozenParameters,
+    Modes,
+    Settings,
+    SettingsMismatch,
+    autocast_code,
+    bits_of,
+    frozen_differently,
+    settings_in_words,
+)
 from .start import copy_from_first_holders, job_board, shared_seed
 from .station import Station
 from .step import StepReport
-from .tensor_parallel import GroupCollectives, compare_inputs
+from .tensor_parallel import GroupCollectives
 from .totals import Totals
+from .updates import UpdateWatch, mixed_update
 from .watcher import interruptible
 from .weight_gradients import WeightGradientQueues
 from .weight_gradients import install as install_deferral
@@ -89,8 +104,8 @@ class Pipeline:
         self.autocast: torch.dtype | None = None
         self.loss_scale = 1.0
         self.step_number = 0
-        self._num_calls = 0
-        self._num_attempts = 0
+        self._interrupts = Interrupts()
+        self._open_step = OpenStep(self._interrupts)
         self._closed = False
         self._recorder = Recorder(self.place.rank_in_pipeline)
         self._make_schedule = make_schedule
@@ -131,8 +146,12 @@ class Pipeline:
             layout.are_of_several_stages, layout.has_several_stages(self.rank),
         )  # fmt: skip
         totals = Totals(layout, self.rank, self.groups, self.board)
-        for give_up in (totals.clear, channel.clear, reducer.clear, queues.clear):
+        for give_up in (self._open_step.end, totals.clear, channel.clear, reducer.clear, queues.clear):
             self.board.on_abort(give_up)
+        self.roll_call = RollCall(self.groups.crew_control, self.groups.world_control, self.board, self._interrupts)
+        self._modes = Modes(split.model, layout.units)
+        self._frozen = FrozenParameters(self.held, self.rank)
+        self._updates = UpdateWatch([held.parameter for held in self.held])
         self._norm = GradientNorm(self.held, layout, self.rank, self.groups, device, self.board)
         with self.board.guard("agreeing on the run's seed", everyone):
             seed = shared_seed(self.groups)
@@ -150,6 +169,8 @@ class Pipeline:
             totals=totals,
             scaling=ScaleWatch(),
             share_overflow=self._norm.share_overflow,
+            interrupts=self._interrupts,
+            computes_together=layout.tensor_parallel_size > 1,
         )
         own = mine.stages_of(self.place.rank_in_pipeline)
         with self.board.guard("sharing weights and random numbers before the first step", everyone):
@@ -169,7 +190,7 @@ class Pipeline:
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
-    def train(self, inputs: Mapping[str, Any], criterion: Criterion | None = None) -> Iterator[Any]:
+    def train(self, inputs: Mapping[str, Any], criterion: Criterion | None = None) -> TrainingLoop:
         """A training step on this pipeline's batch: yields each microbatch's output, whose loss wants a `backward()`.
 
         The batch is checked now, before any communication; the step runs as the caller iterates.
@@ -177,8 +198,11 @@ class Pipeline:
         Raises:
             ValueError: the batch is empty, holds no tensors, is smaller than the number of microbatches, or gives the
                 model nothing to compute a loss from.
+            LoopError: a training step is under way.
         """
         first = next((v.first_microbatch for v in inputs.values() if isinstance(v, PerMicrobatch)), None)
+        self._refuse_if_over()
+        self._open_step.refuse("another training step")
         return self.train_microbatches(
             *self._cut(inputs), first_microbatch=first, criterion=criterion, digest=fingerprint(inputs)
         )
@@ -191,7 +215,7 @@ class Pipeline:
         first_microbatch: int | None = None,
         criterion: Criterion | None = None,
         digest: int = 0,
-    ) -> Iterator[Any]:
+    ) -> TrainingLoop:
         """`train` on a batch that is cut already; `sizes` are the microbatches' numbers of samples.
 
         `first_microbatch` is the index of the first one in the global batch; by default the pipelines before this one
@@ -199,15 +223,13 @@ class Pipeline:
         """
         if first_microbatch is None:
             first_microbatch = self.place.pipeline * len(microbatches)
-        inputs = self._prepare(microbatches, sizes, first_microbatch, digest, criterion)
+        inputs = self._prepare(microbatches, sizes, first_microbatch, criterion)
         refuse_without_loss(self.split.model, inputs)
         if self.holds_output:
             warn_of_inexact_loss(self.split.model, inputs)
         schedule = self.schedule(len(microbatches))
         if microbatches:
             check_trains(schedule)
-        self.step_number += 1
-        self._num_attempts += 1
         with autocast(self.device, self.autocast):
             step = TrainingStep(
                 self._station,
@@ -218,17 +240,28 @@ class Pipeline:
                 loss_scale=self.loss_scale,
                 recorder=self._recorder if self.trace is not None else None,
             )
-        return self._run(step)
+            settings = self._settings(digest, inputs)
+        return TrainingLoop(step, partial(self._run, step, settings), self._open_step, self._interrupts)
 
-    def _run(self, step: TrainingStep) -> Iterator[Any]:
+    def _run(self, step: TrainingStep, settings: Settings) -> Generator[Any, None, None]:
+        step.number(self.step_number)
+        roll_call = self.roll_call.begin(Call.TRAIN, settings)
+
+        def all_begin() -> int:
+            self._compare(settings, roll_call.wait())
+            self._updates.begin_step()
+            self.step_number += 1
+            return self.roll_call.number
+
         if self.trace is None:
-            yield from step.run()
+            yield from step.run(all_begin)
         else:
             path = self.trace if self.rank == 0 else None
             yield from self._recorder.recording(
-                step.run(), self._station.channel, self.board, self.groups.pipeline_control, path
+                step.run(all_begin), self._station.channel, self.board, self.groups.pipeline_control, path
             )
         self.last_step = step.report
+        self._updates.end_step()
 
     def evaluate(self, inputs: Mapping[str, Any]) -> Any:
         """The model's output for the whole batch, on every rank of this pipeline, without gradients.
@@ -237,8 +270,8 @@ class Pipeline:
             ValueError: as `train`, but a batch may come without labels and may be smaller than the number of
             microbatches.
         """
-        with self.board.call("evaluation", world=False):
-            return self._share(self._evaluate(inputs, None, over_all_pipelines=False))
+        with self._evaluation(inputs, None, over_all_pipelines=False) as output:
+            return self._share(output)
 
     def evaluate_together(
         self, inputs: Mapping[str, Any], criterion: Criterion | None = None, share_outputs: bool = False
@@ -252,12 +285,42 @@ class Pipeline:
         Raises:
             ValueError: as `train`.
         """
-        with self.board.call("evaluation over all pipelines", world=True):
-            output = self._evaluate(inputs, criterion, over_all_pipelines=True)
-            with self.board.guard("sharing the loss", self._pipeline_ranks):
-                self._station.totals.start(0.0 if output is None else float(output.loss), False)
-                loss, _ = self._station.totals.finish()
+        with self._evaluation(inputs, criterion, over_all_pipelines=True) as output:
+            self._station.totals.start(0.0 if output is None else float(output.loss), False)
+            loss, _, _ = self._station.totals.finish()
             return loss, self._share(output) if share_outputs else output
+
+    @contextlib.contextmanager
+    def together(
+        self, call: Call, settings: Settings | Sequence[int] = (), everyone: bool = True
+    ) -> Iterator[Mapping[int, Sequence[int]]]:
+        """Around what the ranks of this pipeline (of all of them, with `everyone`) do together: it begins on all of
+        them or on none, and no signal tears it. Gives every rank's settings.
+
+        Raises:
+            LoopError: a training step is under way. CallMismatch: the other ranks do something else.
+            BatchMismatch, SettingsMismatch: they do it with something else.
+        """
+        self._refuse_if_over()
+        self._open_step.refuse(str(call))
+        with self._interrupts.held(), self.board.call(str(call), world=everyone):
+            try:
+                said = self.roll_call.take(call, settings, everyone)
+                if isinstance(settings, Settings):
+                    self._compare(settings, said)
+            except BaseException:
+                self.board.position.retract()
+                raise
+            yield said
+
+    @contextlib.contextmanager
+    def saving(self, call: Call = Call.SAVE) -> Iterator[None]:
+        """Around a save: `together`, and warns if an interrupted optimizer's step left the ranks unlike."""
+        with self.together(call, [self._updates.state()]) as said:
+            words = mixed_update({rank: facts[0] for rank, facts in said.items()})
+            if words is not None:
+                warnings.warn(words, stacklevel=4)
+            yield
 
     def schedule(self, num_microbatches: int) -> Schedule:
         """This pipeline's schedule for a number of microbatches; without any there is nothing to do."""
@@ -302,12 +365,12 @@ class Pipeline:
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
         """Clip the whole model's gradient norm, every logical parameter counted once; see `runtime.norm`."""
-        with self.board.call("clip_grad_norm_", world=True):
+        with self._norms(Call.CLIP, norm_type, max_norm):
             return self._norm.clip(float(max_norm), float(norm_type), error_if_nonfinite)
 
     def grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
         """The norm of the whole model's gradients: shape (), the same on every rank to the last bit."""
-        with self.board.call("grad_norm", world=True):
+        with self._norms(Call.NORM, norm_type):
             return self._norm.of_all(norm_type)
 
     def close(self) -> None:
@@ -330,36 +393,73 @@ class Pipeline:
     def _share(self, output: Any) -> Any:
         """The last stage's output, on all ranks of the pipeline."""
         groups = self.groups
-        with self.board.guard("sharing the output", self._pipeline_ranks):
-            return share_output(output, groups.pipeline, groups.pipeline_control, self._last_rank, self.device)
+        return share_output(output, groups.pipeline, groups.pipeline_control, self._last_rank, self.device)
 
-    def _evaluate(self, inputs: Mapping[str, Any], criterion: Criterion | None, over_all_pipelines: bool) -> Any:
+    @contextlib.contextmanager
+    def _evaluation(
+        self, inputs: Mapping[str, Any], criterion: Criterion | None, over_all_pipelines: bool
+    ) -> Iterator[Any]:
+        """Evaluate a batch; gives the output on the rank of the last stage, None elsewhere."""
         microbatches, sizes = self._cut(inputs, at_most=True)
-        prepared = self._prepare(microbatches, sizes, 0, fingerprint(inputs), criterion)
+        prepared = self._prepare(microbatches, sizes, 0, criterion)
         if over_all_pipelines:
             refuse_without_loss(self.split.model, prepared)
-        with self.board.guard("evaluating", self._pipeline_ranks), autocast(self.device, self.autocast):
-            program = self._program(len(microbatches), forwards=True)
-            return evaluate(self._station, program, prepared, criterion, over_all_pipelines)
+        with autocast(self.device, self.autocast):
+            settings = self._settings(fingerprint(inputs), prepared)
+            call = Call.EVALUATE_TOGETHER if over_all_pipelines else Call.EVALUATE
+            with (
+                self.together(call, settings, over_all_pipelines),
+                self.board.guard("evaluating", self._pipeline_ranks),
+            ):
+                program = self._program(len(microbatches), forwards=True)
+                yield evaluate(self._station, program, prepared, criterion, over_all_pipelines)
+
+    @contextlib.contextmanager
+    def _norms(self, call: Call, norm_type: float, max_norm: float = 0.0) -> Iterator[None]:
+        with self.together(call, [bits_of(float(norm_type)), bits_of(float(max_norm))]) as said:
+            for number, name in enumerate(("norm_type", "max_norm")):
+                values = {rank: facts[number] for rank, facts in said.items()}
+                if len(set(values.values())) > 1:
+                    raise SettingsMismatch(f"the gradient norm's {name} differs: {settings_in_words(values)}")
+            yield
+
+    def _settings(self, digest: int, inputs: StepInputs) -> Settings:
+        """What this rank brings to the roll call of a step or an evaluation."""
+        return Settings(
+            digest,
+            len(inputs.microbatches),
+            autocast_code(self.device),
+            self._modes.digest(),
+            bits_of(self.loss_scale),
+            int(self._synchronising),
+            *self._frozen.numbers(),
+        )
+
+    def _compare(self, settings: Settings, said: Mapping[int, Sequence[int]]) -> None:
+        """Raise, on every rank, if what all of them said differs."""
+        if not settings.compare(said, self.layout):
+            group = self.groups.world_control if len(said) == self.layout.world_size else self.groups.crew_control
+            every: list[dict[str, bool]] = [{} for _ in said]
+            with self.board.guard("comparing frozen parameters", list(said)):
+                dist.all_gather_object(every, self._frozen.described(), group=group)
+            raise frozen_differently(dict(zip(sorted(said), every, strict=True)))
+
+    def _refuse_if_over(self) -> None:
+        self.board.check()
+        if self._closed:
+            raise RuntimeError("this model's pipeline was closed: it keeps its weights, but runs no more steps")
 
     def _prepare(
         self,
         microbatches: Sequence[Mapping[str, Any]],
         sizes: Sequence[int],
         first_microbatch: int,
-        digest: int,
         criterion: Criterion | None = None,
     ) -> StepInputs:
-        self.board.check()
-        if self._closed:
-            raise RuntimeError("this model's pipeline was closed: it keeps its weights, but runs no more steps")
+        self._refuse_if_over()
         refuse_tuples(self.split.model, microbatches)
-        if self.split.tensor_parallel is not None:
-            ranks = self.layout.pipelines[self.place.pipeline].ranks()
-            compare_inputs(digest, ranks, self.groups.crew_control, self.board)
-        inputs = StepInputs.of(
-            microbatches, partial(self.split.plan, criterion=criterion), sizes, first_microbatch,
-            self.step_number, self._num_calls, self._num_attempts, digest, self.holds_output,
+        refuse_wrong_types(microbatches)
+        return StepInputs.of(
+            microbatches, partial(self.split.plan, criterion=criterion), sizes, first_microbatch, self.step_number,
+            self.holds_output,
         )  # fmt: skip
-        self._num_calls += 1
-        return inputs

@@ -3,13 +3,22 @@
 It runs actions until a backward of the rank's top stage is due, yields that microbatch's output, and goes on once the
 caller has called `.backward()` on its loss. Everything else, receiving, sending, inner backwards, deferred weight
 gradients, reduction, happens between two yields or inside that backward.
+
+A step that is left early (a break, an exception in the loop's body, a signal) must not leave a message under way that
+the next call would take for its own. So the rank runs the communication of all actions that are left, with zeros, as
+the others may be at other actions and need it to go on; then all meet in the sum at the step's end, which counts who
+left. If everyone did, nothing is under way and the pipeline goes on; if not, every rank hears who did. Ranks that a
+signal ends leave at different microbatches, as it reaches them at different moments, and a rank may have come to the
+end before it arrives: it is given a moment. Without a signal a rank is alone with its break or its error unless all
+leave at the same place, which they tell each other first, so that nobody computes with zeros.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +26,7 @@ import torch
 
 from penstock.modeling.loss import Criterion
 from penstock.schedule.actions import Kind
+from penstock.schedule.communication import Step
 
 from .cuts import LOSS_DTYPE
 from .ending import sum_over_pipelines
@@ -26,8 +36,15 @@ from .inputs import StepInputs
 from .precision import autocast_now, multiply_gradients
 from .program import Program
 from .recorder import Recorder
+from .reduction import ReductionReport
+from .rollcall import ranks_in_words
 from .station import StageOpener, Station
 from .step import Live, StageOutput, StepReport, requires_grad
+
+# What a rank that a signal ended says of its position, which is then not the others'.
+INTERRUPTED = "interrupted"
+# How many seconds a signal that ended the step on some ranks may take to reach one that came to its end.
+LATE_SIGNAL = 3.0
 
 
 class LoopError(RuntimeError):
@@ -65,6 +82,14 @@ class TrainingStep:
         self._live: dict[tuple[int, int], Live] = {}
         self._total_counts: Sequence[int] | None = None
         self._position = 0
+        self._interrupts = station.interrupts
+        # What a signal's handler raised where the step may end; whether all ranks have met at the end.
+        self._interruption: BaseException | None = None
+        self._concluded = False
+        self._begun = False
+        # Why the step was not begun.
+        self._refusal: BaseException | None = None
+        self._attempt = 0
         self._open: int | None = None
         self._called = False
         # What was wrong with a backward(), raised inside the loop's body.
@@ -77,27 +102,44 @@ class TrainingStep:
         self._proxy_dtype = torch.float64 if station.split.dtype == torch.float64 else torch.float32
         self.report: StepReport | None = None
 
-    def run(self) -> Iterator[Any]:
-        """Run the step, yielding each microbatch's output when its backward is due."""
-        station = self._station
+    @property
+    def num_microbatches(self) -> int:
+        """How many microbatches this pipeline has in the step."""
+        return len(self._inputs.microbatches)
+
+    @property
+    def microbatch(self) -> int:
+        """The microbatch under way: the one whose backward is due, or that of the next action."""
+        if self._open is not None:
+            return self._open
+        action = next(iter(self._program.actions[self._position :]), None)
+        return self.num_microbatches if action is None else action.microbatch
+
+    def number(self, number: int) -> None:
+        """Which training step this is, counted from 0 alike on all ranks: it seeds dropout."""
+        self._inputs = replace(self._inputs, number=number)
+
+    def run(self, all_begin: Callable[[], int] = int) -> Generator[Any, None, None]:
+        """Run the step, yielding each microbatch's output when its backward is due.
+
+        Args:
+            all_begin: waits until all ranks have begun the step; called before the first message. Returns a number of
+                the step that is the same on all ranks. What it raises ends a step that no rank has begun.
+        """
+        station, interrupts = self._station, self._interrupts
         self._started = time.perf_counter()
         waited = station.channel.seconds_waited
+        self._all_begin = all_begin
         name = "training step" if self._reduce else "training step under no_sync()"
         station.board.position.enter(name, world=True, detail=self)
         try:
-            station.channel.sends_ahead = self._program.sends_ahead
-            station.reducer.begin()
-            # An interrupt in an earlier step may have left some.
-            station.queues.clear()
-            # Gradients left from an earlier step must have the scale of those that are added to them.
-            multiply_gradients(station.parameters, self._loss_scale)
-            with self._autocast():
-                self._opener = StageOpener(station, self._program.orders, self._inputs)
             for position, action in enumerate(self._program.actions):
                 kind, stage, microbatch = action.kind, action.stage, action.microbatch
                 self._position = position
                 if self._posts:
-                    self._opener.post(self._posts[position].before)
+                    self._post(self._posts[position].before)
+                if interrupts.pending:
+                    self._interruption_point()
                 start = 0.0 if self._recorder is None else time.perf_counter()
                 if kind is Kind.F:
                     self._forward(stage, microbatch)
@@ -119,15 +161,13 @@ class TrainingStep:
                     self._inner_backward(stage, microbatch)
                 if self._recorder is not None:
                     self._recorder.action(kind.value, stage, microbatch, start, time.perf_counter())
-            if self._total_counts is None and self._program.top == self._program.last:
-                # Not a single microbatch here, but the other pipelines need to hear so.
-                self._total_counts = station.totals.counts(())
-            station.channel.flush()
-            self.report = self._finish(station.channel.seconds_waited - waited)
+            self._position = len(self._program.actions)
+            if not self._begun:  # not a single microbatch here
+                self._begin()
+            self._interruption_point()
+            self._finish(waited)
         except GeneratorExit:
-            # Python would print an error in here, and go on; the next call raises it.
-            with contextlib.suppress(PipelineFailure):
-                self._leave(self._fault or "a break, or an exception in the loop's body")
+            self._leave(self._fault or "a break, or an exception in the loop's body")
             return
         except LoopError as error:
             # The rank that is to blame says what was wrong; the others hear of it as a failure of this rank.
@@ -136,8 +176,13 @@ class TrainingStep:
             raise
         except PipelineFailure:
             raise
-        except Exception as error:
-            station.board.abort(f"{type(error).__name__}: {error}")
+        except BaseException as error:
+            if error is self._interruption:
+                if not self._concluded:
+                    with contextlib.suppress(PipelineFailure):
+                        self._leave(f"{type(error).__name__} {error}".strip())
+            elif error is not self._refusal:
+                station.board.abort(f"{type(error).__name__}: {error}")
             raise
         finally:
             station.board.position.leave()
@@ -150,19 +195,22 @@ class TrainingStep:
     @property
     def place(self) -> str:
         """See `position.Inside`."""
-        actions = self._program.actions
-        return f"{self._inputs.number}" + (f", microbatch {actions[self._position].microbatch}" if actions else "")
+        return f"{self._inputs.number}, microbatch {self.microbatch}"
 
     # -- the actions -----------------------------------------------------------------------------------------------
 
     def _forward(self, stage: int, microbatch: int) -> None:
-        received = self._take_activations(stage, microbatch)
+        # The first stage computes while the ranks come together, unless it needs to know the loss's terms.
+        early = not self._begun and stage == 0 != self._program.last
+        received = [] if early else self._take_activations(stage, microbatch)
         live = self._live[stage, microbatch] = Live(received)
         if self._autocasting or not torch.is_grad_enabled():
             with torch.enable_grad(), self._autocast():
                 output, sent = self._compute(stage, microbatch, received)
         else:
             output, sent = self._compute(stage, microbatch, received)
+        if early:
+            self._take_activations(stage, microbatch)
         if stage == self._program.last:
             live.output, live.loss = output, output.loss
         else:
@@ -182,11 +230,20 @@ class TrainingStep:
         )
 
     def _take_activations(self, stage: int, microbatch: int) -> list[torch.Tensor]:
+        if not self._begun:
+            self._begin()
         if stage not in self._opener.states:
             self._opener.open(stage)
         if stage == self._program.last and self._total_counts is None:
             self._total_counts = self._station.totals.counts(self._inputs.total_counts())
         return self._below[stage].take_activations(microbatch)
+
+    def _post(self, users: Sequence[Step]) -> None:
+        """Post the receives of the messages that `users` will use. Where the schedule does not say, `cuts` does."""
+        if users:
+            if not self._begun:
+                self._begin()
+            self._opener.post(users)
 
     def _open_backward(self, microbatch: int) -> Any:
         """The output to yield for `microbatch`, its loss gated so that the backward is noticed."""
@@ -221,8 +278,10 @@ class TrainingStep:
             )
             raise LoopError(self._fault)
         self._called, self._incoming = True, incoming
+        # Not to be torn, not even by a repeated signal.
+        self._interrupts.busy = True
         if self._posts:
-            self._opener.post(self._posts[self._position].inside)
+            self._post(self._posts[self._position].inside)
         top = self._program.top
         if self._marks_backwards:
             self._enter_backward(top, microbatch)
@@ -231,7 +290,9 @@ class TrainingStep:
             # At the end of this backward, so that the stage below need not wait for the rest of the loop's body.
             give = partial(self._give_gradients, top, microbatch, live)
             torch.autograd.Variable._execution_engine.queue_callback(give)
-        return () if top == self._program.last else self._above[top].take_gradients(microbatch)
+        gradients = () if top == self._program.last else self._above[top].take_gradients(microbatch)
+        self._interrupts.busy = False
+        return gradients
 
     def _inner_backward(self, stage: int, microbatch: int) -> None:
         """The backward of a stage below the rank's top one, which no user sees."""
@@ -282,40 +343,105 @@ class TrainingStep:
         assert rule is not None and self._total_counts is not None
         return rule.shares(self._inputs.counts[microbatch], self._total_counts)
 
-    # -- the end of the step ---------------------------------------------------------------------------------------
+    # -- the ends of the step --------------------------------------------------------------------------------------
 
-    def _finish(self, waited: float) -> StepReport:
-        scaled = self._station.scaling.note(self._incoming)
-        loss, global_loss, reduction = sum_over_pipelines(
-            self._station, self._losses, scaled, self._reduce, self._loss_scale
-        )
+    def _begin(self) -> None:
+        """Wait until all ranks have begun the step, and make ready for its messages and gradients."""
+        station = self._station
+        try:
+            self._attempt = self._all_begin()
+        except BaseException as error:
+            self._refusal = error
+            station.board.position.retract()
+            raise
+        self._begun = True
+        station.channel.sends_ahead = self._program.sends_ahead
+        station.reducer.begin()
+        # An interrupt in an earlier step may have left some.
+        station.queues.clear()
+        # Gradients left from an earlier step must have the scale of those that are added to them.
+        multiply_gradients(station.parameters, self._loss_scale)
+        with self._autocast():
+            self._opener = StageOpener(station, self._program.orders, self._inputs)
+
+    def _finish(self, waited: float) -> None:
+        waited = self._station.channel.seconds_waited - waited
+        loss, global_loss, reduction = self._conclude(left=False)
         if reduction is not None and self._recorder is not None:
             self._recorder.reductions(reduction.intervals)
         seconds = time.perf_counter() - self._started
         on_cpu = self._station.device.type == "cpu"
         bubble = waited / seconds if on_cpu and seconds > 0 else None
-        return StepReport(loss, global_loss, seconds, bubble, len(self._losses), reduction)
+        self.report = StepReport(loss, global_loss, seconds, bubble, len(self._losses), reduction)
+
+    def _conclude(self, left: bool) -> tuple[float, float, ReductionReport | None]:
+        """Meet all ranks at the end of the step, which this one may have left early."""
+        station = self._station
+        if self._total_counts is None and self._program.top == self._program.last:
+            # Not a single microbatch here, but the other pipelines need to hear so.
+            self._total_counts = station.totals.counts(())
+        station.channel.flush()
+        scaled = station.scaling.note(self._incoming)
+        loss, global_loss, reduction, num_left = sum_over_pipelines(
+            station, self._losses, scaled, self._reduce, self._loss_scale, left
+        )
+        self._concluded = True
+        if 0 < num_left < len(station.everyone):
+            self._settle(left)
+        return loss, global_loss, reduction
+
+    def _settle(self, left: bool) -> None:
+        """Some ranks left the step and others came to its end: all leave it if what ended it reaches them now."""
+        station = self._station
+        if not left and self._interrupts.wait(LATE_SIGNAL):
+            with contextlib.suppress(BaseException):  # kept, and raised below
+                self._call_handlers()
+        gone = station.totals.ask(left or self._interruption is not None)
+        ran_on = [rank for rank in station.everyone if not gone[rank]]
+        if not ran_on:
+            if self._interruption is not None:
+                raise self._interruption
+            return
+        if left:
+            raise station.board.abort(
+                f"left the training step at microbatch {self.microbatch}, but {ranks_in_words(ran_on)} ran it to its "
+                f"end ({self._why})"
+            )
+        # The ranks that left close their groups now, after saying why.
+        station.totals.ask(0)
+
+    def _interruption_point(self) -> None:
+        """Where a signal may end the step, as nothing is half done."""
+        if self._interrupts.pending and self._begun and not self._station.computes_together:
+            self._call_handlers()
+
+    def _call_handlers(self) -> None:
+        try:
+            self._interrupts.deliver()
+        except BaseException as error:
+            self._interruption = error
+            raise
 
     def _leave(self, why: str) -> None:
-        """The loop was left early. If it was left alike on all ranks, run what is left of the step without
-        computing."""
-        station = self._station
+        """The step ends early on this rank: run what is left of its communication without computing."""
+        station, self._why = self._station, why
         if station.board.failed is not None:
             return
-        patience = 2 * (time.perf_counter() - self._started)
         left_at = f"microbatch {self._open}, backward {'called' if self._called else 'not called'}"
-        if not station.board.agree(f"left/{self._inputs.attempt}", left_at, station.everyone, patience):
-            raise station.board.abort(
-                f"left the loop over the microbatches at {left_at}, while other ranks did not ({why})"
-            )
+        key = f"left/{self._attempt}"
+        if self._interrupts.called:
+            station.board.announce(key, INTERRUPTED)
+        else:
+            patience = 2 * (time.perf_counter() - self._started)
+            if not station.board.agree(key, left_at, station.everyone, patience, unless=INTERRUPTED):
+                raise station.board.abort(
+                    f"left the loop over the microbatches at {left_at}, while other ranks did not ({why})"
+                )
         with station.board.aborting():
             station.queues.clear()
             for position in range(self._position, len(self._program.actions)):
                 self._skip(position)
-            station.channel.flush()
-            if self._reduce and self._anything_shared:
-                station.reducer.finish()
-            multiply_gradients(station.parameters, 1.0 / self._loss_scale)
+            self._conclude(left=True)
             self._live.clear()
 
     def _skip(self, position: int) -> None:
@@ -323,7 +449,7 @@ class TrainingStep:
         action = self._program.actions[position]
         kind, stage, microbatch = action.kind, action.stage, action.microbatch
         if self._posts and position != self._position:
-            self._opener.post(self._posts[position].before)
+            self._post(self._posts[position].before)
         is_top, is_last = stage == self._program.top, stage == self._program.last
         if kind is Kind.F:
             self._live[stage, microbatch] = Live(self._take_activations(stage, microbatch))
@@ -336,7 +462,7 @@ class TrainingStep:
                 self._below[stage].give_loss(nothing if self._loss_cut is None else self._loss_cut.take_loss())
             if not (is_open and self._called):
                 if self._posts:
-                    self._opener.post(self._posts[position].inside)
+                    self._post(self._posts[position].inside)
                 if not is_last:
                     self._above[stage].take_gradients(microbatch)
             live = self._live.pop((stage, microbatch))

@@ -252,10 +252,16 @@ class FailureBoard:
         named = f"rank {others[0]}" if len(others) == 1 else f"one of ranks {others}" if others else "another rank"
         return self.abort(f"lost the connection to {named} while {doing} ({_first_sentence(error)})", suspects=others)
 
-    def agree(self, key: str, position: str, ranks: Sequence[int], patience: float) -> bool:
+    def announce(self, key: str, position: str) -> None:
+        """Report this rank's `position` under `key`, for the others' `agree`."""
+        if self._store is not None:
+            with contextlib.suppress(Exception):
+                self._store.set(f"{key}/{self._rank}", position)
+
+    def agree(self, key: str, position: str, ranks: Sequence[int], patience: float, unless: str | None = None) -> bool:
         """True if every rank of `ranks` reports the same `position` under `key` within about `patience` seconds.
 
-        For leaving a training loop early: only if all left at the same place is a clean drain possible.
+        A rank may report `unless` in its place.
         """
         if len(ranks) == 1:
             return True
@@ -270,7 +276,7 @@ class FailureBoard:
                 if time.monotonic() > deadline or self.failed is not None:
                     return False
                 time.sleep(0.005)
-            return all(self._store.get(each).decode() == position for each in keys)
+            return all(self._store.get(each).decode() in (position, unless) for each in keys)
         except Exception:
             return False
 

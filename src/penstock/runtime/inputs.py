@@ -30,9 +30,6 @@ class StepInputs:
         sizes: each one's number of samples.
         first_microbatch: the index of the first one in the global batch (it seeds dropout).
         number: the number of the training step, counted from 0 alike on all ranks; it seeds dropout.
-        call: how many steps and evaluations this pipeline began before, alike on its ranks.
-        attempt: how many training steps this job began before, alike on all ranks; unlike `number` it never goes back.
-        fingerprint: a digest of the inputs that all ranks of the pipeline must share.
     """
 
     microbatches: Sequence[Mapping[str, Any]]
@@ -42,9 +39,6 @@ class StepInputs:
     sizes: Sequence[int]
     first_microbatch: int
     number: int
-    call: int
-    attempt: int
-    fingerprint: int
 
     @classmethod
     def of(
@@ -54,9 +48,6 @@ class StepInputs:
         sizes: Sequence[int],
         first_microbatch: int,
         number: int,
-        call: int,
-        attempt: int,
-        fingerprint: int,
         with_counts: bool,
     ) -> StepInputs:
         """Of microbatches. `with_counts`: on the last stage, which weighs the loss."""
@@ -72,7 +63,7 @@ class StepInputs:
                 plans.append(plans[-1])
                 signatures.append(signatures[-1])
             else:
-                plans.append(plan_of(microbatch))
+                plans.append(_plan(plan_of, microbatch))
                 signatures.append((plans[-1].digest, *(entry for entry in form if len(entry) == 3)))
                 previous = form
         counts = read_counts(
@@ -81,7 +72,7 @@ class StepInputs:
                 for plan, microbatch in zip(plans, microbatches, strict=True)
             ]
         )
-        return cls(microbatches, plans, signatures, counts, sizes, first_microbatch, number, call, attempt, fingerprint)
+        return cls(microbatches, plans, signatures, counts, sizes, first_microbatch, number)
 
     def total_counts(self) -> list[int]:
         """`counts`, summed over the microbatches."""
@@ -101,6 +92,47 @@ def refuse_tuples(model: PreTrainedModel, microbatches: Sequence[Mapping[str, An
             "outputs of a parallelised model have named fields, so return_dict=False cannot be used: leave it out, "
             "or call to_tuple() on an output"
         )
+
+
+# Inputs that models look up in a table.
+INTEGER_INPUTS = ("input_ids", "decoder_input_ids", "token_type_ids", "position_ids")
+
+
+def refuse_wrong_types(microbatches: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ValueError for texts and lists of numbers in place of token ids or labels, and for ids that are no
+    integers."""
+    for name, value in (microbatches[0] if microbatches else {}).items():
+        if name.endswith(("ids", "labels")) and isinstance(_first(value), str | bytes | int | float):
+            raise ValueError(
+                f"{name} is {value!r:.40}, no tensor: pass tensors, for texts those of "
+                "tokenizer(texts, return_tensors='pt', padding=True)"
+            )
+        if name in INTEGER_INPUTS and isinstance(value, torch.Tensor) and value.is_floating_point():
+            raise ValueError(
+                f"{name} is of {value.dtype}, but ids are integers: pass them as the tokenizer gives them, as "
+                "torch.int64"
+            )
+
+
+def _first(value: Any) -> Any:
+    """The first element of lists in lists, or the value itself."""
+    while isinstance(value, list | tuple) and value:
+        value = value[0]
+    return value
+
+
+def _plan(plan_of: Callable[[Mapping[str, Any]], Plan], microbatch: Mapping[str, Any]) -> Plan:
+    """The plan, or a ValueError if labels of an unusual type are why there is none."""
+    try:
+        return plan_of(microbatch)
+    except NotImplementedError as error:
+        for name, value in microbatch.items():
+            if name.endswith("labels") and isinstance(value, torch.Tensor) and value.dtype != torch.int64:
+                raise ValueError(
+                    f"{name} is of {value.dtype}, with which the model computes no loss: labels of tokens and classes "
+                    f"are of torch.int64 ({error})"
+                ) from error
+        raise
 
 
 def warn_of_inexact_loss(model: PreTrainedModel, inputs: StepInputs) -> None:

@@ -62,6 +62,14 @@ class Position:
         self._detail, self._inside = detail, True
         self._thread = threading.get_ident()
 
+    def retract(self) -> None:
+        """The call that was entered last did not begin: not all ranks made it."""
+        if self._calls:
+            call = self._calls.pop()
+            self._num_calls = call.number
+            if call.world_number is not None:
+                self._num_world_calls = call.world_number
+
     def leave(self) -> None:
         """The call has ended, well or badly."""
         self._inside, self._detail = False, None

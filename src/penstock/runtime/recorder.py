@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,12 +31,12 @@ class Recorder:
 
     def recording(
         self,
-        step: Iterator[Any],
+        step: Generator[Any, None, None],
         channel: Channel,
         board: FailureBoard,
         group: dist.ProcessGroup,
         path: str | os.PathLike[str] | None,
-    ) -> Iterator[Any]:
+    ) -> Generator[Any, None, None]:
         """Run `step` and record it; if a path is given, write there what all ranks of `group` recorded."""
         self._events.clear()
         channel.on_wait = self.wait

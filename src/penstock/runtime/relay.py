@@ -27,6 +27,7 @@ from .channel import Channel, Kind
 from .crossing import refuse_elsewhere
 from .engine import Pipeline
 from .lockstep import Lockstep
+from .rollcall import Call
 from .transfer import TensorSpec, broadcast_specs, broadcast_tensor, decode_header, encode_header, header_buffer
 
 # Shapes remembered for one line. Both of its ends see the same forwards, so both forget at the same time.
@@ -52,6 +53,7 @@ class Relay:
         self.inside = False
         self.every_position = False
         self._split = pipeline.split
+        self._together = pipeline.together
         self._board = pipeline.board
         self._groups = pipeline.groups
         self._device = pipeline.device
@@ -68,6 +70,8 @@ class Relay:
     @contextmanager
     def session(self) -> Iterator[None]:
         """One generation: the code of all ranks in lockstep, see `Lockstep.section`."""
+        with self._together(Call.GENERATE, everyone=False):
+            pass
         self.running, self.every_position, self._seed = True, False, None
         try:
             with self.lockstep.section():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -14,7 +14,8 @@ from .channel import Channel
 from .exchange import Exchange
 from .failure import FailureBoard
 from .inputs import StepInputs
-from .notice import Notice, check_notice
+from .interrupts import Interrupts
+from .notice import Notice
 from .precision import ScaleWatch
 from .program import Orders
 from .reduction import GradientReducer
@@ -40,10 +41,13 @@ class Station:
     scaling: ScaleWatch
     # Makes an overflow on one rank an overflow on all, after the gradients are reduced.
     share_overflow: Callable[[], None]
+    interrupts: Interrupts = field(default_factory=Interrupts)
+    # The ranks that share this rank's stages compute each microbatch together, so none may leave a step alone.
+    computes_together: bool = False
 
 
 class StageOpener:
-    """Before a stage's first forward of a step: compares notes with the stage below, passes them on, posts receives.
+    """Before a stage's first forward of a step: takes the notice of the stage below, passes it on, posts receives.
 
     Attributes:
         states: for each stage that was opened, the state (see `Notice`) of all stages up to and with it.
@@ -53,7 +57,7 @@ class StageOpener:
         self._exchange = station.exchange
         num_values = [len(cut) for cut in inputs.plans[0].cuts] if inputs.plans else []
         self._exchange.begin(orders, inputs.signatures, num_values)
-        self._notice = Notice.of(inputs, station.parameters, station.device)
+        self._notice = Notice.of(station.parameters, station.device)
         self.states: dict[int, int] = {}
 
     def open(self, stage: int) -> None:
@@ -61,7 +65,6 @@ class StageOpener:
         below, above = self._exchange.below[stage], self._exchange.above.get(stage)
         theirs = below.take_notice(len(self._notice))
         if theirs is not None:
-            check_notice(Notice(*theirs), self._notice, stage)
             state = theirs[-1]
         else:
             # The first stage, or the stage below sits on this rank.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -65,20 +63,3 @@ class GroupCollectives:
         if self._group is None:
             raise RuntimeError("this model's tensor-parallel group was closed")
         return self._group
-
-
-def compare_inputs(digest: int, ranks: Sequence[int], group: dist.ProcessGroup, board: FailureBoard) -> None:
-    """Check that the ranks of a pipeline were given the same batch, of which `digest` is a fingerprint.
-
-    Raises:
-        ValueError: on all of them if they were not.
-    """
-    mine = torch.tensor([digest], dtype=torch.int64)
-    every = [torch.empty_like(mine) for _ in ranks]
-    with board.guard("comparing inputs", ranks):
-        dist.all_gather(every, mine, group=group)
-    if any(not torch.equal(theirs, every[0]) for theirs in every):
-        raise ValueError(
-            f"ranks {list(ranks)} form one pipeline, but were given different batches: every rank of a pipeline, those "
-            "that share a stage's weights included, passes the same one"
-        )

@@ -34,7 +34,7 @@ class Totals:
         self._everyone = range(layout.world_size)
         self._groups = groups
         self._board = board
-        self._sums = torch.zeros(2, dtype=torch.float64)
+        self._sums = torch.zeros(3, dtype=torch.float64)
         self._work: dist.Work | None = None
 
     def counts(self, counts: Sequence[int]) -> Sequence[int]:
@@ -52,23 +52,33 @@ class Totals:
             dist.all_reduce(totals, group=self._groups.last_stages)
         return totals.tolist()[: len(counts)]
 
-    def start(self, loss: float, flag: bool) -> None:
+    def start(self, loss: float, flag: bool, left: bool = False) -> None:
         """Begin to sum `loss` over the pipelines, and to ask whether any rank raises `flag`; `finish` gives both.
 
         Args:
             loss: this pipeline's share of the global batch's loss. Only the last stage's counts.
+            left: whether this rank left the step early; `finish` gives how many ranks did.
         """
-        self._sums = torch.tensor([loss if self._speaks else 0.0, float(flag)], dtype=torch.float64)
+        self._sums = torch.tensor([loss if self._speaks else 0.0, float(flag), float(left)], dtype=torch.float64)
         with self._board.guard("summing losses", self._everyone):
             self._work = dist.all_reduce(self._sums, group=self._groups.world_control, async_op=True)
 
-    def finish(self) -> tuple[float, bool]:
+    def finish(self) -> tuple[float, bool, int]:
         """What `start` began."""
         with self._board.guard("summing losses", self._everyone):
             if self._work is not None:
                 self._work.wait()
         self._work = None
-        return float(self._sums[0]), bool(self._sums[1])
+        loss, flag, left = self._sums.tolist()
+        return loss, bool(flag), int(left)
+
+    def ask(self, number: int) -> list[int]:
+        """Every rank's `number`. All ranks call this together."""
+        mine = torch.tensor([number])
+        every = [torch.empty_like(mine) for _ in self._everyone]
+        with self._board.guard("asking who left the training step", self._everyone):
+            dist.all_gather(every, mine, group=self._groups.world_control)
+        return [int(theirs) for theirs in every]
 
     def clear(self) -> None:
         """Forget what is under way, so that nothing keeps a dead group's connections open."""

@@ -1,0 +1,131 @@
+"""What a user iterates over in training: the step's outputs, and what happens if the iteration is not what it should
+be."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
+
+from .executor import LoopError, TrainingStep
+from .interrupts import Interrupts
+
+logger = logging.getLogger(__name__)
+
+
+class OpenStep:
+    """Which training step is under way on this rank, if any: nothing else may communicate meanwhile, and the handlers
+    of signals wait."""
+
+    def __init__(self, interrupts: Interrupts) -> None:
+        self._interrupts = interrupts
+        self._step: TrainingStep | None = None
+
+    def refuse(self, doing: str) -> None:
+        """Raise LoopError if a training step is under way."""
+        if self._step is not None:
+            raise LoopError(
+                f"{doing}: a training step is under way (microbatch {self._step.microbatch} of "
+                f"{self._step.num_microbatches}): finish the loop first. An iterator that is kept in a variable is "
+                "under way until it has come to its end or its close() is called"
+            )
+
+    def begin(self, step: TrainingStep) -> None:
+        """From here on `step` is under way."""
+        self.refuse("another training step")
+        self._interrupts.hold()
+        self._step = step
+
+    def end(self, step: TrainingStep | None = None, deliver: bool = False) -> None:
+        """`step`, or any, is not under way any more. `deliver`: see `Interrupts.release`."""
+        if self._step is not None and step in (self._step, None):
+            self._step = None
+            self._interrupts.release(deliver)
+
+
+class TrainingLoop(Iterator[Any]):
+    """The iterator over a step's microbatches that `model(**batch)` returns.
+
+    An iterator that is dropped before its end leaves the step, as a `break` does; `close()` does so at once, and raises
+    what dropping it can only log.
+    """
+
+    def __init__(
+        self,
+        step: TrainingStep,
+        run: Callable[[], Generator[Any, None, None]],
+        opened: OpenStep,
+        interrupts: Interrupts,
+    ):
+        self._step = step
+        self._run = run
+        self._opened = opened
+        self._interrupts = interrupts
+        self._outputs: Generator[Any, None, None] | None = None
+        self._over = False
+
+    def __next__(self) -> Any:
+        if self._over:
+            raise StopIteration
+        if self._outputs is None:
+            self._over = True  # should a signal or another step under way prevent it
+            self._outputs = self._open()
+            self._over = False
+        interrupts = self._interrupts
+        interrupts.busy = True
+        try:
+            output = next(self._outputs)
+        except StopIteration:
+            output = self  # stands for the end
+        except BaseException:
+            self._end()
+            raise
+        if output is self:
+            self._end()
+            raise StopIteration
+        # From here on the loop's body runs; see `Interrupts`.
+        interrupts.busy = False
+        return output
+
+    def close(self) -> None:
+        """Leave the step here. Every rank must, at the same microbatch.
+
+        Raises:
+            PipelineFailure: other ranks did not.
+        """
+        if self._over or self._outputs is None:
+            self._over = True
+            return
+        self._interrupts.busy = True
+        try:
+            self._outputs.close()
+        finally:
+            self._end()
+
+    def __del__(self) -> None:
+        if self._over or sys.is_finalizing():
+            return
+        if self._outputs is None:
+            warnings.warn(
+                "the iterator of a training step was dropped before its first microbatch, so the step did not happen: "
+                "iterate over model(**batch), or evaluate under torch.no_grad()",
+                stacklevel=2,
+            )
+            return
+        # Python would print and drop what is raised here. The board keeps a failure for the next call.
+        self._interrupts.busy = True
+        try:
+            self._outputs.close()
+        except Exception as error:
+            logger.warning("%s", error)
+        self._end(deliver=False)
+
+    def _open(self) -> Generator[Any, None, None]:
+        self._opened.begin(self._step)
+        return self._run()
+
+    def _end(self, deliver: bool = True) -> None:
+        self._over = True
+        self._opened.end(self._step, deliver)

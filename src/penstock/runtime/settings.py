@@ -1,0 +1,195 @@
+"""What the ranks compare at the roll call of a step or an evaluation: their batches, and what decides the computation.
+
+All ranks see the same numbers, so all raise the same error, before anything is under way.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from operator import attrgetter
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from .holders import HeldParameter
+from .layout import Layout
+from .rollcall import ranks_in_words
+from .step import requires_grad
+from .transfer import DTYPES
+
+MODULUS = 1 << 62
+
+
+class BatchMismatch(RuntimeError):
+    """The ranks of one pipeline were given different batches."""
+
+
+class SettingsMismatch(RuntimeError):
+    """A setting that decides what is computed differs between ranks."""
+
+
+class Settings(NamedTuple):
+    """One rank's facts.
+
+    Attributes:
+        fingerprint, num_microbatches: of the batch; the same on all ranks of a pipeline.
+        autocast: 0 if it is off, otherwise 1 + the number of its type.
+        modes: whether the model is in train mode (the last bit), and a digest of the units' modes.
+        loss_scale: the bits of the number.
+        reduces: whether gradients are summed at the end of the step; not inside `no_sync()`.
+        frozen, frozen_here: see `FrozenParameters`.
+    """
+
+    fingerprint: int
+    num_microbatches: int
+    autocast: int
+    modes: int
+    loss_scale: int = 0
+    reduces: int = 1
+    frozen: int = 0
+    frozen_here: int = 0
+
+    def compare(self, said: Mapping[int, Sequence[int]], layout: Layout) -> bool:
+        """Compare what every rank said.
+
+        Returns:
+            Whether the same parameters are frozen everywhere; which differ is not in these numbers.
+
+        Raises:
+            BatchMismatch, SettingsMismatch: something else differs; on every rank.
+        """
+        every = {rank: Settings(*facts) for rank, facts in said.items()}
+        for pipeline in layout.pipelines:
+            ranks = [rank for rank in pipeline.ranks() if rank in every]
+            for field, what in (("num_microbatches", "a batch of {} microbatches"), ("fingerprint", "a batch {:x}")):
+                values = {rank: getattr(every[rank], field) for rank in ranks}
+                if len(set(values.values())) > 1:
+                    given = _in_words(values, lambda value, what=what: what.format(value), " was given ")  # type: ignore[misc]  # bound now
+                    raise BatchMismatch(
+                        f"{given}: all ranks of one pipeline, those that share a stage's weights included, must be "
+                        "given the same batch (use model.data_parallel_rank and model.data_parallel_size, or "
+                        "model.prepare_dataloader, to share a data set out between pipelines)"
+                    )
+        differences = []
+        for field, name, words in _COMPARED:
+            values = {rank: getattr(settings, field) for rank, settings in every.items()}
+            if len(set(values.values())) > 1:
+                differences.append(f"{name}: {_in_words(values, words)}")
+        if differences:
+            raise SettingsMismatch(
+                "the ranks compute under different settings, but all must have the same: " + "; ".join(differences)
+            )
+        together: dict[tuple[int, int], set[int]] = {}
+        for rank, settings in every.items():
+            place = layout.place_of(rank)
+            together.setdefault((place.pipeline, place.rank_in_pipeline), set()).add(settings.frozen_here)
+        frozen = sum(settings.frozen for settings in every.values()) % MODULUS
+        return frozen == 0 and all(len(digests) == 1 for digests in together.values())
+
+
+def _in_words(values: Mapping[int, int], words: Callable[[int], str], verb: str = " has ") -> str:
+    """`rank 0 has bfloat16, ranks 1, 2 have none`."""
+    parts = []
+    for value in dict.fromkeys(values.values()):
+        ranks = [rank for rank, other in values.items() if other == value]
+        several = verb.replace("has", "have").replace("was", "were")
+        parts.append(ranks_in_words(ranks) + (several if len(ranks) > 1 else verb) + words(value))
+    return ", ".join(parts)
+
+
+_COMPARED: tuple[tuple[str, str, Callable[[int], str]], ...] = (
+    ("autocast", "autocast", lambda value: str(DTYPES[value - 1]) if value else "none"),
+    ("modes", "train or eval mode", lambda value: ("train" if value & 1 else "eval") + f" mode (units {value >> 1:x})"),
+    ("loss_scale", "the loss scale", lambda value: f"{number_of(value):g}"),
+    ("reduces", "no_sync()", lambda value: "left it" if value else "entered it"),
+)
+
+
+def autocast_code(device: torch.device) -> int:
+    """The state of autocast as a number; see `Settings`."""
+    on = torch.is_autocast_enabled(device.type)
+    return 1 + DTYPES.index(torch.get_autocast_dtype(device.type)) if on else 0
+
+
+def settings_in_words(values: Mapping[int, int]) -> str:
+    """Numbers from `bits_of`, by rank, as `rank 0 has 1, ranks 1, 2 have 2`."""
+    return _in_words(values, lambda value: f"{number_of(value):g}")
+
+
+def bits_of(number: float) -> int:
+    """A float as an integer, for the roll call."""
+    bits: int = struct.unpack("<q", struct.pack("<d", number))[0]
+    return bits
+
+
+def number_of(bits: int) -> float:
+    """What `bits_of` was given."""
+    number: float = struct.unpack("<d", struct.pack("<q", bits))[0]
+    return number
+
+
+class Modes:
+    """Which parts of a model are in train mode. Every rank has all units, if only as ghosts."""
+
+    def __init__(self, model: nn.Module, units: Iterable[str]):
+        self._modules = [model, *map(model.get_submodule, units)]
+
+    def digest(self) -> int:
+        """See `Settings.modes`."""
+        modes = bytes(map(_training, self._modules))
+        return zlib.crc32(modes[1:]) * 2 + modes[0]
+
+
+_training = attrgetter("training")
+
+
+class FrozenParameters:
+    """Compares which parameters are frozen, over all that hold them: replicas, holders of a tied weight, and the ranks
+    of a tensor-parallel group.
+
+    Of a frozen parameter with k holders the first one says (k - 1) times a digest of its name, each other one minus it.
+    So the sum over all ranks is zero if they agree.
+    """
+
+    def __init__(self, held: Sequence[HeldParameter], rank: int):
+        self._held = held
+        self._parameters = [one.parameter for one in held]
+        self._rank = rank
+        self._flags: tuple[bool, ...] = ()
+        self._numbers = (0, 0)
+
+    def numbers(self) -> tuple[int, int]:
+        """This rank's `Settings.frozen` and `Settings.frozen_here`."""
+        flags = tuple(map(requires_grad, self._parameters))
+        if flags != self._flags:
+            total = here = 0
+            for held, trainable in zip(self._held, flags, strict=True):
+                if not trainable:
+                    digest = zlib.crc32(held.name.encode()) * 0x9E3779B97F4A7C15
+                    total += digest * (len(held.ranks) - 1 if held.ranks[0] == self._rank else -1)
+                    here += digest
+            self._flags, self._numbers = flags, (total % MODULUS, here % MODULUS)
+        return self._numbers
+
+    def described(self) -> dict[str, bool]:
+        """Of every parameter here, whether it is frozen."""
+        return {held.name: not held.parameter.requires_grad for held in self._held}
+
+
+def frozen_differently(every: Mapping[int, Mapping[str, bool]]) -> SettingsMismatch:
+    """The error for ranks of which some freeze what others train, from what all of them described."""
+    differences = []
+    names: Collection[str] = dict.fromkeys(name for described in every.values() for name in described)
+    for name in names:
+        values = {rank: int(described[name]) for rank, described in every.items() if name in described}
+        if len(set(values.values())) > 1:
+            differences.append(f"{name}: {_in_words(values, lambda frozen: 'frozen it' if frozen else 'not')}")
+    more = f"; and {len(differences) - 5} more" if len(differences) > 5 else ""
+    return SettingsMismatch(
+        "parameters are frozen (requires_grad=False) on some of the ranks that hold them only: "
+        + "; ".join(differences[:5])
+        + more
+    )

@@ -1,0 +1,135 @@
+"""Settings and calls that differ between ranks: each rank gets an error that names what differs and where."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from families import FAMILIES, batch
+from penstock.runtime import rollcall
+from pool import Pool
+from training import gradients_of, parallelize, rows, run_step
+
+WORDS = {
+    "autocast": ["autocast", "rank 1 has torch.bfloat16"],
+    "eval": ["train or eval mode", "rank 1 has eval mode"],
+    "unit": ["train or eval mode"],
+    "scale": ["the loss scale", "rank 1 has 8"],
+    "no_sync": ["no_sync()", "rank 1 has entered it"],
+    "frozen": ["requires_grad=False", "ln_f.weight", "rank 1 has frozen it"],
+}
+
+
+def step_with(what: str, stages: int, tensor_parallel_size: int) -> dict[str, Any]:
+    """A step in which rank 1 alone has a setting, and then one in which no rank has."""
+    model = parallelize(
+        FAMILIES["llama"].build(vocab_size=98) if tensor_parallel_size > 1 else FAMILIES["gpt2"].build(),
+        stages,
+        num_microbatches=2,
+        tensor_parallel_size=tensor_parallel_size,
+    )
+    inputs = rows(batch("causal", 8), model.data_parallel_rank, model.data_parallel_size)
+    found: dict[str, Any] = {}
+    with contextlib.ExitStack() as only_here:
+        if dist.get_rank() == 1:
+            if what == "autocast":
+                only_here.enter_context(torch.autocast("cpu", torch.bfloat16))
+            elif what == "no_sync":
+                only_here.enter_context(model.no_sync())
+            elif what == "eval":
+                model.eval()
+            elif what == "unit":
+                model.get_submodule(model.pipeline.layout.units[1]).eval()
+            elif what == "scale":
+                model.pipeline.loss_scale = 8.0
+            elif what == "frozen":
+                for name, parameter in model.named_parameters():
+                    if parameter.requires_grad and name.endswith(("ln_f.weight", "norm.weight")):
+                        parameter.requires_grad = False
+        try:
+            run_step(model, inputs)
+        except Exception as error:
+            found["error"] = type(error).__name__, str(error)
+    model.train()
+    model.pipeline.loss_scale = 1.0
+    for parameter in model.parameters():
+        parameter.requires_grad = True
+    found["losses"] = run_step(model, inputs)
+    return found
+
+
+@pytest.mark.parametrize("what", ["autocast", "eval", "unit", "scale", "no_sync"])
+@pytest.mark.parametrize(("ranks", "stages", "size"), [(2, 2, 1), (2, 1, 1), (2, 1, 2)])
+def test_a_setting_of_one_rank_is_an_error_on_all_and_leaves_the_pipeline_usable(
+    pool: Pool, what: str, ranks: int, stages: int, size: int
+) -> None:
+    for found in pool.run(ranks, step_with, what, stages, size):
+        kind, text = found["error"]
+        assert kind == "SettingsMismatch" and all(word in text for word in WORDS[what]), text
+        assert len(found["losses"]) == 2
+
+
+@pytest.mark.parametrize(("ranks", "stages", "size"), [(2, 1, 1), (2, 1, 2), (4, 2, 1)])
+def test_parameters_frozen_on_one_of_their_holders_are_named(pool: Pool, ranks: int, stages: int, size: int) -> None:
+    for found in pool.run(ranks, step_with, "frozen", stages, size):
+        kind, text = found["error"]
+        assert kind == "SettingsMismatch" and "requires_grad=False" in text, text
+        assert "ln_f.weight" in text or "norm.weight" in text
+        assert "rank 1 has frozen it" in text
+        assert len(found["losses"]) == 2
+
+
+def freeze_a_whole_stage() -> dict[str, torch.Tensor | None]:
+    """Frozen on the only rank that holds it: no difference between ranks."""
+    model = parallelize(FAMILIES["llama"].build(), 2, num_microbatches=2)
+    if dist.get_rank() == 0:
+        model.get_input_embeddings().weight.requires_grad = False
+    run_step(model, batch("causal", 4))
+    return gradients_of(model)
+
+
+def test_parameters_frozen_on_all_their_holders_are_no_difference(pool: Pool) -> None:
+    first, second = pool.run(2, freeze_a_whole_stage)
+    assert first["model.embed_tokens.weight"] is None
+    assert any(value is not None for value in second.values())
+
+
+def do_different_things(folder: str) -> tuple[str, list[float]]:
+    """Rank 0 saves alone, as under `if rank == 0:`."""
+    with mock.patch.object(rollcall, "PATIENCE", 0.3):
+        model = parallelize(FAMILIES["gpt2"].build(), 2, num_microbatches=2)
+        inputs = batch("causal", 4)
+        run_step(model, inputs)
+        try:
+            if dist.get_rank() == 0:
+                model.save_parallelized(Path(folder) / "checkpoint")
+            run_step(model, inputs)
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+        return text, run_step(model, inputs)
+
+
+def test_ranks_that_do_different_things_are_told_who_does_what(pool: Pool, tmp_path: Path) -> None:
+    for text, losses in pool.run(2, do_different_things, str(tmp_path)):
+        assert text.startswith("CallMismatch")
+        assert "rank 0 entered save_parallelized" in text and "rank 1 entered training step" in text
+        assert len(losses) == 2
+
+
+def clip_differently() -> str:
+    model = parallelize(FAMILIES["gpt2"].build(), 2, num_microbatches=2)
+    run_step(model, batch("causal", 4))
+    with pytest.raises(RuntimeError) as caught:
+        model.clip_grad_norm_(1.0 + dist.get_rank())
+    return str(caught.value)
+
+
+def test_norms_that_differ_are_refused(pool: Pool) -> None:
+    for text in pool.run(2, clip_differently):
+        assert "max_norm differs: rank 0 has 1, rank 1 has 2" in text
