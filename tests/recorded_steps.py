@@ -261,12 +261,21 @@ class RecordedRank:
             self.channel.warm_up(cuts, self.mine.stages_of(self.place.rank_in_pipeline))
         return events
 
-    def train(self, signatures: Sequence[int] | None = None) -> list[Event]:
-        """A step; by default all microbatches have one shape."""
-        with self.events() as events:
-            for output in TrainingStep(self.station, self.program, self._inputs(signatures)).run():
+    def train(
+        self, signatures: Sequence[int] | None = None, left_at: int | None = None, called: bool = False
+    ) -> list[Event]:
+        """A step; by default all microbatches have one shape.
+
+        `left_at`: the microbatch at which all ranks leave the loop, with backward() `called` or not.
+        """
+        with self.events() as events, mock.patch.object(self.board, "agree", lambda *arguments: True):
+            step = TrainingStep(self.station, self.program, self._inputs(signatures)).run()
+            for microbatch, output in enumerate(step):
                 self.world.log.append(Event(Do.COMPUTE, what="the loop's body"))
-                output.loss.backward()
+                if microbatch != left_at or called:
+                    output.loss.backward()
+                if microbatch == left_at:
+                    step.close()  # type: ignore[attr-defined]  # a generator
         return events
 
     def evaluate(self, signatures: Sequence[int] | None = None) -> list[Event]:

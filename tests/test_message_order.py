@@ -139,6 +139,20 @@ def test_unlike_pipelines_sum_their_gradients_and_end(
     check(layout, schedules, tied=tied)
 
 
+@pytest.mark.parametrize("called", [False, True])
+@pytest.mark.parametrize("name", ["1f1b", "zb-v", "interleaved-1f1b"])
+def test_a_step_that_all_ranks_leave_ends(name: str, called: bool) -> None:
+    schedule = build(name, 3, 6)
+    ranks = recorded(one_pipeline(schedule), [schedule])
+    for rank in ranks:
+        rank.train()  # learns the shapes
+    whole = [rank.train() for rank in ranks]
+    left = [rank.train(left_at=1, called=called) for rank in ranks]
+    run(left, EVERYWHERE)
+    for one, other in zip(whole, left, strict=True):
+        assert sum(event.do is Do.SEND for event in one) == sum(event.do is Do.SEND for event in other)
+
+
 @pytest.mark.parametrize("name", schedule_names())
 def test_on_gloo_every_step_ends_with_receives_posted_far_ahead(name: str) -> None:
     schedule = build(name, 3, 6)
