@@ -193,7 +193,6 @@ class RecordedRank:
         self.place = layout.place_of(rank)
         self.mine = layout.pipelines[self.place.pipeline]
         self.schedule = schedules[self.place.pipeline]
-        self._num_calls = 0
         own = self.mine.stages_of(self.place.rank_in_pipeline)
         self.stages = Stages(self.mine.stages, own, tied, self.world)
         local = {
@@ -268,7 +267,10 @@ class RecordedRank:
 
         `left_at`: the microbatch at which all ranks leave the loop, with backward() `called` or not.
         """
-        with self.events() as events, mock.patch.object(self.board, "agree", lambda *arguments: True):
+        agreed = mock.patch.object(self.board, "agree", lambda *arguments, **options: True)
+        # The groups sum nothing, so they cannot tell how many ranks left: here all do.
+        settled = mock.patch.object(TrainingStep, "_settle", lambda *arguments: None)
+        with self.events() as events, agreed, settled:
             step = TrainingStep(self.station, self.program, self._inputs(signatures)).run()
             for microbatch, output in enumerate(step):
                 self.world.log.append(Event(Do.COMPUTE, what="the loop's body"))
@@ -290,6 +292,7 @@ class RecordedRank:
                 pipeline = SimpleNamespace(
                     place=self.place, layout=SimpleNamespace(pipelines={self.place.pipeline: self.mine}),
                     split=self.stages, board=self.board, groups=self.groups, device=CPU, rank=self.world.rank,
+                    together=lambda *arguments: contextlib.nullcontext({}),
                 )  # fmt: skip
                 self._relay = Relay(pipeline)
         self.stages.training = False
@@ -304,10 +307,9 @@ class RecordedRank:
         plan = SimpleNamespace(cuts=[["hidden"]] * (self.schedule.num_stages - 1), loss=rule)
         inputs = StepInputs(
             [{}] * count, [plan] * count, list(signatures or [0] * count), [(1,)] * count, [1] * count,
-            0, 0, self._num_calls, 0, 0,
+            0, 0,
         )  # fmt: skip
-        self._num_calls += 1
-        notice = Notice.of(inputs, self.station.parameters, CPU)
+        notice = Notice.of(self.station.parameters, CPU)
         self.world.answers[Kind.STEP] = torch.tensor(notice)
         return inputs
 
