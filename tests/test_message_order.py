@@ -160,8 +160,9 @@ def test_on_gloo_every_step_ends_with_receives_posted_far_ahead(name: str) -> No
     for events in phases(ranks).values():
         run(events)
     second = ranks[0].train()
-    position = {event.do: number for number, event in reversed(list(enumerate(second)))}
-    assert position[Do.RECEIVE] < position[Do.COMPUTE], "the first gradients are waited for before the first forward"
+    order = [event.do for event in second if event.do in (Do.RECEIVE, Do.COMPUTE)]
+    # The first stage's first forward needs nobody, and the ranks come together meanwhile.
+    assert order.index(Do.RECEIVE) <= 1, "the first gradients' receives are posted before the second forward"
 
 
 def test_a_group_of_an_accelerator_line_joins_two_ranks_and_one_direction() -> None:
