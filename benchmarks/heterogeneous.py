@@ -15,7 +15,8 @@ from functools import partial
 from measure import SHAPE, Comparison, interleave, median_of, spread_of
 from processes import run_ranks
 
-from penstock.schedule import Costs, build, simulate, split_microbatches
+from penstock.planning import split_microbatches
+from penstock.schedule import Costs, build, simulate
 
 BLOCKS = 12
 # devices: the pipelines to compare, each as its stages' numbers of blocks

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from corpus import END_OF_TEXT, read_texts, token_blocks, train_tokenizer
 from penstock import Booster, HeterogeneousParallelPlugin
-from penstock.pipelines import balanced_templates, parse_pipelines
+from penstock.planning.pipelines import balanced_templates, parse_pipelines
 from penstock.runtime.bootstrap import rank_and_world_size
 from penstock.schedule import schedule_names
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from device_order import Do, Event
+from penstock.planning.layout import Layout
 from penstock.runtime.channel import TAGS_PER_LINE, Channel, Kind
 from penstock.runtime.evaluation import evaluate
 from penstock.runtime.exchange import Exchange
@@ -27,7 +28,6 @@ from penstock.runtime.failure import FailureBoard
 from penstock.runtime.groups import Groups
 from penstock.runtime.holders import find_holders
 from penstock.runtime.inputs import StepInputs
-from penstock.runtime.layout import Layout
 from penstock.runtime.notice import Notice
 from penstock.runtime.precision import ScaleWatch
 from penstock.runtime.program import Program

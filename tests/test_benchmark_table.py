@@ -21,7 +21,7 @@ from penstock.benchmark.results import RankFigures, Sample, assemble, summary
 from penstock.benchmark.suite import combine, compare_losses, default_modes, entries_of
 from penstock.benchmark.table import comparison, read_runs, write_csv
 from penstock.cli import app
-from penstock.pipelines import parse_pipelines
+from penstock.planning.pipelines import parse_pipelines
 
 
 def result(mode: str = "ddp", seconds: tuple[float, ...] = (0.1, 0.2, 0.4), slowdown: float = 1.0) -> dict[str, Any]:

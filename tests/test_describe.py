@@ -9,9 +9,9 @@ from typer.testing import CliRunner, Result
 from families import FAMILIES
 from hetero import make_plugin
 from penstock.cli import app
-from penstock.describe import LayoutDescription, compact, describe_pipelines
 from penstock.modeling.sizes import stage_sizes
-from penstock.runtime.layout import Layout
+from penstock.planning.describe import LayoutDescription, compact, describe_pipelines
+from penstock.planning.layout import Layout
 from penstock.schedule import build
 from pool import Pool
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from device_order import EVERYWHERE, RULES, Do, Event, OrderError, Rules, hanging_points, run
+from penstock.planning.layout import Layout
 from penstock.runtime.channel import Channel
 from penstock.runtime.channel import Kind as MessageKind
 from penstock.runtime.crossing import refuse_elsewhere
-from penstock.runtime.layout import Layout
 from penstock.schedule import Action, Kind, Schedule, build, parse_schedule, schedule_names, validate
 from penstock.schedule.communication import POSTED_AHEAD, LossKnown, insert_communication, posts_of
 from recorded_steps import RecordedRank, one_pipeline, recorded

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.planning import Reduction, simulate_layout
 from penstock.schedule import (
     Action,
     Costs,
     EventKind,
     Kind,
-    Reduction,
     Schedule,
     ScheduleError,
     build,
@@ -23,7 +23,6 @@ from penstock.schedule import (
     lower_bound,
     schedule_names,
     simulate,
-    simulate_layout,
 )
 from penstock.schedule.events import TimedEvent, bubble_fractions, with_waits
 

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from penstock.initialize import from_config, from_pretrained, initialize
     from penstock.modeling.tensor_parallel import TensorParallelPlan, register_tensor_parallel_plan
     from penstock.optimizer import PipelineOptimizer
+    from penstock.planning.template import PipelineTemplate
     from penstock.plugin import HeterogeneousParallelPlugin
     from penstock.runtime.failure import PipelineFailure
-    from penstock.template import PipelineTemplate
 
 __version__ = "0.1.0.dev0"
 
@@ -46,7 +46,7 @@ _HOMES = {
     "PipelineFailure": "penstock.runtime.failure",
     "PipelineModel": "penstock.face",
     "PipelineOptimizer": "penstock.optimizer",
-    "PipelineTemplate": "penstock.template",
+    "PipelineTemplate": "penstock.planning.template",
     "TensorParallelPlan": "penstock.modeling.tensor_parallel",
     "from_config": "penstock.initialize",
     "from_pretrained": "penstock.initialize",

@@ -12,17 +12,18 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from penstock.config import SECTION, Configuration, ConfigurationError
 from penstock.face import PipelineModel, attach
-from penstock.modeling.costs import balance, unit_costs
+from penstock.modeling.costs import unit_costs
 from penstock.modeling.materialize import init_stage, meta_model, resolve_model_class
 from penstock.modeling.split import SplitModel
 from penstock.modeling.stage_loading import forget_ties, load_config, load_stage
 from penstock.modeling.tensor_parallel import TensorParallel
 from penstock.modeling.tied import alias_groups
 from penstock.modeling.units import list_units
+from penstock.planning.layout import Layout
+from penstock.planning.partition import partition
 from penstock.runtime.bootstrap import local_device
 from penstock.runtime.engine import Pipeline
 from penstock.runtime.failure import FailureBoard
-from penstock.runtime.layout import Layout
 from penstock.runtime.start import facts_of, forming, gather_from_all, require_agreement
 from penstock.schedule.text import own_or_named, summary, written_schedule
 
@@ -227,7 +228,7 @@ def plan_stages(
             f"{key} is {num_ranks} with {per_rank} stage(s) per rank under schedule {configuration.schedule!r}, but "
             f"the model has only {len(units)} units to place: ask for at most {len(units) // per_rank}"
         )
-    sizes, stages, start = balance(costs, len(stage_to_rank)), [], 0
+    sizes, stages, start = partition(costs, [1.0] * len(stage_to_rank)).sizes, [], 0
     for size in sizes:
         stages.append(list(units[start : start + size]))
         start += size

@@ -13,12 +13,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel
 
 from penstock.data.loader import HeterogeneousDataLoader
-from penstock.describe import LayoutDescription, describe_layout
 from penstock.face import PipelineModel, attach
 from penstock.modeling.loss import Criterion
 from penstock.modeling.split import SplitModel
 from penstock.optimizer import PipelineOptimizer
-from penstock.pipelines import (
+from penstock.planning.describe import LayoutDescription, describe_layout
+from penstock.planning.layout import Layout
+from penstock.planning.pipelines import (
     Microbatches,
     Schedules,
     check_microbatches,
@@ -27,15 +28,14 @@ from penstock.pipelines import (
     check_templates,
     schedule_maker,
 )
+from penstock.planning.template import PipelineTemplate
 from penstock.runtime.bootstrap import local_device, rank_and_world_size
 from penstock.runtime.engine import Pipeline
 from penstock.runtime.failure import PATIENCE_SECONDS, FailureBoard
-from penstock.runtime.layout import Layout
 from penstock.runtime.precision import LossScale
 from penstock.runtime.start import facts_of, forming, require_agreement
 from penstock.schedule import DEFAULT_SCHEDULE, Schedule, check_trains
 from penstock.schedule.text import summary
-from penstock.template import PipelineTemplate
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -14,7 +14,7 @@ from penstock.benchmark.activation import CHECKPOINT, NOOP
 from penstock.benchmark.configs import GPTConfig, ResNetSize
 from penstock.benchmark.models import layer_costs
 from penstock.benchmark.options import OptionError, Options, World
-from penstock.modeling.costs import balance
+from penstock.planning.partition import partition
 from penstock.schedule import build
 
 # Elements of (tokens x width) that a block keeps for its backward: inputs of the two norms, of the four products, of
@@ -158,7 +158,7 @@ def _of_stages(options: Options, world: World) -> list[MemoryEstimate]:
         live = schedule.peak_live_microbatches()
         assert isinstance(options.config, GPTConfig)
         costs = layer_costs(options.config)
-        bounds = [0, *accumulate(balance(costs, schedule.num_stages))]
+        bounds = [0, *accumulate(partition(costs, [1.0] * schedule.num_stages).sizes)]
         parameters, activations = [0.0] * ranks, [0.0] * ranks
         for stage, (start, end) in enumerate(pairwise(bounds)):
             rank = schedule.stage_to_rank[stage]

@@ -19,7 +19,7 @@ from torch.nn import functional
 from transformers import GPT2Config, GPT2LMHeadModel, ResNetForImageClassification
 
 from penstock.benchmark.configs import GPTConfig, ResNetSize
-from penstock.modeling.costs import balance
+from penstock.planning.partition import partition
 
 INITIALIZER_RANGE = 0.02
 
@@ -143,7 +143,7 @@ def sequential_gpt(
     names = ["", *(f"transformer.h.{index}" for index in range(config.n_layer)), ""]
     layers: list[nn.Module] = [Embedding(gpt), *gpt.transformer.h, Head(gpt)]
     bounds = [0]
-    for size in balance(layer_costs(config), len(places)):
+    for size in partition(layer_costs(config), [1.0] * len(places)).sizes:
         bounds.append(bounds[-1] + size)
     embedding, head = layers[0], layers[-1]
     assert isinstance(embedding, Embedding) and isinstance(head, Head)

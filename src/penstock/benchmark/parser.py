@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from penstock.pipelines import parse_pipelines
+from penstock.planning.pipelines import parse_pipelines
 
 EPILOG = """\
 Launch it with torchrun, from the folder benchmark/ or as -m penstock.benchmark.trainer:

@@ -15,11 +15,12 @@ from penstock.benchmark.configs import GPTConfig
 from penstock.benchmark.models import GPT
 from penstock.benchmark.modes import Batch, Contestant, apply_policy, blocks_of, cut
 from penstock.benchmark.options import Options
-from penstock.modeling.costs import balance, unit_costs
+from penstock.modeling.costs import unit_costs
 from penstock.modeling.split import SplitModel
 from penstock.modeling.units import list_units
+from penstock.planning.layout import Layout
+from penstock.planning.partition import partition
 from penstock.runtime.engine import Pipeline
-from penstock.runtime.layout import Layout
 from penstock.schedule import build
 
 
@@ -90,7 +91,7 @@ def place(model: GPT, options: Options) -> Layout:
     for ranks, _ in options.pipelines:
         mapping = build(options.schedule, ranks, 1).stage_to_rank
         stages, start = [], 0
-        for size in balance(costs, len(mapping)):
+        for size in partition(costs, [1.0] * len(mapping)).sizes:
             stages.append(units[start : start + size])
             start += size
         stages_per_pipeline.append(stages)

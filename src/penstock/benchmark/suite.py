@@ -16,7 +16,7 @@ from math import ceil, inf, isfinite, lcm
 from pathlib import Path
 from typing import Any
 
-from penstock.pipelines import parse_pipelines
+from penstock.planning.pipelines import parse_pipelines
 
 FORMAT = 1
 SAMPLES_PER_DEVICE = 4

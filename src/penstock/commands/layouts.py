@@ -41,9 +41,9 @@ def describe(
     Example: penstock describe GPT2LMHeadModel --pipelines 1x2,3x6 --plot layout.svg
     """
     # Here, because the command line shall start without torch.
-    from penstock.describe import describe_pipelines
     from penstock.modeling.check import build_on_meta
-    from penstock.pipelines import parse_pipelines
+    from penstock.planning.describe import describe_pipelines
+    from penstock.planning.pipelines import parse_pipelines
 
     description = describe_pipelines(build_on_meta(model), parse_pipelines(pipelines), microbatch_size, schedule)
     print(description)

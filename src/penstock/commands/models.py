@@ -32,7 +32,7 @@ def check(
     Example: penstock check GPT2LMHeadModel --stages 4
     """
     from penstock.modeling.check import check as check_model
-    from penstock.modeling.costs import balance
+    from penstock.planning.partition import partition
 
     if ":" in model:
         report = check_model(_own_model(model))
@@ -42,7 +42,7 @@ def check(
     print(report.render())
     if stages is not None and report.units:
         units = list(report.units)
-        for stage, size in enumerate(balance([unit.cost for unit in units], stages)):
+        for stage, size in enumerate(partition([unit.cost for unit in units], [1.0] * stages).sizes):
             own, units = units[:size], units[size:]
             parameters = sum(unit.parameters for unit in own)
             print(f"stage {stage}: {own[0].name} to {own[-1].name}, {parameters:,} parameters")

@@ -1,4 +1,4 @@
-"""Relative costs of units, and the cut of a chain of units into stages of equal cost."""
+"""Relative costs of units."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain, pairwise
+from itertools import chain
 from typing import Any
 
 import torch
@@ -133,82 +133,3 @@ class _Traffic(TorchDispatchMode):
         if not func.is_view:
             self.elements += sum(x.numel() for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor))
         return output
-
-
-def balance(costs: Sequence[float], num_stages: int) -> list[int]:
-    """Cut a chain of units into stages so that the costliest stage costs as little as possible.
-
-    Among the cuts with that cost, the one whose stages are most equal (least sum of squares) is taken.
-
-    Args:
-        costs: of the units, in order, none negative.
-        num_stages: stages; each gets at least one unit.
-
-    Returns:
-        The number of units on each stage.
-
-    Raises:
-        ValueError: there are fewer units than stages, or no stages.
-    """
-    if num_stages < 1:
-        raise ValueError(f"num_stages must be at least 1, but is {num_stages}")
-    if len(costs) < num_stages:
-        raise ValueError(f"{len(costs)} units cannot fill {num_stages} stages: each stage needs at least one")
-    ends = [0.0]
-    for cost in costs:
-        ends.append(ends[-1] + cost)
-    limit = _least_maximum(ends, num_stages) * (1 + 1e-12)
-    # best[i]: least sum of squares of the first i units on the stages so far, and where the last of them begins.
-    best: list[tuple[float, int] | None] = [(0.0, 0)] + [None] * len(costs)
-    starts: list[list[int]] = []
-    for stage in range(num_stages):
-        nxt: list[tuple[float, int] | None] = [None] * (len(costs) + 1)
-        for end in range(stage + 1, len(costs) - (num_stages - stage - 1) + 1):
-            for start in range(end - 1, stage - 1, -1):
-                cost = ends[end] - ends[start]
-                if cost > limit and start < end - 1:
-                    break
-                before = best[start]
-                if before is not None and cost <= limit:
-                    total = before[0] + cost * cost
-                    if nxt[end] is None or total < nxt[end][0]:  # type: ignore[index]  # it is not None here
-                        nxt[end] = (total, start)
-        best = nxt
-        starts.append([entry[1] if entry else -1 for entry in nxt])
-    sizes = []
-    end = len(costs)
-    for stage in range(num_stages - 1, -1, -1):
-        start = starts[stage][end]
-        sizes.append(end - start)
-        end = start
-    return sizes[::-1]
-
-
-def _least_maximum(ends: Sequence[float], num_stages: int) -> float:
-    """The least possible cost of the costliest stage, to within rounding, by bisection and a greedy probe."""
-
-    def fits(limit: float) -> bool:
-        """Whether `num_stages` non-empty stages of at most this cost hold all units."""
-        start, total = 0, len(ends) - 1
-        for stage in range(num_stages):
-            end = start + 1
-            if ends[end] - ends[start] > limit:
-                return False
-            while end < total - (num_stages - stage - 1) and ends[end + 1] - ends[start] <= limit:
-                end += 1
-            start = end
-        return start == total
-
-    candidates = max(b - a for a, b in pairwise(ends))
-    low, high = max(candidates, ends[-1] / num_stages), ends[-1]
-    if fits(low):
-        return low
-    for _ in range(200):
-        middle = (low + high) / 2
-        if middle in (low, high):
-            break
-        if fits(middle):
-            high = middle
-        else:
-            low = middle
-    return high

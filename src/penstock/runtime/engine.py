@@ -19,6 +19,7 @@ from penstock.data.batch import PerMicrobatch, microbatches_of
 from penstock.data.fingerprint import fingerprint
 from penstock.modeling.loss import Criterion
 from penstock.modeling.split import SplitModel
+from penstock.planning.layout import Layout
 from penstock.schedule import Schedule, check_trains
 
 from .channel import Channel
@@ -30,7 +31,6 @@ from .groups import Groups
 from .holders import find_holders
 from .inputs import StepInputs, refuse_tuples, refuse_without_loss, refuse_wrong_types, warn_of_inexact_loss
 from .interrupts import Interrupts
-from .layout import Layout
 from .loop import OpenStep, TrainingLoop
 from .norm import GradientNorm
 from .precision import ScaleWatch, autocast

@@ -10,9 +10,10 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 
+from penstock.planning.layout import Layout
+
 from .channel import Kind
 from .closing import abort_groups, destroy_groups
-from .layout import Layout
 
 
 class Groups:

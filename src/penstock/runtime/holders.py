@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .layout import Layout
+from penstock.planning.layout import Layout
 
 
 @dataclass(frozen=True)

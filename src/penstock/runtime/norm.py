@@ -8,10 +8,11 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from penstock.planning.layout import Layout
+
 from .failure import FailureBoard
 from .groups import Groups
 from .holders import HeldParameter
-from .layout import Layout
 
 
 class GradientNorm:

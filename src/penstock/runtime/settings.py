@@ -14,8 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from penstock.planning.layout import Layout
+
 from .holders import HeldParameter
-from .layout import Layout
 from .rollcall import ranks_in_words
 from .step import requires_grad
 from .transfer import DTYPES

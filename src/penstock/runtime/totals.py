@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from penstock.planning.layout import Layout
+
 from .failure import FailureBoard
 from .groups import Groups
-from .layout import Layout
 
 # Means that may make up one loss (BERT's pretraining has two).
 MAX_LOSS_TERMS = 16

@@ -6,9 +6,7 @@ from penstock.schedule.costs import Costs, divide_over_stages
 from penstock.schedule.events import EventKind, TimedEvent
 from penstock.schedule.gantt import gantt_svg
 from penstock.schedule.generators import DEFAULT_SCHEDULE, build, default_stages_per_rank, schedule_names
-from penstock.schedule.partition import Partition, partition, split_microbatches
 from penstock.schedule.simulate import Simulation, simulate
-from penstock.schedule.simulate_layout import LayoutSimulation, Reduction, simulate_layout
 from penstock.schedule.text import format_schedule, load_schedule, parse_schedule, resolve_schedule
 from penstock.schedule.timeline import chrome_trace, write_timeline
 from penstock.schedule.validate import ScheduleError, check_trains, validate
@@ -19,9 +17,6 @@ __all__ = [
     "Costs",
     "EventKind",
     "Kind",
-    "LayoutSimulation",
-    "Partition",
-    "Reduction",
     "Schedule",
     "ScheduleError",
     "Simulation",
@@ -36,12 +31,9 @@ __all__ = [
     "load_schedule",
     "lower_bound",
     "parse_schedule",
-    "partition",
     "resolve_schedule",
     "schedule_names",
     "simulate",
-    "simulate_layout",
-    "split_microbatches",
     "validate",
     "write_timeline",
 ]

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.schedule import build, partition, simulate, split_microbatches
+from penstock.planning import partition, split_microbatches
+from penstock.schedule import build, simulate
 from penstock.schedule.costs import Costs
 
 COST = st.integers(0, 9)
@@ -63,6 +64,7 @@ def test_partition_is_the_best_of_all_that_fit(
 def test_equal_units_are_spread_evenly() -> None:
     assert sorted(partition([1.0] * 12, [1.0] * 5).sizes) == [2, 2, 2, 3, 3]
     assert partition([1.0] * 12, [1.0, 2.0]).sizes == (4, 8)
+    assert sorted(partition([0.1] * 30, [1.0] * 4).sizes) == [7, 7, 8, 8], "although sums of 0.1 differ by rounding"
 
 
 def test_a_hundred_layers_over_64_devices_of_eight_speeds_are_quick() -> None:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
+from penstock.planning.partition import partition
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -67,7 +69,7 @@ class PipelineTemplate:
                 last stage count as one.
             NotImplementedError: the model cannot be split.
         """
-        from penstock.modeling.costs import balance, unit_costs  # here, because this file is usable without torch
+        from penstock.modeling.costs import unit_costs  # here, because this file is usable without torch
 
         modules = cls.get_modules(model)
         first, last = end_modules(modules)
@@ -75,7 +77,7 @@ class PipelineTemplate:
         parts = [first, *([module] for module in modules[len(first) : len(modules) - len(last)]), last]
         parts = [part for part in parts if part]
         cost = dict(zip(modules, unit_costs(model, modules), strict=True))
-        ends = accumulate(balance([sum(cost[module] for module in part) for part in parts], num_stages))
+        ends = accumulate(partition([sum(cost[module] for module in part) for part in parts], [1.0] * num_stages).sizes)
         stages = [parts[begin:end] for begin, end in pairwise([0, *ends])]
         return cls(type(model).__name__, [[module for part in stage for module in part] for stage in stages])
 

@@ -11,9 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from penstock.planning.template import PipelineTemplate
 from penstock.schedule import DEFAULT_SCHEDULE, Schedule, build, default_stages_per_rank
 from penstock.schedule.text import own_or_named, written_schedule
-from penstock.template import PipelineTemplate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Column, Table
 
-from penstock.pipelines import balanced_templates, schedule_maker
-from penstock.runtime.layout import Layout, PipelineLayout
-from penstock.schedule import Costs, LayoutSimulation, Schedule, gantt_svg, simulate_layout
+from penstock.planning.layout import Layout, PipelineLayout
+from penstock.planning.pipelines import balanced_templates, schedule_maker
+from penstock.planning.simulate import LayoutSimulation, simulate_layout
+from penstock.schedule import Costs, Schedule, gantt_svg
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

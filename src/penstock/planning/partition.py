@@ -6,7 +6,9 @@ import heapq
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
+
+ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,7 @@ def partition(
     Raises:
         ValueError: more devices than units, numbers out of range, or no split within the memory limits.
     """
+    # Times that differ by rounding alone count as equal, or the most even of equally fast splits would be missed.
     problem = _PartitionProblem(unit_costs, speeds, unit_memory, memory_limits)
     candidates = problem.candidate_times()
     low, high = 0, len(candidates) - 1
@@ -53,7 +56,8 @@ def partition(
             high = middle
         else:
             low = middle + 1
-    return Partition(problem.most_even_sizes(candidates[low]), candidates[low])
+    sizes = problem.most_even_sizes(candidates[low] * (1 + ROUNDING))
+    return Partition(sizes, problem.slowest(sizes))
 
 
 class _PartitionProblem:
@@ -86,16 +90,22 @@ class _PartitionProblem:
         return (self.cost_before[end] - self.cost_before[start]) / self.speeds[stage]
 
     def candidate_times(self) -> list[float]:
-        """Every time that some stage can take, ascending."""
+        """Every time that some stage can take and that all stages may need, ascending."""
         stage_of_speed = {speed: stage for stage, speed in enumerate(self.speeds)}
-        return sorted(
-            {
-                self.stage_time(stage, start, end)
-                for stage in stage_of_speed.values()
-                for start in range(self.num_units)
-                for end in range(start + 1, self.num_units + 1)
-            }
-        )
+        at_least = self.cost_before[-1] / sum(self.speeds) * (1 - ROUNDING)
+        times = {
+            time
+            for stage in stage_of_speed.values()
+            for start in range(self.num_units)
+            for end in range(start + 1, self.num_units + 1)
+            if (time := self.stage_time(stage, start, end)) >= at_least
+        }
+        return sorted(times)
+
+    def slowest(self, sizes: Sequence[int]) -> float:
+        """The time of the slowest stage."""
+        ends = accumulate(sizes, initial=0)
+        return max(self.stage_time(stage, start, end) for stage, (start, end) in enumerate(pairwise(ends)))
 
     def furthest_end(self, stage: int, time: float) -> list[int]:
         """Per start, the furthest end of this stage within `time` and its memory limit. The start itself: no unit."""

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from penstock.planning.layout import Layout, Place
 from penstock.runtime.holders import find_holders, unit_of
-from penstock.runtime.layout import Layout, Place
 
 UNITS = [f"u.{index}" for index in range(6)]
 
