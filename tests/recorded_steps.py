@@ -112,7 +112,7 @@ class World:
         with mock.patch.multiple(dist, **replaced):
             yield
 
-    def new_group(self, ranks: Sequence[int], backend: str) -> Group:
+    def new_group(self, ranks: Sequence[int], backend: str, timeout: Any) -> Group:
         self.num_groups += 1
         name = f"{backend} {self.num_groups} of {tuple(ranks)}"
         return Group(name, tuple(ranks), backend == "gloo", self.log, self.answers)

@@ -47,6 +47,7 @@ def test_defaults_are_the_documented_ones() -> None:
         "num_microbatches": None,
         "schedule": "1f1b",
         "patience": 10.0,
+        "timeout": None,
         "trace": None,
     }
     configuration = Configuration.from_any({"model_parallelism": {"pipeline_parallel_size": 3}})
@@ -55,7 +56,7 @@ def test_defaults_are_the_documented_ones() -> None:
 
 def test_every_key_arrives() -> None:
     values = {"enable": False, "pipeline_parallel_size": 3, "tensor_parallel_size": 1, "micro_batch_size": 2}
-    values |= {"num_microbatches": None, "schedule": "gpipe", "patience": 2.5, "trace": "timeline.json"}
+    values |= {"num_microbatches": None, "schedule": "gpipe", "patience": 2.5, "timeout": 60, "trace": "timeline.json"}
     assert dataclasses.asdict(Configuration.from_any({"model_parallelism": values})) == values
 
 
@@ -111,6 +112,8 @@ def test_a_configuration_does_not_change() -> None:
         (section(schedule=None), r"schedule must be one of .*got None"),
         (section(patience=0), r"patience must be a positive number of seconds, got 0"),
         (section(patience="long"), r"patience must be a positive number of seconds, got 'long'"),
+        (section(timeout=0), r"timeout must be a positive number of seconds, or null, got 0"),
+        (section(timeout=True), r"timeout must be a positive number of seconds, or null, got True"),
         (section(trace=True), r"trace must be the path of an .svg or .json file, or null, got True"),
         (section(trace="steps.txt"), r"trace must be the path of an .svg or .json file, or null, got 'steps.txt'"),
     ],

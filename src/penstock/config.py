@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import difflib
 import json
 import math
@@ -37,6 +38,8 @@ class Configuration:
             list of rows, one for each rank, such as "0F0,0B0"; see `penstock.schedule.text`.
         patience: seconds that a rank waits for others before it logs what it waits for and where the others are, and
             ends the run if they have made different calls, so that the wait can never end.
+        timeout: seconds that a transfer between ranks may take before it is an error on every rank; None for that of
+            torch's default process group.
         trace: file for the timeline of the latest step, or None. It ends in .svg (a chart) or .json (for
             ui.perfetto.dev).
 
@@ -51,6 +54,7 @@ class Configuration:
     num_microbatches: int | None = None
     schedule: str | Sequence[str] = DEFAULT_SCHEDULE
     patience: float = 10.0
+    timeout: float | None = None
     trace: str | None = None
 
     def __post_init__(self) -> None:
@@ -70,12 +74,19 @@ class Configuration:
             )
         if not _is_positive_number(self.patience):
             raise _wrong("patience", self.patience, "a positive number of seconds")
+        if self.timeout is not None and not _is_positive_number(self.timeout):
+            raise _wrong("timeout", self.timeout, "a positive number of seconds, or null")
         if not _is_own_schedule(self.schedule) and self.schedule not in schedule_names():
             names = ", ".join(f'"{name}"' for name in schedule_names())
             hint = _did_you_mean(self.schedule, schedule_names())
             raise _wrong("schedule", self.schedule, f"one of {names}, a .csv file or rows", hint)
         if self.trace is not None and not (isinstance(self.trace, str) and self.trace.endswith((".svg", ".json"))):
             raise _wrong("trace", self.trace, "the path of an .svg or .json file, or null")
+
+    @property
+    def time_limit(self) -> datetime.timedelta | None:
+        """`timeout` as torch takes it."""
+        return None if self.timeout is None else datetime.timedelta(seconds=self.timeout)
 
     @classmethod
     def from_any(cls, config: Configuration | Mapping[str, Any] | str | os.PathLike[str]) -> Configuration:

@@ -21,7 +21,7 @@ from penstock.modeling.tied import alias_groups
 from penstock.modeling.units import list_units
 from penstock.planning.layout import Layout
 from penstock.planning.partition import partition
-from penstock.runtime.bootstrap import local_device
+from penstock.runtime.devices import local_device
 from penstock.runtime.engine import Pipeline
 from penstock.runtime.failure import FailureBoard
 from penstock.runtime.start import facts_of, forming, gather_from_all, require_agreement
@@ -60,7 +60,7 @@ def initialize(model: PreTrainedModel, config: ConfigLike) -> PreTrainedModel:
         if model.configuration == configuration:
             return model
         raise ValueError("this model is parallelised already, with another configuration: initialize() takes it once")
-    with forming() as board:
+    with forming(configuration.time_limit) as board:
         return distribute(model, choose_layout(model, configuration, board), configuration, board)
 
 
@@ -83,7 +83,7 @@ def from_pretrained(
     kind = resolve_model_class(load_config(path_or_name, **kwargs), model_class)
     if not configuration.enable:
         return kind.from_pretrained(path_or_name, **kwargs)
-    with forming() as board:
+    with forming(configuration.time_limit) as board:
         skeleton = meta_model(kind, load_config(path_or_name, **kwargs))
         layout = choose_layout(skeleton, configuration, board)
         cut = _cut(skeleton, layout)
@@ -124,7 +124,7 @@ def from_config(
         if seed is not None:
             torch.manual_seed(seed)
         return kind._from_config(model_config, **kwargs)
-    with forming() as board:
+    with forming(configuration.time_limit) as board:
         skeleton = meta_model(kind, model_config, **kwargs)
         layout = choose_layout(skeleton, configuration, board)
         cut = _cut(skeleton, layout)
@@ -253,6 +253,7 @@ def distribute(
         micro_batch_size=configuration.micro_batch_size,
         trace=configuration.trace,
         board=board,
+        timeout=configuration.time_limit,
     )
     board.patience = float(configuration.patience)
     attach(model, pipeline)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,7 +30,8 @@ from penstock.planning.pipelines import (
     schedule_maker,
 )
 from penstock.planning.template import PipelineTemplate
-from penstock.runtime.bootstrap import local_device, rank_and_world_size
+from penstock.runtime.bootstrap import rank_and_world_size
+from penstock.runtime.devices import local_device
 from penstock.runtime.engine import Pipeline
 from penstock.runtime.failure import PATIENCE_SECONDS, FailureBoard
 from penstock.runtime.precision import LossScale
@@ -61,6 +63,7 @@ class HeterogeneousParallelPlugin:
         initial_scale, min_scale, max_scale, growth_factor, backoff_factor, growth_interval, hysteresis: of fp16's loss
             scale, see `penstock.runtime.precision.LossScale`.
         patience: seconds that a rank waits for others before it logs what it waits for and where the others are.
+        timeout: seconds that a transfer between ranks may take; None for that of torch's default process group.
 
     Raises:
         TypeError, ValueError: an argument that cannot be used.
@@ -81,6 +84,7 @@ class HeterogeneousParallelPlugin:
         growth_interval: int = 1000,
         hysteresis: int = 2,
         patience: float = PATIENCE_SECONDS,
+        timeout: float | None = None,
     ) -> None:
         for name, value in (("tp_size", tp_size), ("microbatch_size", microbatch_size)):
             if isinstance(value, bool) or not isinstance(value, int):
@@ -100,6 +104,9 @@ class HeterogeneousParallelPlugin:
         if not patience > 0:
             raise ValueError(f"patience must be positive, got {patience}")
         self.patience = float(patience)
+        if timeout is not None and not timeout > 0:
+            raise ValueError(f"timeout must be positive, got {timeout}")
+        self.time_limit = None if timeout is None else datetime.timedelta(seconds=timeout)
         # Made in any precision, so that wrong numbers are refused in any.
         self._loss_scale = LossScale(
             scale=float(initial_scale),
@@ -271,7 +278,7 @@ class HeterogeneousParallelPlugin:
         if dataloader is not None:
             self.check_dataloader(dataloader)
         self._description = self._describe(model)
-        with forming() as board:
+        with forming(self.time_limit) as board:
             require_agreement({**facts_of(model), **self._facts()}, board)
             model = self._parallelise(model, layout, board)
         wrapped = None if optimizer is None else self._wrap(optimizer, model)
@@ -297,6 +304,7 @@ class HeterogeneousParallelPlugin:
             device,
             micro_batch_size=self.microbatch_size,
             board=board,
+            timeout=self.time_limit,
         )
         board.patience = self.patience
         pipeline.autocast = PRECISIONS[self.precision]

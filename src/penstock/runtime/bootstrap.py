@@ -1,4 +1,4 @@
-"""torch.distributed from whatever launched this process, and this rank's device."""
+"""torch.distributed from whatever launched this process."""
 
 from __future__ import annotations
 
@@ -12,38 +12,41 @@ import sys
 from collections.abc import Mapping
 from functools import partial
 
-import torch
 import torch.distributed as dist
 
 from . import watcher
 from .closing import abort_groups
+from .devices import backend, use_local_device
 from .failure import FailureBoard, any_failed
 
 DEFAULT_PORT = 29500
 
 
 def ensure_process_group(timeout: datetime.timedelta | None = None) -> None:
-    """Initialise torch.distributed from the environment, unless somebody has.
+    """Initialise torch.distributed from the environment, unless somebody has, and make this rank's device current.
 
     Understands torchrun and `python -m torch.distributed.launch` (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), the
     DeepSpeed launcher (the same variables), SLURM (SLURM_PROCID, ...) and Open MPI (OMPI_COMM_WORLD_RANK, ...). With
     none of them the job is this one process.
 
+    Args:
+        timeout: how long the default process group lets a transfer take; torch's own by default.
+
     Raises:
         ValueError: the environment names a rank outside the world, or a value that is no number.
     """
     if dist.is_initialized():
+        use_local_device()
         return
     atexit.register(_leave_in_order)
     place = find_place(os.environ)
     if place is None:
-        os.environ.setdefault("LOCAL_RANK", "0")
-        dist.init_process_group(backend(), store=dist.HashStore(), rank=0, world_size=1)
+        use_local_device()
+        dist.init_process_group(backend(), store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return
     for name, value in place.items():
         os.environ.setdefault(name, value)
-    if torch.cuda.is_available():
-        torch.cuda.set_device(local_device())
+    use_local_device()
     _join(timeout)
 
 
@@ -125,28 +128,6 @@ def first_host(environment: Mapping[str, str]) -> str:
 def job_port(environment: Mapping[str, str]) -> int:
     """A port all processes of a SLURM job agree on, so that two jobs on one machine do not collide."""
     return DEFAULT_PORT + int(environment.get("SLURM_JOB_ID", "0")) % 10_000
-
-
-def backend() -> str:
-    """gloo carries CPU tensors; with GPUs NCCL carries theirs."""
-    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-
-
-def local_device() -> torch.device:
-    """This rank's device: its GPU by local rank, or the CPU.
-
-    Raises:
-        RuntimeError: more processes on this machine than GPUs.
-    """
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    local_rank = int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")))
-    count = torch.cuda.device_count()
-    if local_rank >= count:
-        raise RuntimeError(
-            f"local rank {local_rank} has no GPU: this machine has {count}; start at most {count} processes"
-        )
-    return torch.device("cuda", local_rank)
 
 
 def default_store() -> dist.Store | None:

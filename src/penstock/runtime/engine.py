@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import os
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -67,7 +68,8 @@ DEFAULT_MICROBATCHES_PER_STAGE = 4
 class Pipeline:
     """One rank's part of a layout: trains, evaluates, reduces gradients.
 
-    `split` has split the model for this rank. All ranks of the layout construct theirs together.
+    `split` has split the model for this rank. All ranks of the layout construct theirs together. `timeout` is that of
+    the process groups, see `Groups`.
 
     Attributes:
         last_step: what the last training step took.
@@ -91,6 +93,7 @@ class Pipeline:
         micro_batch_size: int | None = None,
         trace: str | os.PathLike[str] | None = None,
         board: FailureBoard | None = None,
+        timeout: datetime.timedelta | None = None,
     ):
         self.split = split
         self.layout = layout
@@ -128,7 +131,7 @@ class Pipeline:
         self.board.mates = frozenset(self._pipeline_ranks)
         everyone = range(layout.world_size)
         with self.board.guard("making process groups", everyone):
-            self.groups = interruptible(partial(Groups, layout, self.rank, device, shared), self.board)
+            self.groups = interruptible(partial(Groups, layout, self.rank, device, shared, timeout), self.board)
         self.board.on_end(self.groups.abort)
         # First, as it is to be called last: a group closes only when nothing refers to it.
         self.board.on_abort(self.groups.destroy)

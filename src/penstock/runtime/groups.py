@@ -5,6 +5,7 @@ A group first used after a rank has died can hang, so none is made later.
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Iterable
 
 import torch
@@ -14,6 +15,7 @@ from penstock.planning.layout import Layout
 
 from .channel import Kind
 from .closing import abort_groups, destroy_groups
+from .devices import default_timeout, transport
 
 
 class Groups:
@@ -22,12 +24,21 @@ class Groups:
     `pipeline` and `world` carry tensors of the device; `pipeline_control` and `world_control` are gloo groups for
     objects and barriers (on a CPU they are the same groups). `reduction[ranks]` sums gradients over `ranks`.
     `tensor_parallel` joins the ranks that share this rank's stages (None if there is only this one); `crew` and
-    `crew_control` are all ranks of the pipeline.
+    `crew_control` are all ranks of the pipeline. `timeout` is how long a transfer may take; by default as in torch's
+    default group.
     """
 
-    def __init__(self, layout: Layout, rank: int, device: torch.device, reduction: Iterable[tuple[int, ...]]):
+    def __init__(
+        self,
+        layout: Layout,
+        rank: int,
+        device: torch.device,
+        reduction: Iterable[tuple[int, ...]],
+        timeout: datetime.timedelta | None = None,
+    ):
         self._rank = rank
         self._device = device
+        self._timeout = timeout
         self._mine: list[dist.ProcessGroup] = []
         self._aborted = False
         self._made: dict[tuple[str, str, tuple[int, ...]], dist.ProcessGroup] = {}
@@ -92,7 +103,7 @@ class Groups:
         in the middle of a step can deadlock. The lines' are made by `Channel.warm_up`."""
         lines = set(self._lines.values())
         for (backend, _, ranks), group in self._made.items():
-            if backend == "nccl" and self._rank in ranks and group not in lines:
+            if backend != "gloo" and self._rank in ranks and group not in lines:
                 dist.all_reduce(torch.zeros(1, device=self._device), group=group)
 
     def abort(self) -> None:
@@ -115,12 +126,14 @@ class Groups:
         self, ranks: tuple[int, ...], purpose: str, control: bool = False, apart: bool = False
     ) -> dist.ProcessGroup:
         """A new group. Every rank of the world calls this with the same arguments in the same order."""
-        backend = "gloo" if control or self._device.type == "cpu" else "nccl"
+        device = torch.device("cpu") if control else self._device
+        backend = transport(device)
         # One gloo group can serve several purposes of the same ranks, unless it is to be apart.
-        key = (backend, purpose if apart or backend == "nccl" else "", ranks)
+        key = (backend, purpose if apart or backend != "gloo" else "", ranks)
         if key not in self._made:
             # Only members hold a usable handle; on the others new_group returns a placeholder.
-            self._made[key] = dist.new_group(list(ranks), backend=backend)
+            timeout = self._timeout or default_timeout(device)
+            self._made[key] = dist.new_group(list(ranks), backend=backend, timeout=timeout)
             if self._rank in ranks:
                 self._mine.append(self._made[key])
         return self._made[key]

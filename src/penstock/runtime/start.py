@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from . import watcher
 from .bootstrap import default_store, ensure_process_group
 from .buckets import make_buckets
 from .closing import abort_groups
+from .devices import refuse_shared_devices
 from .failure import FailureBoard
 from .groups import Groups
 from .holders import HeldParameter
@@ -34,16 +36,18 @@ def facts_of(model: PreTrainedModel) -> dict[str, Any]:
 
 
 @contextmanager
-def forming() -> Iterator[FailureBoard]:
+def forming(timeout: datetime.timedelta | None = None) -> Iterator[FailureBoard]:
     """Around all that ranks do together until a pipeline stands; gives the board on which its failures will be.
 
     torch.distributed is initialised from the environment unless it is already. From here on a rank that is lost is an
-    error on every rank. The board is the pipeline's; without one, after an error, it is given up here.
+    error on every rank. The board is the pipeline's; without one, after an error, it is given up here. `timeout` is
+    that of torch's default process group, if it is initialised here.
     """
-    ensure_process_group()
+    ensure_process_group(timeout)
     board = job_board()
     try:
         with board.position.call("initialize()", world=True):
+            refuse_shared_devices(default_store(), board)
             yield board
     except BaseException:
         board.retire()

@@ -1,0 +1,115 @@
+"""Which device a rank computes on, and which transport carries the tensors on it."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import time
+
+import torch
+import torch.distributed as dist
+
+from .failure import FailureBoard
+from .rollcall import ranks_in_words
+
+# Between two looks at the store, seconds.
+_PAUSE = 0.02
+
+
+def accelerator() -> torch.device | None:
+    """The kind of device that stages compute on, if it is not the CPU: one with a transport of its own, as NCCL is for
+    CUDA."""
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return None if kind is None or transport(kind) == "gloo" else kind
+
+
+def transport(device: torch.device) -> str:
+    """The backend of process groups that carry tensors on `device`."""
+    name: str = dist.Backend.default_device_backend_map.get(device.type, "gloo")
+    return name
+
+
+def backend() -> str:
+    """What torch's default process group is initialised with: gloo carries CPU tensors, NCCL those on GPUs."""
+    kind = accelerator()
+    return "gloo" if kind is None else f"cpu:gloo,{kind.type}:{transport(kind)}"
+
+
+def local_device() -> torch.device:
+    """This rank's device.
+
+    It is the one that torch's default process group was bound to (`init_process_group(device_id=...)`), or the only one
+    that this process sees, or the one of its local rank. Where no launcher has set LOCAL_RANK it is the current device.
+
+    Raises:
+        RuntimeError: there are several GPUs, but none with the number of the local rank.
+    """
+    kind = accelerator()
+    if kind is None:
+        return torch.device("cpu")
+    world = dist.group.WORLD if dist.is_initialized() else None
+    bound = None if world is None else world.bound_device_id
+    if bound is not None and bound.type == kind.type:
+        return torch.device(kind.type, bound.index)
+    count, local_rank = torch.accelerator.device_count(), os.environ.get("LOCAL_RANK")
+    if count == 1:  # the launcher shows each process its own
+        return torch.device(kind.type, 0)
+    if not local_rank:
+        return torch.device(kind.type, torch.accelerator.current_device_index())
+    if int(local_rank) >= count:
+        raise RuntimeError(
+            f"local rank {local_rank} has no GPU: this process sees {count}; start at most {count} processes on this "
+            "machine, or show each process its own GPU (CUDA_VISIBLE_DEVICES)"
+        )
+    return torch.device(kind.type, int(local_rank))
+
+
+def use_local_device() -> None:
+    """Make `local_device()` the current one. NCCL, and torch for objects and random state, use the current one."""
+    device = local_device()
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device.index)
+
+
+def refuse_shared_devices(store: dist.Store | None, board: FailureBoard) -> None:
+    """Compare the physical devices of all ranks. Every rank calls this, before any communication between devices.
+
+    Raises:
+        RuntimeError: on every rank, if two of them compute on the same device.
+        PipelineFailure: a rank ended before it came here.
+    """
+    device, world_size = local_device(), dist.get_world_size()
+    if device.type == "cpu" or store is None or world_size == 1:
+        return
+    ours = dist.PrefixStore(f"penstock/{board.name}/devices", store)
+    properties = torch.get_device_module(device).get_device_properties(device.index)
+    ours.set(str(dist.get_rank()), str(getattr(properties, "uuid", "")))
+    keys = [str(rank) for rank in range(world_size)]
+    while not ours.check(keys):
+        board.check()
+        time.sleep(_PAUSE)
+    users: dict[str, list[int]] = {}
+    for rank, key in enumerate(keys):
+        users.setdefault(ours.get(key).decode(), []).append(rank)
+    for name, ranks in users.items():
+        if name and len(ranks) > 1:
+            raise RuntimeError(
+                f"{ranks_in_words(ranks)} compute on the same GPU ({name}), but each rank needs its own: start one "
+                "process for each GPU, and let the launcher set LOCAL_RANK or show each process its own "
+                "(CUDA_VISIBLE_DEVICES)"
+            )
+
+
+def default_timeout(device: torch.device) -> datetime.timedelta | None:
+    """How long transfers of torch's default process group may take between tensors on `device`, or on what it has."""
+    world = dist.group.WORLD if dist.is_initialized() else None
+    if world is None:
+        return None
+    kinds = [kind.type for kind in world._device_types]
+    if not kinds:
+        return None
+    kind = device.type if device.type in kinds else kinds[0]
+    timeout: datetime.timedelta | None = getattr(
+        getattr(world._get_backend(torch.device(kind)), "options", None), "_timeout", None
+    )
+    return timeout
