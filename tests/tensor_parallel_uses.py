@@ -12,6 +12,7 @@ import penstock
 from hetero import make_plugin, pad, samples
 from penstock import Booster, TensorParallelPlan
 from penstock.checkpoint import CheckpointError
+from penstock.runtime.settings import BatchMismatch
 from tensor_parallel_ranks import (
     build,
     config,
@@ -158,7 +159,7 @@ def different_batches() -> str:
     inputs["input_ids"][0, 0] = 3 + dist.get_rank()
     try:
         one_step(model, inputs)
-    except ValueError as error:
+    except BatchMismatch as error:
         return str(error)
     return "nothing"
 

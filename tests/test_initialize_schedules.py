@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections import Counter
 from functools import cache, partial
 from typing import Any
@@ -121,7 +122,7 @@ def step_after_an_interrupt() -> dict[str, torch.Tensor | None]:
     queues = model.pipeline.weight_gradients
 
     def interrupted(*_: Any) -> None:
-        raise KeyboardInterrupt
+        signal.raise_signal(signal.SIGINT)
 
     queues.run = interrupted  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):

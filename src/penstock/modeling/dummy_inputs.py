@@ -35,7 +35,10 @@ def dummy_inputs(model: nn.Module, batch: int = BATCH, tokens: int = TOKENS) -> 
     own = getattr(type(model), "dummy_inputs", None)
     if own is not None and own is not PreTrainedModel.dummy_inputs:
         with contextlib.suppress(Exception):  # nothing uses some of them, and a few are broken
-            yield dict(cast(Any, model.dummy_inputs))
+            inputs = dict(cast(Any, model.dummy_inputs))
+            # Made on the model's device: of a model on the meta device they have no values.
+            if not any(isinstance(value, torch.Tensor) and value.is_meta for value in inputs.values()):
+                yield inputs
     plain = _guess(model, batch, tokens)
     yield plain
     config, parameters = getattr(model, "config", None), inspect.signature(model.forward).parameters

@@ -58,17 +58,25 @@ def answer_for_parameters(model: nn.Module, active: Callable[[], bool], device: 
     """
     for module in model.modules():
         if next(module.parameters(), None) is None and next(stripped_tensors(module), None) is not None:
-            module.__dict__["parameters"] = partial(_parameters, module, active, device)
+            module.__dict__["parameters"] = _Parameters(module, active, device)
 
 
-def _parameters(
-    module: nn.Module, active: Callable[[], bool], device: Callable[[], torch.device], recurse: bool = True
-) -> Iterator[torch.Tensor]:
-    if active():
-        for _, tensor in stripped_tensors(module):
-            yield torch.zeros((), dtype=tensor.dtype, device=device()).expand(tensor.shape)
-    else:
-        yield from type(module).parameters(module, recurse)
+class _Parameters:
+    """The `parameters` method of one such module."""
+
+    def __init__(self, module: nn.Module, active: Callable[[], bool], device: Callable[[], torch.device]):
+        self._module, self._active, self._device = module, active, device
+
+    def __call__(self, recurse: bool = True) -> Iterator[torch.Tensor]:
+        if self._active():
+            for _, tensor in stripped_tensors(self._module):
+                yield torch.zeros((), dtype=tensor.dtype, device=self._device()).expand(tensor.shape)
+        else:
+            yield from type(self._module).parameters(self._module, recurse)
+
+    def __reduce__(self) -> Any:
+        """A copy or a pickle of the module has the method of its class."""
+        return partial, (nn.Module.parameters, self._module)
 
 
 def is_ghost(module: nn.Module) -> bool:

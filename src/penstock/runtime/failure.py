@@ -203,7 +203,8 @@ class FailureBoard:
         if self.failed is not None:
             self.check()
         try:
-            yield
+            with self.position.doing(doing):
+                yield
         except PipelineFailure:
             raise
         except Exception as error:
@@ -354,6 +355,9 @@ class FailureBoard:
                 who = f"rank {rank} was lost" if rank is not None else f"one of ranks {certain} was lost"
                 message = f"{who}: {self._end_of(rank)}rank {seen_by} {cause}"
             here = self.position.words() if rank != self._rank and suspects else ""
+            place, _, doing = here.partition(", while ")
+            if doing in cause:
+                here = place
             if here and not here.startswith("its own"):
                 message += f"; this was in {here} of rank {self._rank}"
             self.failed = PipelineFailure(f"{message}. {self._advice()}", rank)

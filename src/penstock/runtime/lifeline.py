@@ -26,6 +26,9 @@ import torch.distributed as dist
 # A line is one message: far more than any has.
 LONGEST_LINE = 1 << 20
 CONNECT_SECONDS = 2.0
+# How long a ring that takes leave waits for its neighbours to close their ends. A connection that is closed with
+# something unread is reset, and a reset takes away what the other end has not read yet: the leave.
+LEAVING_SECONDS = 1.0
 # How often the next rank's address is looked for: often at first, as its process starts beside this one.
 FIRST_LOOK, LAST_LOOK = 0.01, 1.0
 NEWS_KEPT = 64
@@ -88,6 +91,7 @@ class Ring:
         # Guards the list of neighbours and what was heard, which are read in other threads too.
         self._lock = threading.Lock()
         self._closed = False
+        self._leaves = False
         self._peers: list[_Peer] = []
         self._gone: set[int] = set()
         self._heard: set[tuple[int, int]] = set()
@@ -135,22 +139,31 @@ class Ring:
             if time.monotonic() >= self._look_at:
                 self._call_next()
             self._listen_once(max(0.0, min(next_tick, self._look_at) - time.monotonic()))
+        if self._leaves:
+            self._take_leave()
 
-    def stop(self) -> None:
-        """End `serve`, soon."""
+    def stop(self, leave: bool = True) -> None:
+        """End `serve`, soon. With `leave` it takes leave of the neighbours, which then do not take this rank for lost."""
+        self._leaves = leave
         self._closed = True
         with contextlib.suppress(OSError):
             self._waker.send(b"x")
 
-    def leave(self) -> None:
-        """Take leave of the neighbours, which then do not take this rank for lost."""
-        with self._lock:
-            peers = list(self._peers)
-        for peer in peers:
+    def _take_leave(self) -> None:
+        for peer in self._peers:
             peer.send({"leaves": self._rank})
+            with contextlib.suppress(OSError):
+                peer.connection.shutdown(socket.SHUT_WR)
         with contextlib.suppress(Exception):  # the store may be gone
             if not self._store_is_gone:
                 self._store.delete_key(str(self._rank))
+        deadline = time.monotonic() + LEAVING_SECONDS
+        for peer in self._peers:
+            with contextlib.suppress(OSError):
+                while (seconds := deadline - time.monotonic()) > 0:
+                    peer.connection.settimeout(seconds)
+                    if not peer.connection.recv(1 << 16):
+                        break
 
     def close(self) -> None:
         """Close this process's ends. Not while `serve` runs; in a forked child it leaves the parent's ends open."""

@@ -51,6 +51,8 @@ class Position:
         self._num_world_calls = 0
         self._detail: Inside | None = None
         self._inside = False
+        # What of the call, if that says more.
+        self._doing = ""
         self._thread = threading.get_ident()
 
     def enter(self, name: str, *, world: bool, detail: Inside | None = None) -> None:
@@ -59,7 +61,7 @@ class Position:
         self._calls.append(Call(name, self._num_calls, self._num_world_calls if world else None))
         self._num_calls += 1
         self._num_world_calls += world
-        self._detail, self._inside = detail, True
+        self._detail, self._inside, self._doing = detail, True, ""
         self._thread = threading.get_ident()
 
     def retract(self) -> None:
@@ -86,13 +88,21 @@ class Position:
         finally:
             self.leave()
 
+    @contextlib.contextmanager
+    def doing(self, what: str) -> Iterator[None]:
+        """Around a part of a call; an error in it leaves the name behind, until the next part or call."""
+        before, self._doing = self._doing, what
+        yield
+        self._doing = before
+
     # -- the watcher's side ----------------------------------------------------------------------------------------
 
     def words(self) -> str:
         """Where the host is, for a reader."""
-        detail, inside = self._detail, self._inside
+        detail, inside, doing = self._detail, self._inside, self._doing
         if inside and self._calls:
-            return self._calls[-1].name + (f" {detail.place}" if detail is not None else "")
+            place = f" {detail.place}" if detail is not None else ""
+            return self._calls[-1].name + place + (f", while {doing}" if doing else "")
         return f"its own program{self._program_line()}"
 
     def mark(self) -> tuple[int, bool, int]:

@@ -197,7 +197,7 @@ class Pending:
             work.wait()
         except RuntimeError as error:
             del work
-            raise self._roll_call._board.lost_connection(f"beginning {self._call}", ranks, error) from error
+            raise self._roll_call._board.lost_connection(f"beginning {self._call}", ranks, error) from None
         numbers = [theirs.tolist() for theirs in every]
         return {rank: Said(call, gone, facts) for rank, (call, gone, *facts) in zip(ranks, numbers, strict=True)}
 

@@ -115,9 +115,7 @@ class Watch:
 
     def close(self, leave: bool = True) -> None:
         """End the thread and close the connections."""
-        if leave:
-            self._ring.leave()
-        self._ring.stop()
+        self._ring.stop(leave)
         if threading.current_thread() is not self._thread:
             self._thread.join(2 * TICK_SECONDS)
 
