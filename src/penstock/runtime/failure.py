@@ -200,10 +200,10 @@ class FailureBoard:
 
         A transport's becomes a PipelineFailure that names who is gone. Any other is this rank's own.
         """
-        if self.failed is not None:
-            self.check()
         try:
             with self.position.doing(doing):
+                if self.failed is not None:
+                    self.check()
                 yield
         except PipelineFailure:
             raise
