@@ -1,6 +1,6 @@
-"""The benchmark's models; see `penstock.benchmark.models`."""
+"""The benchmark's models; see `penstock.bench.models`."""
 
-from penstock.benchmark.configs import (
+from penstock.bench.configs import (
     GPT1TConfig,
     GPT13BConfig,
     GPT175BConfig,
@@ -14,7 +14,7 @@ from penstock.benchmark.configs import (
     GPTXXXLConfig,
     ResNetSize,
 )
-from penstock.benchmark.models import GPT, ShardedGPT, resnet, sequential_gpt, sharded_resnet
+from penstock.bench.models import GPT, ShardedGPT, resnet, sequential_gpt, sharded_resnet
 
 __all__ = [
     "GPT",

@@ -1,6 +1,6 @@
-"""The benchmark's entry point for torchrun; see `penstock.benchmark.trainer`, or `--help`."""
+"""The benchmark's entry point for torchrun; see `penstock.bench.trainer`, or `--help`."""
 
-from penstock.benchmark.trainer import run
+from penstock.bench.trainer import run
 
 if __name__ == "__main__":
     run()

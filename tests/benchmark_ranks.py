@@ -1,8 +1,8 @@
 """What the ranks of the benchmark's tests run."""
 
-from penstock.benchmark.clock import Clock
-from penstock.benchmark.options import World, read_options
-from penstock.benchmark.trainer import build_contestant, build_optimizer, choose_devices, make_batch, train_step
+from penstock.bench.clock import Clock
+from penstock.bench.options import World, read_options
+from penstock.bench.trainer import build_contestant, build_optimizer, choose_devices, make_batch, train_step
 
 TINY = "--vocab_size 61 --block_size 16 --n_layer 4 --n_head 2 --n_embd 32"
 

@@ -14,7 +14,7 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from launch import ROOT, run_command
-from penstock.benchmark.options import World, read_options
+from penstock.bench.options import World, read_options
 from penstock.runtime.bootstrap import free_port
 
 FOLDER = ROOT / "benchmark"

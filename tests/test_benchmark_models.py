@@ -6,12 +6,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import ResNetForImageClassification
 
-from penstock.benchmark.activation import POLICIES, apply_policy
-from penstock.benchmark.configs import GPT_CONFIGS, MODEL_NAMES, GPTConfig, ResNetSize, canonical_name
-from penstock.benchmark.device_pipeline import DevicePipeline
-from penstock.benchmark.flops import model_flops
-from penstock.benchmark.models import GPT, Partition, fill, layer_costs, next_token_loss, sequential_gpt
-from penstock.benchmark.modes import blocks_of
+from penstock.bench.activation import POLICIES, apply_policy
+from penstock.bench.configs import GPT_CONFIGS, MODEL_NAMES, GPTConfig, ResNetSize, canonical_name
+from penstock.bench.device_pipeline import DevicePipeline
+from penstock.bench.flops import model_flops
+from penstock.bench.models import GPT, Partition, fill, layer_costs, next_token_loss, sequential_gpt
+from penstock.bench.modes import blocks_of
 from penstock.modeling.split import SplitModel
 from penstock.modeling.units import list_units
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from benchmark_ranks import TINY, losses_of
-from penstock.benchmark.configs import GPTConfig
-from penstock.benchmark.models import GPT
-from penstock.benchmark.options import World, read_options
-from penstock.benchmark.trainer import HALF_EPSILON, LEARNING_RATE, make_batch
+from penstock.bench.configs import GPTConfig
+from penstock.bench.models import GPT
+from penstock.bench.options import World, read_options
+from penstock.bench.trainer import HALF_EPSILON, LEARNING_RATE, make_batch
 from pool import Pool
 
 

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from penstock.benchmark.activation import apply_policy
-from penstock.benchmark.configs import GPTConfig
-from penstock.benchmark.memory import check_memory, estimate, readable
-from penstock.benchmark.models import GPT
-from penstock.benchmark.modes import blocks_of
-from penstock.benchmark.options import OptionError, Options, World, read_options
+from penstock.bench.activation import apply_policy
+from penstock.bench.configs import GPTConfig
+from penstock.bench.memory import check_memory, estimate, readable
+from penstock.bench.models import GPT
+from penstock.bench.modes import blocks_of
+from penstock.bench.options import OptionError, Options, World, read_options
 
 
 def world(size: int = 1, device_type: str = "cpu", num_devices: int = 8) -> World:

@@ -12,14 +12,14 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from penstock.benchmark.clock import Clock, Stopwatch
-from penstock.benchmark.flops import measured_peak
-from penstock.benchmark.memory import MemoryEstimate
-from penstock.benchmark.options import World, read_options
-from penstock.benchmark.plot import write_plots
-from penstock.benchmark.results import RankFigures, Sample, assemble, summary
-from penstock.benchmark.suite import combine, compare_losses, default_modes, entries_of
-from penstock.benchmark.table import comparison, read_runs, write_csv
+from penstock.bench.clock import Clock, Stopwatch
+from penstock.bench.flops import measured_peak
+from penstock.bench.memory import MemoryEstimate
+from penstock.bench.options import World, read_options
+from penstock.bench.plot import write_plots
+from penstock.bench.results import RankFigures, Sample, assemble, summary
+from penstock.bench.suite import combine, compare_losses, default_modes, entries_of
+from penstock.bench.table import comparison, read_runs, write_csv
 from penstock.cli import app
 from penstock.planning.pipelines import parse_pipelines
 

@@ -145,5 +145,5 @@ def test_defects_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def defect(*_: object) -> None:
         raise AttributeError("a defect")
 
-    monkeypatch.setattr("penstock.commands.schedules.simulate_schedule", defect)
+    monkeypatch.setattr("penstock.cli.schedules.simulate_schedule", defect)
     assert isinstance(run("simulate").exception, AttributeError)

@@ -9,7 +9,7 @@ from typing import Any
 from penstock.planning.pipelines import parse_pipelines
 
 EPILOG = """\
-Launch it with torchrun, from the folder benchmark/ or as -m penstock.benchmark.trainer:
+Launch it with torchrun, from the folder benchmark/ or as -m penstock.bench.trainer:
   torchrun --nnodes=1 --nproc_per_node=2 trainer.py
   torchrun --nnodes=1 --nproc_per_node=1 trainer.py --ndevice_per_proc=2 --mode=pdp
   torchrun --nnodes=1 --nproc_per_node=3 trainer.py --mode=pp --pipelines=1x4,2x8

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from penstock.benchmark.clock import Clock
-from penstock.benchmark.configs import GPTConfig
-from penstock.benchmark.models import GPT
-from penstock.benchmark.modes import Batch, Contestant, apply_policy, blocks_of, cut
-from penstock.benchmark.options import Options
+from penstock.bench.clock import Clock
+from penstock.bench.configs import GPTConfig
+from penstock.bench.models import GPT
+from penstock.bench.modes import Batch, Contestant, apply_policy, blocks_of, cut
+from penstock.bench.options import Options
 from penstock.modeling.costs import unit_costs
 from penstock.modeling.split import SplitModel
 from penstock.modeling.units import list_units

@@ -37,14 +37,14 @@ def bench(
 ) -> None:
     """Train one model in every mode, in fresh processes, and print one table; write JSON, CSV and a plot.
 
-    Other options are the trainer's (python -m penstock.benchmark.trainer --help) and hold for all modes. The status is
+    Other options are the trainer's (python -m penstock.bench.trainer --help) and hold for all modes. The status is
     1 if a run fails or if the modes did not compute the same losses.
 
     Example: penstock bench --devices 2 --model GPTSmall --batch_size 8 --block_size 256 --iterations 10
     """
-    from penstock.benchmark.results_file import write_json
-    from penstock.benchmark.suite import default_modes, entries_of, run_suite
-    from penstock.benchmark.table import comparison, read_runs, table_of, write_csv
+    from penstock.bench.results_file import write_json
+    from penstock.bench.suite import default_modes, entries_of, run_suite
+    from penstock.bench.table import comparison, read_runs, table_of, write_csv
 
     console = Console()
     if not console.is_terminal and "COLUMNS" not in os.environ:
@@ -74,7 +74,7 @@ def bench(
     written = ["results.json", "results.csv"]
     if suite["runs"]:
         try:
-            from penstock.benchmark.plot import write_plots
+            from penstock.bench.plot import write_plots
 
             written += [path.name for path in write_plots(suite, output)]
         except ImportError as error:

@@ -10,7 +10,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import ResNetForImageClassification
 
-from penstock.benchmark.configs import GPTConfig, ModelConfig
+from penstock.bench.configs import GPTConfig, ModelConfig
 
 # A product must take this long to be measured well, and is then repeated.
 LEAST_SECONDS = 0.02

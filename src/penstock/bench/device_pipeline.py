@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from penstock.benchmark.clock import Stopwatch
-from penstock.benchmark.models import Partition
+from penstock.bench.clock import Stopwatch
+from penstock.bench.models import Partition
 
 # (output of the last partition, the microbatch's targets) -> its loss, shape ()
 Criterion = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

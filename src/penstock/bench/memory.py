@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 from transformers import ResNetForImageClassification
 
-from penstock.benchmark.activation import CHECKPOINT, NOOP
-from penstock.benchmark.configs import GPTConfig, ResNetSize
-from penstock.benchmark.models import layer_costs
-from penstock.benchmark.options import OptionError, Options, World
+from penstock.bench.activation import CHECKPOINT, NOOP
+from penstock.bench.configs import GPTConfig, ResNetSize
+from penstock.bench.models import layer_costs
+from penstock.bench.options import OptionError, Options, World
 from penstock.planning.partition import partition
 from penstock.schedule import build
 

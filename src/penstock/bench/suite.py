@@ -133,7 +133,7 @@ def run_entry(entry: Entry, arguments: Sequence[str], timeout: float) -> dict[st
         output = Path(folder) / "result.json"
         command = [
             *[sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(entry.processes)],
-            *["-m", "penstock.benchmark.trainer", *entry.arguments, *arguments, "--output", str(output)],
+            *["-m", "penstock.bench.trainer", *entry.arguments, *arguments, "--output", str(output)],
         ]
         environment = {"OMP_NUM_THREADS": "1"} | os.environ
         process = subprocess.Popen(

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from torch.nn import functional
 from transformers import GPT2Config, GPT2LMHeadModel, ResNetForImageClassification
 
-from penstock.benchmark.configs import GPTConfig, ResNetSize
+from penstock.bench.configs import GPTConfig, ResNetSize
 from penstock.planning.partition import partition
 
 INITIALIZER_RANGE = 0.02

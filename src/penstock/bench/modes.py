@@ -13,12 +13,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from penstock.benchmark.activation import apply_policy
-from penstock.benchmark.clock import Clock
-from penstock.benchmark.configs import GPTConfig, ResNetSize
-from penstock.benchmark.device_pipeline import DevicePipeline
-from penstock.benchmark.models import GPT, ShardedGPT, next_token_loss, resnet, sequential_gpt, sharded_resnet
-from penstock.benchmark.options import Options
+from penstock.bench.activation import apply_policy
+from penstock.bench.clock import Clock
+from penstock.bench.configs import GPTConfig, ResNetSize
+from penstock.bench.device_pipeline import DevicePipeline
+from penstock.bench.models import GPT, ShardedGPT, next_token_loss, resnet, sequential_gpt, sharded_resnet
+from penstock.bench.options import Options
 
 Batch = Mapping[str, torch.Tensor]
 

@@ -1,6 +1,6 @@
 """One run of the benchmark: build the model in one mode, train it on made-up tokens, measure, write the figures.
 
-Runs under torchrun on every rank, as `trainer.py` of the folder benchmark/ or `-m penstock.benchmark.trainer`.
+Runs under torchrun on every rank, as `trainer.py` of the folder benchmark/ or `-m penstock.bench.trainer`.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from penstock.benchmark import results
-from penstock.benchmark.clock import Clock
-from penstock.benchmark.configs import GPTConfig
-from penstock.benchmark.flops import measured_peak
-from penstock.benchmark.memory import check_memory, estimate
-from penstock.benchmark.models import mix_seed
-from penstock.benchmark.modes import Batch, Contestant, PipelinedReplicas, Replicas
-from penstock.benchmark.options import OptionError, Options, World, read_options
-from penstock.benchmark.pipelines import Pipelines
-from penstock.benchmark.results_file import write_json
+from penstock.bench import results
+from penstock.bench.clock import Clock
+from penstock.bench.configs import GPTConfig
+from penstock.bench.flops import measured_peak
+from penstock.bench.memory import check_memory, estimate
+from penstock.bench.models import mix_seed
+from penstock.bench.modes import Batch, Contestant, PipelinedReplicas, Replicas
+from penstock.bench.options import OptionError, Options, World, read_options
+from penstock.bench.pipelines import Pipelines
+from penstock.bench.results_file import write_json
 from penstock.runtime.bootstrap import ensure_process_group
 
 LEARNING_RATE = 1e-4

@@ -1,4 +1,4 @@
-"""The command line: `penstock --help` lists its commands, which are in `penstock.commands`."""
+"""The command line: `penstock --help` lists its commands. One file for each kind of thing; all start without torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from penstock import __version__
-from penstock.commands import benchmark, layouts, models, schedules
+from penstock.cli import bench, layouts, models, schedules
 
 
 class _Commands(typer.core.TyperGroup):
@@ -58,14 +58,10 @@ app.command()(models.check)
 app.command()(layouts.describe)
 app.command()(schedules.simulate)
 app.command()(schedules.draw)
-app.command(context_settings=benchmark.CONTEXT)(benchmark.bench)
+app.command(context_settings=bench.CONTEXT)(bench.bench)
 
 
 def _plain(error: Exception) -> str:
     if isinstance(error, OSError) and error.filename is not None:
         return escape(f"{error.filename}: {error.strerror}")
     return escape(str(error) or type(error).__name__)
-
-
-if __name__ == "__main__":
-    main()

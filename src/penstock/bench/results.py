@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from penstock.benchmark.configs import GPTConfig
-from penstock.benchmark.flops import model_flops
-from penstock.benchmark.memory import MemoryEstimate, readable
-from penstock.benchmark.options import Options, World
+from penstock.bench.configs import GPTConfig
+from penstock.bench.flops import model_flops
+from penstock.bench.memory import MemoryEstimate, readable
+from penstock.bench.options import Options, World
 
 # Changes when a field changes its meaning.
 FORMAT = 1

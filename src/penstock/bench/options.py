@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from penstock.benchmark import activation
-from penstock.benchmark.configs import GPT_CONFIGS, MODEL_NAMES, ModelConfig, ResNetSize, canonical_name, is_resnet
-from penstock.benchmark.parser import build_parser
+from penstock.bench import activation
+from penstock.bench.configs import GPT_CONFIGS, MODEL_NAMES, ModelConfig, ResNetSize, canonical_name, is_resnet
+from penstock.bench.parser import build_parser
 from penstock.runtime.bootstrap import find_place
 from penstock.schedule import DEFAULT_SCHEDULE, default_stages_per_rank, schedule_names
 
