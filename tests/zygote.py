@@ -41,7 +41,7 @@ from pathlib import Path
 from forked import REFUSED, Process, Refused, receive
 
 ROOT = Path(__file__).resolve().parents[1]
-PATHS = [str(ROOT / "src"), str(ROOT / "tests"), str(ROOT / "examples")]
+PATHS = [str(ROOT / folder) for folder in ("src", "tests", "tests/emulated_gpu", "examples")]
 NUM_ZYGOTES = 2
 PRELOADED = (
     "torch.distributed.run",
