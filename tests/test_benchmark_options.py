@@ -5,10 +5,11 @@ import torch
 
 from penstock.bench.activation import apply_policy
 from penstock.bench.configs import GPTConfig
-from penstock.bench.memory import check_memory, estimate, readable
+from penstock.bench.memory import check_memory, estimate
 from penstock.bench.models import GPT
 from penstock.bench.modes import blocks_of
 from penstock.bench.options import OptionError, Options, World, read_options
+from penstock.planning.memory import readable
 
 
 def world(size: int = 1, device_type: str = "cpu", num_devices: int = 8) -> World:

@@ -14,13 +14,13 @@ from typer.testing import CliRunner
 
 from penstock.bench.clock import Clock, Stopwatch
 from penstock.bench.flops import measured_peak
-from penstock.bench.memory import MemoryEstimate
 from penstock.bench.options import World, read_options
 from penstock.bench.plot import write_plots
 from penstock.bench.results import RankFigures, Sample, assemble, summary
 from penstock.bench.suite import combine, compare_losses, default_modes, entries_of
 from penstock.bench.table import comparison, read_runs, write_csv
 from penstock.cli import app
+from penstock.planning.memory import MemoryEstimate
 from penstock.planning.pipelines import parse_pipelines
 
 

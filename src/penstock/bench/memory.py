@@ -14,6 +14,7 @@ from penstock.bench.activation import CHECKPOINT, NOOP
 from penstock.bench.configs import GPTConfig, ResNetSize
 from penstock.bench.models import layer_costs
 from penstock.bench.options import OptionError, Options, World
+from penstock.planning.memory import Held, MemoryEstimate, memory_of_ranks, readable
 from penstock.planning.partition import partition
 from penstock.schedule import build
 
@@ -21,24 +22,6 @@ from penstock.schedule import build
 # attention (q, k, v) and of GELU, the latter and the last product's four times as wide; attention itself keeps nothing
 # of tokens x tokens (Korthikanti et al. 2022, section 4, without its dropout masks and with fused attention).
 ELEMENTS_KEPT = 17
-
-
-@dataclass(frozen=True)
-class MemoryEstimate:
-    """Bytes on the fullest device."""
-
-    weights: float
-    gradients: float
-    optimizer: float
-    activations: float
-
-    @property
-    def total(self) -> float:
-        return self.weights + self.gradients + self.optimizer + self.activations
-
-    def __str__(self) -> str:
-        parts = ("weights", "gradients", "optimizer", "activations")
-        return ", ".join(f"{name} {readable(getattr(self, name))}" for name in parts)
 
 
 @dataclass(frozen=True)
@@ -79,15 +62,6 @@ def free_memory(options: Options, world: World) -> float:
         first = world.local_rank * options.ndevice_per_proc
         return min(torch.cuda.mem_get_info(first + index)[0] for index in range(options.ndevice_per_proc))
     return _free_host_memory() / (world.local_size * options.ndevice_per_proc)
-
-
-def readable(num_bytes: float) -> str:
-    """A number of bytes as people write it."""
-    units = ["bytes", "kB", "MB", "GB", "TB"]
-    power = 0
-    while num_bytes >= 1000 and power < len(units) - 1:
-        num_bytes, power = num_bytes / 1000, power + 1
-    return f"{num_bytes:.3g} {units[power]}"
 
 
 # ---------------------------------------------------------------- the parts
@@ -155,22 +129,16 @@ def _of_stages(options: Options, world: World) -> list[MemoryEstimate]:
         schedule = build(options.schedule, ranks, microbatches)
         samples = options.batch_size / options.num_microbatches if options.pipelines else share / microbatches
         layers = _layers(options, samples)
-        live = schedule.peak_live_microbatches()
         assert isinstance(options.config, GPTConfig)
         costs = layer_costs(options.config)
         bounds = [0, *accumulate(partition(costs, [1.0] * schedule.num_stages).sizes)]
-        parameters, activations = [0.0] * ranks, [0.0] * ranks
-        for stage, (start, end) in enumerate(pairwise(bounds)):
-            rank = schedule.stage_to_rank[stage]
-            held = layers[start:end]
-            parameters[rank] += sum(layer.parameters for layer in held)
-            activations[rank] += live[stage] * sum(layer.kept for layer in held)
-            activations[rank] += _transient(options, samples, end == len(layers))
-        size = options.torch_dtype.itemsize
-        found += [
-            MemoryEstimate(own * size, own * size, own * size * _states(options), kept)
-            for own, kept in zip(parameters, activations, strict=True)
-        ]
+        size, states = options.torch_dtype.itemsize, _states(options)
+        stages = []
+        for start, end in pairwise(bounds):
+            own = size * sum(layer.parameters for layer in layers[start:end])
+            kept = sum(layer.kept for layer in layers[start:end])
+            stages.append(Held(own, own, states * own, kept, _transient(options, samples, end == len(layers))))
+        found += memory_of_ranks(schedule, stages)
     return found
 
 

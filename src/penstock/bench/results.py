@@ -17,8 +17,8 @@ import torch
 
 from penstock.bench.configs import GPTConfig
 from penstock.bench.flops import model_flops
-from penstock.bench.memory import MemoryEstimate, readable
 from penstock.bench.options import Options, World
+from penstock.planning.memory import MemoryEstimate, readable
 
 # Changes when a field changes its meaning.
 FORMAT = 1

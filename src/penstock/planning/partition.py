@@ -6,8 +6,10 @@ import heapq
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 
+import numpy as np
+
+# Times that differ by rounding alone count as equal, or the most even of equally fast splits would be missed.
 ROUNDING = 1e-9
 
 
@@ -27,10 +29,8 @@ def partition(
 ) -> Partition:
     """The contiguous split of units over devices, at least one unit each, whose slowest stage is fastest.
 
-    The time of a stage is a sum of consecutive costs over one device's speed, so the best time is one of these: a
-    binary search over them, with a probe that extends every reachable prefix as far as the next device allows. (Taking
-    just the furthest prefix is exact too while stages may be empty; with a unit for every stage and unlike memory
-    limits it is not.) Of all splits with that time the one with the least sum of squared stage times is returned.
+    Dynamic programming from the last stage to the first over the unit at which a stage begins. Of all splits with the
+    best time the one with the least sum of squared stage times is returned.
 
     Args:
         unit_costs: cost per unit, in forward order, at least 0.
@@ -41,124 +41,64 @@ def partition(
     Raises:
         ValueError: more devices than units, numbers out of range, or no split within the memory limits.
     """
-    # Times that differ by rounding alone count as equal, or the most even of equally fast splits would be missed.
-    problem = _PartitionProblem(unit_costs, speeds, unit_memory, memory_limits)
-    candidates = problem.candidate_times()
-    low, high = 0, len(candidates) - 1
-    if not problem.fits(candidates[high]):
+    num_units, num_stages = len(unit_costs), len(speeds)
+    if num_stages < 1 or num_units < num_stages:
+        raise ValueError(f"{num_units} units cannot give {num_stages} stages at least one unit each")
+    if (unit_memory is None) != (memory_limits is None):
+        raise ValueError("unit_memory and memory_limits belong together: give both or neither")
+    memory = [0.0] * num_units if unit_memory is None else list(unit_memory)
+    limits = [math.inf] * num_stages if memory_limits is None else list(memory_limits)
+    if len(memory) != num_units or len(limits) != num_stages:
         raise ValueError(
-            f"no split of {len(unit_costs)} units over {len(speeds)} devices stays within the memory limits: "
-            f"the units need {sum(problem.unit_memory):g} in all, the limits are {list(problem.memory_limits)}"
+            f"{num_units} units and {num_stages} devices, but {len(memory)} numbers in unit_memory and {len(limits)} "
+            "in memory_limits"
         )
-    while low < high:
-        middle = (low + high) // 2
-        if problem.fits(candidates[middle]):
-            high = middle
-        else:
-            low = middle + 1
-    sizes = problem.most_even_sizes(candidates[low] * (1 + ROUNDING))
-    return Partition(sizes, problem.slowest(sizes))
+    if min(unit_costs) < 0 or min(memory) < 0 or min(speeds) <= 0:
+        raise ValueError("costs and memory must not be negative, and speeds must be above 0")
+    costs, needs = run_sums(unit_costs), run_sums(memory)
+    devices = list(zip(speeds, limits, strict=True))
+    times_of = {
+        (speed, limit): np.where(needs <= limit * (1 + ROUNDING), costs / speed, np.inf)
+        for speed, limit in set(devices)
+    }
+    times = [times_of[device] for device in devices]
+    slowest = np.full(num_units + 1, np.inf)
+    slowest[-1] = 0.0
+    for stage_times in reversed(times):
+        slowest = np.append(np.maximum(stage_times, slowest).min(1), np.inf)
+    if not np.isfinite(slowest[0]):
+        raise ValueError(
+            f"no split of {num_units} units over {num_stages} devices stays within the memory limits: the units need "
+            f"{sum(memory):g} in all, the limits are {limits}"
+        )
+    sizes = _most_even(times, float(slowest[0]) * (1 + ROUNDING))
+    return Partition(sizes, float(slowest[0]))
 
 
-class _PartitionProblem:
-    def __init__(
-        self,
-        unit_costs: Sequence[float],
-        speeds: Sequence[float],
-        unit_memory: Sequence[float] | None,
-        memory_limits: Sequence[float] | None,
-    ) -> None:
-        self.num_units, self.num_stages = len(unit_costs), len(speeds)
-        if self.num_stages < 1 or self.num_units < self.num_stages:
-            raise ValueError(f"{self.num_units} units cannot give {self.num_stages} stages at least one unit each")
-        if (unit_memory is None) != (memory_limits is None):
-            raise ValueError("unit_memory and memory_limits belong together: give both or neither")
-        self.unit_memory = [0.0] * self.num_units if unit_memory is None else list(unit_memory)
-        self.memory_limits = [math.inf] * self.num_stages if memory_limits is None else list(memory_limits)
-        if len(self.unit_memory) != self.num_units or len(self.memory_limits) != self.num_stages:
-            raise ValueError(
-                f"{self.num_units} units and {self.num_stages} devices, but {len(self.unit_memory)} numbers in "
-                f"unit_memory and {len(self.memory_limits)} in memory_limits"
-            )
-        if min(unit_costs) < 0 or min(self.unit_memory) < 0 or min(speeds) <= 0:
-            raise ValueError("costs and memory must not be negative, and speeds must be above 0")
-        self.speeds = list(speeds)
-        self.cost_before = [0.0, *accumulate(unit_costs)]
-        self.memory_before = [0.0, *accumulate(self.unit_memory)]
+def run_sums(values: Sequence[float]) -> np.ndarray:
+    """[start, end]: the sum of values from start up to end; infinite for empty runs. Shape (n, n + 1)."""
+    before = np.concatenate([[0.0], np.cumsum(values)])
+    sums = before[None, :] - before[:-1, None]
+    sums[np.tril_indices(len(values), 0, len(values) + 1)] = np.inf
+    return sums
 
-    def stage_time(self, stage: int, start: int, end: int) -> float:
-        return (self.cost_before[end] - self.cost_before[start]) / self.speeds[stage]
 
-    def candidate_times(self) -> list[float]:
-        """Every time that some stage can take and that all stages may need, ascending."""
-        stage_of_speed = {speed: stage for stage, speed in enumerate(self.speeds)}
-        at_least = self.cost_before[-1] / sum(self.speeds) * (1 - ROUNDING)
-        times = {
-            time
-            for stage in stage_of_speed.values()
-            for start in range(self.num_units)
-            for end in range(start + 1, self.num_units + 1)
-            if (time := self.stage_time(stage, start, end)) >= at_least
-        }
-        return sorted(times)
-
-    def slowest(self, sizes: Sequence[int]) -> float:
-        """The time of the slowest stage."""
-        ends = accumulate(sizes, initial=0)
-        return max(self.stage_time(stage, start, end) for stage, (start, end) in enumerate(pairwise(ends)))
-
-    def furthest_end(self, stage: int, time: float) -> list[int]:
-        """Per start, the furthest end of this stage within `time` and its memory limit. The start itself: no unit."""
-        ends = []
-        end = 0
-        for start in range(self.num_units):
-            end = max(end, start)
-            while (
-                end < self.num_units
-                and self.stage_time(stage, start, end + 1) <= time
-                and self.memory_before[end + 1] - self.memory_before[start] <= self.memory_limits[stage]
-            ):
-                end += 1
-            ends.append(end)
-        return ends
-
-    def fits(self, time: float) -> bool:
-        reachable = {0}
-        for stage in range(self.num_stages):
-            furthest = self.furthest_end(stage, time)
-            next_reachable: set[int] = set()
-            covered = 0
-            for start in sorted(reachable):
-                if start < self.num_units:
-                    next_reachable.update(range(max(start, covered) + 1, furthest[start] + 1))
-                    covered = max(covered, furthest[start])
-            reachable = next_reachable
-        return self.num_units in reachable
-
-    def most_even_sizes(self, time: float) -> tuple[int, ...]:
-        """Of the splits within `time`, the one with the least sum of squared stage times."""
-        best: dict[int, float] = {0: 0.0}
-        came_from: list[dict[int, int]] = []
-        for stage in range(self.num_stages):
-            furthest = self.furthest_end(stage, time)
-            next_best: dict[int, float] = {}
-            origin: dict[int, int] = {}
-            for start, so_far in best.items():
-                if start == self.num_units:
-                    continue
-                for end in range(start + 1, furthest[start] + 1):
-                    total = so_far + self.stage_time(stage, start, end) ** 2
-                    if total < next_best.get(end, math.inf):
-                        next_best[end] = total
-                        origin[end] = start
-            best = next_best
-            came_from.append(origin)
-        sizes = []
-        end = self.num_units
-        for origin in reversed(came_from):
-            sizes.append(end - origin[end])
-            end = origin[end]
-        return tuple(reversed(sizes))
+def _most_even(times: Sequence[np.ndarray], limit: float) -> tuple[int, ...]:
+    """Of the splits within `limit`, the one with the least sum of squared stage times."""
+    num_units = len(times[0])
+    squared = {id(one): np.where(one <= limit, one, np.inf) ** 2 for one in times}
+    squares = np.full(num_units + 1, np.inf)
+    squares[-1] = 0.0
+    ends = []
+    for stage_times in reversed(times):
+        totals = squared[id(stage_times)] + squares
+        ends.append(totals.argmin(1))
+        squares = np.append(totals.min(1), np.inf)
+    sizes, start = [], 0
+    for end in reversed(ends):
+        sizes.append(int(end[start]) - start)
+        start = int(end[start])
+    return tuple(sizes)
 
 
 def split_microbatches(times: Sequence[Callable[[int], float]], total: int, minimum: int = 1) -> list[int]:

@@ -83,10 +83,14 @@ def simulate_layout(
     """
     if not pipelines:
         raise ValueError("a layout has at least 1 pipeline")
-    simulations = tuple(simulate(schedule, costs) for schedule, costs in pipelines)
+    # Equal pipelines, which are the same objects, are simulated once.
+    once = {(id(schedule), id(costs)): (schedule, costs) for schedule, costs in pipelines}
+    simulated = {key: simulate(*pair) for key, pair in once.items()}
+    simulations = tuple(simulated[id(schedule), id(costs)] for schedule, costs in pipelines)
     sizes = (schedule.num_ranks for schedule, _ in pipelines)
     first_ranks = tuple(accumulate(sizes, initial=0))[:-1]
-    ready = [_gradients_ready(simulation) for simulation in simulations]
+    ready_of = {key: _gradients_ready(simulation) for key, simulation in simulated.items()} if reductions else {}
+    ready = [ready_of.get((id(schedule), id(costs)), {}) for schedule, costs in pipelines]
     network_free: dict[int, float] = {}
     spans = []
     for reduction in reductions:

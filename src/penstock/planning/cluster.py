@@ -1,0 +1,178 @@
+"""The devices of a run: their classes, the nodes they sit in, and the links between them."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from penstock.planning.memory import parse_bytes
+
+# Dense operations per second in 16-bit floats, and bytes of memory, as the makers state them.
+KNOWN_DEVICES: dict[str, tuple[float, float]] = {
+    "h200": (989e12, 141e9),
+    "h100": (989e12, 80e9),
+    "a100": (312e12, 40e9),
+    "a100-80gb": (312e12, 80e9),
+    "l40s": (362e12, 48e9),
+    "l4": (121e12, 24e9),
+    "a10": (125e12, 24e9),
+    "v100": (125e12, 16e9),
+    "t4": (65e12, 16e9),
+    "4090": (165e12, 24e9),
+    "3090": (71e12, 24e9),
+}
+
+
+@dataclass(frozen=True)
+class DeviceClass:
+    """Devices that are alike.
+
+    Attributes:
+        name: for messages.
+        count: how many there are.
+        speed: a stage takes (its time in the profile) / speed.
+        memory: bytes that a run may use on each.
+    """
+
+    name: str
+    count: int
+    speed: float = 1.0
+    memory: float = math.inf
+
+    def __post_init__(self) -> None:
+        if self.count < 1 or not self.speed > 0 or not self.memory > 0:
+            raise ValueError(f"a device class needs a positive count, speed and memory, but is {self}")
+
+
+@dataclass(frozen=True)
+class Link:
+    """A message of b bytes takes `latency + b / bandwidth` seconds."""
+
+    latency: float = 0.0
+    bandwidth: float = math.inf
+
+    def seconds(self, num_bytes: float) -> float:
+        return self.latency + num_bytes / self.bandwidth
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """All devices, class by class; nodes take them in that order.
+
+    Attributes:
+        classes: of devices.
+        node_sizes: devices of each node; empty is one node for all.
+        inside: the link between two devices of a node.
+        between: the link between devices of different nodes.
+    """
+
+    classes: tuple[DeviceClass, ...]
+    node_sizes: tuple[int, ...] = ()
+    inside: Link = Link()
+    between: Link = Link()
+
+    def __post_init__(self) -> None:
+        if not self.classes:
+            raise ValueError("a cluster needs at least 1 device")
+        if self.node_sizes and sum(self.node_sizes) != self.size:
+            raise ValueError(
+                f"the nodes have {' + '.join(map(str, self.node_sizes))} devices, but there are {self.size} devices"
+            )
+
+    @property
+    def size(self) -> int:
+        return sum(device_class.count for device_class in self.classes)
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        return tuple(device_class.count for device_class in self.classes)
+
+    @cached_property
+    def class_of_device(self) -> tuple[int, ...]:
+        return tuple(index for index, device_class in enumerate(self.classes) for _ in range(device_class.count))
+
+    @cached_property
+    def node_of_device(self) -> tuple[int, ...]:
+        sizes = self.node_sizes or (self.size,)
+        return tuple(node for node, size in enumerate(sizes) for _ in range(size))
+
+    def link(self, first: int, second: int) -> Link:
+        """Between two devices."""
+        same = self.node_of_device[first] == self.node_of_device[second]
+        return self.inside if same else self.between
+
+
+def parse_devices(text: str, memory: str | None = None, speed: str | None = None) -> tuple[DeviceClass, ...]:
+    """Classes of devices from `7`, `a100:4,t4:3`.
+
+    Args:
+        memory: `24GB` for all, or `a100=40GB,t4=16GB`; by default a known device's own, else without limit.
+        speed: `a100=1,t4=0.2`: relative to the device of the profile; by default by the known devices' operations per
+            second, relative to the fastest.
+
+    Raises:
+        ValueError: it is not written so, or names an unknown class.
+    """
+    counts: dict[str, int] = {}
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(?:([\w.-]+)\s*:)?\s*(\d+)\s*", part)
+        if match is None or int(match[2]) < 1:
+            raise ValueError(f"devices are written like 7 or a100:4,t4:3, but {part!r} in {text!r} is not")
+        name = (match[1] or "device").lower()
+        counts[name] = counts.get(name, 0) + int(match[2])
+    limits = {name: parse_bytes(value) for name, value in _per_class("memory", memory, counts).items()}
+    speeds = {name: _positive(value) for name, value in _per_class("speed", speed, counts).items()}
+    fastest = max((KNOWN_DEVICES[name][0] for name in counts if name in KNOWN_DEVICES), default=1.0)
+    unknown = [name for name in counts if name not in KNOWN_DEVICES and name not in speeds]
+    if unknown and len(counts) > 1:
+        raise ValueError(
+            f"how fast is {unknown[0]}? Known are {', '.join(KNOWN_DEVICES)}; for others give the speed relative to "
+            f"the profile's device: --speed {unknown[0]}=0.5"
+        )
+    return tuple(
+        DeviceClass(
+            name,
+            count,
+            speeds.get(name, KNOWN_DEVICES[name][0] / fastest if name in KNOWN_DEVICES else 1.0),
+            limits.get(name, KNOWN_DEVICES[name][1] if name in KNOWN_DEVICES else math.inf),
+        )
+        for name, count in counts.items()
+    )
+
+
+def parse_nodes(text: str) -> tuple[int, ...]:
+    """Devices of each node from `2x4` (two nodes of four) or `4,4,8`. Raises ValueError if it is not written so."""
+    sizes: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(?:(\d+)\s*[xX×])?\s*(\d+)\s*", part)
+        if match is None or 0 in (int(match[1] or 1), int(match[2])):
+            raise ValueError(f"nodes are written like 2x4 (two nodes of four devices) or 4,8, but {text!r} is not")
+        sizes += [int(match[2])] * int(match[1] or 1)
+    return tuple(sizes)
+
+
+def _per_class(what: str, text: str | None, names: Sequence[str] | dict[str, int]) -> dict[str, str]:
+    if text is None:
+        return {}
+    if "=" not in text:
+        return dict.fromkeys(names, text)
+    found = {}
+    for part in text.split(","):
+        name, _, value = part.partition("=")
+        if name.strip().lower() not in names:
+            raise ValueError(f"{what} is given for {name.strip()!r}, but the devices are {', '.join(names)}")
+        found[name.strip().lower()] = value
+    return found
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise ValueError(f"a speed is a positive number, but is {text!r}")
+    return value

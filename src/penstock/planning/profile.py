@@ -1,0 +1,122 @@
+"""What a model costs, unit by unit, measured or estimated: the planner's input, kept as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+
+from penstock.planning.cluster import Link
+from penstock.planning.memory import Held
+from penstock.planning.template import end_modules
+
+FORMAT = "penstock profile 1"
+
+
+@dataclass(frozen=True)
+class UnitCost:
+    """One unit and one microbatch. Seconds are those of the device that the profile is of.
+
+    Attributes:
+        name: the unit.
+        forward, backward, weight: seconds of a forward, of the input's gradient, and of the weights' gradients.
+        weights, gradients, optimizer: bytes, whatever the microbatches.
+        kept: bytes that a microbatch keeps from its forward to the end of its backward.
+        kept_checkpointed: the same with gradient checkpointing: the unit's input.
+        working: bytes that exist only while the unit is at work.
+        crossing: bytes that the next stage receives if this unit is a stage's last.
+    """
+
+    name: str
+    forward: float
+    backward: float
+    weight: float
+    weights: float = 0.0
+    gradients: float = 0.0
+    optimizer: float = 0.0
+    kept: float = 0.0
+    kept_checkpointed: float = 0.0
+    working: float = 0.0
+    crossing: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self.forward + self.backward + self.weight
+
+    @property
+    def held(self) -> Held:
+        return Held(self.weights, self.gradients, self.optimizer, self.kept, self.working)
+
+    def checkpointed(self) -> UnitCost:
+        """With gradient checkpointing: the backward runs the forward again, and its activations exist only then."""
+        extra = max(0.0, self.kept - self.kept_checkpointed)
+        return replace(
+            self, backward=self.backward + self.forward, kept=self.kept_checkpointed, working=self.working + extra
+        )
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The units of a model in forward order, and how they were found.
+
+    Attributes:
+        model: its name.
+        units: in forward order.
+        measured: False if the seconds are estimated from operations and bytes.
+        about: microbatch size, length, dtype, device, ...
+        inside, between: the links that were measured, None if they were not.
+    """
+
+    model: str
+    units: tuple[UnitCost, ...]
+    measured: bool = False
+    about: Mapping[str, str | int | float] = field(default_factory=dict)
+    inside: Link | None = None
+    between: Link | None = None
+
+    def __post_init__(self) -> None:
+        if not self.units:
+            raise ValueError("a profile needs at least 1 unit")
+        for unit in self.units:
+            numbers = [getattr(unit, part.name) for part in fields(UnitCost) if part.name != "name"]
+            if not all(isinstance(number, int | float) and 0 <= number < math.inf for number in numbers):
+                raise ValueError(f"the profile of {self.model} has a number that is not positive: {unit}")
+
+    def parts(self, checkpointing: bool = False) -> tuple[tuple[UnitCost, ...], ...]:
+        """The units, those that must stay together as one part: the ones before the first block, and after the last."""
+        units = [unit.checkpointed() if checkpointing else unit for unit in self.units]
+        first, last = end_modules([unit.name for unit in units])
+        inner = ((unit,) for unit in units[len(first) : len(units) - len(last)])
+        parts = [tuple(units[: len(first)]), *inner, tuple(units[len(units) - len(last) :])]
+        return tuple(part for part in parts if part)
+
+    def write(self, path: str | Path) -> Path:
+        """Write the profile as JSON."""
+        path = Path(path)
+        path.write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n", encoding="utf-8")
+        return path
+
+    @classmethod
+    def read(cls, path: str | Path) -> Profile:
+        """Read a profile. Raises ValueError if the file is none."""
+        try:
+            content = json.loads(Path(path).read_text(encoding="utf-8"))
+            if content.pop("format") != FORMAT:
+                raise ValueError("another format")
+            units = tuple(UnitCost(**unit) for unit in content.pop("units"))
+            inside, between = (Link(**link) if (link := content.pop(name)) else None for name in ("inside", "between"))
+            return cls(units=units, inside=inside, between=between, **content)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path} is no profile that `penstock profile` wrote: {error}") from error
+
+
+def held_by(units: Iterable[UnitCost]) -> Held:
+    """What units hold together on one stage."""
+    return Held.together(unit.held for unit in units)
+
+
+def sums(units: Sequence[UnitCost]) -> tuple[float, float, float]:
+    """Seconds of F, B and W of units together."""
+    return sum(u.forward for u in units), sum(u.backward for u in units), sum(u.weight for u in units)

@@ -1,0 +1,370 @@
+"""Which pipelines, by formula: the best cuts for every set of devices, and the best sets of pipelines for a cluster.
+
+The formula: a pipeline whose stages take t_1, ..., t_p seconds for F, B and W of a microbatch needs at least
+sum(t) + (m - 1) max(t) for m of them (1F1B and GPipe reach it without communication). A layout takes as long as its
+slowest pipeline. `penstock.planning.plan` ranks what is found here by simulation.
+
+Three steps, each exact where it is not said otherwise:
+
+- `find_cuts`: dynamic programming over (devices used of each class, first unit of the remaining stages), from the last
+  stage to the first, since a stage holds as many microbatches under 1F1B as stages follow it, and its own.
+- `layouts`: a step of T seconds is possible if some set of pipelines has room for all microbatches within T. That
+  is a knapsack: pipelines weigh devices of each class and are worth the microbatches they finish. T is searched.
+- Microbatches are given out by the greedy rule (`split_microbatches`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+
+from penstock.planning.cluster import Cluster, Link
+from penstock.planning.partition import ROUNDING, run_sums, split_microbatches
+from penstock.planning.profile import UnitCost, held_by
+
+Counts = tuple[int, ...]
+# Mixed pipelines are looked at up to the depth at which there are so many multisets of device classes.
+MOST_MIXTURES = 600
+# Of cuts where none is better in both numbers so many are kept, and fewer for models of many units.
+MOST_ALTERNATIVES = 32
+ALTERNATIVES_BUDGET = 20_000
+# States of the exact knapsack; larger ones are solved as a linear program and rounded.
+MOST_STATES = 500
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Units cut into stages for devices of certain classes.
+
+    Attributes:
+        classes: the device class of each stage.
+        sizes: how many parts each stage holds.
+        slowest: seconds of the slowest stage for a microbatch.
+        total: seconds of all stages for a microbatch, and of its messages.
+    """
+
+    classes: Counts
+    sizes: Counts
+    slowest: float
+    total: float
+
+    def seconds(self, microbatches: int) -> float:
+        """The formula's time of a step."""
+        return self.total + (microbatches - 1) * self.slowest
+
+
+@dataclass(frozen=True)
+class Template:
+    """The cuts for a number of devices of each class; none is better than another in both numbers."""
+
+    counts: Counts
+    cuts: tuple[Cut, ...]
+
+    def cut_for(self, microbatches: int) -> Cut:
+        """The fastest for so many microbatches."""
+        return min(self.cuts, key=lambda cut: cut.seconds(microbatches))
+
+    def seconds(self, microbatches: int) -> float:
+        return min(cut.seconds(microbatches) for cut in self.cuts)
+
+
+def live_under_1f1b(stages_after: int) -> int:
+    """Microbatches that a stage holds at most."""
+    return stages_after + 1
+
+
+def find_cuts(
+    parts: Sequence[Sequence[UnitCost]],
+    cluster: Cluster,
+    most_microbatches: int,
+    live: Callable[[int], int] = live_under_1f1b,
+    deepest: int | None = None,
+    mixtures: bool = True,
+) -> list[Template]:
+    """The best cuts for every number of devices of each class that some cut within their memory exists for.
+
+    Args:
+        parts: units that stay together, in forward order.
+        most_microbatches: of a pipeline.
+        live: the microbatches that a stage holds, from the number of stages after it.
+        deepest: no pipeline has more stages.
+        mixtures: whether a pipeline may have devices of several classes.
+    """
+    problem = _Chain(parts, cluster)
+    num_classes, num_parts = len(cluster.classes), len(parts)
+    width = max(1, min(MOST_ALTERNATIVES, ALTERNATIVES_BUDGET // (num_classes * num_parts**2)))
+    deepest = min(num_parts, cluster.size, deepest or num_parts)
+    deepest_mixture = _deepest_mixture(num_classes) if mixtures else 1
+    nothing = (0,) * num_classes
+    # Per devices used: (slowest, total) of the best cuts of the parts from each first part on; and what they came from.
+    slowest = {nothing: np.full((num_parts + 1, 1), np.inf)}
+    total = {nothing: np.full((num_parts + 1, 1), np.inf)}
+    slowest[nothing][num_parts] = total[nothing][num_parts] = 0.0
+    origin: dict[Counts, np.ndarray] = {}
+    templates = []
+    level = [nothing]
+    for depth in range(1, deepest + 1):
+        stages = [problem.stage_times(k, min(live(depth - 1), most_microbatches), depth) for k in range(num_classes)]
+        successors: dict[Counts, list[int]] = {}
+        for counts in level:
+            for k in range(num_classes):
+                more = (*counts[:k], counts[k] + 1, *counts[k + 1 :])
+                if more[k] <= cluster.counts[k] and (depth <= deepest_mixture or max(more) == depth):
+                    successors.setdefault(more, []).append(k)
+        level = []
+        for counts, added in successors.items():
+            front, latest, sources = [], [], []
+            for k in added:
+                before = (*counts[:k], counts[k] - 1, *counts[k + 1 :])
+                bottleneck, seconds = stages[k]
+                rest, alternatives = slowest[before], slowest[before].shape[1]
+                front.append(np.maximum(bottleneck[:, :, None], rest[None]).reshape(num_parts, -1))
+                latest.append((seconds[:, :, None] + total[before][None]).reshape(num_parts, -1))
+                ends, labels = np.divmod(np.arange((num_parts + 1) * alternatives), alternatives)
+                sources.append(np.stack([np.full_like(ends, k), ends, labels]))
+            chosen, best_front, best_latest = _best_of(np.concatenate(front, 1), np.concatenate(latest, 1), width)
+            if not np.isfinite(best_front).any():
+                continue
+            level.append(counts)
+            closed = np.full((1, best_front.shape[1]), np.inf)
+            slowest[counts] = np.concatenate([best_front, closed])
+            total[counts] = np.concatenate([best_latest, closed])
+            origin[counts] = np.concatenate(sources, 1)[:, chosen]
+            cuts = tuple(
+                Cut(*_follow(origin, counts, label), float(best_front[0, label]), float(best_latest[0, label]))
+                for label in range(best_front.shape[1])
+                if np.isfinite(best_front[0, label])
+            )
+            if cuts:
+                templates.append(Template(counts, cuts))
+    return templates
+
+
+class _Chain:
+    """Times and memory of every run of parts as a stage."""
+
+    def __init__(self, parts: Sequence[Sequence[UnitCost]], cluster: Cluster) -> None:
+        held = [held_by(part) for part in parts]
+        self.cluster = cluster
+        self.seconds = run_sums([sum(unit.seconds for unit in part) for part in parts])
+        self.state = run_sums([one.state for one in held])
+        self.kept = run_sums([one.kept for one in held])
+        working = np.array([one.working for one in held])
+        self.working = np.zeros_like(self.state)
+        for start in range(len(parts)):
+            self.working[start, start + 1 :] = np.maximum.accumulate(working[start:])
+        # What crosses before each end; nothing at the model's own ends.
+        self.crossing = np.array([0.0, *(part[-1].crossing for part in parts[:-1]), 0.0])
+        self.largest_node = max(cluster.node_sizes, default=cluster.size)
+
+    def stage_times(self, device_class: int, live: int, depth: int) -> tuple[np.ndarray, np.ndarray]:
+        """Of every run of parts on a device: its seconds or its message's, if they are longer; and both together."""
+        kind = self.cluster.classes[device_class]
+        fits = self.state + live * self.kept + self.working <= kind.memory
+        times = np.where(fits, self.seconds / kind.speed, np.inf)
+        link = self.cluster.inside if depth <= self.largest_node else self.cluster.between
+        if link == Link():
+            return times, times
+        occupied = self.crossing / link.bandwidth
+        message = np.where(self.crossing > 0, occupied + link.latency, 0.0)
+        # An activation passes one way and its gradient the other; each direction has its own bandwidth.
+        return np.maximum(times, occupied), times + 2 * message
+
+
+def _best_of(front: np.ndarray, latest: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of each row's alternatives the ones that no other beats in both numbers, at most `width`: fastest stages first.
+
+    Returns:
+        their places in the row, their numbers; infinite where there are fewer.
+    """
+    rows = np.arange(len(front))[:, None]
+    if width == 1:
+        chosen = np.argmin(front + ROUNDING * np.where(np.isfinite(latest), latest, 0.0), 1)[:, None]
+        return chosen, front[rows, chosen], latest[rows, chosen]
+    order = np.lexsort((latest, front), axis=1)
+    sorted_latest = latest[rows, order]
+    best_before = np.minimum.accumulate(sorted_latest, 1)
+    better = np.isfinite(sorted_latest)
+    better[:, 1:] &= sorted_latest[:, 1:] < best_before[:, :-1] * (1 - ROUNDING)
+    place = np.cumsum(better, 1) - 1
+    num_kept = int(min(width, max(1, better.sum(1).max())))
+    chosen = np.zeros((len(front), num_kept), int)
+    kept = np.zeros((len(front), num_kept), bool)
+    row, column = np.nonzero(better & (place < num_kept))
+    chosen[row, place[row, column]] = order[row, column]
+    kept[row, place[row, column]] = True
+    return chosen, np.where(kept, front[rows, chosen], np.inf), np.where(kept, latest[rows, chosen], np.inf)
+
+
+def _follow(origin: dict[Counts, np.ndarray], counts: Counts, label: int) -> tuple[Counts, Counts]:
+    """Device classes and sizes of the stages of a cut."""
+    classes, sizes, start = [], [], 0
+    while any(counts):
+        device_class, end, label = (int(number) for number in origin[counts][:, start, label])
+        classes.append(device_class)
+        sizes.append(end - start)
+        counts = (*counts[:device_class], counts[device_class] - 1, *counts[device_class + 1 :])
+        start = end
+    return tuple(classes), tuple(sizes)
+
+
+def _deepest_mixture(num_classes: int) -> int:
+    depth = 1
+    while math.comb(depth + 1 + num_classes, num_classes) <= MOST_MIXTURES:
+        depth += 1
+    return depth
+
+
+# ---------------------------------------------------------------- which pipelines
+
+
+def layouts(
+    templates: Sequence[Template], limits: Counts, microbatches: int, copies: int, tolerance: float = 0.0
+) -> Iterator[tuple[float, list[Cut]]]:
+    """Layouts by falling time of a step, by formula; the last is the best. Nothing if there is none.
+
+    Args:
+        templates: what pipelines may be made of.
+        limits: devices of each class.
+        microbatches: of all pipelines together; each gets at least one.
+        copies: the least number of pipelines.
+        tolerance: how much slower than the best, as a share, the last may be.
+    """
+    if not templates or microbatches < copies:
+        return
+    knapsack = _Knapsack(templates, limits, copies)
+    slowest = np.array([max(cut.total for cut in template.cuts) for template in templates])
+    # Device seconds that no pipeline undercuts, even without a bubble.
+    least = min(sum(template.counts) * min(cut.slowest for cut in template.cuts) for template in templates)
+    low = microbatches * least / sum(limits) * (1 - ROUNDING)
+    high = float(max(template.seconds(microbatches) for template in templates)) + float(slowest.max())
+    found: float | None = None
+    while True:
+        # First halve the interval; at its end ask for anything faster than what was found.
+        is_last = found is not None and high - low <= max(tolerance, 1e-6) * high
+        if is_last and tolerance:
+            return
+        time = high * (1 - 1e-12) if is_last or found is None else (low + high) / 2
+        chosen = knapsack.fill(time * (1 - ROUNDING) if is_last else time, microbatches)
+        if chosen is None:
+            if is_last or found is None:
+                return
+            low = time
+            continue
+        counts = split_microbatches([template.seconds for template in chosen], microbatches)
+        found = max(template.seconds(count) for template, count in zip(chosen, counts, strict=True))
+        high = min(found, high)
+        yield found, [template.cut_for(count) for template, count in zip(chosen, counts, strict=True)]
+
+
+class _Knapsack:
+    """Pipelines that finish as many microbatches as possible in a given time."""
+
+    def __init__(self, templates: Sequence[Template], limits: Counts, copies: int) -> None:
+        self.templates = templates
+        self.limits = limits
+        self.copies = copies
+        width = max(len(template.cuts) for template in templates)
+        self.slowest, self.total = np.full((2, len(templates), width), np.inf)
+        for row, template in enumerate(templates):
+            for column, cut in enumerate(template.cuts):
+                self.slowest[row, column], self.total[row, column] = max(cut.slowest, 1e-300), cut.total
+        self.weights = np.array([template.counts for template in templates])
+
+    def fill(self, time: float, microbatches: int) -> list[Template] | None:
+        """Pipelines with room for all microbatches within `time`; None if there are none."""
+        with np.errstate(invalid="ignore"):
+            room = np.where(
+                self.total <= time * (1 + ROUNDING), (time - self.total) / self.slowest + ROUNDING + 1, 0.0
+            ).max(1)
+        worth = np.minimum(np.floor(room), microbatches).astype(int)
+        able = np.nonzero(worth > 0)[0]
+        if not len(able):
+            return None
+        exact = math.prod(limit + 1 for limit in self.limits) * (self.copies + 1) <= MOST_STATES
+        solve = self._exactly if exact else self._rounded
+        picked = solve(worth[able], self.weights[able], np.array(self.limits), microbatches)
+        if picked is None:
+            return None
+        chosen = [int(able[index]) for index in picked]
+        # Pipelines without a microbatch are none.
+        for index in sorted(chosen, key=lambda index: worth[index]):
+            if len(chosen) > microbatches and worth[chosen].sum() - worth[index] >= microbatches:
+                chosen.remove(index)
+        if worth[chosen].sum() < microbatches or not self.copies <= len(chosen) <= microbatches:
+            return None
+        return [self.templates[index] for index in chosen]
+
+    def _exactly(self, worth: np.ndarray, weights: np.ndarray, limits: np.ndarray, enough: int) -> list[int] | None:
+        """Dynamic programming over the devices used of each class, and the number of pipelines up to `copies`."""
+        strides = np.concatenate([np.cumprod((limits + 1)[::-1])[-2::-1], [1]]).astype(int)
+        offsets = weights @ strides
+        states = list(product(*(range(limit + 1) for limit in limits)))
+        best = np.full((self.copies + 1, len(states)), -(10**12))
+        source = np.full((self.copies + 1, len(states), 2), -1)
+        best[0, 0] = 0
+        for place, used in enumerate(states):
+            able = np.nonzero((weights <= used).all(1))[0]
+            if len(able):
+                values = best[:, place - offsets[able]] + worth[able]
+                choice = values.argmax(1)
+                for have, index in enumerate(choice):
+                    then = min(have + 1, self.copies)
+                    if values[have, index] > best[then, place]:
+                        best[then, place] = values[have, index]
+                        source[then, place] = able[index], have
+        place, have = int(best[self.copies].argmax()), self.copies
+        if best[have, place] < enough:
+            return None
+        chosen = []
+        while place:
+            index, have = (int(number) for number in source[have, place])
+            chosen.append(index)
+            place -= int(offsets[index])
+        return chosen
+
+    def _rounded(self, worth: np.ndarray, weights: np.ndarray, limits: np.ndarray, enough: int) -> list[int] | None:
+        """The linear program's pipelines, rounded down, and the devices left over filled one pipeline at a time."""
+        amounts = _linear_program(worth.astype(float), weights.T.astype(float), limits.astype(float))
+        if worth @ amounts < enough - 0.5:  # nothing whole does better
+            return None
+        whole = np.floor(amounts + ROUNDING).astype(int)
+        chosen = [int(index) for index in np.nonzero(whole)[0] for _ in range(whole[index])]
+        left = limits - whole @ weights
+        while len(fitting := np.nonzero((weights <= left).all(1))[0]):
+            if math.prod(left + 1) * (self.copies + 1) <= MOST_STATES and len(chosen) >= self.copies:
+                rest = _Knapsack(self.templates, tuple(left), 0)
+                rest_chosen = rest._exactly(worth, weights, left, 0)
+                return chosen + (rest_chosen or [])
+            index = int(fitting[np.argmax(worth[fitting] / weights[fitting].sum(1))])
+            chosen.append(index)
+            left = left - weights[index]
+        return chosen
+
+
+def _linear_program(values: np.ndarray, columns: np.ndarray, limits: np.ndarray) -> np.ndarray:
+    """Nonnegative x with columns @ x <= limits that makes values @ x largest: the simplex method on a dense table."""
+    rows, count = columns.shape
+    table = np.zeros((rows + 1, count + rows + 1))
+    table[:rows, :count], table[:rows, count:-1], table[:rows, -1] = columns, np.eye(rows), limits
+    table[-1, :count] = -values
+    basis = list(range(count, count + rows))
+    for _ in range(50 * (rows + 1)):
+        entering = int(table[-1, :-1].argmin())
+        if table[-1, entering] > -ROUNDING:
+            break
+        column = table[:rows, entering]
+        ratios = np.full(rows, np.inf)
+        np.divide(table[:rows, -1], column, out=ratios, where=column > ROUNDING)
+        leaving = int(ratios.argmin())
+        table[leaving] /= table[leaving, entering]
+        others = np.arange(rows + 1) != leaving
+        table[others] -= np.outer(table[others, entering], table[leaving])
+        basis[leaving] = entering
+    solution = np.zeros(count + rows)
+    solution[basis] = table[:rows, -1]
+    return solution[:count]

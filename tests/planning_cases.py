@@ -1,0 +1,103 @@
+"""Random planning problems, and their optimum by formula from brute force over all layouts."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from itertools import combinations, pairwise, product
+
+from penstock.planning.cluster import Cluster, DeviceClass
+from penstock.planning.profile import Profile, UnitCost
+
+Counts = tuple[int, ...]
+
+
+def random_case(seed: int, most_devices: int = 7, most_units: int = 10) -> tuple[Profile, Cluster, int, int]:
+    """A model, a cluster of one or two classes, a number of microbatches, and one of copies."""
+    draw = random.Random(seed)
+    num_units = draw.choice([draw.randint(2, most_units), most_units])
+    units = tuple(
+        UnitCost(
+            f"unit{index}",  # none is a repeated block, so each may be placed alone
+            draw.choice([0.01, draw.random(), 1.0]),
+            *(draw.choice([0.0, draw.random(), 1.0]) for _ in range(2)),
+            weights=draw.randint(0, 4),
+            optimizer=draw.randint(0, 4),
+            kept=draw.randint(0, 3),
+            working=draw.choice([0, 0, 2]),
+        )
+        for index in range(num_units)
+    )
+    num_devices = draw.choice([draw.randint(1, most_devices), most_devices])
+    first = draw.randint(1, num_devices)
+    classes = [
+        DeviceClass(name, count, draw.choice([0.5, 1.0, 1.3, 2.0]), draw.choice([14, 25, 40, 80, math.inf]))
+        for name, count in (("a", first), ("b", num_devices - first))
+        if count
+    ]
+    return Profile("random", units), Cluster(tuple(classes)), draw.randint(1, 8), draw.choice([1, 1, 2])
+
+
+def best_by_brute_force(profile: Profile, cluster: Cluster, microbatches: int, copies: int) -> float | None:
+    """The least seconds of a step by formula over all sets of pipelines, orders of devices, cuts and microbatches."""
+    tables = {}
+    for counts in product(*(range(count + 1) for count in cluster.counts)):
+        if 0 < sum(counts) <= len(profile.units):
+            table = _times(profile.units, cluster, counts, microbatches)
+            if table is not None:
+                tables[counts] = table
+    best = math.inf
+    for layout in _sets_of(sorted(tables), cluster.counts, microbatches):
+        if len(layout) >= copies:
+            best = min(best, _least(tuple(tables[counts] for counts in layout), microbatches))
+    return None if math.isinf(best) else best
+
+
+def _times(units: Sequence[UnitCost], cluster: Cluster, counts: Counts, microbatches: int) -> tuple[float, ...] | None:
+    """The fastest pipeline of these devices for 0, 1, 2, ... microbatches, over all orders and cuts."""
+    depth = sum(counts)
+    orders = {order for order in product(range(len(counts)), repeat=depth) if _count(order, len(counts)) == counts}
+    best = [math.inf] * (microbatches + 1)
+    for cuts in combinations(range(1, len(units)), depth - 1):
+        runs = [units[a:b] for a, b in pairwise((0, *cuts, len(units)))]
+        seconds = [sum(unit.forward + unit.backward + unit.weight for unit in run) for run in runs]
+        needs = [
+            sum(unit.weights + unit.gradients + unit.optimizer for unit in run)
+            + min(depth - stage, microbatches) * sum(unit.kept for unit in run)
+            + max(unit.working for unit in run)
+            for stage, run in enumerate(runs)
+        ]
+        for order in orders:
+            kinds = [cluster.classes[kind] for kind in order]
+            if all(need <= kind.memory for need, kind in zip(needs, kinds, strict=True)):
+                times = [time / kind.speed for time, kind in zip(seconds, kinds, strict=True)]
+                total, slowest = sum(times), max(times)
+                for count in range(1, microbatches + 1):
+                    best[count] = min(best[count], total + (count - 1) * slowest)
+    return None if math.isinf(best[1]) else tuple(best)
+
+
+def _count(order: Sequence[int], num_classes: int) -> Counts:
+    return tuple(order.count(kind) for kind in range(num_classes))
+
+
+def _sets_of(templates: Sequence[Counts], free: Counts, most: int) -> Iterator[tuple[Counts, ...]]:
+    """All multisets of at most so many templates within the free devices."""
+    for index, counts in enumerate(templates):
+        left = tuple(have - need for have, need in zip(free, counts, strict=True))
+        if min(left) >= 0 and most:
+            yield (counts,)
+            for rest in _sets_of(templates[index:], left, most - 1):
+                yield (counts, *rest)
+
+
+def _least(tables: Sequence[Sequence[float]], microbatches: int) -> float:
+    """Over all ways to give out the microbatches, at least one to each pipeline."""
+    first, *others = tables
+    if not others:
+        return first[microbatches]
+    most = microbatches - len(others)
+    return min(
+        (max(first[count], _least(others, microbatches - count)) for count in range(1, most + 1)), default=math.inf
+    )
