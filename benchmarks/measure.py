@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 import math
-import os
-import platform
 import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+from penstock.bench.result_files import environment, write_json
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -77,23 +75,6 @@ def spread_of(results: Sequence[dict], key: str) -> str:
     return f"{min(samples):.3f} - {max(samples):.3f}"
 
 
-def environment() -> dict[str, Any]:
-    """Date, versions and machine, for the head of a result file."""
-    versions = {}
-    for package in ("penstock", "torch", "transformers", "deepspeed"):
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            versions[package] = None
-    return {
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "python": platform.python_version(),
-        "versions": versions,
-        "cores": os.cpu_count(),
-        "machine": platform.machine(),
-    }
-
-
 class Comparison:
     """A table of contestants, and what it was made from, to be written as `results/<name>.json` and `.md`."""
 
@@ -117,7 +98,6 @@ class Comparison:
 
     def write(self, note: str = "") -> None:
         """Write both files, with date, versions and configuration, and print the table."""
-        RESULTS.mkdir(exist_ok=True)
         facts = environment()
         content = {
             "title": self._title,
@@ -126,12 +106,12 @@ class Comparison:
             "figures": self.figures,
             "runs": self._runs,
         }
-        (RESULTS / f"{self._name}.json").write_text(json.dumps({"environment": facts, **content}, indent=1) + "\n")
+        write_json({"environment": facts, **content}, RESULTS / f"{self._name}.json")
         head = ", ".join(f"{package} {number}" for package, number in facts["versions"].items() if number)
         table = "\n".join(self._rows) + (f"\n\n{note}" if note else "")
         (RESULTS / f"{self._name}.md").write_text(
-            f"# {self._title}\n\n{facts['date']}; {head}; Python {platform.python_version()}; "
-            f"{os.cpu_count()} cores; medians of interleaved runs.\n\n{table}\n\nConfiguration: "
+            f"# {self._title}\n\n{facts['date']}; {head}; Python {facts['python']}; "
+            f"{facts['cores']} cores; medians of interleaved runs.\n\n{table}\n\nConfiguration: "
             f"`{json.dumps(self._config)}`\n"
         )
         print(table)

@@ -1,6 +1,6 @@
 """What the ranks of the benchmark's tests run."""
 
-from penstock.bench.clock import Clock
+from penstock.bench.measure import Clock
 from penstock.bench.options import World, read_options
 from penstock.bench.trainer import build_contestant, build_optimizer, choose_devices, make_batch, train_step
 

@@ -6,11 +6,19 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import ResNetForImageClassification
 
-from penstock.bench.activation import POLICIES, apply_policy
 from penstock.bench.configs import GPT_CONFIGS, MODEL_NAMES, GPTConfig, ResNetSize, canonical_name
 from penstock.bench.device_pipeline import DevicePipeline
-from penstock.bench.flops import model_flops
-from penstock.bench.models import GPT, Partition, fill, layer_costs, next_token_loss, sequential_gpt
+from penstock.bench.measure import model_flops
+from penstock.bench.models import (
+    GPT,
+    POLICIES,
+    Partition,
+    apply_policy,
+    fill,
+    layer_costs,
+    next_token_loss,
+    sequential_gpt,
+)
 from penstock.bench.modes import blocks_of
 from penstock.modeling.split import SplitModel
 from penstock.modeling.units import list_units

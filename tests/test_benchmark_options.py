@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from penstock.bench.activation import apply_policy
 from penstock.bench.configs import GPTConfig
 from penstock.bench.memory import check_memory, estimate
-from penstock.bench.models import GPT
+from penstock.bench.models import GPT, apply_policy
 from penstock.bench.modes import blocks_of
 from penstock.bench.options import OptionError, Options, World, read_options
 from penstock.planning.memory import readable

@@ -12,13 +12,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from penstock.bench.clock import Clock, Stopwatch
-from penstock.bench.flops import measured_peak
+from penstock.bench.figures import RankFigures, Sample, assemble, summary
+from penstock.bench.measure import Clock, Stopwatch, matmul_peak
 from penstock.bench.options import World, read_options
-from penstock.bench.plot import write_plots
-from penstock.bench.results import RankFigures, Sample, assemble, summary
+from penstock.bench.report import comparison, write_plots
+from penstock.bench.result_files import read_runs, write_csv
 from penstock.bench.suite import combine, compare_losses, default_modes, entries_of
-from penstock.bench.table import comparison, read_runs, write_csv
 from penstock.cli import app
 from penstock.planning.memory import MemoryEstimate
 from penstock.planning.pipelines import parse_pipelines
@@ -174,5 +173,5 @@ def test_watches_count_what_is_marked_and_nothing_else() -> None:
     assert watch.take() == 0.0
 
 
-def test_the_measured_peak_is_a_processors() -> None:
-    assert 1e8 < measured_peak([torch.device("cpu")], torch.float32) < 1e13
+def test_the_matmul_peak_is_a_processors() -> None:
+    assert 1e8 < matmul_peak([torch.device("cpu")], torch.float32) < 1e13

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from penstock.bench.clock import Stopwatch
+from penstock.bench.measure import Stopwatch
 from penstock.bench.models import Partition
 
 # (output of the last partition, the microbatch's targets) -> its loss, shape ()

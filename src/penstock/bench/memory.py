@@ -10,9 +10,8 @@ from pathlib import Path
 import torch
 from transformers import ResNetForImageClassification
 
-from penstock.bench.activation import CHECKPOINT, NOOP
 from penstock.bench.configs import GPTConfig, ResNetSize
-from penstock.bench.models import layer_costs
+from penstock.bench.models import CHECKPOINT, NOOP, layer_costs
 from penstock.bench.options import OptionError, Options, World
 from penstock.planning.memory import Held, MemoryEstimate, memory_of_ranks, readable
 from penstock.planning.partition import partition

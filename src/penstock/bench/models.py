@@ -6,9 +6,10 @@ parameter's name. So a form, a stage or a shard can be made alone and still equa
 
 from __future__ import annotations
 
+import functools
 import math
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,12 +17,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel, ResNetForImageClassification
 
 from penstock.bench.configs import GPTConfig, ResNetSize
 from penstock.planning.partition import partition
 
 INITIALIZER_RANGE = 0.02
+# What happens to a block's activations between its forward and its backward.
+NOOP, CHECKPOINT, OFFLOAD = "noop", "checkpoint", "offload"
+POLICIES = (NOOP, CHECKPOINT, OFFLOAD)
 
 Device = torch.device | str | int
 
@@ -243,3 +248,40 @@ def sharded_resnet(
     for stage in model.resnet.encoder.stages:
         fully_shard(stage, mesh=mesh)
     return fully_shard(model, mesh=mesh)
+
+
+# ---------------------------------------------------------------- activations
+
+
+def apply_policy(blocks: Iterable[nn.Module], policy: str) -> None:
+    """Keep the activations of `blocks` ("noop"), recompute them in backward ("checkpoint", Chen et al. 2016), or
+    move them to host memory and back ("offload").
+
+    Raises:
+        ValueError: an unknown policy.
+    """
+    if policy not in POLICIES:
+        raise ValueError(f"unknown activation policy {policy!r}: known are {', '.join(POLICIES)}")
+    if policy == NOOP:
+        return
+    wrap = _checkpointed if policy == CHECKPOINT else _offloaded
+    for block in blocks:
+        # The forward, and not the module's call: whoever hooks the call (FSDP, a stage) stays outside.
+        block.forward = wrap(block.forward)
+
+
+def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+    return run
+
+
+def _offloaded(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()):
+            return forward(*args, **kwargs)
+
+    return run

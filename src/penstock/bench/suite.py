@@ -16,9 +16,9 @@ from math import ceil, inf, isfinite, lcm
 from pathlib import Path
 from typing import Any
 
+from penstock.bench.result_files import FORMAT
 from penstock.planning.pipelines import parse_pipelines
 
-FORMAT = 1
 SAMPLES_PER_DEVICE = 4
 # How far the losses of two modes may differ, relative to their size, by rounding alone.
 TOLERANCES = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 3e-2}

@@ -15,16 +15,14 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from penstock.bench import results
-from penstock.bench.clock import Clock
+from penstock.bench import figures
 from penstock.bench.configs import GPTConfig
-from penstock.bench.flops import measured_peak
+from penstock.bench.measure import Clock, forget_peak_memory, matmul_peak, memory_in_use, peak_memory
 from penstock.bench.memory import check_memory, estimate
 from penstock.bench.models import mix_seed
-from penstock.bench.modes import Batch, Contestant, PipelinedReplicas, Replicas
+from penstock.bench.modes import Batch, Contestant, PipelinedReplicas, Pipelines, Replicas
 from penstock.bench.options import OptionError, Options, World, read_options
-from penstock.bench.pipelines import Pipelines
-from penstock.bench.results_file import write_json
+from penstock.bench.result_files import write_json
 from penstock.runtime.bootstrap import ensure_process_group
 
 LEARNING_RATE = 1e-4
@@ -51,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         result = measure(options, world, devices)
         if world.rank == 0:
-            print(results.summary(result), flush=True)
+            print(figures.summary(result), flush=True)
             if options.output is not None:
                 write_json(result, options.output)
         dist.barrier()
@@ -101,22 +99,22 @@ def measure(options: Options, world: World, devices: Sequence[torch.device]) -> 
     """Train; returns the result on rank 0, something less on the others."""
     control = dist.new_group(backend="gloo")
     dist.barrier(control)
-    peak = measured_peak(devices, options.torch_dtype)
-    before = results.memory_in_use(devices)
+    peak = matmul_peak(devices, options.torch_dtype)
+    before = memory_in_use(devices)
     contestant = build_contestant(options, devices)
     optimizer = build_optimizer(options, contestant)
     clock = Clock(devices)
-    samples: list[results.Sample] = []
+    samples: list[figures.Sample] = []
     for number in range(options.warmup + options.iterations):
         batch = make_batch(options, number)
         if number == options.warmup:
-            results.forget_peak_memory(devices)
+            forget_peak_memory(devices)
         dist.barrier(control)
         samples.append(train_step(contestant, optimizer, batch, clock))
-    mine = results.RankFigures(
+    mine = figures.RankFigures(
         samples=samples[options.warmup :],
         losses=[sample.loss for sample in samples],
-        peak_memory=results.peak_memory(devices),
+        peak_memory=peak_memory(devices),
         memory_before=before,
         matmul_peak=peak,
         parameters=sum(parameter.numel() for parameter in contestant.parameters),
@@ -126,10 +124,10 @@ def measure(options: Options, world: World, devices: Sequence[torch.device]) -> 
     gathered: list[Any] = [None] * world.size
     dist.all_gather_object(gathered, mine, group=control)
     contestant.close()
-    return results.assemble(options, world, estimate(options, world), gathered)
+    return figures.assemble(options, world, estimate(options, world), gathered)
 
 
-def train_step(contestant: Contestant, optimizer: torch.optim.Optimizer, batch: Batch, clock: Clock) -> results.Sample:
+def train_step(contestant: Contestant, optimizer: torch.optim.Optimizer, batch: Batch, clock: Clock) -> figures.Sample:
     """One step, timed."""
     clock.start()
     optimizer.zero_grad()
@@ -138,7 +136,7 @@ def train_step(contestant: Contestant, optimizer: torch.optim.Optimizer, batch: 
         optimizer.step()
     seconds, phases = clock.stop()
     efficiency = contestant.efficiency(phases)
-    return results.Sample(seconds, phases, efficiency, float(loss))
+    return figures.Sample(seconds, phases, efficiency, float(loss))
 
 
 def profile_step(

@@ -42,9 +42,9 @@ def bench(
 
     Example: penstock bench --devices 2 --model GPTSmall --batch_size 8 --block_size 256 --iterations 10
     """
-    from penstock.bench.results_file import write_json
+    from penstock.bench.report import comparison, table_of, write_plots
+    from penstock.bench.result_files import read_runs, write_csv, write_json
     from penstock.bench.suite import default_modes, entries_of, run_suite
-    from penstock.bench.table import comparison, read_runs, table_of, write_csv
 
     console = Console()
     if not console.is_terminal and "COLUMNS" not in os.environ:
@@ -74,8 +74,6 @@ def bench(
     written = ["results.json", "results.csv"]
     if suite["runs"]:
         try:
-            from penstock.bench.plot import write_plots
-
             written += [path.name for path in write_plots(suite, output)]
         except ImportError as error:
             console.print(str(error), style="yellow")

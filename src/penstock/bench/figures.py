@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import datetime
-import os
-import platform
-import resource
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from penstock.bench.configs import GPTConfig
-from penstock.bench.flops import model_flops
+from penstock.bench.measure import model_flops
 from penstock.bench.options import Options, World
+from penstock.bench.result_files import FORMAT, environment
 from penstock.planning.memory import MemoryEstimate, readable
 
-# Changes when a field changes its meaning.
-FORMAT = 1
 PHASES = ("forward", "backward", "optimizer")
 
 
@@ -63,7 +56,7 @@ def assemble(options: Options, world: World, needed: MemoryEstimate, ranks: Sequ
     losses = [sum(parts) for parts in zip(*(figures.losses for figures in ranks), strict=True)]
     return {
         "format": FORMAT,
-        "environment": environment(world),
+        "environment": environment(torch.cuda.get_device_name() if world.device_type == "cuda" else None),
         "options": options.record(),
         "world": {**asdict(world), "devices": devices},
         "figures": {
@@ -87,46 +80,6 @@ def assemble(options: Options, world: World, needed: MemoryEstimate, ranks: Sequ
         "step_seconds": seconds,
         "losses": losses,
     }
-
-
-def environment(world: World) -> dict[str, Any]:
-    """Date, versions, machine, and how busy it was."""
-    versions: dict[str, str | None] = {}
-    for package in ("penstock", "torch", "transformers"):
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            versions[package] = None
-    return {
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "python": platform.python_version(),
-        "versions": versions,
-        "platform": platform.platform(),
-        "device": torch.cuda.get_device_name() if world.device_type == "cuda" else platform.machine(),
-        "cores": os.cpu_count(),
-        "load_average": os.getloadavg()[0],
-    }
-
-
-def memory_in_use(devices: Sequence[torch.device]) -> int:
-    """Bytes: allocated on the fullest GPU, or resident in this process."""
-    if devices[0].type == "cuda":
-        return max(torch.cuda.memory_allocated(device) for device in devices)
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-
-
-def peak_memory(devices: Sequence[torch.device]) -> int:
-    """Bytes at most: allocated on the fullest GPU since `forget_peak_memory`, or resident in this process ever."""
-    if devices[0].type == "cuda":
-        return max(torch.cuda.max_memory_allocated(device) for device in devices)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def forget_peak_memory(devices: Sequence[torch.device]) -> None:
-    """Begin to look for the peak anew, where that can be done."""
-    if devices[0].type == "cuda":
-        for device in devices:
-            torch.cuda.reset_peak_memory_stats(device)
 
 
 def summary(result: Mapping[str, Any]) -> str:

@@ -1,19 +1,16 @@
-"""The figures of several runs side by side: as a table, as CSV, and two files against each other. Imports no torch."""
+"""The figures of several runs side by side: a table, two files against each other, a picture. Imports no torch."""
 
 from __future__ import annotations
 
-import csv
-import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rich.table import Column, Table
 from rich.text import Text
 
-Run = Mapping[str, Any]
-Runs = Mapping[str, Run]
+from penstock.bench.result_files import Run, Runs, flat
 
 # Figures of which more is better and less is better, as `compare` lists them.
 COMPARED = {
@@ -23,23 +20,8 @@ COMPARED = {
     "mfu": ("MFU %", 100.0, True),
     "peak_memory_bytes": ("peak MB", 1e-6, False),
 }
-
-
-def read_runs(path: str | os.PathLike[str]) -> dict[str, Run]:
-    """The runs in a result file of `penstock bench`, or the one in a file of the trainer's.
-
-    Raises:
-        ValueError: it is neither.
-    """
-    try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from None
-    if isinstance(content, dict) and isinstance(content.get("runs"), dict):
-        return dict(content["runs"])
-    if isinstance(content, dict) and "figures" in content and "options" in content:
-        return {content["options"]["mode"]: content}
-    raise ValueError(f"{path} is no result file of `penstock bench` or of the trainer")
+# The phases of a step in the picture.
+COLOURS = {"forward": "#4c78a8", "backward": "#9ecae9", "optimizer": "#f58518"}
 
 
 def table_of(suite: Mapping[str, Any]) -> Table:
@@ -101,29 +83,6 @@ def _rate(run: Run) -> tuple[float, str]:
     return float(run["figures"]["samples_per_second_per_device"]), "samples"
 
 
-def write_csv(suite: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
-    """One line for each run: its name, its options, its figures."""
-    rows = [
-        {"name": name} | dict(_flat(run["options"], "")) | dict(_flat(run["figures"], ""))
-        for name, run in suite["runs"].items()
-    ]
-    columns = list(dict.fromkeys(column for row in rows for column in row)) or ["name"]
-    with Path(path).open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, columns)
-        writer.writeheader()
-        writer.writerows(rows)
-
-
-def _flat(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
-        elif isinstance(value, list | tuple):
-            yield f"{prefix}{name}", json.dumps(value)
-        else:
-            yield f"{prefix}{name}", value
-
-
 def comparison(first: Runs, second: Runs) -> tuple[Table, list[str]]:
     """Two sets of runs: a row for each figure of each run that both have, and what else is different.
 
@@ -171,7 +130,7 @@ def _differences(first: Runs, second: Runs, shared: list[str]) -> list[str]:
     lines: dict[str, None] = {}
     for name in shared:
         for section in ("options", "environment"):
-            mine, theirs = (dict(_flat(runs[name][section], "")) for runs in (first, second))
+            mine, theirs = (dict(flat(runs[name][section])) for runs in (first, second))
             for key in {**mine, **theirs}:
                 if key not in ("date", "load_average", "output") and mine.get(key) != theirs.get(key):
                     lines[f"{name}: {key} is {mine.get(key)} in a, {theirs.get(key)} in b"] = None
@@ -179,3 +138,65 @@ def _differences(first: Runs, second: Runs, shared: list[str]) -> list[str]:
         if only := [name for name in runs if name not in shared]:
             lines[f"only in {label}: {', '.join(only)}"] = None
     return list(lines)
+
+
+def write_plots(suite: Mapping[str, Any], folder: str | os.PathLike[str], stem: str = "results") -> list[Path]:
+    """Write `<stem>.svg` and `<stem>.png`: speed with its quartiles, the step's phases, memory, and MFU of every run.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        ValueError: there is no run to draw.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("the plot needs matplotlib: pip install penstock[plot]") from error
+    runs: Mapping[str, Mapping[str, Any]] = suite["runs"]
+    if not runs:
+        raise ValueError("there is no run to draw")
+    names = list(runs)
+    figures = [runs[name]["figures"] for name in names]
+    positions = range(len(names))
+    picture = Figure(figsize=(11.0, 6.5), layout="constrained")
+    FigureCanvasAgg(picture)
+    speed, phases, memory, utilisation = picture.subplots(2, 2).flat
+
+    unit = "samples" if figures[0]["tokens_per_second_per_device"] is None else "tokens"
+    rates = [entry[f"{unit}_per_second_per_device"] for entry in figures]
+    # Where the rates of the slower and the faster quarter of the steps begin, as distances from the median's.
+    slower, faster = [], []
+    for rate, entry in zip(rates, figures, strict=True):
+        low, high = entry["seconds_quartiles"]
+        slower.append(max(0.0, rate - rate * entry["seconds"] / high))
+        faster.append(max(0.0, rate * entry["seconds"] / low - rate))
+    speed.bar(positions, rates, yerr=[slower, faster], capsize=4, color="#4c78a8")
+    speed.set_title(f"{unit}/s per device (bars: quartiles of the steps)")
+
+    bottoms = [0.0] * len(names)
+    for phase, colour in COLOURS.items():
+        heights = [entry[f"{phase}_seconds"] * 1e3 for entry in figures]
+        phases.bar(positions, heights, bottom=bottoms, label=phase, color=colour)
+        bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
+    rest = [max(0.0, entry["seconds"] * 1e3 - bottom) for entry, bottom in zip(figures, bottoms, strict=True)]
+    phases.bar(positions, rest, bottom=bottoms, label="waiting, other", color="#e4e4e4")
+    phases.set_title("ms per step")
+    phases.legend(fontsize=8)
+
+    memory.bar(positions, [entry["peak_memory_bytes"] / 1e6 for entry in figures], color="#72b7b2")
+    memory.set_title("peak memory of the fullest process, MB")
+    utilisation.bar(positions, [entry["mfu"] * 100 for entry in figures], color="#54a24b")
+    utilisation.set_title("model FLOPs utilisation, % of a measured matrix product")
+
+    for axes in (speed, phases, memory, utilisation):
+        axes.set_xticks(positions, names, rotation=20 if max(map(len, names)) > 8 else 0)
+        axes.spines[["top", "right"]].set_visible(False)
+    options, place = runs[names[0]]["options"], runs[names[0]]["environment"]
+    picture.suptitle(
+        f"{options['model']}, {figures[0]['parameters'] / 1e6:.4g} M parameters, {options['dtype']}, batch "
+        f"{options['batch_size']}, {figures[0]['devices']} devices ({place['device']}), {place['date']}"
+    )
+    paths = [Path(folder) / f"{stem}.{ending}" for ending in ("svg", "png")]
+    for path in paths:
+        picture.savefig(path)
+    return paths
