@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -19,8 +20,22 @@ from transformers import PretrainedConfig
 _STRIPPED = "_penstock_stripped"
 
 
+@dataclass(slots=True)
+class Absent:
+    """A tensor that a ghost lacks. The meta tensor under its name tells shape and dtype.
+
+    Attributes:
+        kind: `"parameter"`, `"buffer"` (persistent) or `"temporary"` (a buffer that no checkpoint holds).
+        tensor: the `Parameter` itself, for when this rank holds the unit again; of a temporary buffer its values, on
+            the CPU; of a persistent one a meta tensor; None where the module has None under the name.
+    """
+
+    kind: str
+    tensor: torch.Tensor | None
+
+
 def strip(module: nn.Module) -> nn.Module:
-    """Turn `module` and everything below it into a ghost, in place.
+    """Turn `module` and everything below it into a ghost, in place; `restore` is the way back.
 
     The parameters themselves are left alone: whoever still holds one (an optimizer, a tied holder) keeps it whole.
     Giving up their storage is the caller's decision, see `penstock.modeling.split`.
@@ -29,24 +44,111 @@ def strip(module: nn.Module) -> nn.Module:
         `module`, for chaining.
     """
     for child in module.modules():
-        names = list(vars(child).get(_STRIPPED, ()))
+        absent = child.__dict__.setdefault(_STRIPPED, {})
         for registry, kind in ((child._parameters, "parameter"), (child._buffers, "buffer")):
             for name, tensor in list(registry.items()):
-                if kind == "buffer" and name in child._non_persistent_buffers_set:
-                    kind_here = "temporary"
-                else:
-                    kind_here = kind
+                temporary = kind == "buffer" and name in child._non_persistent_buffers_set
                 del registry[name]
                 # Straight into __dict__: nn.Module.__setattr__ would register a buffer again, and a later assignment
                 # of a Parameter under this name still registers it and removes this entry.
-                child.__dict__[name] = None if tensor is None else tensor.detach().to("meta")
-                if tensor is not None:
-                    names.append((name, kind_here))
+                placeholder = child.__dict__[name] = None if tensor is None else tensor.detach().to("meta")
+                kept = tensor if kind == "parameter" else placeholder
+                if temporary and tensor is not None and not tensor.is_meta:
+                    kept = tensor.detach().cpu()
+                absent[name] = Absent("temporary" if temporary else kind, kept)
         child._non_persistent_buffers_set = set()
-        child.__dict__[_STRIPPED] = tuple(names)
         # transformers must not try to initialise what is no longer there.
         child.__dict__["_is_hf_initialized"] = True
     return module
+
+
+def restore(module: nn.Module, device: torch.device) -> Iterator[tuple[str, torch.Tensor, torch.Tensor | None]]:
+    """Register again what `strip` took out of `module`: the same parameters, under the same names.
+
+    Buffers come without values, but for temporary ones. Parameters come as they are, which may be without storage.
+
+    Args:
+        device: where buffers are made.
+
+    Returns:
+        For each tensor that may lack its values its name relative to `module`, itself, and for a parameter a meta
+        tensor of its shape.
+    """
+    for prefix, child in module.named_modules():
+        for name, absent in vars(child).pop(_STRIPPED, {}).items():
+            placeholder, tensor = vars(child).pop(name, None), absent.tensor
+            if name in child._parameters or name in child._buffers:  # something else was put there
+                continue
+            full = f"{prefix}.{name}" if prefix else name
+            if absent.kind == "parameter":
+                child._parameters[name] = cast(Any, tensor)
+                if tensor is not None:
+                    yield full, tensor, placeholder
+                continue
+            if absent.kind == "temporary":
+                child._non_persistent_buffers_set.add(name)
+            lacking = tensor is not None and tensor.is_meta
+            if tensor is not None:
+                tensor = torch.empty_like(tensor, device=device) if lacking else tensor.to(device)
+            child._buffers[name] = tensor
+            if lacking and tensor is not None:
+                yield full, tensor, None
+
+
+def absent_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters that `strip` took out of `module` and the modules below it, with their names relative to it."""
+    for prefix, child in module.named_modules():
+        for name, absent in vars(child).get(_STRIPPED, {}).items():
+            if isinstance(absent.tensor, nn.Parameter):
+                yield (f"{prefix}.{name}" if prefix else name), absent.tensor
+
+
+def make_absent_real(model: nn.Module, device: torch.device) -> None:
+    """Put parameters on `device`, without storage, in the place of absent ones on the meta device.
+
+    A model that was made for one stage has such. They could not be given storage on a real device.
+    """
+    held = set(model.parameters())
+    made: dict[nn.Parameter, nn.Parameter] = {}
+
+    def real(parameter: nn.Parameter) -> nn.Parameter:
+        if parameter.is_meta and parameter not in held and parameter not in made:
+            empty = torch.empty(0, dtype=parameter.dtype, device=device)
+            made[parameter] = nn.Parameter(empty, parameter.requires_grad)
+        return made.get(parameter, parameter)
+
+    replace_parameters(model, real)
+
+
+def convert_absent(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Let what ghosts lack follow a change of the model's dtype or device, such as `model.to(torch.bfloat16)`.
+
+    Args:
+        function: what is applied to each of the model's tensors.
+    """
+    for child in module.modules():
+        for name, absent in vars(child).get(_STRIPPED, {}).items():
+            tensor, placeholder = absent.tensor, vars(child).get(name)
+            if tensor is None or placeholder is None:
+                continue
+            dtype = function(torch.empty(0, dtype=placeholder.dtype)).dtype
+            if placeholder.dtype != dtype:
+                child.__dict__[name] = placeholder.to(dtype)
+            if absent.kind != "parameter":
+                absent.tensor = tensor.to(dtype)
+            elif not tensor.numel():  # otherwise a local unit holds it, too
+                tensor.data = function(tensor.data)
+
+
+def replace_parameters(model: nn.Module, replacement: Callable[[nn.Parameter], nn.Parameter]) -> None:
+    """Put other parameters in the place of some, wherever they are held or lacked: what was tied stays tied."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = replacement(parameter)
+        for absent in vars(module).get(_STRIPPED, {}).values():
+            if isinstance(absent.tensor, nn.Parameter):
+                absent.tensor = replacement(absent.tensor)
 
 
 def answer_for_parameters(model: nn.Module, active: Callable[[], bool], device: Callable[[], torch.device]) -> None:
@@ -57,6 +159,8 @@ def answer_for_parameters(model: nn.Module, active: Callable[[], bool], device: 
     placeholder, of no storage to speak of, on `device()`. To everybody else it gives none, as before.
     """
     for module in model.modules():
+        if isinstance(vars(module).get("parameters"), _Parameters):
+            del module.__dict__["parameters"]
         if next(module.parameters(), None) is None and next(stripped_tensors(module), None) is not None:
             module.__dict__["parameters"] = _Parameters(module, active, device)
 
@@ -92,8 +196,9 @@ def stripped_tensors(module: nn.Module, kind: str = "parameter") -> Iterator[tup
         kind: `"parameter"`, `"buffer"` (persistent) or `"temporary"` (buffers that no checkpoint holds).
     """
     for prefix, child in module.named_modules(remove_duplicate=False):
-        for name, its_kind in vars(child).get(_STRIPPED, ()):
-            if its_kind == kind and name not in child._parameters and name not in child._buffers:
+        for name, absent in vars(child).get(_STRIPPED, {}).items():
+            held = name in child._parameters or name in child._buffers
+            if absent.kind == kind and absent.tensor is not None and not held:
                 yield (f"{prefix}.{name}" if prefix else name), vars(child)[name]
 
 
@@ -103,7 +208,7 @@ def all_parameter_names(model: nn.Module) -> list[str]:
     names.update(name for name, _ in stripped_tensors(model))
     order: list[str] = []
     for prefix, child in model.named_modules(remove_duplicate=False):
-        own = list(child._parameters) + [name for name, _ in vars(child).get(_STRIPPED, ())]
+        own = [*child._parameters, *vars(child).get(_STRIPPED, ())]
         order += [name for n in own if (name := f"{prefix}.{n}" if prefix else n) in names]
     return list(dict.fromkeys(order))
 
@@ -116,7 +221,8 @@ def meta_twin(module: nn.Module) -> nn.Module:
     """
     memo: dict[int, Any] = {}
     for child in module.modules():
-        for tensor in [*child._parameters.values(), *child._buffers.values(), *_loose_tensors(child)]:
+        absent = [each.tensor for each in vars(child).get(_STRIPPED, {}).values()]
+        for tensor in [*child._parameters.values(), *child._buffers.values(), *_loose_tensors(child), *absent]:
             if tensor is not None and id(tensor) not in memo:
                 twin_tensor = tensor.detach().to("meta")
                 if isinstance(tensor, nn.Parameter):

@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from penstock.modeling.ghost import convert_absent
+
 _SEAT = "_penstock_seat"
 
 
@@ -45,7 +47,7 @@ class Seat:
 _subclasses: dict[type, type] = {}
 
 
-def _intercepted_class(base: type) -> type:
+def _intercepted_class(base: Any) -> type:
     """The subclass of `base` whose instances ask their handler when called; one per class."""
     if base not in _subclasses:
 
@@ -56,10 +58,15 @@ def _intercepted_class(base: type) -> type:
                 return seat.original(self, *args, **kwargs)
             return handler.call(seat, self, args, kwargs)
 
+        def _apply(self: Any, fn: Any, recurse: bool = True) -> Any:
+            convert_absent(self, fn)
+            return base._apply(self, fn, recurse)
+
         # Same name, module and qualified name: error messages, repr and transformers' registries (which are keyed by
         # str(class)) see the model's own class.
         namespace = {
             "__call__": __call__,
+            "_apply": _apply,
             "__module__": base.__module__,
             "__qualname__": base.__qualname__,
             "__doc__": base.__doc__,

@@ -13,7 +13,14 @@ import torch
 from torch import nn
 
 from penstock.modeling.dataflow import ReachedInside
-from penstock.modeling.ghost import answer_for_parameters, strip
+from penstock.modeling.ghost import (
+    absent_parameters,
+    answer_for_parameters,
+    is_ghost,
+    make_absent_real,
+    restore,
+    strip,
+)
 from penstock.modeling.interception import Switchboard, install
 from penstock.modeling.loss import Criterion, loss_of, with_loss
 from penstock.modeling.outputs import Shapes
@@ -51,6 +58,10 @@ class SplitModel:
         local_stages: the stages held here.
         aliases: every parameter of the unsplit model as the tuple of its names, in the model's order.
         tied: the parameters that several stages hold.
+        released: the parameters that the last placement made give up storage, by name in the unsplit model (a tied
+            one by the first of its names).
+        taken: the parameters and buffers that the last placement gave storage, named likewise, to be filled by the
+            caller. Buffers that no checkpoint holds have their values already and are not among them.
         random: whether the model draws random numbers in training (dropout), so that `seed` has an effect.
         tensor_parallel: how the weights are cut; None with `tensor_parallel_size` 1.
 
@@ -70,54 +81,111 @@ class SplitModel:
         self.model = model
         # The class's own call, whatever a face makes of calling the model later.
         self._call = MethodType(type(model).__call__, model)
-        self.stages = tuple(tuple(stage) for stage in stages)
-        self.local_stages = tuple(sorted(set(local_stages)))
-        self.num_stages = len(self.stages)
-        self._stage_of = checked_placement(model, self.stages, self.local_stages)
-        self._modules = {name: model.get_submodule(name) for name in self._stage_of}
+        placement = checked_placement(model, stages, local_stages)
+        self._modules = {name: model.get_submodule(name) for name in placement}
         self.aliases = alias_groups(model)
         # For whoever saves the model: from here on no rank can see by itself what is tied on other stages.
         model.__dict__["_penstock_aliases"] = self.aliases
-        self.tied: list[TiedGroup] = tied_groups(self.aliases, self._stage_of, self.num_stages)
         self.random = draws_random_numbers(model)
         self.tensor_parallel: TensorParallel | None = None
         if tensor_parallel_size > 1:
             self.tensor_parallel = TensorParallel(model, tensor_parallel_rank, tensor_parallel_size, self.aliases)
         # Of whole units: what crosses between units is whole, however a unit computes it.
         self._functions = ShapeFunctions(self._modules)
-        self._shrink()
+        self._switchboard = Switchboard()
+        self._traces: dict[Any, tuple[Trace, tuple[tuple[str, Any], ...]]] = {}
+        self._plans_of_stages: dict[Any, dict[Any, Plan]] = {}
+        self._place(stages, local_stages, placement)
         if self.tensor_parallel is not None:
             self.tensor_parallel.apply(model, self._stage_of)
+        if self.device.type != "meta":
+            make_absent_real(model, self.device)
         self._module_names = {id(module): name for name, module in model.named_modules()}
-        self._switchboard = Switchboard()
-        switchboard = self._switchboard
-        answer_for_parameters(model, lambda: switchboard.handler is not None, lambda: self.device)
         self._floating = floating_modules(model, self._stage_of)
         install([*self._modules.items(), *self._floating.items()], self._switchboard)
         self._signature = inspect.signature(model.forward)
-        self._plans: dict[Any, Plan] = {}
         self._scripts: dict[tuple[str, int], Script] = {}
         self._generators: Generators | None = None
 
-    def _shrink(self) -> None:
-        """Make ghosts of the units of stages that are not held here."""
-        foreign: dict[int, nn.Parameter] = {}
-        for name, stage in self._stage_of.items():
+    def reform(
+        self,
+        stages: Sequence[Sequence[str]],
+        local_stages: Collection[int],
+        tensor_parallel_rank: int | None = None,
+        tensor_parallel_size: int | None = None,
+    ) -> None:
+        """Hold other stages, or other units: take up another placement of the same units, in place.
+
+        Units of stages that are no longer held become ghosts; `released` then has their parameters, which gave up
+        storage and gradients. Units that were ghosts get back the same `Parameter` objects and buffers, with storage
+        of which the values are undefined: fill everything in `taken` before the next forward. What an optimizer
+        knows of either is the caller's business. Plans are made anew from what was traced before.
+
+        Args:
+            stages, local_stages: as for the constructor.
+            tensor_parallel_rank, tensor_parallel_size: None, or what they are: they cannot change.
+
+        Raises:
+            ValueError: the placement is impossible or places other units than the one before, or the place in the
+                tensor-parallel group is another one. Nothing has changed then.
+        """
+        cut = self.tensor_parallel
+        place = (0, 1) if cut is None else (cut.index, cut.size)
+        index, size = place[0] if tensor_parallel_rank is None else tensor_parallel_rank, tensor_parallel_size
+        if (index, place[1] if size is None else size) != place:
+            raise ValueError(
+                f"this rank holds slice {place[0]} of {place[1]} of each weight, and cannot become slice {index} of "
+                f"{size}: the tensor-parallel rank and size stay as they are; split a new model for another size"
+            )
+        placement = checked_placement(self.model, stages, local_stages)
+        if placement.keys() != self._stage_of.keys():
+            changed = ", ".join(sorted(placement.keys() ^ self._stage_of.keys()))
+            raise ValueError(f"another placement must place the same units, but these are in one of the two: {changed}")
+        self._place(stages, local_stages, placement)
+
+    def _place(self, stages: Sequence[Sequence[str]], local_stages: Collection[int], placement: dict[str, int]) -> None:
+        """Make ghosts of the units of stages that are not held here, and whole modules of those that are."""
+        self.stages = tuple(tuple(stage) for stage in stages)
+        self.local_stages = tuple(sorted(set(local_stages)))
+        self.num_stages = len(self.stages)
+        self._stage_of = placement
+        self.tied: list[TiedGroup] = tied_groups(self.aliases, placement, self.num_stages)
+        self._plans = self._plans_of_stages.setdefault(self.stages, {})
+        self.released: dict[str, nn.Parameter] = {}
+        self.taken: dict[str, torch.Tensor] = {}
+        device = self.device
+        names = {name: group[0] for group in self.aliases for name in group}
+        foreign: dict[str, nn.Parameter] = {}
+        found: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        for unit, stage in placement.items():
+            module = self._modules[unit]
             if stage not in self.local_stages:
-                unit = self._modules[name]
-                foreign.update((id(parameter), parameter) for parameter in unit.parameters())
-                strip(unit)
-        for parameter in self.model.parameters():  # what is left: local, outside of units, or tied to either
-            foreign.pop(id(parameter), None)
-        for parameter in foreign.values():
-            parameter.grad = None
-            parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+                strip(module)
+                foreign.update((f"{unit}.{name}", parameter) for name, parameter in absent_parameters(module))
+            elif is_ghost(module):
+                found.update((f"{unit}.{name}", (tensor, like)) for name, tensor, like in restore(module, device))
+        held = {id(parameter) for parameter in self.model.parameters()}  # by local units, or outside of units
+        for name, parameter in foreign.items():
+            if id(parameter) not in held and parameter.numel():
+                parameter.grad = None
+                parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+                self.released[names.get(name, name)] = parameter
+        for name, (tensor, like) in found.items():
+            if like is None:
+                self.taken[name] = tensor
+            elif tensor.shape != like.shape:  # otherwise it was held all the time, under another name
+                tensor.data = torch.empty_like(like, device=tensor.device)
+                self.taken[names.get(name, name)] = tensor
+        switchboard = self._switchboard
+        answer_for_parameters(self.model, lambda: switchboard.handler is not None, lambda: self.device)
 
     @property
     def device(self) -> torch.device:
         """Where the local parameters are."""
         # The first one only: this is asked for at every forward.
         first = next(chain(self.model.parameters(), self.model.buffers()), None)
+        if first is None:  # this rank holds no unit that has any
+            first = next((parameter for _, parameter in absent_parameters(self.model)), None)
         return torch.device("cpu") if first is None else first.device
 
     @property
@@ -155,15 +223,18 @@ class SplitModel:
         )
         known = self._plans.get(key)
         if known is None:
-            known = self._plans[key] = self._make_plan(inputs, call, criterion)
+            known = self._plans[key] = self._make_plan(key, inputs, call, criterion)
         return known
 
     def output_shapes(self, inputs: Mapping[str, Any]) -> Shapes:
         """The shapes of the model's output for `inputs`, found without computing it. Raises what `plan` raises."""
         return self._trace(inputs, None, None)[0].output_shapes
 
-    def _make_plan(self, inputs: Mapping[str, Any], call: Any, criterion: Any) -> Plan:
-        traced, defaults = self._trace(inputs, call, criterion)
+    def _make_plan(self, key: Any, inputs: Mapping[str, Any], call: Any, criterion: Any) -> Plan:
+        known = self._traces.get(key)  # a trace knows nothing of stages
+        if known is None:
+            known = self._traces[key] = self._trace(inputs, call, criterion)
+        traced, defaults = known
         try:
             return make_plan(traced, self._stage_of, self.num_stages, entry_of(self._module_names, call), defaults)
         except NotImplementedError as error:

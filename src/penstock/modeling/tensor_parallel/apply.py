@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from penstock.modeling.ghost import is_ghost
+from penstock.modeling.ghost import replace_parameters, stripped_tensors
 from penstock.modeling.randomness import draws_random_numbers
 from penstock.modeling.tied import stage_of_parameter
 
@@ -85,7 +85,9 @@ class TensorParallel:
         return self
 
     def apply(self, model: nn.Module, stage_of: Mapping[str, int]) -> None:
-        """Replace the weights that `model` holds by this rank's slices, in place, and make its layers work on them.
+        """Replace the weights of `model` by this rank's slices, in place, and make its layers work on them.
+
+        The layers of ghosts are made ready, too, for when this rank holds them.
 
         `Parameter` objects keep their identity, so an optimizer that holds them goes on working; but for those whose
         slices `give_slices` left, which were meta tensors.
@@ -107,10 +109,16 @@ class TensorParallel:
                 done.add(id(parameter))
                 parameter.grad = None
                 parameter.data = self.shards[name].take(parameter.data, self.region.index, self.size)
-        _replace_parameters(model, replaced)
+        replace_parameters(model, lambda parameter: replaced.get(parameter, parameter))
+        for name, placeholder in list(stripped_tensors(model)):
+            if name in self.shards and id(placeholder) not in done:
+                done.add(id(placeholder))
+                owner, _, attribute = name.rpartition(".")
+                part = self.shards[name].take(placeholder, self.region.index, self.size)
+                vars(model.get_submodule(owner))[attribute] = part
         model.__dict__["_penstock_tensor_parallel"] = self
         for name, style in self._styles.items():
-            if style not in LAYERS or name in self._shapes or is_ghost(model.get_submodule(name)):
+            if style not in LAYERS or name in self._shapes:
                 continue
             module = model.get_submodule(name)
             if stage_of_parameter(f"{name}.weight", stage_of) is None:
@@ -255,14 +263,6 @@ def take_slices(model: nn.Module) -> dict[str, torch.Tensor]:
     """What `give_slices` left, by name."""
     slices: dict[str, torch.Tensor] = model.__dict__.pop(_SLICES, {})
     return slices
-
-
-def _replace_parameters(model: nn.Module, replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
-    """Put other parameters in the place of some, wherever they are registered: what was tied stays tied."""
-    for module in model.modules() if replaced else ():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter in replaced:
-                module._parameters[name] = replaced[parameter]
 
 
 def _shard_of(module: nn.Module, style: str, parameter: str, fused: int) -> Slicing | None:
