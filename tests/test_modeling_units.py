@@ -10,7 +10,7 @@ import transformers
 from torch import nn
 
 from families import FAMILIES, batch
-from penstock.modeling.interception import original_class
+from penstock.modeling.instrumentation import original_class
 from penstock.modeling.units import list_units
 
 EXPECTED = {
@@ -154,4 +154,5 @@ def test_intercepted_classes_are_put_back() -> None:
     model = FAMILIES["gpt2"].build()
     list_units(model)
     assert all(original_class(type(module)) is type(module) for module in model.modules())
+    assert not any("_penstock" in vars(module) for module in model.modules())
     model(**batch("causal")).loss.backward()

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from penstock.modeling.ghost import stripped_tensors
+from penstock.modeling.instrumentation import known_of
 from penstock.modeling.tensor_parallel import Slicing, TensorParallel
 from penstock.modeling.tied import ties_of
 
@@ -86,7 +87,7 @@ def whole_state(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def tensor_parallel_of(model: nn.Module) -> TensorParallel | None:
     """How a model's weights are cut; None if they are not."""
-    cut: TensorParallel | None = getattr(model, "_penstock_tensor_parallel", None)
+    cut: TensorParallel | None = known_of(model).tensor_parallel
     return cut
 
 
@@ -131,7 +132,7 @@ def tied_groups(model: nn.Module) -> list[list[str]]:
 
     What was tied when the model was split, whatever it declares; buffers, and models that were not split, go by that.
     """
-    aliases: list[tuple[str, ...]] = getattr(model, "_penstock_aliases", [])
+    aliases = known_of(model).aliases
     known = {name for names in aliases for name in names}
     groups: dict[str, set[str]] = {names[0]: set(names) for names in aliases if len(names) > 1}
     for target, source in ties_of(model).items():

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from penstock.modeling.dataflow import ReachedInside, Value
 from penstock.modeling.dummy_inputs import dummy_inputs
-from penstock.modeling.interception import Switchboard, install, uninstall
+from penstock.modeling.instrumentation import Interceptor
 from penstock.modeling.shapes import ShapeFunctions
 from penstock.modeling.trace import Untraceable, trace
 from penstock.modeling.units import floating_modules
@@ -66,15 +66,11 @@ def _counted(model: nn.Module, units: Sequence[str], tokens: int, arguments: Map
     """What one forward on `arguments` costs in each unit, in multiply-adds."""
     modules = {name: model.get_submodule(name) for name in units}
     floating = floating_modules(model, modules)
-    switchboard = Switchboard()
+    interceptor = Interceptor()
     functions = ShapeFunctions(modules)
     meter = _Meter(functions)
-    install([*modules.items(), *floating.items()], switchboard)
-    try:
-        with meter.installed():
-            found = trace(model, functions, set(floating), switchboard, arguments)
-    finally:
-        uninstall([*modules.values(), *floating.values()])
+    with interceptor.installed({**modules, **floating}), meter.installed():
+        found = trace(model, functions, set(floating), interceptor, arguments)
     # Expert layers have no meta kernel; every token passes through some of the experts.
     active = _active_share(getattr(model, "config", None))
     last = found.calls[-1]

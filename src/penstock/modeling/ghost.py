@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -17,21 +16,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-_STRIPPED = "_penstock_stripped"
-
-
-@dataclass(slots=True)
-class Absent:
-    """A tensor that a ghost lacks. The meta tensor under its name tells shape and dtype.
-
-    Attributes:
-        kind: `"parameter"`, `"buffer"` (persistent) or `"temporary"` (a buffer that no checkpoint holds).
-        tensor: the `Parameter` itself, for when this rank holds the unit again; of a temporary buffer its values, on
-            the CPU; of a persistent one a meta tensor; None where the module has None under the name.
-    """
-
-    kind: str
-    tensor: torch.Tensor | None
+from penstock.modeling.instrumentation import Absent, absent_of, known_of, record_of
 
 
 def strip(module: nn.Module) -> nn.Module:
@@ -44,7 +29,8 @@ def strip(module: nn.Module) -> nn.Module:
         `module`, for chaining.
     """
     for child in module.modules():
-        absent = child.__dict__.setdefault(_STRIPPED, {})
+        record = record_of(child)
+        absent = record.absent = record.absent or {}
         for registry, kind in ((child._parameters, "parameter"), (child._buffers, "buffer")):
             for name, tensor in list(registry.items()):
                 temporary = kind == "buffer" and name in child._non_persistent_buffers_set
@@ -75,7 +61,8 @@ def restore(module: nn.Module, device: torch.device) -> Iterator[tuple[str, torc
         tensor of its shape.
     """
     for prefix, child in module.named_modules():
-        for name, absent in vars(child).pop(_STRIPPED, {}).items():
+        lacked, known_of(child).absent = absent_of(child), None
+        for name, absent in lacked.items():
             placeholder, tensor = vars(child).pop(name, None), absent.tensor
             if name in child._parameters or name in child._buffers:  # something else was put there
                 continue
@@ -98,7 +85,7 @@ def restore(module: nn.Module, device: torch.device) -> Iterator[tuple[str, torc
 def absent_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """The parameters that `strip` took out of `module` and the modules below it, with their names relative to it."""
     for prefix, child in module.named_modules():
-        for name, absent in vars(child).get(_STRIPPED, {}).items():
+        for name, absent in absent_of(child).items():
             if isinstance(absent.tensor, nn.Parameter):
                 yield (f"{prefix}.{name}" if prefix else name), absent.tensor
 
@@ -120,33 +107,13 @@ def make_absent_real(model: nn.Module, device: torch.device) -> None:
     replace_parameters(model, real)
 
 
-def convert_absent(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Let what ghosts lack follow a change of the model's dtype or device, such as `model.to(torch.bfloat16)`.
-
-    Args:
-        function: what is applied to each of the model's tensors.
-    """
-    for child in module.modules():
-        for name, absent in vars(child).get(_STRIPPED, {}).items():
-            tensor, placeholder = absent.tensor, vars(child).get(name)
-            if tensor is None or placeholder is None:
-                continue
-            dtype = function(torch.empty(0, dtype=placeholder.dtype)).dtype
-            if placeholder.dtype != dtype:
-                child.__dict__[name] = placeholder.to(dtype)
-            if absent.kind != "parameter":
-                absent.tensor = tensor.to(dtype)
-            elif not tensor.numel():  # otherwise a local unit holds it, too
-                tensor.data = function(tensor.data)
-
-
 def replace_parameters(model: nn.Module, replacement: Callable[[nn.Parameter], nn.Parameter]) -> None:
     """Put other parameters in the place of some, wherever they are held or lacked: what was tied stays tied."""
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 module._parameters[name] = replacement(parameter)
-        for absent in vars(module).get(_STRIPPED, {}).values():
+        for absent in absent_of(module).values():
             if isinstance(absent.tensor, nn.Parameter):
                 absent.tensor = replacement(absent.tensor)
 
@@ -185,7 +152,7 @@ class _Parameters:
 
 def is_ghost(module: nn.Module) -> bool:
     """Whether `module` has been stripped."""
-    return _STRIPPED in vars(module)
+    return known_of(module).absent is not None
 
 
 def stripped_tensors(module: nn.Module, kind: str = "parameter") -> Iterator[tuple[str, torch.Tensor]]:
@@ -196,7 +163,7 @@ def stripped_tensors(module: nn.Module, kind: str = "parameter") -> Iterator[tup
         kind: `"parameter"`, `"buffer"` (persistent) or `"temporary"` (buffers that no checkpoint holds).
     """
     for prefix, child in module.named_modules(remove_duplicate=False):
-        for name, absent in vars(child).get(_STRIPPED, {}).items():
+        for name, absent in absent_of(child).items():
             held = name in child._parameters or name in child._buffers
             if absent.kind == kind and absent.tensor is not None and not held:
                 yield (f"{prefix}.{name}" if prefix else name), vars(child)[name]
@@ -208,7 +175,7 @@ def all_parameter_names(model: nn.Module) -> list[str]:
     names.update(name for name, _ in stripped_tensors(model))
     order: list[str] = []
     for prefix, child in model.named_modules(remove_duplicate=False):
-        own = [*child._parameters, *vars(child).get(_STRIPPED, ())]
+        own = [*child._parameters, *absent_of(child)]
         order += [name for n in own if (name := f"{prefix}.{n}" if prefix else n) in names]
     return list(dict.fromkeys(order))
 
@@ -221,7 +188,7 @@ def meta_twin(module: nn.Module) -> nn.Module:
     """
     memo: dict[int, Any] = {}
     for child in module.modules():
-        absent = [each.tensor for each in vars(child).get(_STRIPPED, {}).values()]
+        absent = [each.tensor for each in absent_of(child).values()]
         for tensor in [*child._parameters.values(), *child._buffers.values(), *_loose_tensors(child), *absent]:
             if tensor is not None and id(tensor) not in memo:
                 twin_tensor = tensor.detach().to("meta")

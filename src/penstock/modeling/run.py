@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache
 
 from penstock.modeling import capture, ghost_cache
-from penstock.modeling.interception import Seat
+from penstock.modeling.instrumentation import Intercepted
 from penstock.modeling.placeholder import LatePlaceholder, as_of_now
 from penstock.modeling.plan import Call
 from penstock.modeling.randomness import key_of, mixed
@@ -87,20 +87,20 @@ class StageRun:
                 raise RuntimeError("The model took another path than it was planned for: it skipped a unit.")
         return tuple(self.sends)  # type: ignore[arg-type]  # no None is left
 
-    def call(self, seat: Seat, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, unit: Intercepted, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         steps, position = self._script.steps, self._position
         step = steps[position] if position < len(steps) else None
-        if step is None or step.call.unit != seat.name:
+        if step is None or step.call.unit != unit.name:
             expected = "no further unit" if step is None else f"the unit {step.call.unit}"
             raise RuntimeError(
-                f"The model took another path than it was planned for: {expected} was due, but {seat.name} was called. "
+                f"The model took another path than it was planned for: {expected} was due, but {unit.name} was called. "
                 "Its control flow depends on the contents of the inputs, which a pipeline cannot follow."
             )
         self._position = position + 1
         seed = self._seed_generators
         if seed is not None and step.own:
             seed(mixed(self._seed, step.seeds[0]))
-        output = self._run(seat, module, step, args, kwargs) if step.own else self._stand_in(step, args, kwargs)
+        output = self._run(unit, module, step, args, kwargs) if step.own else self._stand_in(step, args, kwargs)
         if step.last:
             if self._hand_over is not None:
                 self._hand_over(self.finished())
@@ -110,11 +110,13 @@ class StageRun:
             seed(mixed(self._seed, step.seeds[1]))
         return output
 
-    def _run(self, seat: Seat, module: nn.Module, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(
+        self, unit: Intercepted, module: nn.Module, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         before = capture.lengths(capture.collected()) if step.side_sends else {}
         # Before the unit runs, as it may lengthen a cache on which shapes depend.
         expected = self._expected(step.call, args, kwargs) if step.call.output.assumed else None
-        output = seat.original(module, *args, **kwargs)
+        output = unit.original(module, *args, **kwargs)
         if expected is not None:
             _check_assumption(step.call, output, expected)
         if step.sends:

@@ -21,7 +21,7 @@ from penstock.modeling.ghost import (
     restore,
     strip,
 )
-from penstock.modeling.interception import Switchboard, install
+from penstock.modeling.instrumentation import Interceptor, record_of
 from penstock.modeling.loss import Criterion, loss_of, with_loss
 from penstock.modeling.outputs import Shapes
 from penstock.modeling.placement import checked_placement
@@ -85,14 +85,14 @@ class SplitModel:
         self._modules = {name: model.get_submodule(name) for name in placement}
         self.aliases = alias_groups(model)
         # For whoever saves the model: from here on no rank can see by itself what is tied on other stages.
-        model.__dict__["_penstock_aliases"] = self.aliases
+        record_of(model).aliases = self.aliases
         self.random = draws_random_numbers(model)
         self.tensor_parallel: TensorParallel | None = None
         if tensor_parallel_size > 1:
             self.tensor_parallel = TensorParallel(model, tensor_parallel_rank, tensor_parallel_size, self.aliases)
         # Of whole units: what crosses between units is whole, however a unit computes it.
         self._functions = ShapeFunctions(self._modules)
-        self._switchboard = Switchboard()
+        self._interceptor = Interceptor()
         self._traces: dict[Any, tuple[Trace, tuple[tuple[str, Any], ...]]] = {}
         self._plans_of_stages: dict[Any, dict[Any, Plan]] = {}
         self._place(stages, local_stages, placement)
@@ -102,7 +102,7 @@ class SplitModel:
             make_absent_real(model, self.device)
         self._module_names = {id(module): name for name, module in model.named_modules()}
         self._floating = floating_modules(model, self._stage_of)
-        install([*self._modules.items(), *self._floating.items()], self._switchboard)
+        self._interceptor.install({**self._modules, **self._floating})
         self._signature = inspect.signature(model.forward)
         self._scripts: dict[tuple[str, int], Script] = {}
         self._generators: Generators | None = None
@@ -176,8 +176,8 @@ class SplitModel:
             elif tensor.shape != like.shape:  # otherwise it was held all the time, under another name
                 tensor.data = torch.empty_like(like, device=tensor.device)
                 self.taken[names.get(name, name)] = tensor
-        switchboard = self._switchboard
-        answer_for_parameters(self.model, lambda: switchboard.handler is not None, lambda: self.device)
+        interceptor = self._interceptor
+        answer_for_parameters(self.model, lambda: interceptor.handler is not None, lambda: self.device)
 
     @property
     def device(self) -> torch.device:
@@ -253,7 +253,7 @@ class SplitModel:
                 self.model,
                 self._functions,
                 set(self._floating),
-                self._switchboard,
+                self._interceptor,
                 {**inputs, **dict(defaults)},
                 call or self._call,
                 criterion,
@@ -344,13 +344,13 @@ class SplitModel:
         return (None if early_exit and stage < self.num_stages - 1 else output), run.finished()
 
     def _handled(self, run: StageRun, evaluate: Callable[[], Any]) -> Any:
-        self._switchboard.handler = run
+        self._interceptor.handler = run
         try:
             return evaluate()
         except StageDone:
             return None
         finally:
-            self._switchboard.handler = None
+            self._interceptor.handler = None
 
     def _evaluate(
         self,

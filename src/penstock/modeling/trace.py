@@ -29,7 +29,7 @@ from penstock.modeling.dataflow import (
     Value,
     Watch,
 )
-from penstock.modeling.interception import Seat, Switchboard
+from penstock.modeling.instrumentation import Intercepted, Interceptor
 from penstock.modeling.loss import LossRule, loss_of
 from penstock.modeling.loss_trace import LossTrace, probe
 from penstock.modeling.outputs import Shapes, shapes_of
@@ -90,7 +90,7 @@ def trace(
     model: nn.Module,
     functions: ShapeFunctions,
     floating: Collection[str],
-    switchboard: Switchboard,
+    interceptor: Interceptor,
     inputs: Mapping[str, Any],
     call: Callable[..., Any] | None = None,
     criterion: Callable[..., Any] | None = None,
@@ -102,7 +102,7 @@ def trace(
     the random generators are as before.
 
     Args:
-        model: its units and floating modules are intercepted through `switchboard`.
+        model: its units and floating modules are intercepted through `interceptor`.
         functions: the units' shape functions.
         floating: names of intercepted modules without parameters; they are run as they are.
         inputs: the arguments of the forward.
@@ -130,7 +130,7 @@ def trace(
                 if isinstance(leaf, torch.Tensor):
                     flow.mark_input(leaf, name)
         losses = LossTrace(probes, flow)
-        switchboard.handler = planner
+        interceptor.handler = planner
         try:
             with flow, Watch(flow, losses.observers()):
                 output = (call or model)(**probes)
@@ -141,7 +141,7 @@ def trace(
             where = f" (after the call of {planner.calls[-1].unit})" if planner.calls else ""
             raise Untraceable(f"{type(error).__name__}: {error}{where}") from error
         finally:
-            switchboard.handler = None
+            interceptor.handler = None
     leaves, _ = flatten(output)
     return Trace(
         calls=tuple(planner.calls),
@@ -167,14 +167,14 @@ class _Planner:
         self._device = device
         self._counts: Counter[str] = Counter()
 
-    def call(self, seat: Seat, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        name, index = seat.name, self._counts[seat.name]
+    def call(self, unit: Intercepted, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name, index = unit.name, self._counts[unit.name]
         self._counts[name] += 1
         leaves, _ = flatten((args, kwargs))
         sources = self.flow.sources(leaves)
         with self.flow.pause():
             if name in self._floating:
-                output, shape = self._run_floating(seat, module, args, kwargs)
+                output, shape = self._run_floating(unit, module, args, kwargs)
             else:
                 output, shape = self._run_shape_function(name, index, args, kwargs, leaves)
         output_leaves, _ = flatten(output)
@@ -196,9 +196,9 @@ class _Planner:
         return output
 
     def _run_floating(
-        self, seat: Seat, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, unit: Intercepted, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, OutputShape]:
-        output = seat.original(module, *args, **kwargs)
+        output = unit.original(module, *args, **kwargs)
         leaves, spec = flatten(output)
         # A clone, because a dropout in evaluation returns its argument itself.
         leaves = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]

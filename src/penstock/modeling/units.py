@@ -10,7 +10,7 @@ from torch import nn
 
 from penstock.modeling.dataflow import ReachedInside
 from penstock.modeling.dummy_inputs import dummy_inputs
-from penstock.modeling.interception import Switchboard, install, uninstall
+from penstock.modeling.instrumentation import Interceptor
 from penstock.modeling.shapes import ShapeFunctions
 from penstock.modeling.trace import Trace, Untraceable, trace
 
@@ -85,7 +85,7 @@ def trace_units(
     """
     modules = {name: model.get_submodule(name) for name in units}
     floating = floating_modules(model, modules)
-    switchboard = Switchboard()
+    interceptor = Interceptor()
     hooks = []
     inner_calls = {name: set() for name in modules} if inner_calls is None else inner_calls
     for name, module in modules.items():
@@ -97,11 +97,10 @@ def trace_units(
 
                 hooks.append(child.register_forward_pre_hook(note))
     functions = ShapeFunctions(modules)
-    install([*modules.items(), *floating.items()], switchboard)
     try:
-        return trace(model, functions, set(floating), switchboard, inputs)
+        with interceptor.installed({**modules, **floating}):
+            return trace(model, functions, set(floating), interceptor, inputs)
     finally:
-        uninstall([*modules.values(), *floating.values()])
         for hook in hooks:
             hook.remove()
 

@@ -16,6 +16,8 @@ from torch import nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
+from penstock.modeling.tensor_parallel.layers import plain_class
+
 from .autograd import direct_apply
 
 
@@ -112,7 +114,7 @@ def install(model: nn.Module, queues: WeightGradientQueues) -> int:
     for module in model.modules():
         alone = all(uses[id(parameter)] == 1 for parameter in module.parameters(recurse=False))
         # A tensor-parallel layer computes on its slice as its plain class does.
-        kind = vars(type(module)).get("_penstock_plain", type(module))
+        kind = plain_class(module)
         if kind in deferring and alone:
             namespace = {"forward": vars(deferring[kind])["forward"], "__module__": kind.__module__}
             sharded = kind is not type(module)

@@ -12,6 +12,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from penstock.modeling.ghost import replace_parameters, stripped_tensors
+from penstock.modeling.instrumentation import known_of, record_of
 from penstock.modeling.randomness import draws_random_numbers
 from penstock.modeling.tied import stage_of_parameter
 
@@ -30,9 +31,6 @@ from .plans import (
 from .region import Region
 from .slicing import Slicing
 from .styles import layer_styles, matching, or_none, whole_shapes
-
-# Where a model that was loaded or initialised in slices has them, by name, until `TensorParallel.apply`.
-_SLICES = "_penstock_slices"
 
 LAYERS: dict[str, type] = {
     **dict.fromkeys(COLUMN_STYLES, COLUMN),
@@ -116,7 +114,7 @@ class TensorParallel:
                 owner, _, attribute = name.rpartition(".")
                 part = self.shards[name].take(placeholder, self.region.index, self.size)
                 vars(model.get_submodule(owner))[attribute] = part
-        model.__dict__["_penstock_tensor_parallel"] = self
+        record_of(model).tensor_parallel = self
         for name, style in self._styles.items():
             if style not in LAYERS or name in self._shapes:
                 continue
@@ -256,12 +254,13 @@ def give_slices(model: nn.Module, slice_of: Callable[[nn.Parameter], torch.Tenso
         slice_of: gives that of a parameter, or None.
     """
     parameters = model.named_parameters(remove_duplicate=False)
-    model.__dict__[_SLICES] = {name: part for name, each in parameters if (part := slice_of(each)) is not None}
+    record_of(model).shards = {name: part for name, each in parameters if (part := slice_of(each)) is not None}
 
 
 def take_slices(model: nn.Module) -> dict[str, torch.Tensor]:
     """What `give_slices` left, by name."""
-    slices: dict[str, torch.Tensor] = model.__dict__.pop(_SLICES, {})
+    record = known_of(model)
+    slices, record.shards = record.shards, {}
     return slices
 
 

@@ -12,16 +12,21 @@ from torch import nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
+from penstock.modeling.instrumentation import original_class, record_of, swap_class
+
 from .region import Region
 
-_REGION = "_penstock_region"
+
+def _region(layer: Any) -> Region:
+    region: Region = layer.__dict__["_penstock"].region
+    return region
 
 
 class _Column:
     """Holds some of the output features; gives its slice of the output."""
 
     def __call__(self: Any, activation: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        region: Region = self.__dict__[_REGION]
+        region = _region(self)
         output = super().__call__(region.enter(activation), *args, **kwargs)  # type: ignore[misc]  # a mixin
         if not activation.is_meta:
             region.begin()
@@ -32,7 +37,7 @@ class _Row:
     """Holds some of the input features; its outputs are summed, and the bias is added once."""
 
     def __call__(self: Any, activation: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        region: Region = self.__dict__[_REGION]
+        region = _region(self)
         region.end()
         bias = self._parameters.get("bias")
         if bias is None:
@@ -59,7 +64,7 @@ class _Gathered:
     """Column-wise, with all slices of the output gathered."""
 
     def __call__(self: Any, activation: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        region: Region = self.__dict__[_REGION]
+        region = _region(self)
         output = super().__call__(region.enter(activation), *args, **kwargs)  # type: ignore[misc]  # a mixin
         region.end()
         return self._joined(region, output)
@@ -82,7 +87,7 @@ class _Vocabulary:
     """An embedding that holds some of the rows; tokens of other ranks count as zero in the sum."""
 
     def __call__(self: Any, tokens: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        region: Region = self.__dict__[_REGION]
+        region = _region(self)
         rows = self.weight.shape[0]
         local = tokens - region.index * rows
         elsewhere = (local < 0) | (local >= rows)
@@ -94,7 +99,7 @@ class _Experts:
     """Every expert's slice: takes whole activations and routing weights, gives the sum."""
 
     def __call__(self: Any, activation: torch.Tensor, indices: Any, weights: torch.Tensor, *args: Any) -> Any:
-        region: Region = self.__dict__[_REGION]
+        region = _region(self)
         activation, weights = region.enter(activation), region.enter(weights)
         if not activation.is_meta:
             region.begin()
@@ -104,21 +109,22 @@ class _Experts:
 
 
 COLUMN, ROW, GATHERED, HEAD, VOCABULARY, EXPERTS = _Column, _Row, _Gathered, _Head, _Vocabulary, _Experts
-_made: dict[tuple[type, type], type] = {}
 
 
 def extend(module: nn.Module, kind: type, region: Region) -> None:
     """Make `module`, whose parameters are slices already, a layer of this kind."""
-    base = type(module)
     if kind is _Row and isinstance(module, Conv1D):
         kind = _RowConv1D
-    if (kind, base) not in _made:
-        names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-        _made[kind, base] = type(base.__name__, (kind, base), {**names, "_penstock_plain": base})
-    module.__dict__[_REGION] = region
-    module.__class__ = _made[kind, base]
+    record_of(module).region = region
+    swap_class(module, kind, (kind,), {})
     if isinstance(module, nn.Embedding) and module.padding_idx is not None:
         rows = module.weight.shape[0]
         place = module.padding_idx - region.index * rows
         # The row of the padding token gets no gradient, wherever it is.
         module.padding_idx = place if 0 <= place < rows else None
+
+
+def plain_class(module: nn.Module) -> type:
+    """The class of a module, of a tensor-parallel layer that which it was made from."""
+    cls = type(module)
+    return original_class(cls) if issubclass(cls, (_Column, _Row, _Gathered, _Vocabulary, _Experts)) else cls

@@ -1,0 +1,197 @@
+"""What Penstock puts on the modules of a model, and takes off again: one attribute, swapped classes, interception.
+
+Calls of intercepted modules pass through a handler while one is active. The class of the module is swapped for a
+subclass whose `__call__` asks the handler first. A forward hook could not do this: hooks and `forward` run inside the
+region that gradient checkpointing recomputes, where a value received from another stage would be taken for a constant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+_ATTRIBUTE = "_penstock"
+
+
+@dataclass
+class Record:
+    """What Penstock knows of one module; stands in the module's `_penstock` attribute.
+
+    Attributes:
+        intercepted: how the module is intercepted, None if it is not.
+        absent: what the module lacks as a ghost, by name; None if it is no ghost.
+        region: what a tensor-parallel layer exchanges through.
+        aliases: of a whole model, the names of each of its parameters before it was split.
+        tensor_parallel: of a whole model, how its weights are sharded.
+        shards: of a whole model that was made in shards, these, by name, until `TensorParallel.apply` takes them.
+    """
+
+    intercepted: Intercepted | None = None
+    absent: dict[str, Absent] | None = None
+    region: Any = None
+    aliases: list[tuple[str, ...]] = field(default_factory=list)
+    tensor_parallel: Any = None
+    shards: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def __reduce__(self) -> Any:
+        # Copies and pickles of a module are not intercepted.
+        return Record, (None, self.absent, self.region, self.aliases, self.tensor_parallel, self.shards)
+
+
+def record_of(module: nn.Module) -> Record:
+    """The record of a module, made if it has none."""
+    record: Record = module.__dict__.setdefault(_ATTRIBUTE, Record())
+    return record
+
+
+def known_of(module: nn.Module) -> Record:
+    """The record of a module, an empty one if it has none."""
+    return module.__dict__.get(_ATTRIBUTE) or Record()
+
+
+# -- ghosts --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Absent:
+    """A tensor that a ghost lacks. The meta tensor under its name tells shape and dtype.
+
+    Attributes:
+        kind: `"parameter"`, `"buffer"` (persistent) or `"temporary"` (a buffer that no checkpoint holds).
+        tensor: the `Parameter` itself, for when this rank holds the unit again; of a temporary buffer its values, on
+            the CPU; of a persistent one a meta tensor; None where the module has None under the name.
+    """
+
+    kind: str
+    tensor: torch.Tensor | None
+
+
+def absent_of(module: nn.Module) -> Mapping[str, Absent]:
+    """What a module lacks, by name; nothing if it is no ghost."""
+    return known_of(module).absent or {}
+
+
+def _convert_absent(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Let what ghosts lack follow a change of the model's dtype or device, such as `model.to(torch.bfloat16)`."""
+    for child in module.modules():
+        for name, absent in absent_of(child).items():
+            tensor, placeholder = absent.tensor, vars(child).get(name)
+            if tensor is None or placeholder is None:
+                continue
+            dtype = function(torch.empty(0, dtype=placeholder.dtype)).dtype
+            if placeholder.dtype != dtype:
+                child.__dict__[name] = placeholder.to(dtype)
+            if absent.kind != "parameter":
+                absent.tensor = tensor.to(dtype)
+            elif not tensor.numel():  # otherwise a local unit holds it, too
+                tensor.data = function(tensor.data)
+
+
+# -- classes -------------------------------------------------------------------------------------------------------
+
+_subclasses: dict[tuple[type, Any], type] = {}
+_originals: dict[type, type] = {}
+
+
+def swap_class(module: nn.Module, key: Any, bases: tuple[type, ...], members: Mapping[str, Any]) -> None:
+    """Make `module` an instance of a subclass of its class, made once for each class and `key`.
+
+    The subclass has the name of the model's own class: error messages, repr and transformers' registries (which are
+    keyed by str(class)) see that one.
+
+    Args:
+        bases: what the subclass inherits from before the module's class.
+    """
+    base: Any = type(module)
+    if (base, key) not in _subclasses:
+        names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+        made = type(base)(base.__name__, (*bases, base), {**names, **members})
+        _subclasses[base, key], _originals[made] = made, base
+    module.__class__ = _subclasses[base, key]
+
+
+def original_class(cls: type) -> type:
+    """The class that `swap_class` made `cls` from; `cls` itself for any other class."""
+    return _originals.get(cls, cls)
+
+
+# -- interception --------------------------------------------------------------------------------------------------
+
+
+class Handler(Protocol):
+    """What is asked when an intercepted module is called."""
+
+    def call(self, unit: Intercepted, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what the call of `module` shall return."""
+
+
+class Interceptor:
+    """Intercepts the calls of some modules of one model for the handler that is active, if any."""
+
+    __slots__ = ("handler",)
+
+    def __init__(self) -> None:
+        self.handler: Handler | None = None
+
+    def install(self, modules: Mapping[str, nn.Module]) -> None:
+        """Route the calls of `modules` to the handler."""
+        for name, module in modules.items():
+            _uninstall(module)
+            record_of(module).intercepted = Intercepted(name, type(module).__call__, self)
+            swap_class(module, "intercepted", (_InterceptedModule,), {})
+
+    @contextmanager
+    def installed(self, modules: Mapping[str, nn.Module]) -> Iterator[None]:
+        """Inside, calls of `modules` are routed to the handler."""
+        self.install(modules)
+        try:
+            yield
+        finally:
+            for module in modules.values():
+                _uninstall(module)
+
+
+def _uninstall(module: nn.Module) -> None:
+    record = known_of(module)
+    if record.intercepted is not None:
+        module.__class__ = original_class(type(module))
+        record.intercepted = None
+        if record == Record():
+            del module.__dict__[_ATTRIBUTE]
+
+
+@dataclass(slots=True)
+class Intercepted:
+    """How one module is intercepted: its name in the model, its class's own call, and by whom."""
+
+    name: str
+    original: Callable[..., Any]
+    interceptor: Interceptor
+
+
+class _InterceptedModule:
+    """Mixed into the class of an intercepted module."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        unit: Any = self.__dict__[_ATTRIBUTE].intercepted
+        handler = unit.interceptor.handler
+        if handler is None:
+            return unit.original(self, *args, **kwargs)
+        return handler.call(unit, self, args, kwargs)
+
+    def _apply(self: Any, fn: Any, recurse: bool = True) -> Any:
+        _convert_absent(self, fn)
+        return super()._apply(fn, recurse)  # type: ignore[misc]  # a mixin
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copies and pickles of an intercepted module are plain modules of the model's own class."""
+        return _new_module, (original_class(type(self)),), self.__dict__
+
+
+def _new_module(cls: Any) -> Any:
+    return cls.__new__(cls)
