@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from penstock.planning.baselines import BASELINES
 from penstock.planning.cluster import Cluster, DeviceClass, Link, parse_devices, parse_nodes
 from penstock.planning.memory import Held, memory_of_ranks, parse_bytes, readable
 from penstock.planning.plan import SCHEDULES, Infeasible, Job, live_microbatches, make_plans, place
@@ -202,3 +203,13 @@ def test_a_profile_is_the_same_after_writing_and_reading(tmp_path) -> None:
     (tmp_path / "other.json").write_text("[1]")
     with pytest.raises(ValueError, match="is no profile that `penstock profile` wrote"):
         Profile.read(tmp_path / "other.json")
+
+
+@pytest.mark.parametrize("rule", BASELINES)
+def test_no_other_rule_is_predicted_to_be_faster(rule: str) -> None:
+    for devices in ("a:5", "a:3,b:2", "a:2,b:4"):
+        for memory in ("40GB", "7GB"):
+            speed = "a=1,b=0.5" if "b" in devices else None
+            job = Job(gpt(head=4.0), cluster(devices, memory, speed), 16, schedules=("1f1b",))
+            theirs = BASELINES[rule](job, "1f1b")
+            assert theirs is None or make_plans(job, 1)[0].seconds <= theirs.seconds * (1 + 1e-9)

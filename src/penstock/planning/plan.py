@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
@@ -14,10 +13,12 @@ from penstock.planning.partition import partition, split_microbatches
 from penstock.planning.profile import Profile, UnitCost, held_by, sums
 from penstock.planning.search import Cut, Template, find_cuts, layouts
 from penstock.planning.simulate import LayoutSimulation, Reduction, simulate_layout
-from penstock.schedule import Costs, Schedule, build, schedule_names
+from penstock.schedule import Costs, Schedule, build, schedule_names, simulate
 
 # GPipe takes as long as 1F1B and holds more.
 SCHEDULES = tuple(name for name in schedule_names() if name != "gpipe")
+# So many more plans than wanted are simulated as a whole.
+SPARE = 4
 # A simulated step has at most so many actions on all ranks of a pipeline; longer ones are ranked by formula.
 MOST_ACTIONS = 60_000
 
@@ -132,26 +133,30 @@ class Plan:
 def make_plans(job: Job, most: int = 5) -> list[Plan]:
     """The best plans, fastest first.
 
-    Layouts that are good by formula are simulated under every schedule, unless a bound that holds for any order of the
-    actions says that the plans at hand are faster.
+    Layouts that are good by formula are looked at under every schedule, by rising bounds; the pipelines of those that
+    may be among the best are simulated alone, and the best of them all together on their nodes, with the reduction of
+    gradients.
 
     Raises:
         Infeasible: there is none.
     """
     planner = _Planner(job)
-    plans: dict[tuple, Plan] = {}
-    for cuts in planner.candidates():
-        names = job.schedules if any(len(cut.sizes) > 1 for cut in cuts) else job.schedules[:1]
-        for name in names:
-            worst = sorted(plan.seconds for plan in plans.values())[most - 1] if len(plans) >= most else math.inf
-            if job.num_microbatches / sum(1 / cut.slowest for cut in cuts) >= worst:
-                break  # not even without any bubble
-            lines = [planner.line(cut, name) for cut in cuts]
-            for plan in planner.simulated([line for line in lines if line is not None], worst):
-                plans.setdefault(tuple((id(line.stages), line.schedule.name) for line in plan.pipelines), plan)
+    estimates: list[tuple[float, list[_Line], list[int]]] = []
+    for bound, lines, counts in planner.under_schedules():
+        if len(estimates) > most + SPARE and bound >= estimates[most + SPARE][0]:
+            break
+        estimates.append((planner.estimate(lines, counts), lines, counts))
+        estimates.sort(key=lambda entry: entry[0])
+    plans: list[Plan] = []
+    for _, lines, counts in estimates:
+        if len(plans) >= most + SPARE:
+            break
+        plan = planner.realise(lines, counts)
+        if plan is not None:
+            plans.append(plan)
     if not plans:
         raise explain(job)
-    return sorted(plans.values(), key=lambda plan: (plan.seconds, len(plan.devices)))[:most]
+    return sorted(plans, key=lambda plan: (plan.seconds, len(plan.devices)))[:most]
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,6 +168,7 @@ class _Line:
     sizes: tuple[int, ...]
     units: tuple[tuple[UnitCost, ...], ...]
     splits_backward: bool
+    costs: Costs
     limits: tuple[tuple[float, float], ...]
     slowest: float
     total: float
@@ -184,6 +190,9 @@ class _Planner:
     def __init__(self, job: Job) -> None:
         self.job = job
         self._lines: dict[tuple, _Line | None] = {}
+        self._tidy: dict[tuple, Cut] = {}
+        self._partitions: dict[tuple, tuple[int, ...] | None] = {}
+        self._simulated: dict[tuple[_Line, int], float] = {}
 
     def candidates(self) -> list[list[Cut]]:
         """Layouts that may be the best, fastest first by formula: the last ones found on the way to the best, with
@@ -198,7 +207,24 @@ class _Planner:
                 for seconds, cuts in list(ways)[-2:]:
                     cuts = sorted(cuts, key=lambda cut: (-len(cut.sizes), cut.classes, cut.sizes))
                     found.setdefault(tuple((cut.classes, cut.sizes) for cut in cuts), (seconds, cuts))
-        return [cuts for _, cuts in sorted(found.values(), key=lambda entry: entry[0])]
+        best = [cuts for _, cuts in sorted(found.values(), key=lambda entry: entry[0])]
+        # The formula does not know which of equally good orders of devices and stages is best: the simulation decides.
+        tidied = [[self._tidied(cut, reverse) for cut in cuts] for cuts in best[:3] for reverse in (False, True)]
+        return best[:1] + [cuts for cuts in tidied if cuts not in best] + best[1:]
+
+    def _tidied(self, cut: Cut, reverse: bool) -> Cut:
+        """The same devices class by class, with the most even of the best stages; the cut itself if that is better."""
+        key = (cut.classes, cut.sizes, reverse)
+        if key not in self._tidy:
+            classes = tuple(sorted(cut.classes, reverse=reverse))
+            kinds = [self.job.cluster.classes[index] for index in classes]
+            seconds = [sum(unit.seconds for unit in part) for part in self.job.parts]
+            found = partition(seconds, [kind.speed for kind in kinds])
+            ends = pairwise(accumulate(found.sizes, initial=0))
+            times = [sum(seconds[a:b]) / kind.speed for (a, b), kind in zip(ends, kinds, strict=True)]
+            tidy = Cut(classes, found.sizes, found.time, sum(times))
+            self._tidy[key] = tidy if tidy.slowest <= cut.slowest * 1.1 else cut
+        return self._tidy[key]
 
     def templates(self) -> list[list[Template]]:
         """The cuts for each set of devices that fit under 1F1B; and under v-half, which holds least, where memory may
@@ -233,22 +259,20 @@ class _Planner:
         )
         splits = _schedule(name, len(cut.classes), 1).splits_backward
         speeds = [self.job.cluster.classes[cut.classes[rank]].speed for rank in mapping]
-        forward, backward, weight = zip(
-            *([seconds / speed for seconds in sums(stage)] for stage, speed in zip(units, speeds, strict=True)),
-            strict=True,
-        )
-        seconds = [sum(times) for times in zip(forward, backward, weight, strict=True)]
+        costs = _costs(units, speeds)
+        triples = list(zip(costs.forward, costs.backward, costs.weight, strict=True))  # type: ignore[arg-type]  # tuples
+        seconds = [sum(times) for times in triples]
         work, entry = [0.0] * len(cut.classes), [0.0] * len(cut.classes)
         for stage, rank in reversed(list(enumerate(mapping))):
             work[rank] += seconds[stage]
             # Without a split backward the gradients of the last microbatch still pass the stages below.
-            entry[rank] = sum(forward[:stage]) if splits else sum(seconds[:stage])
+            entry[rank] = sum(forward for forward, _, _ in triples[:stage]) if splits else sum(seconds[:stage])
         # Of ranks with as much work, or less, only those with a later entry can be the ones that limit the step.
         limits: list[tuple[float, float]] = []
         for pair in sorted(zip(entry, work, strict=True), key=lambda pair: (-pair[1], -pair[0])):
             if not limits or pair[0] > limits[-1][0]:
                 limits.append(pair)
-        return _Line(name, cut.classes, sizes, units, splits, tuple(limits), max(work), sum(seconds))
+        return _Line(name, cut.classes, sizes, units, splits, costs, tuple(limits), max(work), sum(seconds))
 
     def _sizes(self, cut: Cut, name: str, mapping: Sequence[int]) -> tuple[int, ...] | None:
         """Parts on each stage: the cut's own, or, where the schedule has more stages or holds more, the best for it."""
@@ -270,50 +294,78 @@ class _Planner:
             return None
         if per_rank == 1 and fits(cut.sizes):
             return cut.sizes
-        seconds = [sum(unit.seconds for unit in part) for part in parts]
-        speeds = [kinds[rank].speed for rank in mapping]
-        sizes = partition(seconds, speeds).sizes
-        if fits(sizes):
+        speeds = tuple(kinds[rank].speed for rank in mapping)
+        sizes = self._partition(speeds, 0, ())
+        if sizes is not None and fits(sizes):
             return sizes
         working = max(one.working for one in self.job.held)
-        needs = [one.state + max(live) * one.kept for one in self.job.held]
-        try:
-            return partition(
-                seconds, speeds, needs, [max(0.0, kinds[rank].memory - working) / per_rank for rank in mapping]
-            ).sizes
-        except ValueError:
-            return None
+        limits = tuple(max(0.0, kinds[rank].memory - working) / per_rank for rank in mapping)
+        return self._partition(speeds, max(live), limits)
 
-    def simulated(self, lines: Sequence[_Line], worst: float) -> list[Plan]:
-        """The plan of a layout, if it can be placed, fits, and may be faster than `worst`; with microbatches by the
-        greedy rule, once more with what the simulation says."""
-        total = self.job.num_microbatches
-        if not lines or sum(len(line.classes) for line in lines) > self.job.cluster.size:
-            return []
-        late = dict.fromkeys(lines, 0.0)
-        plans: list[Plan] = []
-        counts: list[int] = []
-        for _ in range(2):
-            times = [lambda count, line=line: line.seconds(count) + late[line] for line in lines]
-            before, counts = counts, split_microbatches(times, total)
-            bound = max(line.bound(count) for line, count in zip(lines, counts, strict=True))
-            if counts == before or (not before and bound >= worst):
-                break
-            plan = self.realise(lines, counts)
-            if plan is None:
-                break
-            plans.append(plan)
-            for line, count, one in zip(lines, counts, plan.simulation.pipelines, strict=True):
-                late[line] = one.makespan - line.seconds(count)
-        return [min(plans, key=lambda plan: plan.seconds)] if plans else []
+    def _partition(self, speeds: tuple[float, ...], live: int, limits: tuple[float, ...]) -> tuple[int, ...] | None:
+        key = (speeds, live, limits)
+        if key not in self._partitions:
+            seconds = [sum(unit.seconds for unit in part) for part in self.job.parts]
+            needs = [one.state + live * one.kept for one in self.job.held]
+            try:
+                self._partitions[key] = partition(seconds, speeds, *((needs, limits) if limits else ())).sizes
+            except ValueError:
+                self._partitions[key] = None
+        return self._partitions[key]
+
+    def under_schedules(self) -> list[tuple[float, list[_Line], list[int]]]:
+        """Every candidate under every schedule that it fits: a bound of its step, its pipelines, their microbatches."""
+        found: dict[tuple, tuple[float, list[_Line], list[int]]] = {}
+        for cuts in self.candidates():
+            names = self.job.schedules if any(len(cut.sizes) > 1 for cut in cuts) else self.job.schedules[:1]
+            for name in names:
+                lines = [line for cut in cuts if (line := self.line(cut, name)) is not None]
+                key = (name, *sorted((line.classes, line.sizes) for line in lines))
+                if key not in found and len(lines) == len(cuts) and self._is_short(lines):
+                    counts = split_microbatches([line.seconds for line in lines], self.job.num_microbatches)
+                    bound = max(line.bound(count) for line, count in zip(lines, counts, strict=True))
+                    found[key] = (bound, lines, counts)
+        return sorted(found.values(), key=lambda entry: entry[0])
+
+    def _is_short(self, lines: Sequence[_Line]) -> bool:
+        each = self.job.num_microbatches / len(lines)
+        return 3 * each * max(len(line.sizes) for line in lines) <= MOST_ACTIONS
+
+    def estimate(self, lines: Sequence[_Line], counts: list[int]) -> float:
+        """The step of pipelines that are simulated alone, without their nodes and the reduction.
+
+        Microbatches are given out once more by what the simulation says; `counts` has the better numbers afterwards.
+        """
+
+        def late(line: _Line, count: int) -> float:
+            return self._alone(line, count) - line.seconds(count)
+
+        extra = {line: late(line, count) for line, count in zip(lines, counts, strict=True)}
+
+        def seconds(line: _Line, count: int) -> float:
+            return line.seconds(count) + extra[line]
+
+        again = split_microbatches([partial(seconds, line) for line in lines], self.job.num_microbatches)
+        steps = [
+            max(self._alone(line, count) for line, count in zip(lines, each, strict=True)) for each in (counts, again)
+        ]
+        if steps[1] < steps[0]:
+            counts[:] = again
+        return min(steps)
+
+    def _alone(self, line: _Line, count: int) -> float:
+        if (line, count) not in self._simulated:
+            schedule = _schedule(line.name, len(line.classes), count)
+            link = self.job.cluster.inside
+            crossing = tuple(stage[-1].crossing for stage in line.units[:-1])
+            costs = replace(line.costs, latency=link.latency, bandwidth=link.bandwidth, message_bytes=crossing)
+            self._simulated[line, count] = simulate(schedule, costs).makespan
+        return self._simulated[line, count]
 
     def realise(self, lines: Sequence[_Line], counts: Sequence[int]) -> Plan | None:
         """The layout on the cluster's devices, simulated; None if it cannot be placed as asked."""
         devices = place(self.job.cluster, [line.classes for line in lines], self.job.copies)
-        if (
-            devices is None
-            or max(3 * count * len(line.sizes) for line, count in zip(lines, counts, strict=True)) > MOST_ACTIONS
-        ):
+        if devices is None:
             return None
         pipelines = [
             PlannedPipeline(tuple(own), line.units, _schedule(line.name, len(line.classes), count))

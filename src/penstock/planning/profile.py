@@ -27,6 +27,7 @@ class UnitCost:
         kept_checkpointed: the same with gradient checkpointing: the unit's input.
         working: bytes that exist only while the unit is at work.
         crossing: bytes that the next stage receives if this unit is a stage's last.
+        joined: whether no stage may end with this unit.
     """
 
     name: str
@@ -40,6 +41,7 @@ class UnitCost:
     kept_checkpointed: float = 0.0
     working: float = 0.0
     crossing: float = 0.0
+    joined: bool = False
 
     @property
     def seconds(self) -> float:
@@ -80,17 +82,23 @@ class Profile:
         if not self.units:
             raise ValueError("a profile needs at least 1 unit")
         for unit in self.units:
-            numbers = [getattr(unit, part.name) for part in fields(UnitCost) if part.name != "name"]
+            numbers = [getattr(unit, part.name) for part in fields(UnitCost) if part.type == "float"]
             if not all(isinstance(number, int | float) and 0 <= number < math.inf for number in numbers):
                 raise ValueError(f"the profile of {self.model} has a number that is not positive: {unit}")
 
     def parts(self, checkpointing: bool = False) -> tuple[tuple[UnitCost, ...], ...]:
-        """The units, those that must stay together as one part: the ones before the first block, and after the last."""
+        """The units, those that must stay together as one part: the ones before the first block, the ones after the
+        last, and those without a boundary between them."""
         units = [unit.checkpointed() if checkpointing else unit for unit in self.units]
         first, last = end_modules([unit.name for unit in units])
-        inner = ((unit,) for unit in units[len(first) : len(units) - len(last)])
-        parts = [tuple(units[: len(first)]), *inner, tuple(units[len(units) - len(last) :])]
-        return tuple(part for part in parts if part)
+        parts: list[tuple[UnitCost, ...]] = []
+        for index, unit in enumerate(units):
+            at_an_end = 0 < index < len(first) or index > len(units) - len(last) > 0
+            if parts and (at_an_end or units[index - 1].joined):
+                parts[-1] = (*parts[-1], unit)
+            else:
+                parts.append((unit,))
+        return tuple(parts)
 
     def write(self, path: str | Path) -> Path:
         """Write the profile as JSON."""

@@ -22,8 +22,7 @@ class Simulation:
         starts: seconds from the beginning of the step to the start of each action, per rank, in the schedule's order.
         makespan: seconds until the last action ends.
         busy: seconds of compute, per rank.
-        peak_live: most microbatches held at once, per stage.
-        peak_bytes: most bytes of activations held at once, per rank.
+        activation_bytes: what each stage holds for a microbatch.
     """
 
     schedule: Schedule
@@ -31,8 +30,18 @@ class Simulation:
     starts: tuple[tuple[float, ...], ...]
     makespan: float
     busy: tuple[float, ...]
-    peak_live: tuple[int, ...]
-    peak_bytes: tuple[float, ...]
+    activation_bytes: tuple[float, ...]
+
+    @cached_property
+    def peak_live(self) -> tuple[int, ...]:
+        """Most microbatches held at once, per stage."""
+        peak = self.schedule.peak_live_microbatches()
+        return tuple(peak[stage] for stage in range(self.schedule.num_stages))
+
+    @cached_property
+    def peak_bytes(self) -> tuple[float, ...]:
+        """Most bytes of activations held at once, per rank."""
+        return _peak_bytes(self.schedule, self.activation_bytes)
 
     @property
     def idle(self) -> tuple[float, ...]:
@@ -87,15 +96,13 @@ def simulate(schedule: Schedule, costs: Costs) -> Simulation:
         own_starts[-1] + durations[actions[-1].kind][actions[-1].stage]
         for own_starts, actions in zip(starts, schedule.actions, strict=True)
     )
-    peak_live = schedule.peak_live_microbatches()
     return Simulation(
         schedule=schedule,
         durations=durations,
         starts=tuple(tuple(own_starts) for own_starts in starts),
         makespan=max(ends),
         busy=tuple(sum(durations[a.kind][a.stage] for a in actions) for actions in schedule.actions),
-        peak_live=tuple(peak_live[stage] for stage in range(schedule.num_stages)),
-        peak_bytes=_peak_bytes(schedule, stage_costs.activation_bytes),
+        activation_bytes=stage_costs.activation_bytes,
     )
 
 

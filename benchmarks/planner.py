@@ -1,0 +1,182 @@
+"""The planner: against brute force, at scale, and beside other systems' rules: `python benchmarks/planner.py`.
+
+Each part has a result file in benchmarks/results. No processes are started and torch is not imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from measure import Comparison
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from penstock.planning.baselines import BASELINES
+from penstock.planning.cluster import Cluster, DeviceClass, Link
+from penstock.planning.plan import Infeasible, Job, Plan, make_plans
+from penstock.planning.profile import Profile, UnitCost
+from penstock.planning.search import find_cuts, layouts
+from planning_cases import best_by_brute_force, random_case
+
+GB = 1e9
+
+
+def oracle(cases: int) -> None:
+    """The search's best step by formula beside that of brute force over all layouts."""
+    figures = {"cases": cases, "feasible": 0, "equal": 0, "both infeasible": 0, "different": 0}
+    seconds = {"search": 0.0, "brute force": 0.0}
+    for seed in range(cases):
+        profile, cluster, microbatches, copies = random_case(seed)
+        start = time.process_time()
+        templates = find_cuts(profile.parts(), cluster, microbatches)
+        found = [time for time, _ in layouts(templates, cluster.counts, microbatches, copies)]
+        middle = time.process_time()
+        best = best_by_brute_force(profile, cluster, microbatches, copies)
+        seconds["search"] += middle - start
+        seconds["brute force"] += time.process_time() - middle
+        if best is None:
+            figures["both infeasible" if not found else "different"] += 1
+        else:
+            figures["feasible"] += 1
+            figures["equal" if found and math.isclose(found[-1], best, rel_tol=1e-6) else "different"] += 1
+    title = "The planner's search against brute force over all layouts"
+    table = Comparison("planner_oracle", title, ("", "number"), {"devices": "1-7 of 1-2 classes", "units": "2-10"}, {})
+    for name, number in figures.items():
+        table.add(name, [str(number)], number=number)
+    for name, value in seconds.items():
+        table.add(f"{name}, seconds in all", [f"{value:.1f}"], seconds=value)
+    table.write("Every case has random costs, memory, speeds, microbatches and copies; seeds 0, 1, 2, ...")
+
+
+def language_model(blocks: int, kept: float = 0.1) -> Profile:
+    """Blocks of 10 ms for each of F, B and W, 0.4 GB of state and `kept` GB per microbatch; a head worth two."""
+    body = [
+        UnitCost(f"h.{i}", 0.01, 0.01, 0.01, GB / 10, GB / 10, GB / 5, kept * GB, 8e6, 0.0, 8e6) for i in range(blocks)
+    ]
+    embedding = UnitCost("wte", 0.001, 0.0, 0.001, GB / 5, GB / 5, 2 * GB / 5, 1e6, 1e6, 0.0, 8e6)
+    head = UnitCost("head", 0.02, 0.02, 0.02, GB / 5, GB / 5, 2 * GB / 5, 0.3 * GB, 0.3 * GB, GB / 10)
+    return Profile(f"language model of {blocks} blocks", (embedding, *body, head))
+
+
+LINKS = {"inside": Link(1e-5, 1e11), "between": Link(3e-5, 1e10)}
+ONE, FOUR = (("device", 1.0),), (("a", 1.0), ("b", 0.7), ("c", 0.5), ("d", 0.3))
+
+
+def cluster_of(size: int, kinds: tuple[tuple[str, float], ...], memory: float, **links: Link) -> Cluster:
+    count = size // len(kinds)
+    classes = tuple(DeviceClass(name, count, speed, memory * GB * speed**0.5) for name, speed in kinds)
+    return Cluster(classes, (8,) * (size // 8) if size % 8 == 0 else (), **links)
+
+
+def scale(rounds: int) -> None:
+    """Processor seconds of planning for 128 units."""
+    rows = [
+        (size, kinds, memory, microbatches)
+        for size, kinds, microbatches in ((8, ONE, 64), (64, ONE, 256), (64, FOUR[:2], 256), (1000, FOUR, 4000))
+        for memory in (80.0, 16.0)
+    ]
+    columns = ("devices", "memory GB", "microbatches", "best plan s", "five plans s", "step s", "bubble", "pipelines")
+    table = Comparison(
+        "planner_scale", "Planning for 128 units: processor seconds", columns, {"rounds": rounds, "units": 128}, {}
+    )
+    for size, kinds, memory, microbatches in rows:
+        job = Job(language_model(126), cluster_of(size, kinds, memory, **LINKS), microbatches)
+        seconds: dict[int, list[float]] = {1: [], 5: []}
+        for _ in range(rounds):
+            for most, times in seconds.items():
+                start = time.process_time()
+                plan = make_plans(job, most)[0]
+                times.append(time.process_time() - start)
+        medians = {most: statistics.median(times) for most, times in seconds.items()}
+        depths = sorted({len(pipeline.devices) for pipeline in plan.pipelines})
+        shape = f"{len(plan.pipelines)} of {', '.join(map(str, depths))}"
+        name = f"{size} of {len(kinds)} class{'es' if len(kinds) > 1 else ''}"
+        cells = [f"{memory:g}", str(microbatches), *(f"{medians[most]:.2f}" for most in (1, 5))]
+        table.add(
+            name, [*cells, f"{plan.seconds:.2f}", f"{plan.bubble:.0%}", shape], memory=memory, best=medians[1],
+            five=medians[5],
+        )  # fmt: skip
+        print(name, cells)
+    table.write("`memory` is the fastest class's; slower classes have less. The machine was shared.")
+
+
+def baselines(cases: int) -> None:
+    """Predicted steps of the planner beside those of other systems' rules, on the same costs and links."""
+    ours: dict[str, Callable[[Job, str], Plan | None]] = {
+        "the planner, 1f1b only": lambda job, _: _planned(replace(job, schedules=("1f1b",))),
+        "the planner": lambda job, _: _planned(job),
+    }
+    ratios: dict[str, list[float]] = {name: [] for name in (*BASELINES, *ours)}
+    unplanned = dict.fromkeys(ratios, 0)
+    feasible = 0
+    for job in _jobs(cases):
+        plans = {name: rule(job, "1f1b") for name, rule in (*BASELINES.items(), *ours.items())}
+        reference = plans["the planner, 1f1b only"]
+        feasible += plans["the planner"] is not None
+        for name, plan in plans.items():
+            if plan is None:
+                unplanned[name] += plans["the planner"] is not None
+            elif reference is not None:
+                ratios[name].append(plan.seconds / reference.seconds)
+    columns = (
+        "rule",
+        "median",
+        "best for the rule",
+        "worst for the rule",
+        "faster than the planner",
+        "found no layout",
+    )
+    table = Comparison(
+        "planner_baselines", "Predicted step over the planner's with 1f1b", columns,
+        {"cases": cases, "feasible": feasible}, {},
+    )  # fmt: skip
+    for name, of_ours in ratios.items():
+        faster = sum(ratio < 1 - 1e-9 for ratio in of_ours)
+        cells = [f"{figure:.2f}" for figure in (statistics.median(of_ours), min(of_ours), max(of_ours))]
+        table.add(name, [*cells, str(faster), str(unplanned[name])], ratios=of_ours)
+    table.write(f"Of {feasible} cases with a layout. All rules use 1f1b, but the last row.")
+
+
+def _jobs(cases: int) -> Iterator[Job]:
+    for seed in range(cases):
+        draw = random.Random(seed)
+        kinds = tuple((name, draw.choice([0.2, 0.35, 0.5, 0.7, 1.0])) for name in "ab"[: draw.choice([1, 2])])
+        counts = [draw.randint(1, 6) for _ in kinds]
+        classes = tuple(
+            DeviceClass(name, count, speed, draw.choice([6, 10, 16, 40]) * GB)
+            for (name, speed), count in zip(kinds, counts, strict=True)
+        )
+        profile = language_model(draw.choice([12, 24]), draw.choice([0.05, 0.2]))
+        yield Job(profile, Cluster(classes, **LINKS), draw.choice([8, 16, 32]))
+
+
+def _planned(job: Job) -> Plan | None:
+    try:
+        return make_plans(job, 1)[0]
+    except Infeasible:
+        return None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("parts", nargs="*", default=["oracle", "scale", "baselines"])
+    parser.add_argument("--cases", type=int, default=1000, help="of oracle; baselines takes a fifth")
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    for part in options.parts:
+        {
+            "oracle": lambda: oracle(options.cases),
+            "scale": lambda: scale(options.rounds),
+            "baselines": lambda: baselines(options.cases // 5),
+        }[part]()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,292 @@
+"""What each unit of a model costs: measured on a device, or estimated from operations and bytes on the meta device.
+
+Each kind of unit is made and run alone, with random weights and inputs of the shapes it has in the model, so a model
+needs not fit the device. Units of equal shapes are run once.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+from transformers.cache_utils import Cache
+
+from penstock.modeling.check import build_on_meta, check
+from penstock.modeling.dummy_inputs import dummy_inputs
+from penstock.modeling.interception import Switchboard, install, uninstall
+from penstock.modeling.shapes import ShapeFunctions, flatten
+from penstock.modeling.trace import trace
+from penstock.modeling.units import floating_modules
+from penstock.planning.profile import Profile, UnitCost
+
+# A measurement is repeated until it has taken so long, and at least so often; the median counts.
+LEAST_SECONDS, LEAST_TIMES = 0.2, 3
+# Of a device's operations per second, what the matrix products of transformers reach (MFU of large runs: 0.3 to 0.5).
+REACHED = 0.4
+# Operations that a device does while it reads or writes a byte: 312e12 / 1.6e12 for an A100, much the same for others.
+OPERATIONS_PER_BYTE = 200.0
+
+
+def profile_model(
+    subject: Any,
+    batch: int = 1,
+    length: int = 128,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
+    operations_per_second: float = 312e12,
+    optimizer_states: int = 2,
+) -> Profile:
+    """The costs of a model's units for microbatches of `batch` samples of `length` tokens.
+
+    Args:
+        subject: see `penstock.modeling.check.check`.
+        device: where the units are run; None estimates the seconds and runs nothing.
+        operations_per_second: of the device that seconds are estimated for.
+        optimizer_states: numbers that the optimizer keeps for each parameter: 2 for Adam.
+
+    Raises:
+        NotImplementedError: the model cannot be split.
+    """
+    model = (subject if isinstance(subject, nn.Module) else build_on_meta(subject)).to(dtype)
+    inputs = _inputs(model, batch, length)
+    report = check(model, inputs)
+    if report.reason:
+        raise NotImplementedError(f"Auto policy for {report.model} is not implemented... {report.reason}")
+    names = [unit.name for unit in report.units]
+    calls = _calls(model, names, inputs)
+    known: dict[Any, tuple[float, ...]] = {}
+    units = []
+    for index, name in enumerate(names):
+        module, is_last = model.get_submodule(name), index == len(names) - 1
+        key = (_shapes(module), *(_key(call) for call in calls.get(name, ())), is_last)
+        if key not in known:
+            runs = [_run(module, call, device, is_last, operations_per_second) for call in calls.get(name, ())]
+            *sums, working = [sum(column) for column in zip(*runs, strict=True)] if runs else [0.0] * 6
+            known[key] = (*sums, max((run[-1] for run in runs), default=working))
+        forward, backward, weight, kept, kept_checkpointed, working = known[key]
+        size = float(sum(parameter.nbytes for parameter in module.parameters()))
+        boundary = report.cuts[index] if index < len(report.cuts) else None
+        units.append(
+            UnitCost(
+                name, forward, backward, weight, size, size, optimizer_states * size, kept, kept_checkpointed, working,
+                float(sum(crossing.num_bytes for crossing in boundary.crossing)) if boundary else 0.0,
+                bool(boundary and boundary.reason),
+            )
+        )  # fmt: skip
+    where = "estimated" if device is None else str(device)
+    about = {"microbatch": batch, "length": length, "dtype": str(dtype).removeprefix("torch."), "device": where}
+    if device is None:
+        about["operations per second"] = operations_per_second
+    return Profile(report.model, tuple(units), device is not None, about)
+
+
+def _inputs(model: nn.Module, batch: int, length: int) -> dict[str, Any]:
+    """The first guess of inputs that the model can be traced with; of so many samples, if there is one."""
+    guesses = sorted(
+        dummy_inputs(model, batch, length),
+        key=lambda guess: not any(isinstance(x, torch.Tensor) and len(x) == batch for x in guess.values()),
+    )
+    for guess in guesses:
+        if not check(model, guess).reason:
+            return guess
+    return guesses[0]
+
+
+# ---------------------------------------------------------------- what units are called with
+
+
+class _Recorder(ShapeFunctions):
+    """Shape functions that remember the arguments of each call."""
+
+    def __init__(self, units: dict[str, nn.Module]) -> None:
+        super().__init__(units)
+        self.calls: dict[str, list[tuple[list[Any], pytree.TreeSpec]]] = {}
+
+    def __call__(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        leaves, spec = flatten((args, kwargs))
+        self.calls.setdefault(name, []).append((leaves, spec))
+        return super().__call__(name, args, kwargs)
+
+
+def _calls(model: nn.Module, names: list[str], inputs: Mapping[str, Any]) -> dict[str, list[tuple[list[Any], Any]]]:
+    modules = {name: model.get_submodule(name) for name in names}
+    floating = floating_modules(model, modules)
+    switchboard, recorder = Switchboard(), _Recorder(modules)
+    install([*modules.items(), *floating.items()], switchboard)
+    try:
+        trace(model, recorder, set(floating), switchboard, inputs)
+    finally:
+        uninstall([*modules.values(), *floating.values()])
+    return {name: calls for name, calls in recorder.calls.items() if name in modules}
+
+
+def _shapes(module: nn.Module) -> Any:
+    return type(module), tuple((name, tuple(p.shape), p.dtype) for name, p in module.named_parameters())
+
+
+def _key(call: tuple[list[Any], Any]) -> Any:
+    return tuple(
+        (tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else type(x) if isinstance(x, Cache) else repr(x)
+        for x in call[0]
+    )
+
+
+# ---------------------------------------------------------------- one unit alone
+
+
+def _run(
+    module: nn.Module, call: tuple[list[Any], Any], device: torch.device | str | None, is_last: bool, speed: float
+) -> tuple[float, ...]:
+    """Seconds of F, B and W; bytes kept, kept under checkpointing, and working besides."""
+    where = torch.device("meta" if device is None else device)
+    unit = copy.deepcopy(module).to_empty(device=where).train()
+    for tensor in (*unit.parameters(), *unit.buffers()):
+        with torch.no_grad():
+            tensor.normal_(0, 0.02) if tensor.is_floating_point() else tensor.zero_()
+    for parameter in unit.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    leaves = [_argument(leaf, where) for leaf in call[0]]
+    args, kwargs = pytree.tree_unflatten(leaves, call[1])
+    sources = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    parameters = [parameter for parameter in unit.parameters() if parameter.requires_grad]
+
+    def forward() -> list[torch.Tensor]:
+        output = unit(*args, **kwargs)
+        found = [x for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor) and x.requires_grad]
+        if is_last and found and found[0].dim() > 1:  # the loss, which is outside of all units
+            logits = found[0].float().flatten(0, -2)
+            found[0] = functional.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.long, device=where))
+        return found[:1] if is_last else found
+
+    kept, peak, counted = _memory(forward, parameters, where)
+    checkpointed = float(sum(source.nbytes for source in sources))
+    memory = (kept, min(kept, checkpointed), max(0.0, peak - kept))
+    if device is None:
+        return (*(operations / (REACHED * speed) for operations in counted), *memory)
+    return (*_seconds(forward, sources, parameters, where), *memory)
+
+
+def _argument(leaf: Any, device: torch.device) -> Any:
+    """What a unit is called with: random values for what gradients go back to, zeros for masks and the like."""
+    if isinstance(leaf, Cache):
+        return None  # training has none
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    if not leaf.is_floating_point():
+        return torch.zeros(leaf.shape, dtype=leaf.dtype, device=device)
+    made = torch.empty(leaf.shape, dtype=leaf.dtype, device=device).normal_() * (leaf.dim() == 3)
+    return made.requires_grad_(leaf.dim() == 3)
+
+
+def _seconds(
+    forward: Callable[[], list[torch.Tensor]],
+    sources: list[torch.Tensor],
+    parameters: list[nn.Parameter],
+    device: torch.device,
+) -> tuple[float, float, float]:
+    """Median seconds of F, of a backward for the inputs, and of what a backward for all takes longer.
+
+    The three are measured in turns, so that a machine whose speed drifts is as fast for one as for another.
+    """
+    samples: list[tuple[float, float, float]] = []
+    begin = time.perf_counter()
+    # The first turn, which sets things up, is left out.
+    while len(samples) <= LEAST_TIMES or time.perf_counter() - begin < LEAST_SECONDS:
+        of_forward, outputs = _timed(forward, device)
+        of_inputs, _ = _timed(partial(_gradients, outputs, sources), device) if sources else (0.0, None)
+        outputs = forward()
+        of_all, _ = _timed(partial(_gradients, outputs, [*sources, *parameters]), device)
+        samples.append((of_forward, of_inputs, of_all))
+        del outputs
+    seconds, of_inputs, of_all = (statistics.median(column) for column in zip(*samples[1:], strict=True))
+    return seconds, of_inputs, max(0.0, of_all - of_inputs)
+
+
+def _timed(run: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
+    _synchronize(device)
+    start = time.perf_counter()
+    result = run()
+    _synchronize(device)
+    return time.perf_counter() - start, result
+
+
+def _gradients(outputs: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    if outputs and sources:
+        torch.autograd.grad(outputs, sources, [torch.ones_like(output) for output in outputs], allow_unused=True)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _memory(
+    forward: Callable[[], list[torch.Tensor]], parameters: list[nn.Parameter], device: torch.device
+) -> tuple[float, float, tuple[float, float, float]]:
+    """Bytes that autograd keeps after a forward, the most that live at once in forward and backward, and operations of
+    F, B and W: of products, and of reading and writing."""
+    owned = {parameter.untyped_storage()._cdata for parameter in parameters}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in owned:
+            kept[storage._cdata] = storage.nbytes()
+        return tensor
+
+    live = _LiveBytes()
+    with live, FlopCounterMode(display=False) as flops:
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            outputs = forward()
+        products, traffic = flops.get_total_flops(), live.written
+        if outputs:
+            torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
+        del outputs
+    backward_products = flops.get_total_flops() - products
+    # A backward reads and writes about twice as much for the inputs as the forward, and half as much for the weights.
+    of_forward = products + OPERATIONS_PER_BYTE * 2 * traffic
+    of_backward = backward_products + OPERATIONS_PER_BYTE * 2 * (live.written - traffic)
+    share = 0.5 if any(parameter.dim() > 1 for parameter in parameters) else 0.0
+    return float(sum(kept.values())), float(live.peak), (of_forward, of_backward * (1 - share), of_backward * share)
+
+
+class _LiveBytes(TorchDispatchMode):
+    """Follows the storages that operations make: what lives, the most that ever did, and how much was written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = self.written = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            for tensor in pytree.tree_leaves(output):
+                if isinstance(tensor, torch.Tensor):
+                    self.written += tensor.nbytes
+                    self._follow(tensor.untyped_storage())
+        return output
+
+    def _follow(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._known:
+            return
+        self._known.add(key)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._forget, key, size)
+
+    def _forget(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.now -= size
