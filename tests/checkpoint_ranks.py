@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.checkpoint import SoloComm, from_parallelized, save_parallelized
+from penstock.checkpoint import SavingRank, SoloComm, from_parallelized, save_parallelized
 from penstock.modeling.split import SplitModel
 from penstock.modeling.units import list_units
 from stage_driver import cut
@@ -108,8 +108,8 @@ def save(models: Sequence[nn.Module], directory: Any, **options: Any) -> list[An
     """Save a pipeline of as many ranks as there are models; each rank's result or exception."""
 
     def work(rank: int, comm: ThreadComm) -> ThreadComm:
-        place = {"stage": rank, "num_stages": len(models), "is_writer": True}
-        save_parallelized(models[rank], directory, world_comm=comm, pipeline_comm=comm, **place, **options)
+        place = SavingRank(rank, len(models))
+        save_parallelized(models[rank], directory, place=place, world_comm=comm, pipeline_comm=comm, **options)
         return comm
 
     return on_ranks(len(models), work)
@@ -124,8 +124,9 @@ def load(models: Sequence[nn.Module], directory: Any, **options: Any) -> list[An
 
 def save_alone(model: nn.Module, directory: Any, **options: Any) -> None:
     """Save a whole model from one rank."""
-    place = {"stage": 0, "num_stages": 1, "is_writer": True, "world_comm": SoloComm(), "pipeline_comm": SoloComm()}
-    save_parallelized(model, directory, **place, **options)
+    comm = SoloComm()
+    options.setdefault("place", SavingRank(0, 1))
+    save_parallelized(model, directory, world_comm=comm, pipeline_comm=comm, **options)
 
 
 def fill(model: nn.Module, value: float) -> None:

@@ -22,7 +22,7 @@ from checkpoint_ranks import (
     split_copies,
 )
 from families import FAMILIES
-from penstock.checkpoint import CheckpointError, files, staging
+from penstock.checkpoint import CheckpointError, files
 
 
 def build(family: str = "gpt2", seed: int = 0, **settings) -> torch.nn.Module:
@@ -228,20 +228,20 @@ def test_a_failure_just_before_the_commit_changes_nothing(name: str, saved, monk
             raise CheckpointError(f"cannot write {path}: no space")
         original(path, content)
 
-    for module in (staging, __import__("penstock.checkpoint.rank_files", fromlist=["x"])):
-        monkeypatch.setattr(module, "write_bytes", failing)
+    for module in ("staging", "save"):
+        monkeypatch.setattr(f"penstock.checkpoint.{module}.write_bytes", failing)
     assert_save_fails_and_changes_nothing(saved, build(seed=1), "rank 0", name)
 
 
 def test_ranks_that_were_asked_for_different_things_all_raise(tmp_path) -> None:
     from checkpoint_ranks import on_ranks
-    from penstock.checkpoint import save_parallelized
+    from penstock.checkpoint import SavingRank, save_parallelized
 
     models = split_copies(build(), 2)
 
     def work(rank: int, comm) -> None:
-        place = {"stage": rank, "num_stages": 2, "is_writer": True}
-        save_parallelized(models[rank], tmp_path / str(rank), world_comm=comm, pipeline_comm=comm, **place)
+        place = SavingRank(rank, 2)
+        save_parallelized(models[rank], tmp_path / str(rank), world_comm=comm, pipeline_comm=comm, place=place)
 
     assert_all_refuse(on_ranks(2, work), "rank 0", "rank 1", "was asked for")
 

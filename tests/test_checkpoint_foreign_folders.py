@@ -20,6 +20,7 @@ from checkpoint_ranks import assert_hold_together, load, raised, save, scramble,
 from families import FAMILIES
 from penstock.checkpoint import (
     CheckpointError,
+    SavingRank,
     SoloComm,
     TrainingState,
     load_object,
@@ -512,7 +513,7 @@ def trained(folder: Path) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     state = TrainingState(optimizer, {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 3)}, step=4)
-    place = {"stage": 0, "num_stages": 1, "is_writer": True, "world_comm": SoloComm(), "pipeline_comm": SoloComm()}
+    place = {"place": SavingRank(0, 1), "world_comm": SoloComm(), "pipeline_comm": SoloComm()}
     save_parallelized(model, folder, training_state=state, **place)
     return model, optimizer
 

@@ -15,7 +15,7 @@ import torch
 
 from checkpoint_ranks import assert_hold_together, in_fork, load, raised, save, scramble, split_copies
 from families import FAMILIES
-from penstock.checkpoint import CheckpointError, SoloComm, files, save_object, side_files
+from penstock.checkpoint import CheckpointError, SoloComm, files, save_object, save_pretrained
 
 
 def build(seed: int) -> torch.nn.Module:
@@ -118,7 +118,7 @@ def test_every_step_of_a_save_tells_why_it_could_not_write(
         if where == "weights":
             patch.setattr(files, "flush_file", failing)
         elif where == "configuration":
-            patch.setattr(side_files, "flush_file", failing)
+            patch.setattr(save_pretrained, "flush_file", failing)
         elif where == "folder":
             patch.setattr(os, "mkdir", failing)
         else:

@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 
 from checkpoint_ranks import assert_holds, raised, save, scramble, split_copies
 from families import FAMILIES
-from penstock.checkpoint.merge_plan import describe_holdings, plan_merge
-from penstock.checkpoint.options import SaveOptions
+from penstock.checkpoint.merge import describe_holdings, plan_merge
+from penstock.checkpoint.save_pretrained import SaveOptions
 
 
 def build(family: str) -> torch.nn.Module:

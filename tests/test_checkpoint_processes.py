@@ -15,6 +15,7 @@ from penstock import PipelineFailure
 from penstock.checkpoint import (
     CheckpointError,
     GroupComm,
+    SavingRank,
     TrainingState,
     files,
     from_parallelized,
@@ -38,9 +39,9 @@ def save_as(seed: int, directory: Path, num_stages: int, **options) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     pipelines = [list(range(start, start + num_stages)) for start in range(0, size, num_stages)]
     groups = [dist.new_group(ranks, backend="gloo") for ranks in pipelines]
-    place = {"stage": rank % num_stages, "num_stages": num_stages, "is_writer": rank < num_stages}
+    place = SavingRank(rank % num_stages, num_stages, is_writer=rank < num_stages)
     comms = {"world_comm": GroupComm(), "pipeline_comm": GroupComm(groups[rank // num_stages])}
-    save_parallelized(my_part(seed, num_stages), directory, **place, **comms, **options)
+    save_parallelized(my_part(seed, num_stages), directory, place=place, **comms, **options)
 
 
 def load_as(seed: int, directory: Path, num_stages: int) -> set[str]:
@@ -123,9 +124,9 @@ def train_and_save(directory: Path) -> None:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     torch.manual_seed(dist.get_rank())
-    place = {"stage": dist.get_rank(), "num_stages": 2, "is_writer": True}
+    place = SavingRank(dist.get_rank(), 2)
     comms = {"world_comm": GroupComm(), "pipeline_comm": GroupComm()}
-    save_parallelized(model, directory, training_state=TrainingState(optimizer, step=4), **place, **comms)
+    save_parallelized(model, directory, training_state=TrainingState(optimizer, step=4), place=place, **comms)
 
 
 def resume(directory: Path) -> tuple[int, float, int]:

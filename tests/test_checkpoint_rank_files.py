@@ -18,7 +18,7 @@ from checkpoint_ranks import (
     split_copies,
 )
 from families import FAMILIES
-from penstock.checkpoint import SoloComm, from_parallelized, reader, save_parallelized
+from penstock.checkpoint import SavingRank, SoloComm, from_parallelized, reader, save_parallelized
 
 
 def build(family: str) -> torch.nn.Module:
@@ -72,8 +72,8 @@ def test_only_the_writing_pipeline_writes(tmp_path) -> None:
 
     def work(rank: int, comm) -> None:
         # No pipeline communicator: without merging nothing may need one.
-        place = {"stage": rank % 2, "num_stages": 2, "is_writer": rank >= 2}
-        save_parallelized(models[rank], tmp_path, world_comm=comm, pipeline_comm=None, **place)
+        place = SavingRank(rank % 2, 2, is_writer=rank >= 2)
+        save_parallelized(models[rank], tmp_path, world_comm=comm, pipeline_comm=None, place=place)
 
     raised(on_ranks(4, work))
     loaded = split_copies(other, 1)
@@ -215,7 +215,11 @@ def test_views_are_saved_without_the_memory_around_them(tmp_path) -> None:
         ({"max_shards": 3}, TypeError, "max_shards"),
         ({"safe_serialization": True, "save_function": torch.save}, ValueError, "save_function"),
         ({"variant": "a/b"}, ValueError, "a/b"),
-        ({"merge_checkpoints": True, "tensor_parallel_size": 2}, ValueError, "holds slice 0 of 1"),
+        (
+            {"merge_checkpoints": True, "place": SavingRank(0, 1, tensor_parallel_size=2)},
+            ValueError,
+            "holds slice 0 of 1",
+        ),
     ],
 )
 def test_arguments_that_cannot_be_honoured_are_refused_by_name(options, error, message, tmp_path) -> None:

@@ -11,6 +11,7 @@ from checkpoint_ranks import on_ranks, raised, save, scramble, split_copies, sta
 from families import FAMILIES
 from penstock.checkpoint import (
     CheckpointError,
+    SavingRank,
     TrainingState,
     from_parallelized,
     load_training_state,
@@ -63,9 +64,9 @@ def scheduler_of(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.L
 def save_all(models, optimizers, schedulers, directory, **state) -> list:
     def work(rank: int, comm) -> None:
         training = TrainingState(optimizers[rank], {"scheduler": schedulers[rank]}, **state)
-        place = {"stage": rank, "num_stages": len(models), "is_writer": True}
+        place = SavingRank(rank, len(models))
         save_parallelized(
-            models[rank], directory, world_comm=comm, pipeline_comm=comm, training_state=training, **place
+            models[rank], directory, world_comm=comm, pipeline_comm=comm, training_state=training, place=place
         )
 
     return on_ranks(len(models), work)
@@ -139,7 +140,7 @@ def test_an_optimizer_made_before_the_model_was_split_is_saved_and_loaded(tmp_pa
 
 def one_rank(model, directory, **state) -> None:
     def work(rank: int, comm) -> None:
-        place = {"stage": 0, "num_stages": 1, "is_writer": True, "training_state": TrainingState(**state)}
+        place = {"place": SavingRank(0, 1), "training_state": TrainingState(**state)}
         save_parallelized(model, directory, world_comm=comm, pipeline_comm=comm, **place)
 
     raised(on_ranks(1, work))

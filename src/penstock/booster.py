@@ -30,7 +30,7 @@ from penstock.checkpoint import (
 )
 from penstock.data.batch import MicrobatchedBatch, microbatches_of
 from penstock.data.loader import HeterogeneousDataLoader
-from penstock.face import PipelineModel, own_class
+from penstock.face import PipelineModel, own_class, saving_rank
 from penstock.modeling.loss import Criterion
 from penstock.modeling.outputs import merge_outputs
 from penstock.optimizer import PipelineOptimizer
@@ -216,13 +216,9 @@ class Booster:
                     step=pipeline.step_number,
                     extra={} if scale is None else {"loss_scale": scale.state_dict()},
                 ),
-                stage=pipeline.place.rank_in_pipeline,
-                num_stages=pipeline.layout.pipelines[pipeline.place.pipeline].num_ranks,
+                place=saving_rank(pipeline),
                 world_comm=world,
                 pipeline_comm=ranks,
-                is_writer=pipeline.place.pipeline == 0,
-                tensor_parallel_rank=pipeline.place.tensor_parallel_rank,
-                tensor_parallel_size=pipeline.layout.tensor_parallel_size,
             )
         pipeline.board.resume["optimizer"] = f"booster.load_optimizer(optimizer, {os.fspath(checkpoint)!r})"
 

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedModel
 
-from penstock.checkpoint import from_parallelized, save_parallelized
+from penstock.checkpoint import SavingRank, from_parallelized, save_parallelized
 from penstock.config import Configuration
 from penstock.data.loader import prepare_dataloader
 from penstock.generation import generate
@@ -104,13 +104,9 @@ class PipelineModel:
             save_parallelized(
                 cast(PreTrainedModel, self),
                 save_directory,
-                stage=pipeline.place.rank_in_pipeline,
-                num_stages=pipeline.layout.pipelines[pipeline.place.pipeline].num_ranks,
+                place=saving_rank(pipeline),
                 world_comm=world,
                 pipeline_comm=ranks,
-                is_writer=pipeline.place.pipeline == 0,
-                tensor_parallel_rank=pipeline.place.tensor_parallel_rank,
-                tensor_parallel_size=pipeline.layout.tensor_parallel_size,
                 merge_checkpoints=merge_checkpoints,
                 **kwargs,
             )
@@ -146,6 +142,18 @@ def attach(model: PreTrainedModel, pipeline: Pipeline) -> PreTrainedModel:
     model.pipeline = pipeline
     model.relay = Relay(pipeline)
     return model
+
+
+def saving_rank(pipeline: Pipeline) -> SavingRank:
+    """Where this rank stands among those that save."""
+    place, layout = pipeline.place, pipeline.layout
+    return SavingRank(
+        place.rank_in_pipeline,
+        layout.pipelines[place.pipeline].num_ranks,
+        is_writer=place.pipeline == 0,
+        tensor_parallel_rank=place.tensor_parallel_rank,
+        tensor_parallel_size=layout.tensor_parallel_size,
+    )
 
 
 def _warn_of_batch_statistics(model: PreTrainedModel) -> None:

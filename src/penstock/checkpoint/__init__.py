@@ -1,12 +1,10 @@
 """Saving and loading models, and the training around them, from all ranks of any layout."""
 
 from .comm import Comm, GroupComm, OnceLost, SoloComm
-from .errors import CheckpointError
-from .load import from_parallelized
-from .objects import load_object, save_object
-from .ordinary import is_parallelized, load_ordinary
-from .save import TRAINING_VARIANT, save_parallelized, save_training_state
-from .training_state import TrainingState, load_training_state, restore_object
+from .load import from_parallelized, is_parallelized, load_ordinary
+from .save import TRAINING_VARIANT, SavingRank, save_parallelized, save_training_state
+from .training_state import TrainingState, load_object, load_training_state, restore_object, save_object
+from .untrusted import CheckpointError
 
 __all__ = [
     "TRAINING_VARIANT",
@@ -14,6 +12,7 @@ __all__ = [
     "Comm",
     "GroupComm",
     "OnceLost",
+    "SavingRank",
     "SoloComm",
     "TrainingState",
     "from_parallelized",

@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from .errors import CheckpointError, describe
+from .untrusted import CheckpointError, describe
 
 Result = TypeVar("Result")
 

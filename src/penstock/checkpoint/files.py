@@ -8,26 +8,25 @@ import os
 import re
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, BinaryIO, Protocol
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from .errors import CheckpointError, cannot_read, describe
-from .plain_files import open_plain
+from .untrusted import CheckpointError, cannot_read, describe, open_plain
 
 SaveFunction = Callable[[Any, str], Any]
 
 
-class Reader(Protocol):
-    """An open file of tensors."""
+@dataclass(frozen=True)
+class OpenFile:
+    """An open file of tensors. What `read` returns is backed by the file: its pages are read when they are touched."""
 
     names: frozenset[str]
-
-    def read(self, name: str) -> torch.Tensor:
-        """The tensor, backed by the file: its pages are read when they are touched."""
+    read: Callable[[str], torch.Tensor]
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
@@ -128,17 +127,37 @@ def flush_file(path: str) -> None:
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-def open_tensors(path: str, name: str) -> AbstractContextManager[Reader]:
+@contextmanager
+def open_tensors(path: str, name: str) -> Iterator[OpenFile]:
     """Open a file of tensors. No code in it is ever run.
 
     Args:
-        path: a regular file, as `plain_files.locate` finds it.
+        path: a regular file, as `untrusted.locate` finds it.
         name: its name in the checkpoint, which tells the format.
 
     Raises:
         CheckpointError: naming the path, if it is no whole file of its format.
     """
-    return _open_safetensors(path) if name.endswith(".safetensors") else _open_torch(path)
+    with contextlib.ExitStack() as stack:
+        try:
+            if name.endswith(".safetensors"):
+                file = stack.enter_context(safe_open(path, framework="pt", device="cpu"))
+                opened = OpenFile(frozenset(file.keys()), file.get_tensor)
+            else:
+                state = _torch_state(path)
+                opened = OpenFile(frozenset(state), state.__getitem__)
+        except Exception as error:
+            raise cannot_read(path, error) from None
+        yield opened
+
+
+def _torch_state(path: str) -> dict[str, torch.Tensor]:
+    with open_plain(path) as file:
+        check_archive(file, path)
+    state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    if not isinstance(state, dict) or not all(_is_entry(*item) for item in state.items()):
+        raise CheckpointError(f"{path} is no file of tensors by their names")
+    return state
 
 
 def load_data(path: str) -> Any:
@@ -169,20 +188,6 @@ def check_archive(file: BinaryIO, path: str) -> None:
     file.seek(0)
 
 
-class _TorchReader:
-    def __init__(self, path: str) -> None:
-        with open_plain(path) as file:
-            check_archive(file, path)
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        if not isinstance(state, dict) or not all(_is_entry(*item) for item in state.items()):
-            raise CheckpointError(f"{path} is no file of tensors by their names")
-        self._state: dict[str, torch.Tensor] = state
-        self.names = frozenset(state)
-
-    def read(self, name: str) -> torch.Tensor:
-        return self._state[name]
-
-
 def _is_entry(name: Any, value: Any) -> bool:
     """Whether this is a name and a dense tensor that has all its bytes in the file."""
     return (
@@ -195,34 +200,3 @@ def _is_entry(name: Any, value: Any) -> bool:
         and not value.is_neg()
         and value.is_contiguous()
     )
-
-
-class _SafetensorsReader:
-    def __init__(self, file: Any) -> None:
-        self._file = file
-        self.names = frozenset(file.keys())
-
-    def read(self, name: str) -> torch.Tensor:
-        tensor: torch.Tensor = self._file.get_tensor(name)
-        return tensor
-
-
-@contextmanager
-def _open_torch(path: str) -> Any:
-    try:
-        reader = _TorchReader(path)
-    except Exception as error:
-        raise cannot_read(path, error) from None
-    yield reader
-
-
-@contextmanager
-def _open_safetensors(path: str) -> Any:
-    try:
-        file = safe_open(path, framework="pt", device="cpu").__enter__()
-    except Exception as error:
-        raise cannot_read(path, error) from None
-    try:
-        yield _SafetensorsReader(file)
-    finally:
-        file.__exit__(None, None, None)

@@ -14,11 +14,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 
-from .errors import CheckpointError
-from .fields import Field
 from .names import EXTENSIONS, STAGING, check_plain, common_file_name, manifest_name, rank_file_name
-from .plain_files import is_directory, locate, read_json
 from .tensors import DTYPES, TensorInfo
+from .untrusted import CheckpointError, Field, is_directory, locate, read_json
 
 FORMAT = "penstock parallel checkpoint"
 VERSION = 1
@@ -43,6 +41,7 @@ class FileEntry:
 
     Attributes:
         part: `"model"` or `"training"`.
+        stage: the pipeline rank that wrote it, under the word that the file has for it.
         size: in bytes.
         tensors: what it holds, by name.
         aliases: further names of these tensors (tied weights), each with the name it is stored under.
@@ -60,10 +59,14 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A parallel checkpoint. `staging` is the folder inside the checkpoint's where its files were written first.
+    """A parallel checkpoint. The fields have the names that the file has.
 
-    `shards` says of each tensor that is cut over the tensor-parallel ranks how: the dimension, and the number of fused
-    blocks along it that are each cut by themselves. Every other tensor is whole in each rank's file.
+    Attributes:
+        num_stages: ranks of the pipeline that wrote it.
+        staging: the folder inside the checkpoint's where its files were written first.
+        tied: names that are one weight.
+        shards: of each tensor that is sharded over the tensor-parallel ranks, the dimension, and the number of fused
+            blocks along it that are each sharded by themselves. Every other tensor is whole in each rank's file.
     """
 
     model_class: str
@@ -96,7 +99,7 @@ class Manifest:
             raise CheckpointError(f"cannot read {final}: {type(error).__name__}: {error}") from error
 
     def entries(self, part: str, tensor_parallel_rank: int) -> Sequence[tuple[str, FileEntry]]:
-        """Names and entries of the files of one part, from one tensor-parallel rank, in order of stage."""
+        """Names and entries of the files of one part, from one tensor-parallel rank, in order of the pipeline."""
         return self._grouped.get((part, tensor_parallel_rank), ())
 
     @cached_property
@@ -156,18 +159,16 @@ def _parse(content: Field, variant: str | None) -> Manifest:
     files: dict[str, FileEntry] = {}
     for name, entry in content["files"].items():
         check_plain(name, f"{content.file} is damaged: a file name in it")
-        stage = entry["stage"].integer(0, num_stages - 1)
+        pipeline_rank = entry["stage"].integer(0, num_stages - 1)
         rank = entry["tensor_parallel_rank"].integer(0, tensor_parallel_size - 1)
         part = entry["part"].text()
         if part not in _STEMS:
             entry["part"].refuse(f"one of {sorted(_STEMS)}")
-        if part not in _STEMS:
-            entry["part"].refuse(f"one of {sorted(_STEMS)}")
-        allowed = [rank_file_name(_STEMS[part], rank, stage, extension, variant) for extension in EXTENSIONS]
+        allowed = [rank_file_name(_STEMS[part], rank, pipeline_rank, extension, variant) for extension in EXTENSIONS]
         allowed += [common_file_name(variant)] if part == TRAINING else []
         if name not in allowed:
             entry.refuse(f"it under a name that Penstock gives such a file: one of {allowed}")
-        files[name] = _parse_file(entry, part, stage, rank)
+        files[name] = _parse_file(entry, part, pipeline_rank, rank)
         if (files[name].checksum is None) == (name == common_file_name(variant)):
             entry.refuse("a checksum for the file that every rank reads whole, and for no other")
     held = {(entry.stage, entry.tensor_parallel_rank) for entry in files.values() if entry.part == MODEL}
@@ -182,10 +183,10 @@ def _parse(content: Field, variant: str | None) -> Manifest:
     if not model_class.text().isidentifier():
         model_class.refuse("the name of a class")
     shards = {}
-    for name, cut in content["shards"].items() if content.get("shards") else ():
-        numbers = list(cut.elements())
+    for name, shard in content["shards"].items() if content.get("shards") else ():
+        numbers = list(shard.elements())
         if len(numbers) != 2:
-            cut.refuse("a dimension and a number of blocks")
+            shard.refuse("a dimension and a number of blocks")
         shards[name] = numbers[0].integer(-_MAX_DIMENSIONS, _MAX_DIMENSIONS - 1), numbers[1].integer(1, _MOST)
     return Manifest(
         model_class=model_class.text(),
@@ -198,7 +199,7 @@ def _parse(content: Field, variant: str | None) -> Manifest:
     )
 
 
-def _parse_file(entry: Field, part: str, stage: int, tensor_parallel_rank: int) -> FileEntry:
+def _parse_file(entry: Field, part: str, pipeline_rank: int, tensor_parallel_rank: int) -> FileEntry:
     size = entry["size"].integer(0, _MOST)
     tensors = {name: _parse_tensor(info, size) for name, info in entry["tensors"].items()}
     aliases = {}
@@ -207,9 +208,8 @@ def _parse_file(entry: Field, part: str, stage: int, tensor_parallel_rank: int) 
             stored.refuse("the name of a tensor in the same file")
         aliases[name] = stored.text()
     checksum = entry.get("checksum")
-    return FileEntry(
-        part, stage, tensor_parallel_rank, size, tensors, aliases, None if checksum is None else checksum.integer(*_CRC)
-    )
+    number = None if checksum is None else checksum.integer(*_CRC)
+    return FileEntry(part, pipeline_rank, tensor_parallel_rank, size, tensors, aliases, number)
 
 
 def _parse_tensor(info: Field, file_size: int) -> TensorInfo:

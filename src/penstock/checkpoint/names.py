@@ -6,7 +6,7 @@ import re
 
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
-from .errors import CheckpointError
+from .untrusted import CheckpointError
 
 EXTENSIONS = (".safetensors", ".bin")
 # In the staging folder: what becomes the table of contents, and the index, which first refers to the shards in the
@@ -46,10 +46,12 @@ def manifest_name(variant: str | None = None) -> str:
     return f"parallel_checkpoint.{variant}.json" if variant else "parallel_checkpoint.json"
 
 
-def rank_file_name(stem: str, tensor_parallel_rank: int, stage: int, extension: str, variant: str | None) -> str:
+def rank_file_name(
+    stem: str, tensor_parallel_rank: int, pipeline_rank: int, extension: str, variant: str | None
+) -> str:
     """`pytorch_model_tp_0_pp_1.bin`, or `pytorch_model_tp_0_pp_1.fp16.bin` with variant `fp16`."""
     middle = f".{variant}" if variant else ""
-    return f"{stem}_tp_{tensor_parallel_rank}_pp_{stage}{middle}{extension}"
+    return f"{stem}_tp_{tensor_parallel_rank}_pp_{pipeline_rank}{middle}{extension}"
 
 
 def common_file_name(variant: str | None) -> str:

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from .errors import CheckpointError
 from .manifest import Manifest
-from .slices import Cuts, saved_cut
+from .reader import Resharding, saved_sharding
 from .tensors import shards_of, tensor_parallel_place, tied_groups, whole_shape
+from .untrusted import CheckpointError
 
 # Between a parameter's name and the name of one of its states, in a file of tensors. No module name contains it.
 _SEPARATOR = "//"
@@ -152,18 +152,18 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def cuts_of_states(
+def reshardings_of(
     model: nn.Module, optimizer: Optimizer, manifest: Manifest, saved_shapes: Mapping[str, Sequence[int]]
-) -> dict[str, Cuts]:
-    """Those of the saved state tensors that belong to this rank's parameters in the optimizer, and how they are cut.
+) -> dict[str, Resharding]:
+    """The saved state tensors of this rank's parameters in the optimizer, and how they are sharded.
 
-    A state of a parameter's shape is cut as the parameter is.
+    A state of a parameter's shape is sharded as the parameter is.
 
     Args:
         saved_shapes: of the state tensors as the first tensor-parallel rank of the saving run had them.
 
     Raises:
-        CheckpointError: a state of another shape belongs to a parameter that is cut otherwise than it was.
+        CheckpointError: a state of another shape belongs to a parameter that is sharded otherwise than it was.
     """
     names, held, (_, size) = logical_names(model), shards_of(model), tensor_parallel_place(model)
     parameters = {
@@ -172,20 +172,20 @@ def cuts_of_states(
         for parameter in group["params"]
         if id(parameter) in names
     }
-    found: dict[str, Cuts] = {}
+    found: dict[str, Resharding] = {}
     for key, shape in saved_shapes.items():
         name = key.partition(_SEPARATOR)[0]
         if name not in parameters:
             continue
         whole = whole_shape(model, name, parameters[name])
-        cuts = Cuts(saved_cut(manifest, name, whole, manifest.tensor_parallel_size), held.get(name))
-        part = whole if cuts.saved is None else tuple(cuts.saved.shape(whole, manifest.tensor_parallel_size))
+        sharding = Resharding(saved_sharding(manifest, name, whole, manifest.tensor_parallel_size), held.get(name))
+        part = whole if sharding.saved is None else tuple(sharding.saved.shape(whole, manifest.tensor_parallel_size))
         if tuple(shape) == part:
-            found[key] = cuts
+            found[key] = sharding
         elif math.prod(shape) == 1:  # a count of steps
-            found[key] = Cuts()
-        elif cuts == Cuts() or (cuts.saved == cuts.wanted and manifest.tensor_parallel_size == size):
-            found[key] = cuts
+            found[key] = Resharding()
+        elif sharding == Resharding() or (sharding.saved == sharding.wanted and manifest.tensor_parallel_size == size):
+            found[key] = sharding
         else:
             raise CheckpointError(
                 f"cannot cut the state {key} for tensor_parallel_size {size}: it was saved with "

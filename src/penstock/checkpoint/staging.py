@@ -30,8 +30,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from .errors import CheckpointError
-from .fields import Field
 from .files import flush_file, write_bytes, writing
 from .manifest import read_manifest
 from .names import (
@@ -49,7 +47,7 @@ from .names import (
     variant_of_manifest,
     weight_file_names,
 )
-from .plain_files import is_directory, kind_of, read_json
+from .untrusted import CheckpointError, Field, is_directory, kind_of, read_json
 
 # (what to do, name in the staging folder or "", name in the checkpoint's folder)
 Operation = tuple[Literal["replace", "publish", "remove"], str, str]

@@ -15,7 +15,7 @@ from penstock.modeling.instrumentation import known_of
 from penstock.modeling.tensor_parallel import Slicing, TensorParallel
 from penstock.modeling.tied import ties_of
 
-from .errors import CheckpointError
+from .untrusted import CheckpointError
 
 # Every dtype of torch, by the name that `dtype_name` gives it.
 DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
@@ -86,27 +86,27 @@ def whole_state(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def tensor_parallel_of(model: nn.Module) -> TensorParallel | None:
-    """How a model's weights are cut; None if they are not."""
-    cut: TensorParallel | None = known_of(model).tensor_parallel
-    return cut
+    """How a model's weights are sharded; None if they are not."""
+    found: TensorParallel | None = known_of(model).tensor_parallel
+    return found
 
 
 def shards_of(model: nn.Module) -> Mapping[str, Slicing]:
-    """How the parameters of a model under tensor parallelism are cut, by their names; nothing for any other model."""
-    cut = tensor_parallel_of(model)
-    return {} if cut is None else cut.shards
+    """How the parameters of a tensor-parallel model are sharded, by their names; nothing for any other model."""
+    sharding = tensor_parallel_of(model)
+    return {} if sharding is None else sharding.shards
 
 
 def tensor_parallel_place(model: nn.Module) -> tuple[int, int]:
-    """This rank's index among the ranks that hold slices of the same stage, and their number."""
-    cut = tensor_parallel_of(model)
-    return (0, 1) if cut is None else (cut.index, cut.size)
+    """This rank's index among the ranks that hold shards of the same stage, and their number."""
+    sharding = tensor_parallel_of(model)
+    return (0, 1) if sharding is None else (sharding.index, sharding.size)
 
 
 def whole_shape(model: nn.Module, name: str, tensor: torch.Tensor) -> tuple[int, ...]:
     """The unsplit model's shape of a tensor of `whole_state(model)`; this rank may have a slice of it."""
-    cut = tensor_parallel_of(model)
-    return tuple(tensor.shape) if cut is None else cut.whole_shape(name, tensor.shape)
+    sharding = tensor_parallel_of(model)
+    return tuple(tensor.shape) if sharding is None else sharding.whole_shape(name, tensor.shape)
 
 
 def to_cpu(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -1,4 +1,7 @@
-"""What a training run needs besides the model to go on: optimizer, schedulers, random generators, the step."""
+"""What a training run needs besides the model to go on: optimizer, schedulers, random generators, the step.
+
+All of it is plain data: it is loaded without running code.
+"""
 
 from __future__ import annotations
 
@@ -6,29 +9,29 @@ import contextlib
 import copy
 import io
 import os
+import random
+import re
+import uuid
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from .comm import Comm, together
-from .errors import CheckpointError, describe, no_plain_data
-from .fields import Field
-from .files import load_data
+from .files import flush_file, load_data, write_bytes, writing
 from .load import check_class
 from .manifest import TRAINING, Manifest, read_manifest
 from .names import check_variant
-from .optimizer_state import collect_optimizer, cuts_of_states, restore_optimizer
-from .plain_files import open_plain
-from .random_state import capture_random_state, check_random_state, restore_random_state
-from .reader import CheckpointReader
-from .slices import Cuts, SliceReader
+from .optimizer_state import collect_optimizer, reshardings_of, restore_optimizer
+from .reader import Resharding, ShardReader
 from .tensors import tensor_parallel_place
+from .untrusted import CheckpointError, Field, describe, is_regular, open_plain, refused_global
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,7 @@ def common_content(
 
     Args:
         reports: of all ranks of the world, in order.
-        pipeline: of the ranks of the pipeline that writes, in order of stage.
+        pipeline: of the ranks of the pipeline that writes, in order.
 
     Raises:
         CheckpointError: something in the state could only be loaded by running code.
@@ -96,13 +99,20 @@ def common_content(
         "members": members,
         "values": values,
     }
+    return _plain_data(content, "the training state")
+
+
+def _plain_data(content: Any, what: str) -> bytes:
+    """The content of a file that can be loaded without running code; raises CheckpointError if there is none."""
     buffer = io.BytesIO()
     try:
         torch.save(content, buffer)
         buffer.seek(0)
         torch.load(buffer, weights_only=True)
     except Exception as error:
-        raise CheckpointError(f"the training state has {no_plain_data(error)}") from None
+        name = refused_global(error)
+        found = describe(error) if name is None else f"a {name}"
+        raise CheckpointError(f"{what} has something that is no plain data: {found}") from None
     return buffer.getvalue()
 
 
@@ -124,13 +134,12 @@ def load_training_state(
 
     Raises:
         CheckpointError: a file is missing, truncated or foreign, the optimizer's groups are not the saved ones, or
-            something of its state cannot be cut for another tensor-parallel size.
+            something of its state cannot be sharded for another tensor-parallel size.
     """
     directory = os.path.abspath(directory)
-    opened: list[CheckpointReader] = []
-    readers: list[SliceReader] = []
+    readers: list[ShardReader] = []
     contents: list[dict[str, Any]] = []
-    mine: dict[str, Cuts] = {}
+    mine: dict[str, Resharding] = {}
 
     def check() -> list[str]:
         check_variant(variant)
@@ -144,10 +153,10 @@ def load_training_state(
             return []
         if contents[0]["groups"] is None:
             raise CheckpointError(f"{directory} has no optimizer state")
-        readers.append(SliceReader(directory, manifest, TRAINING, tensor_parallel_place(model), opened))
+        readers.append(ShardReader(directory, manifest, TRAINING, tensor_parallel_place(model)))
         first = readers[0].readers[0]
         saved_shapes = {key: location.info.shape for key, location in first.locations.items()}
-        mine.update(cuts_of_states(model, state.optimizer, manifest, saved_shapes))
+        mine.update(reshardings_of(model, state.optimizer, manifest, saved_shapes))
         readers[0].verify(mine)
         return [name for group in collect_optimizer(model, state.optimizer).members for name in group]
 
@@ -157,7 +166,7 @@ def load_training_state(
             saved = {name for group in content["members"] for name in group}
             if lost := sorted(saved - {name for names in held for name in names}):
                 raise CheckpointError(f"the optimizer lacks parameters that it had when it was saved: {lost[:5]}")
-            tensors = ((key, readers[0].read(key, cuts)) for key, cuts in mine.items())
+            tensors = ((key, readers[0].read(key, sharding)) for key, sharding in mine.items())
             groups = (content["groups"], content["members"], content["values"])
             restore_optimizer(model, state.optimizer, *groups, tensors)
         for name, stateful in state.objects.items():
@@ -175,8 +184,8 @@ def load_training_state(
             before.put_back()
             raise
     finally:
-        for reader in opened:
-            reader.__exit__(None, None, None)
+        for reader in readers:
+            reader.close()
     return TrainingState(state.optimizer, state.objects, contents[0]["step"], contents[0]["extra"])
 
 
@@ -249,3 +258,112 @@ def _read_common(manifest: Manifest, directory: str) -> dict[str, Any]:
         found: dict[str, Any] = content.value
         return found
     raise CheckpointError(f"{directory} has no training state")
+
+
+# ---------------------------------------------------------------- random generators
+
+
+def capture_random_state() -> dict[str, Any]:
+    """The states of Python's, numpy's and torch's generators (of the CPU, and of the current GPU once it is in use)."""
+    _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    state: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": (torch.from_numpy(np.asarray(keys, dtype=np.int64)), int(position), int(has_gauss), float(cached)),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def check_random_state(state: Field) -> None:
+    """Raise CheckpointError for what `capture_random_state` cannot have returned."""
+    trial = random.Random()
+    try:
+        trial.setstate(state["python"].value)
+    except (TypeError, ValueError, OverflowError):
+        state["python"].refuse("the state of Python's random generator")
+    try:
+        np.random.RandomState().set_state(_numpy_state(state["numpy"].value))
+    except (TypeError, ValueError, AttributeError, IndexError, RuntimeError, OverflowError):
+        state["numpy"].refuse("the state of numpy's random generator")
+    names = ["torch", "cuda"] if state.get("cuda") else ["torch"]
+    for name in names:
+        value = state[name].value
+        if not (isinstance(value, torch.Tensor) and value.dtype == torch.uint8 and value.dim() == 1):
+            state[name].refuse("the state of torch's random generator")
+    try:
+        torch.Generator().set_state(state["torch"].value)
+    except (TypeError, RuntimeError):
+        state["torch"].refuse("the state of torch's random generator")
+
+
+def _numpy_state(saved: Any) -> tuple[str, np.ndarray, int, int, float]:
+    keys, position, has_gauss, cached = saved
+    return "MT19937", keys.numpy().astype(np.uint32), position, has_gauss, cached
+
+
+def restore_random_state(state: dict[str, Any]) -> None:
+    """Continue the generators where `capture_random_state` saw them."""
+    random.setstate(state["python"])
+    np.random.set_state(_numpy_state(state["numpy"]))
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+# ---------------------------------------------------------------- an object in a file of its own
+
+
+def save_object(content: Any, path: str | os.PathLike[str], *, world_comm: Comm) -> None:
+    """Write plain data to a file, from the first rank. A kill at any moment leaves the previous file whole.
+
+    Raises:
+        CheckpointError: it cannot be written, or is no plain data that can be loaded without running code.
+    """
+    path = os.path.abspath(path)
+
+    def write() -> None:
+        if world_comm.rank:
+            return
+        data = _plain_data(content, "it")
+        folder, name = os.path.split(path)
+        with writing(path, "plain data", len(data)):
+            os.makedirs(folder, exist_ok=True)
+            # Nobody can have put a link to another file under this name.
+            draft = os.path.join(folder, f".{name}.saving-{uuid.uuid4().hex}")
+            try:
+                write_bytes(draft, data)
+                os.replace(draft, path)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.remove(draft)
+                raise
+            flush_file(folder)
+        _remove_drafts(folder, name)
+
+    together(world_comm, f"save {path}", "writing the file", write, unchanged=f"what was in {path} before is intact")
+
+
+def load_object(path: str | os.PathLike[str], *, world_comm: Comm) -> Any:
+    """What `save_object` wrote. No code in the file is run. Raises CheckpointError if some rank cannot read it."""
+    path = os.path.abspath(path)
+    found: list[Any] = []
+
+    def read() -> None:
+        try:
+            found.append(load_data(path))
+        except FileNotFoundError:
+            raise CheckpointError(f"{path} is missing") from None
+
+    together(world_comm, f"load {path}", "reading the file", read)
+    return found[0]
+
+
+def _remove_drafts(folder: str, name: str) -> None:
+    """Tidy up behind killed saves."""
+    pattern = re.compile(re.escape(f".{name}.saving-") + r"[0-9a-f]{32}")
+    for draft in os.listdir(folder):
+        if pattern.fullmatch(draft) and is_regular(os.path.join(folder, draft)):
+            with contextlib.suppress(OSError):
+                os.remove(os.path.join(folder, draft))

@@ -1,4 +1,4 @@
-"""A batch, as a model's keyword arguments, and the microbatches it is cut into."""
+"""A batch, as a model's keyword arguments, and the microbatches it is split into."""
 
 from __future__ import annotations
 
@@ -7,10 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-
-from penstock.data.fingerprint import fingerprint
-
-__all__ = ["batch_size_of", "fingerprint", "microbatch_sizes", "split_batch"]
 
 # Where to read the batch size when the model's own main input is absent (an encoder-decoder model continued from
 # `encoder_outputs` has only decoder inputs), most telling first.

@@ -1,0 +1,235 @@
+"""Reading what somebody else may have made: regular files of one folder and nothing else, field by field.
+
+A name in such a folder may be a link to any file of the user, a pipe that blocks whoever opens it, or a device. This
+guards against a folder that was made to do harm, not against somebody who changes it while it is read. What is absurd
+is refused with a CheckpointError that names file, field and value.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import reprlib
+import stat
+from collections.abc import Iterator
+from typing import Any, BinaryIO, NoReturn
+
+_SHOWN = 300
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written or read. The message names the file and the rank."""
+
+
+def describe(error: BaseException) -> str:
+    """The error in one line, with its type unless it is this package's own."""
+    text = " ".join(str(error).split())
+    if isinstance(error, CheckpointError):
+        return text
+    return f"{type(error).__name__}: {text[:_SHOWN]}" if text else type(error).__name__
+
+
+def refused_global(error: Exception) -> str | None:
+    """The class or function that torch's unpickler, which loads plain data only, did not let a file name."""
+    found = re.search(r"GLOBAL (\S+) (?:was not|whose module)", str(error))
+    return found and found[1]
+
+
+def cannot_read(path: str, error: Exception) -> CheckpointError:
+    """The error for a file that another library could not read. Chain it with `from None`.
+
+    torch advises to load what its unpickler refuses with `weights_only=False`, which would run the code in it.
+    """
+    if isinstance(error, CheckpointError):
+        return error
+    if isinstance(error, pickle.UnpicklingError):
+        if name := refused_global(error):
+            return CheckpointError(
+                f"{path} asks to run code when it is loaded ({name[:80]}), and was refused: files are read as data "
+                "only. Save what you need of it as plain tensors and numbers; do not trust it if it is not yours"
+            )
+        return CheckpointError(f"{path} is damaged, or holds more than tensors and plain data: nothing in it was run")
+    return CheckpointError(f"cannot read {path}: {describe(error)}")
+
+
+# No table of contents of a model that fits in a cluster comes near this.
+MAX_JSON_BYTES = 256 * 1024**2
+
+_KINDS = {
+    stat.S_IFDIR: "a directory",
+    stat.S_IFLNK: "a link",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def kind_of(path: str) -> str | None:
+    """`"a regular file"`, `"a link"` and so on, without following links; None if nothing is there."""
+    try:
+        mode = os.lstat(path).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return "a regular file" if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "no regular file")
+
+
+def is_regular(path: str) -> bool:
+    return kind_of(path) == "a regular file"
+
+
+def is_directory(path: str) -> bool:
+    """Whether a directory is there, and no link to one."""
+    return kind_of(path) == "a directory"
+
+
+def locate(path: str) -> str:
+    """The regular file that `path` stands for: itself, or what a link leads to within the same folder.
+
+    Links of a hub's cache, from `snapshots/<revision>/` to `blobs/` beside it, are followed too.
+
+    Raises:
+        FileNotFoundError: nothing is there.
+        CheckpointError: it is no regular file, or a link that leads out of its folder.
+    """
+    kind = kind_of(path)
+    if kind is None:
+        raise FileNotFoundError(2, os.strerror(2), path)
+    found = path
+    if kind == "a link":
+        found = os.path.realpath(path)
+        folder = os.path.realpath(os.path.dirname(path))
+        snapshots, _ = os.path.split(folder)
+        cache, name = os.path.split(snapshots)
+        allowed = {folder, os.path.join(cache, "blobs")} if name == "snapshots" else {folder}
+        if os.path.dirname(found) not in allowed:
+            raise CheckpointError(
+                f"{path} is a link that leads out of its folder, to {found}; if that is meant, put a copy there"
+            )
+        if (kind := kind_of(found)) is None:
+            raise FileNotFoundError(2, os.strerror(2), path)
+    if kind != "a regular file":
+        raise CheckpointError(f"{path} is {kind}, but must be a regular file")
+    return found
+
+
+def open_plain(path: str) -> BinaryIO:
+    """Open the file that `locate` finds. Never blocks.
+
+    Raises:
+        FileNotFoundError: nothing is there. OSError: it cannot be opened.
+        CheckpointError: as `locate`.
+    """
+    # Not blocking and not following, should the file have been exchanged since it was looked at.
+    descriptor = os.open(locate(path), os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise CheckpointError(f"{path} is not a regular file")
+    return os.fdopen(descriptor, "rb")
+
+
+def read_json(path: str) -> Field:
+    """The content of a JSON file, to be read field by field.
+
+    Raises:
+        FileNotFoundError: nothing is there.
+        CheckpointError: naming the file, if it cannot be read or is not strict JSON with each key once.
+    """
+    try:
+        with open_plain(path) as file:
+            if (size := os.fstat(file.fileno()).st_size) > MAX_JSON_BYTES:
+                raise CheckpointError(f"{path} has {size} bytes, but may have {MAX_JSON_BYTES} at most")
+            content = json.loads(file.read(MAX_JSON_BYTES), object_pairs_hook=_once, parse_constant=_refuse_constant)
+    except FileNotFoundError:
+        raise
+    except RecursionError:
+        raise CheckpointError(f"cannot read {path}: its JSON is nested too deeply") from None
+    except (OSError, ValueError) as error:  # not JSON, not text, an integer of thousands of digits
+        raise CheckpointError(f"cannot read {path}: {type(error).__name__}: {error}") from error
+    return Field(content, path)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        last = {name: place for place, (name, _) in enumerate(pairs)}
+        twice = next(name for place, (name, _) in enumerate(pairs) if last[name] != place)
+        raise ValueError(f"{twice[:80]!r} stands twice in one object")
+    return content
+
+
+def _refuse_constant(text: str) -> Any:
+    raise ValueError(f"{text} is no JSON")
+
+
+_shorten = reprlib.Repr()
+_shorten.maxstring = _shorten.maxother = _shorten.maxlong = 60
+
+
+class Field:
+    """A value in a file, and the way to it from the file's top."""
+
+    __slots__ = ("_key", "_parent", "file", "value")
+
+    def __init__(self, value: Any, file: str, parent: Field | None = None, key: Any = None) -> None:
+        self.value, self.file, self._parent, self._key = value, file, parent, key
+
+    def __getitem__(self, key: str) -> Field:
+        """A field of an object, which must be there."""
+        if key not in self._object():
+            self.refuse(f"an object with {key!r}")
+        return Field(self.value[key], self.file, self, key)
+
+    def get(self, key: str) -> Field | None:
+        """A field of an object, if it is there and not null."""
+        return None if self._object().get(key) is None else self[key]
+
+    def items(self) -> Iterator[tuple[str, Field]]:
+        """Keys and fields of an object, whose keys must be such that they can be shown."""
+        for key, value in self._object().items():
+            if not isinstance(key, str) or not key.isprintable():
+                self.refuse(f"an object with printable keys, not {_shorten.repr(key)}")
+            yield key, Field(value, self.file, self, key)
+
+    def elements(self) -> Iterator[Field]:
+        """The fields of a list."""
+        if not isinstance(self.value, list):
+            self.refuse("a list")
+        for index, value in enumerate(self.value):
+            yield Field(value, self.file, self, index)
+
+    def text(self) -> str:
+        """The value, which must be text that can be shown."""
+        if not isinstance(self.value, str) or not self.value.isprintable():
+            self.refuse("printable text")
+        found: str = self.value
+        return found
+
+    def integer(self, least: int, most: int) -> int:
+        """The value, which must be an integer within these bounds; true and false are none."""
+        if type(self.value) is not int or not least <= self.value <= most:
+            self.refuse(f"an integer from {least} to {most}")
+        found: int = self.value
+        return found
+
+    def refuse(self, expected: str) -> NoReturn:
+        """Raise CheckpointError, naming field, value and file."""
+        where = self._name()
+        shown = _shorten.repr(self.value)
+        raise CheckpointError(f"{self.file} is damaged: {where or 'its content'} is {shown}, expected {expected}")
+
+    def _object(self) -> dict[Any, Any]:
+        if not isinstance(self.value, dict):
+            self.refuse("an object")
+        found: dict[Any, Any] = self.value
+        return found
+
+    def _name(self) -> str:
+        if self._parent is None:
+            return ""
+        before = self._parent._name()
+        if isinstance(self._key, str) and self._key.isidentifier():
+            return f"{before}.{self._key}" if before else self._key
+        return f"{before}[{_shorten.repr(self._key)}]"
