@@ -94,7 +94,7 @@ def with_executor(arguments: dict[str, Any]) -> Step:
     rule = SimpleNamespace(shares=lambda counts, totals: (1.0,), fields=())
     plan = SimpleNamespace(cuts=[["hidden"]] * (schedule.num_stages - 1), loss=rule)
     count = schedule.num_microbatches
-    inputs = StepInputs([{}] * count, [plan] * count, [()] * count, [(1,)] * count, [1] * count, 0, 0)
+    inputs = StepInputs([{}] * count, [plan] * count, [()] * count, [(1,)] * count, [1] * count, 0, 0, [{}] * count)
     board = FailureBoard(None, rank, "free")
     header = encode_header([TensorSpec(SHAPE, torch.float32, requires_grad=True)])
     notice = torch.tensor(Notice.of(parameters, CPU))

@@ -231,7 +231,7 @@ class RecordedRank:
                 device=CPU,
                 everyone=range(layout.world_size),
                 seed=0,
-                totals=Totals(layout, rank, self.groups, self.board),
+                totals=Totals(layout, rank, self.groups, self.board, device),
                 scaling=ScaleWatch(),
                 share_overflow=lambda: None,
             )
@@ -307,7 +307,7 @@ class RecordedRank:
         plan = SimpleNamespace(cuts=[["hidden"]] * (self.schedule.num_stages - 1), loss=rule)
         inputs = StepInputs(
             [{}] * count, [plan] * count, list(signatures or [0] * count), [(1,)] * count, [1] * count,
-            0, 0,
+            0, 0, [{}] * count,
         )  # fmt: skip
         notice = Notice.of(self.station.parameters, CPU)
         self.world.answers[Kind.STEP] = torch.tensor(notice)

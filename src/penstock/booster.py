@@ -108,8 +108,8 @@ class Booster:
                 f"the data iterator gave a {type(batch).__name__}, which does not say which microbatches are this "
                 "pipeline's: iterate over a loader made with plugin.prepare_dataloader(dataset, ...)"
             )
-        batch = batch.to(pipeline.device)
         outputs: Any = None
+        loss: float | torch.Tensor
         if not torch.is_grad_enabled():
             loss, outputs = pipeline.evaluate_together(batch, criterion, share_outputs=return_outputs)
         else:
@@ -120,9 +120,9 @@ class Booster:
                     kept.append(_without_graph(output))
             outputs = merge_outputs(kept, microbatches_of(batch)[1]) if kept else None
             assert pipeline.last_step is not None
-            loss = pipeline.last_step.global_loss
+            loss = pipeline.last_step.global_sum
         return {
-            "loss": torch.tensor(loss, dtype=_loss_type(pipeline), device=pipeline.device) if return_loss else None,
+            "loss": torch.as_tensor(loss, dtype=_loss_type(pipeline), device=pipeline.device) if return_loss else None,
             "outputs": outputs if return_outputs else None,
         }
 

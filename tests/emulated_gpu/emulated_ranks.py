@@ -15,6 +15,7 @@ from emulated_device import host_waits
 
 from families import FAMILIES, batch
 from penstock import HeterogeneousParallelPlugin, PipelineTemplate
+from penstock.modeling.ghost import is_ghost
 from training import Step, kept_in_double, parallelize, rows, unsplit_step
 
 
@@ -169,18 +170,50 @@ def waits_of_steps(case: Case, num_steps: int = 4, where: str = "cpu", item: boo
     device = use_gpu()
     model = spread(case)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    if item:
-        model.register_forward_pre_hook(lambda module, arguments: None)
+    if item:  # in one block of each stage
+        block = next(
+            module for name, module in model.named_modules() if name.endswith("mlp.act") and not is_ghost(module)
+        )
+        block.register_forward_pre_hook(lambda module, arguments: arguments[0].sum().item() and None)
     mine = rows(case.batch(), model.data_parallel_rank, model.data_parallel_size)
     if where == "gpu":
         mine = on(device, mine)
     found = []
     for _ in range(num_steps):
         with host_waits() as waits:
-            for output in model(**mine):
+            context = contextlib.nullcontext() if case.autocast is None else torch.autocast(device.type, case.autocast)
+            with context:
+                outputs = model(**mine)
+            for output in outputs:
                 output.loss.backward()
             optimizer.step()
             optimizer.zero_grad()
         found.append(dict(waits))
     model.pipeline.close()
+    return found
+
+
+def waits_of_generation(case: Case) -> tuple[dict[str, int], dict[str, int]]:
+    """What the host waits for while it generates 4 tokens, and 14, of forms seen before."""
+    device = use_gpu()
+    model = spread(case).eval()
+    prompt = {name: case.batch()[name][:3, :4].to(device) for name in ("input_ids", "attention_mask")}
+    found = []
+    for number in (14, 4, 14):
+        with host_waits() as waits:
+            model.generate(**prompt, max_new_tokens=number, min_new_tokens=number, do_sample=False)
+        found.append(dict(waits))
+    return found[1], found[2]
+
+
+def sums_of_steps(case: Case, scale: float) -> list[int]:
+    """How many all-reduces there were between devices in each of four steps, under a loss scale of the user's."""
+    use_gpu()
+    model = spread(case)
+    found = []
+    for _ in range(4):
+        before = emulated_nccl.counts.get("allreduce", 0)
+        for output in model(**case.batch()):
+            (output.loss * scale).backward()
+        found.append(emulated_nccl.counts["allreduce"] - before)
     return found

@@ -94,6 +94,7 @@ class DataFlow(TorchDispatchMode):
         paused: operations are not followed (a unit's shape function, say).
         controls: for every time a marked value decided what Python does next, what `position()` returned then, and
             the value's sources.
+        asks_inputs: whether values of the arguments alone were asked for.
         written: values that were changed in place after their unit returned them.
         written_inputs: arguments of the forward that were changed in place.
     """
@@ -102,6 +103,7 @@ class DataFlow(TorchDispatchMode):
         super().__init__()
         self.paused = False
         self.controls: list[tuple[int, Sources]] = []
+        self.asks_inputs = False
         self.written: set[Value] = set()
         self.written_inputs: set[str] = set()
         self._position = position
@@ -146,6 +148,8 @@ class DataFlow(TorchDispatchMode):
 
     def note_control(self, sources: Sources) -> None:
         """Tell that a value of these sources decides what Python does next."""
+        if sources and all(isinstance(source, Given) for source in sources):
+            self.asks_inputs = True
         if any(isinstance(source, (Value, Drawn)) for source in sources):
             self.controls.append((self._position(), sources))
 

@@ -49,6 +49,7 @@ class Plan:
         controlled: whether the code after the last unit of every other stage takes a path that depends on values of
             the last stage, so that the others must leave the forward early.
         defaults: arguments that Penstock adds to the caller's (`use_cache=False`).
+        asks_inputs: whether the code between units asks for values of the inputs alone, to decide what to do.
         last_calls: for each stage the position in `calls` of the last one it runs, -1 if it runs none.
         digest: a hash of all of this, to be compared between ranks.
     """
@@ -63,6 +64,7 @@ class Plan:
     controlled: bool
     defaults: tuple[tuple[str, Any], ...]
     last_calls: tuple[int, ...]
+    asks_inputs: bool
     digest: str = field(compare=False)
 
 
@@ -133,6 +135,7 @@ def make_plan(
         controlled,
         defaults,
         tuple(last_calls),
+        trace.asks_inputs,
         digest,
     )
 

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache
 
 from penstock.modeling import capture, ghost_cache
+from penstock.modeling.host_values import HostValues
 from penstock.modeling.instrumentation import Intercepted
 from penstock.modeling.placeholder import LatePlaceholder, as_of_now
 from penstock.modeling.plan import Call
@@ -34,6 +35,7 @@ class StageRun:
         early_exit: whether to leave the forward after the stage's last unit.
         device: where placeholders live.
         hand_over: takes the values for the next stage as soon as they are there, before the forward goes on.
+        host_values: what is active in the code between units, and not inside of them.
     """
 
     __slots__ = (
@@ -41,6 +43,7 @@ class StageRun:
         "_early_exit",
         "_functions",
         "_hand_over",
+        "_host_values",
         "_position",
         "_received",
         "_script",
@@ -57,7 +60,9 @@ class StageRun:
         early_exit: bool,
         device: torch.device,
         hand_over: Callable[[tuple[torch.Tensor, ...]], None] | None = None,
+        host_values: HostValues | None = None,
     ) -> None:
+        self._host_values = host_values
         self._script = script
         self._functions = functions
         self._received = received
@@ -100,7 +105,11 @@ class StageRun:
         seed = self._seed_generators
         if seed is not None and step.own:
             seed(mixed(self._seed, step.seeds[0]))
-        output = self._run(unit, module, step, args, kwargs) if step.own else self._stand_in(step, args, kwargs)
+        if self._host_values is None:
+            output = self._run(unit, module, step, args, kwargs) if step.own else self._stand_in(step, args, kwargs)
+        else:
+            with self._host_values.aside():
+                output = self._run(unit, module, step, args, kwargs) if step.own else self._stand_in(step, args, kwargs)
         if step.last:
             if self._hand_over is not None:
                 self._hand_over(self.finished())

@@ -21,6 +21,7 @@ from penstock.modeling.ghost import (
     restore,
     strip,
 )
+from penstock.modeling.host_values import HostValues
 from penstock.modeling.instrumentation import Interceptor, record_of
 from penstock.modeling.loss import Criterion, loss_of, with_loss
 from penstock.modeling.outputs import Shapes
@@ -275,6 +276,7 @@ class SplitModel:
         call: Callable[..., Any] | None = None,
         criterion: Criterion | None = None,
         hand_over: Callable[[tuple[torch.Tensor, ...]], None] | None = None,
+        host: Mapping[str, Any] | None = None,
     ) -> tuple[Any | None, tuple[torch.Tensor, ...]]:
         """Run one stage on one microbatch.
 
@@ -294,6 +296,8 @@ class SplitModel:
             call, criterion: what the plan was made for. The loss of a criterion becomes that of the output.
             hand_over: called once, unless on the last stage, with the values for the next stage as soon as they are
                 there; without `early_exit` that is long before the forward returns.
+            host: copies on the CPU of tensors in `inputs`, under their names. What the model's code asks of their
+                values, to decide about masks, is answered from them, and the host need not wait for an accelerator.
 
         Returns:
             The model's output (on the last stage, or without `early_exit`; otherwise None) and the values to hand to
@@ -329,9 +333,15 @@ class SplitModel:
             own_loss = weigh and criterion is None and plan.loss is not None and len(plan.loss.terms) == 1
             evaluate = partial(self.tensor_parallel.run, plan.digest, own_loss, evaluate)
         seeded = seed is not None and self.random and self.model.training
-        if plan.num_stages == 1 and not seeded:  # an ordinary forward
+        host_values = HostValues() if plan.asks_inputs and host is not None and host is not inputs else None
+        if plan.num_stages == 1 and not seeded and host_values is None:  # an ordinary forward
             return evaluate(), ()
-        run = StageRun(script, self._functions, received, early_exit, device_of(inputs) or self.device, hand_over)
+        if host_values is not None:
+            assert host is not None
+            host_values.know_all(arguments, host)
+            evaluate = partial(_under, host_values, evaluate)
+        device = device_of(inputs) or self.device
+        run = StageRun(script, self._functions, received, early_exit, device, hand_over, host_values)
         if seeded:
             assert seed is not None
             if self._generators is None:
@@ -372,6 +382,11 @@ class SplitModel:
         for name in plan.loss.fields:
             output[name] = plan.loss.scale(output[name], shares, output)
         return with_loss(output, plan.loss.scale(loss, shares, output))
+
+
+def _under(mode: HostValues, evaluate: Callable[[], Any]) -> Any:
+    with mode:
+        return evaluate()
 
 
 def _copied(argument: Any) -> Any:

@@ -66,6 +66,7 @@ class Trace:
         output_sources: what the model's output was computed from.
         controls: number of calls made before, and sources, of each value that decided what Python did next.
         written: values that the model's code changes in place after a unit returned them.
+        asks_inputs: see `DataFlow`.
         written_inputs: arguments that the model's code changes in place.
         loss: the loss rule, None if the output has no loss.
         shapes: shape and dtype of each value in this forward (for reports; plans do not use them).
@@ -77,6 +78,7 @@ class Trace:
     controls: tuple[tuple[int, Sources], ...]
     written: frozenset[Value]
     written_inputs: tuple[str, ...]
+    asks_inputs: bool
     loss: LossRule | None
     shapes: Mapping[Value, TensorShape]
     output_shapes: Shapes
@@ -149,6 +151,7 @@ def trace(
         controls=tuple(flow.controls),
         written=frozenset(flow.written),
         written_inputs=tuple(sorted(flow.written_inputs)),
+        asks_inputs=flow.asks_inputs,
         loss=None if loss is None else losses.rule(loss, output),
         shapes=planner.shapes,
         output_shapes=shapes_of(output) if isinstance(output, Mapping) else {},

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from .cuts import LOSS_DTYPE
 from .precision import multiply_gradients
 from .reduction import ReductionReport
 from .station import Station
@@ -18,7 +19,7 @@ def sum_over_pipelines(
     reduce_gradients: bool,
     loss_scale: float,
     left: bool = False,
-) -> tuple[float, float, ReductionReport | None, int]:
+) -> tuple[torch.Tensor, torch.Tensor, ReductionReport | None, int]:
     """Complete the gradients, and sum the loss. Every rank calls this, also one without any microbatch.
 
     Args:
@@ -29,14 +30,13 @@ def sum_over_pipelines(
         left: whether this rank left the step early. Its gradients are worth nothing then, but it is counted on.
 
     Returns:
-        This pipeline's loss and that of the global batch, what the reduction took (None without one), and how many
-        ranks left the step early.
+        This pipeline's loss and that of the global batch (shape (), where the stage computes), what the reduction took
+        (None without one), and how many ranks left the step early.
     """
     totals, reducer, report = station.totals, station.reducer, None
     if reduce_gradients:
         reducer.launch_rest()
-    # After the last bucket has left: on an accelerator this is where the host waits.
-    own = loss = float(torch.stack(list(losses)).sum()) if losses else 0.0
+    own = loss = torch.stack(list(losses)).sum() if losses else torch.zeros((), dtype=LOSS_DTYPE, device=station.device)
     num_left = int(left)
     if totals.shared:
         # Behind every bucket, which is one order on all ranks, and under way while they are waited for.

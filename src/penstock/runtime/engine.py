@@ -18,6 +18,7 @@ import torch.distributed as dist
 from penstock.checkpoint.comm import GroupComm, OnceLost
 from penstock.data.batch import PerMicrobatch, microbatches_of
 from penstock.data.fingerprint import fingerprint
+from penstock.data.placing import place
 from penstock.modeling.loss import Criterion
 from penstock.modeling.split import SplitModel
 from penstock.planning.layout import Layout
@@ -148,7 +149,7 @@ class Pipeline:
             holders, self.groups.reduction, self.rank, self.board, queues.awaits,
             layout.are_of_several_stages, layout.has_several_stages(self.rank),
         )  # fmt: skip
-        totals = Totals(layout, self.rank, self.groups, self.board)
+        totals = Totals(layout, self.rank, self.groups, self.board, device)
         for give_up in (self._open_step.end, totals.clear, channel.clear, reducer.clear, queues.clear):
             self.board.on_abort(give_up)
         self.roll_call = RollCall(self.groups.crew_control, self.groups.world_control, self.board, self._interrupts)
@@ -289,9 +290,10 @@ class Pipeline:
             ValueError: as `train`.
         """
         with self._evaluation(inputs, criterion, over_all_pipelines=True) as output:
-            self._station.totals.start(0.0 if output is None else float(output.loss), False)
+            own = torch.zeros((), device=self.device) if output is None else output.loss.detach()
+            self._station.totals.start(own.to(torch.float64), False)
             loss, _, _ = self._station.totals.finish()
-            return loss, self._share(output) if share_outputs else output
+            return float(loss), self._share(output) if share_outputs else output
 
     @contextlib.contextmanager
     def together(
@@ -462,7 +464,10 @@ class Pipeline:
         self._refuse_if_over()
         refuse_tuples(self.split.model, microbatches)
         refuse_wrong_types(microbatches)
+        hosts = None
+        if self.device.type != "cpu":
+            microbatches, hosts = place(microbatches, self.device)
         return StepInputs.of(
             microbatches, partial(self.split.plan, criterion=criterion), sizes, first_microbatch, self.step_number,
-            self.holds_output,
+            self.holds_output, hosts,
         )  # fmt: skip

@@ -58,7 +58,14 @@ def evaluate(
                 shares = plan.loss.shares(inputs.counts[microbatch], totals)
             seed = inputs.seed(station.seed, microbatch)
             output, sent = station.split.forward(
-                plan, stage, batch, received, seed=seed, shares=shares, criterion=criterion
+                plan,
+                stage,
+                batch,
+                received,
+                seed=seed,
+                shares=shares,
+                criterion=criterion,
+                host=inputs.hosts[microbatch],
             )
             if stage == last:
                 outputs[microbatch] = output

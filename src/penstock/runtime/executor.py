@@ -98,6 +98,10 @@ class TrainingStep:
         self._incoming: torch.Tensor | None = None
         self._autocast = autocast_now(station.device)
         self._autocasting = torch.is_autocast_enabled(station.device.type)
+        self._in_half = torch.float16 in (
+            station.split.dtype,
+            self._autocasting and torch.get_autocast_dtype(station.device.type),
+        )
         self._random = station.split.random
         self._proxy_dtype = torch.float64 if station.split.dtype == torch.float64 else torch.float32
         self.report: StepReport | None = None
@@ -227,6 +231,7 @@ class TrainingStep:
             seed=inputs.seed(self._station.seed, microbatch) if self._random else None,
             shares=self._shares(microbatch) if stage == self._program.last else None,
             criterion=self._criterion,
+            host=inputs.hosts[microbatch],
         )
 
     def _take_activations(self, stage: int, microbatch: int) -> list[torch.Tensor]:
@@ -374,14 +379,14 @@ class TrainingStep:
         bubble = waited / seconds if on_cpu and seconds > 0 else None
         self.report = StepReport(loss, global_loss, seconds, bubble, len(self._losses), reduction)
 
-    def _conclude(self, left: bool) -> tuple[float, float, ReductionReport | None]:
+    def _conclude(self, left: bool) -> tuple[torch.Tensor, torch.Tensor, ReductionReport | None]:
         """Meet all ranks at the end of the step, which this one may have left early."""
         station = self._station
         if self._total_counts is None and self._program.top == self._program.last:
             # Not a single microbatch here, but the other pipelines need to hear so.
             self._total_counts = station.totals.counts(())
         station.channel.flush()
-        scaled = station.scaling.note(self._incoming)
+        scaled = station.scaling.note(self._incoming, self._in_half)
         loss, global_loss, reduction, num_left = sum_over_pipelines(
             station, self._losses, scaled, self._reduce, self._loss_scale, left
         )

@@ -30,6 +30,7 @@ class StepInputs:
         sizes: each one's number of samples.
         first_microbatch: the index of the first one in the global batch (it seeds dropout).
         number: the number of the training step, counted from 0 alike on all ranks; it seeds dropout.
+        hosts: `microbatches`, with CPU tensors in place of those on an accelerator where there are copies of them.
     """
 
     microbatches: Sequence[Mapping[str, Any]]
@@ -39,6 +40,7 @@ class StepInputs:
     sizes: Sequence[int]
     first_microbatch: int
     number: int
+    hosts: Sequence[Mapping[str, Any]]
 
     @classmethod
     def of(
@@ -49,8 +51,10 @@ class StepInputs:
         first_microbatch: int,
         number: int,
         with_counts: bool,
+        hosts: Sequence[Mapping[str, Any]] | None = None,
     ) -> StepInputs:
         """Of microbatches. `with_counts`: on the last stage, which weighs the loss."""
+        hosts = microbatches if hosts is None else hosts
         plans: list[Plan] = []
         signatures: list[Any] = []
         previous: Any = None
@@ -69,10 +73,10 @@ class StepInputs:
         counts = read_counts(
             [
                 plan.loss.count_later(microbatch) if with_counts and plan.loss is not None else ()
-                for plan, microbatch in zip(plans, microbatches, strict=True)
+                for plan, microbatch in zip(plans, hosts, strict=True)
             ]
         )
-        return cls(microbatches, plans, signatures, counts, sizes, first_microbatch, number)
+        return cls(microbatches, plans, signatures, counts, sizes, first_microbatch, number, hosts)
 
     def total_counts(self) -> list[int]:
         """`counts`, summed over the microbatches."""

@@ -49,18 +49,31 @@ class Live:
 class StepReport:
     """A training step as this rank saw it.
 
+    The losses are tensors of shape () where the stage computes, so that no host waits for them until it reads `loss` or
+    `global_loss`.
+
     Attributes:
-        loss: sum of the losses it yielded (this pipeline's share of the global batch's loss).
-        global_loss: the global batch's loss, over all pipelines; the same on every rank.
+        own_sum: sum of the losses it yielded (this pipeline's share of the global batch's loss).
+        global_sum: the global batch's loss, over all pipelines; the same on every rank.
         seconds: duration.
         bubble: share of it this rank spent waiting for other stages; None on an accelerator, whose host does not wait.
         num_microbatches: microbatches of this pipeline.
         reduction: what gradient reduction took; None under `no_sync` or where nothing is shared.
     """
 
-    loss: float
-    global_loss: float
+    own_sum: torch.Tensor
+    global_sum: torch.Tensor
     seconds: float
     bubble: float | None
     num_microbatches: int
     reduction: ReductionReport | None
+
+    @property
+    def loss(self) -> float:
+        """The value of `own_sum`."""
+        return float(self.own_sum)
+
+    @property
+    def global_loss(self) -> float:
+        """The value of `global_sum`."""
+        return float(self.global_sum)

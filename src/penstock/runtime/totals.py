@@ -24,7 +24,7 @@ class Totals:
         shared: whether there is another rank at all, which may know what this one does not.
     """
 
-    def __init__(self, layout: Layout, rank: int, groups: Groups, board: FailureBoard):
+    def __init__(self, layout: Layout, rank: int, groups: Groups, board: FailureBoard, device: torch.device):
         place = layout.place_of(rank)
         self.several = len(layout.pipelines) > 1
         self.shared = layout.world_size > 1
@@ -37,6 +37,9 @@ class Totals:
         self._board = board
         self._sums = torch.zeros(3, dtype=torch.float64)
         self._work: dist.Work | None = None
+        self._on_host = device.type == "cpu"
+        self._loss = torch.zeros(())
+        self._loss_work: dist.Work | None = None
 
     def counts(self, counts: Sequence[int]) -> Sequence[int]:
         """The numbers of terms in the loss's means over the global batch. Called on the pipelines' last stages only.
@@ -53,24 +56,32 @@ class Totals:
             dist.all_reduce(totals, group=self._groups.last_stages)
         return totals.tolist()[: len(counts)]
 
-    def start(self, loss: float, flag: bool, left: bool = False) -> None:
+    def start(self, loss: torch.Tensor, flag: bool, left: bool = False) -> None:
         """Begin to sum `loss` over the pipelines, and to ask whether any rank raises `flag`; `finish` gives both.
 
         Args:
-            loss: this pipeline's share of the global batch's loss. Only the last stage's counts.
+            loss: this pipeline's share of the global batch's loss, shape (), float64. Only the last stage's counts. On
+                an accelerator it is summed there, and no host waits for it.
             left: whether this rank left the step early; `finish` gives how many ranks did.
         """
-        self._sums = torch.tensor([loss if self._speaks else 0.0, float(flag), float(left)], dtype=torch.float64)
+        value = float(loss) if self._on_host and self._speaks else 0.0
+        self._sums = torch.tensor([value, float(flag), float(left)], dtype=torch.float64)
+        self._loss = loss
         with self._board.guard("summing losses", self._everyone):
+            if not self._on_host:
+                self._loss = loss.clone() if self._speaks else torch.zeros_like(loss)
+                self._loss_work = dist.all_reduce(self._loss, group=self._groups.world, async_op=True)
             self._work = dist.all_reduce(self._sums, group=self._groups.world_control, async_op=True)
 
-    def finish(self) -> tuple[float, bool, int]:
-        """What `start` began."""
+    def finish(self) -> tuple[torch.Tensor, bool, int]:
+        """What `start` began; the loss is where it was."""
         with self._board.guard("summing losses", self._everyone):
-            if self._work is not None:
-                self._work.wait()
-        self._work = None
-        loss, flag, left = self._sums.tolist()
+            for work in (self._work, self._loss_work):
+                if work is not None:
+                    work.wait()
+        self._work = self._loss_work = None
+        value, flag, left = self._sums.tolist()
+        loss = torch.tensor(value, dtype=torch.float64) if self._on_host else self._loss
         return loss, bool(flag), int(left)
 
     def ask(self, number: int) -> list[int]:
@@ -83,4 +94,4 @@ class Totals:
 
     def clear(self) -> None:
         """Forget what is under way, so that nothing keeps a dead group's connections open."""
-        self._work = None
+        self._work = self._loss_work = None
