@@ -89,7 +89,15 @@ def _convert_absent(module: nn.Module, function: Callable[[torch.Tensor], torch.
             if absent.kind != "parameter":
                 absent.tensor = tensor.to(dtype)
             elif not tensor.numel():  # otherwise a local unit holds it, too
-                tensor.data = function(tensor.data)
+                _replace_data(tensor, function(tensor.data))
+
+
+def _replace_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
+    """Give `tensor` other data, and leave it the object it is, as `nn.Module.to` does."""
+    if torch._has_compatible_shallow_copy_type(tensor, data):
+        tensor.data = data
+    else:  # between kinds of devices that torch does not know well
+        torch.utils.swap_tensors(tensor, nn.Parameter(data, tensor.requires_grad))
 
 
 # -- classes -------------------------------------------------------------------------------------------------------
