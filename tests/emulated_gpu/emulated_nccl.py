@@ -30,8 +30,10 @@ counts: dict[str, int] = {}
 class Work(dist._Work):
     """A transfer. `wait` blocks the host, which a real one does only when a value is read."""
 
-    def __init__(self, group: EmulatedNccl, work: dist.Work):
+    def __init__(self, group: EmulatedNccl, work: dist.Work, tensors: list[torch.Tensor]):
         super().__init__()
+        # Into whose memory gloo may write until it is done.
+        self._tensors = tensors
         self._group = group
         self._inner = work
         self._arrived = threading.Event()
@@ -90,11 +92,15 @@ class EmulatedNccl(dist.ProcessGroup):
 
     def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], options: Any = None) -> Work:
         every = [[_memory_of(tensor) for tensor in output] for output in outputs]
-        return self._start("allgather", inputs, lambda memory: self._inner.allgather(every, memory))
+        return self._start(
+            "allgather",
+            [*inputs, *sum(outputs, [])],
+            lambda memory: self._inner.allgather(every, memory[: len(inputs)]),
+        )
 
     def _start(self, what: str, tensors: list[torch.Tensor], call: Callable[[list[torch.Tensor]], dist.Work]) -> Work:
         counts[what] = counts.get(what, 0) + 1
-        return Work(self, call([_memory_of(tensor) for tensor in tensors]))
+        return Work(self, call([_memory_of(tensor) for tensor in tensors]), tensors)
 
     # -- the rest of a process group -------------------------------------------------------------------------------
 

@@ -1,0 +1,94 @@
+"""A dead peer raises nothing on NCCL: kernels wait on. The watcher ends them, on every rank, and says who died."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from emulated_ranks import Case, on, spread, use_gpu
+
+from ended import LIMIT
+from penstock.runtime.failure import PipelineFailure
+from pool import WorkerDied
+
+Run = Callable[..., list[Any]]
+
+
+def work_until_a_rank_dies(case: Case, doing: str, victim: int, note: str) -> tuple[str, int | None, float]:
+    """On a worker: the victim kills itself in the middle of `doing`. What the others raise, whom it names, and when."""
+    device = use_gpu()
+    model = spread(case)
+    module = torch.get_device_module(device)
+    inputs = on(device, case.batch())
+    calls = 0
+
+    def maybe_die() -> None:
+        nonlocal calls
+        calls += 1
+        if dist.get_rank() == victim and calls == 6:
+            Path(note).write_text(str(time.time()))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def train() -> None:
+        for output in model(**inputs):
+            maybe_die()
+            if doing == "waiting for the device":
+                module.synchronize()
+            output.loss.backward()
+            if doing == "reading losses":
+                output.loss.item()
+
+    def evaluate() -> None:
+        maybe_die()
+        with torch.no_grad():
+            model(**inputs)
+
+    def generate() -> None:
+        maybe_die()
+        model.generate(inputs["input_ids"][:2], max_new_tokens=3, do_sample=False)
+
+    if doing in ("evaluating", "generating"):
+        model.eval()
+    try:
+        for _ in range(100):
+            {"evaluating": evaluate, "generating": generate}.get(doing, train)()
+    except PipelineFailure as error:
+        raised_at = time.time()
+        try:
+            train()
+        except PipelineFailure as again:
+            assert again.rank == error.rank, "later calls blame the same rank"
+        model.pipeline.close()
+        return str(error), error.rank, raised_at
+    return "nothing was raised", None, time.time()
+
+
+@pytest.mark.parametrize(
+    ("doing", "victim"),
+    [
+        ("reading losses", 1),
+        ("reading losses", 2),
+        ("waiting for the device", 0),
+        ("evaluating", 2),
+        ("generating", 1),
+    ],
+)
+def test_a_killed_rank_ends_the_waits_of_all_others(gpus: Run, tmp_path: Path, doing: str, victim: int) -> None:
+    note = tmp_path / "killed at"
+    case = Case(3, dtype=torch.float32, options={"num_microbatches": 4})
+    ends = gpus(3, work_until_a_rank_dies, case, doing, victim, str(note), outcomes=True)
+    killed_at = float(note.read_text())
+    assert isinstance(ends[victim], WorkerDied)
+    for rank, end in enumerate(ends):
+        if rank != victim:
+            assert isinstance(end, tuple), end
+            text, blamed, raised_at = end
+            assert blamed == victim and f"rank {victim} was lost" in text
+            assert raised_at - killed_at < LIMIT
