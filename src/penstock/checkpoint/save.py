@@ -6,7 +6,7 @@ import logging
 import os
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -131,112 +131,114 @@ class _Report:
     training: dict[str, Any] | None
 
 
+@dataclass
 class _Save:
     """One save on one rank. Each step ends with an exchange, so a fault anywhere ends it everywhere."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        directory: str,
-        place: SavingRank,
-        world: Comm,
-        pipeline: Comm,
-        merge: bool,
-        training_state: TrainingState | None,
-        options: SaveOptions,
-        with_model: bool = True,
-    ) -> None:
-        self._model, self._directory, self._place, self._options = model, directory, place, options
-        self._world, self._pipeline = world, pipeline
-        self._merge, self._training_state, self._with_model = merge, training_state, with_model
-        self._call = (directory, merge, training_state is not None, options.safe_serialization, options.variant)
-        self._state: dict[str, torch.Tensor] = {}
-        self._training: RankTrainingState | None = None
-        self._plan: MergePlan | None = None
+    model: PreTrainedModel
+    directory: str
+    place: SavingRank
+    world: Comm
+    pipeline: Comm
+    merge: bool
+    training_state: TrainingState | None
+    options: SaveOptions
+    with_model: bool = True
+    # Known as the save goes on.
+    state: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    training: RankTrainingState | None = None
+    plan: MergePlan | None = None
 
     def run(self) -> None:
-        doing = f"save to {self._directory}"
-        intact = f"the checkpoint that was in {self._directory} before, if any, is intact"
-        prepared = together(self._world, doing, "preparing the folder", self._prepare, unchanged=intact)
+        doing = f"save to {self.directory}"
+        intact = f"the checkpoint that was in {self.directory} before, if any, is intact"
+        prepared = together(self.world, doing, "preparing the folder", self._prepare, unchanged=intact)
         staging = next(name for _, name in prepared if name is not None)
-        folder = os.path.join(self._directory, staging)
+        folder = os.path.join(self.directory, staging)
         try:
             calls = [call for call, _ in prepared]
             reports = together(
-                self._world, doing, "comparing what ranks hold", lambda: self._describe(folder, calls), unchanged=intact
+                self.world, doing, "comparing what ranks hold", lambda: self._describe(folder, calls), unchanged=intact
             )
             written = together(
-                self._world, doing, "writing the files", lambda: self._write(folder, reports), unchanged=intact
+                self.world, doing, "writing the files", lambda: self._write(folder, reports), unchanged=intact
             )
             together(
-                self._world,
+                self.world,
                 doing,
                 "putting the files in place",
                 lambda: self._commit(staging, reports, written),
-                unchanged=f"{self._directory} holds a whole checkpoint: the previous one, or already this one",
+                unchanged=f"{self.directory} holds a whole checkpoint: the previous one, or already this one",
             )
         except CheckpointError:
             # After the exchange nobody writes any more.
-            if self._place.is_leader:
-                discard(self._directory, staging)
+            if self.place.is_leader:
+                discard(self.directory, staging)
             raise
 
+    @property
+    def _call(self) -> tuple[Any, ...]:
+        """What must be the same on all ranks."""
+        options = self.options
+        with_training_state = self.training_state is not None
+        return self.directory, self.merge, with_training_state, options.safe_serialization, options.variant
+
     def _prepare(self) -> tuple[Any, str | None]:
-        return self._call, prepare(self._directory) if self._place.is_leader else None
+        return self._call, prepare(self.directory) if self.place.is_leader else None
 
     def _describe(self, folder: str, calls: list[Any]) -> _Report:
         for rank, call in enumerate(calls):
             if call != self._call:
                 raise CheckpointError(f"was asked for {self._call}, but rank {rank} for {call}")
         sides: list[str] = []
-        if self._training_state is not None:
-            self._training = collect_training_state(self._model, self._training_state)
-        if self._place.is_writer and not os.path.isdir(folder):
+        if self.training_state is not None:
+            self.training = collect_training_state(self.model, self.training_state)
+        if self.place.is_writer and not os.path.isdir(folder):
             raise CheckpointError(f"{folder} is not visible here; all ranks must share the file system")
-        if self._place.is_writer and self._with_model:
-            self._state = held_state(self._model, self._options.state_dict)
-            sides = write_side_files(self._model, folder) if self._place.is_leader else []
-        holdings = describe_holdings(self._model, self._state) if self._merge else {}
-        return _Report(self._place, sides, holdings, None if self._training is None else self._training.report)
+        if self.place.is_writer and self.with_model:
+            self.state = held_state(self.model, self.options.state_dict)
+            sides = write_side_files(self.model, folder) if self.place.is_leader else []
+        holdings = describe_holdings(self.model, self.state) if self.merge else {}
+        return _Report(self.place, sides, holdings, None if self.training is None else self.training.report)
 
     def _write(self, folder: str, reports: list[_Report]) -> dict[str, FileEntry]:
-        if not self._place.is_writer:
+        if not self.place.is_writer:
             return {}
         writers = [report for report in reports if report.place.is_writer]
         writers.sort(key=lambda report: (report.place.pipeline_rank, report.place.tensor_parallel_rank))
-        if self._merge:
-            self._plan = plan_merge(self._model, [report.holdings for report in writers], self._options)
-            write_merged(self._model, self._state, self._plan, folder, self._options, self._pipeline)
+        if self.merge:
+            self.plan = plan_merge(self.model, [report.holdings for report in writers], self.options)
+            write_merged(self.model, self.state, self.plan, folder, self.options, self.pipeline)
             return {}
-        files = _write_model_file(self._state, folder, self._place, self._options) if self._with_model else {}
-        if self._training is not None and self._training_state is not None:
+        files = _write_model_file(self.state, folder, self.place, self.options) if self.with_model else {}
+        if self.training is not None and self.training_state is not None:
             common = None
-            if self._place.is_leader:
+            if self.place.is_leader:
                 every = [report.training or {} for report in reports]
-                common = common_content(self._training_state, every, [report.training or {} for report in writers])
-            files |= _write_training_files(self._training.tensors, common, folder, self._place, self._options)
+                common = common_content(self.training_state, every, [report.training or {} for report in writers])
+            files |= _write_training_files(self.training.tensors, common, folder, self.place, self.options)
         return files
 
     def _commit(self, staging: str, reports: list[_Report], written: list[dict[str, FileEntry]]) -> None:
-        if not self._place.is_leader:
+        if not self.place.is_leader:
             return
-        folder = os.path.join(self._directory, staging)
+        folder = os.path.join(self.directory, staging)
         sides = [name for report in reports for name in report.sides]
-        if self._plan is not None:
-            operations = merged_operations(self._directory, folder, self._plan, sides, self._options)
+        if self.plan is not None:
+            operations = merged_operations(self.directory, folder, self.plan, sides, self.options)
         else:
             manifest = Manifest(
-                model_class=type(self._model).__name__,
-                num_stages=self._place.num_pipeline_ranks,
-                tensor_parallel_size=self._place.tensor_parallel_size,
+                model_class=type(self.model).__name__,
+                num_stages=self.place.num_pipeline_ranks,
+                tensor_parallel_size=self.place.tensor_parallel_size,
                 staging=staging,
-                tied=tied_groups(self._model),
+                tied=tied_groups(self.model),
                 files={name: entry for files in written for name, entry in files.items()},
-                shards={name: (shard.dim, shard.blocks) for name, shard in shards_of(self._model).items()},
+                shards={name: (shard.dim, shard.blocks) for name, shard in shards_of(self.model).items()},
             )
             _warn_of_drift(manifest)
-            operations = _parallel_operations(self._directory, folder, manifest, sides, self._options)
-        commit(self._directory, staging, operations)
+            operations = _parallel_operations(self.directory, folder, manifest, sides, self.options)
+        commit(self.directory, staging, operations)
 
 
 # ---------------------------------------------------------------- the files of a parallel checkpoint
