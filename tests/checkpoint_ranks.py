@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from penstock.checkpoint import SavingRank, SoloComm, from_parallelized, save_parallelized
-from penstock.modeling.split import SplitModel
-from penstock.modeling.units import list_units
+from penstock.modeling.graph.units import list_units
+from penstock.modeling.stage.split import SplitModel
 from stage_driver import cut
 
 TIMEOUT = 60.0

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.modeling.split import SplitModel
-from penstock.modeling.units import list_units
+from penstock.modeling.graph.units import list_units
+from penstock.modeling.stage.split import SplitModel
 
 
 def cut(units: Sequence[str], num_stages: int) -> list[list[str]]:

@@ -13,8 +13,8 @@ import transformers
 import penstock
 from families import FAMILIES, batch
 from penstock.checkpoint import CheckpointError
-from penstock.modeling.split import SplitModel
-from penstock.modeling.units import list_units
+from penstock.modeling.graph.units import list_units
+from penstock.modeling.stage.split import SplitModel
 from penstock.runtime.inputs import StepInputs
 from training import kept_in_double
 

@@ -20,8 +20,8 @@ from penstock.bench.models import (
     sequential_gpt,
 )
 from penstock.bench.modes import blocks_of
-from penstock.modeling.split import SplitModel
-from penstock.modeling.units import list_units
+from penstock.modeling.graph.units import list_units
+from penstock.modeling.stage.split import SplitModel
 
 # Millions of parameters, as the field names these sizes (GPT-3's table 2.1; Megatron's table 1 for the largest).
 NAMED = {

@@ -17,7 +17,7 @@ from penstock.checkpoint import (
     load_training_state,
     save_parallelized,
 )
-from penstock.modeling.split import SplitModel
+from penstock.modeling.stage.split import SplitModel
 
 OPTIMIZERS = {
     "adamw": lambda groups: torch.optim.AdamW(groups, lr=1e-2),

@@ -11,10 +11,10 @@ from transformers import initialization
 
 from families import FAMILIES
 from launch import run_python
-from penstock.modeling.ghost import is_ghost
-from penstock.modeling.materialize import init_stage, meta_model, resolve_model_class
-from penstock.modeling.split import SplitModel
-from penstock.modeling.units import list_units
+from penstock.modeling.graph.units import list_units
+from penstock.modeling.placeholders.ghosts import is_ghost
+from penstock.modeling.stage.split import SplitModel
+from penstock.modeling.weights.initialise import init_stage, meta_model, resolve_model_class
 from stage_driver import cut
 
 

@@ -11,11 +11,11 @@ from safetensors.torch import load_file, save_file
 
 from checkpoint_ranks import in_fork, scramble, split_copies
 from families import FAMILIES
-from penstock.modeling import stage_loading
-from penstock.modeling.materialize import meta_model
-from penstock.modeling.split import SplitModel
-from penstock.modeling.stage_loading import forget_ties, load_config, load_stage
-from penstock.modeling.units import list_units
+from penstock.modeling.graph.units import list_units
+from penstock.modeling.stage.split import SplitModel
+from penstock.modeling.weights import load as stage_loading
+from penstock.modeling.weights.initialise import meta_model
+from penstock.modeling.weights.load import forget_ties, load_config, load_stage
 from stage_driver import cut
 from test_materialize_init import assert_is_part_of, peak_growth
 

@@ -18,15 +18,14 @@ from transformers.core_model_loading import Transpose, WeightConverter
 import penstock
 from families import FAMILIES
 from launch import run_python
-from penstock.modeling import slice_loading
-from penstock.modeling.materialize import init_stage, meta_model
-from penstock.modeling.slice_init import SliceKeeper
-from penstock.modeling.slice_loading import _pairs_of_ties
-from penstock.modeling.split import SplitModel
-from penstock.modeling.stage_loading import load_stage
-from penstock.modeling.tensor_parallel import Slicing, TensorParallel
-from penstock.modeling.tied import alias_groups
-from penstock.modeling.units import list_units
+from penstock.modeling.graph.units import list_units
+from penstock.modeling.stage.split import SplitModel
+from penstock.modeling.tensor_parallel import Sharding, TensorParallel
+from penstock.modeling.weights import shards as slice_loading
+from penstock.modeling.weights.initialise import init_stage, meta_model
+from penstock.modeling.weights.load import load_stage
+from penstock.modeling.weights.shards import ShardKeeper, _pairs_of_ties
+from penstock.modeling.weights.ties import alias_groups
 from pool import Pool
 from stage_driver import cut
 from tensor_parallel_ranks import SETTINGS, VOCABULARY, from_config_against_unsplit
@@ -253,9 +252,9 @@ def test_conversions_see_the_shapes_of_whole_weights(tmp_path: Path, monkeypatch
 
 def test_a_weight_that_is_written_in_parts_between_others_is_refused_not_wrong() -> None:
     first, second = (nn.Parameter(torch.empty(4, 4, device="meta")) for _ in range(2))
-    keeper = SliceKeeper(1, 2)
+    keeper = ShardKeeper(1, 2)
     for parameter in (first, second):
-        keeper.watch(parameter, Slicing(0))
+        keeper.watch(parameter, Sharding(0))
     aten = torch.ops.aten
     with torch.no_grad():
         assert keeper.write(aten.fill_.Scalar, (first, 1.0), {})
@@ -267,15 +266,15 @@ def test_a_weight_that_is_written_in_parts_between_others_is_refused_not_wrong()
             keeper.write(aten.mul_.Tensor, (first, torch.tensor(2.0)), {})
         with pytest.raises(NotImplementedError, match="computed from one that is not here"):
             keeper.write(aten.copy_.default, (first, second), {})
-        with pytest.raises(NotImplementedError, match="computed from a weight that is cut"):
+        with pytest.raises(NotImplementedError, match="computed from a weight that is sharded"):
             keeper.write(aten.copy_.default, (torch.ones(4, 4), first), {})
         assert not keeper.write(aten.mul.Tensor, (first, torch.tensor(2.0)), {})
         assert not keeper.write(aten.zero_.default, (torch.ones(2),), {})
-    kept = keeper.slice_of(second)
+    kept = keeper.shard_of(second)
     assert kept is not None and torch.equal(kept, torch.full((2, 4), 2.0))
     second.data = second.data.clone()
     with pytest.raises(NotImplementedError, match="got other data"):
-        keeper.slice_of(second)
+        keeper.shard_of(second)
 
 
 def test_a_model_is_trained_from_its_configuration_as_the_unsplit_one(pool: Pool) -> None:

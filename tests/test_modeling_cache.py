@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
 from families import FAMILIES, batch
-from penstock.modeling.split import SplitModel
+from penstock.modeling.stage.split import SplitModel
 from stage_driver import split
 
 

@@ -18,15 +18,15 @@ def test_a_report_names_units_cuts_and_ties() -> None:
     sizes = {unit.name: unit.parameters for unit in report.units}
     assert sizes["transformer.h.0"] == sum(parameter.numel() for parameter in model.transformer.h[0].parameters())
     assert sum(sizes.values()) == report.parameters + model.lm_head.weight.numel()
-    assert len(report.cuts) == len(report.units) - 1
-    assert [str(value) for value in report.cuts[2].crossing] == ["transformer.h.0 float64[2, 8, 32]"]
+    assert len(report.boundaries) == len(report.units) - 1
+    assert [str(value) for value in report.boundaries[2].crossing] == ["transformer.h.0 float64[2, 8, 32]"]
     assert report.ties == (("transformer.wte.weight", "lm_head.weight"),)
     assert report.everywhere == ()
 
 
 def test_encoder_states_and_position_biases_are_seen_to_cross() -> None:
     report = check(FAMILIES["t5"].build())
-    crossing = {cut.before: {value.origin for value in cut.crossing} for cut in report.cuts}
+    crossing = {place.before: {value.origin for value in place.crossing} for place in report.boundaries}
     assert crossing["decoder.block.0"] == {
         "encoder.dropout (call 2)",
         "decoder.block.0",

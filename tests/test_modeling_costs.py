@@ -7,8 +7,8 @@ import torch
 import transformers
 
 from families import FAMILIES
-from penstock.modeling.costs import unit_costs
-from penstock.modeling.units import list_units
+from penstock.modeling.graph.costs import unit_costs
+from penstock.modeling.graph.units import list_units
 
 
 def test_costs_follow_the_multiplications() -> None:

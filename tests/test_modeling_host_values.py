@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 from transformers.masking_utils import _ignore_bidirectional_mask_sdpa, _ignore_causal_mask_sdpa
 
-from penstock.modeling.host_values import HostValues
+from penstock.modeling.stage.host_values import HostValues
 
 PADDED = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]])
 QUESTIONS: dict[str, Callable[[torch.Tensor], Any]] = {

@@ -12,7 +12,7 @@ import transformers
 from torch import nn
 
 from families import BERT, FAMILIES, Family, batch
-from penstock.modeling.loss import LossRule, LossTerm
+from penstock.modeling.graph.loss import LossRule, LossTerm
 from stage_driver import gradients, largest_difference, split, split_gradients, step
 from training import kept_in_double
 

@@ -9,10 +9,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from families import FAMILIES
-from penstock.modeling import meta_operations, shapes
-from penstock.modeling.costs import unit_costs
-from penstock.modeling.meta_operations import RememberedOperations
-from penstock.modeling.units import traced_units
+from penstock.modeling.graph import meta_operations, shapes
+from penstock.modeling.graph.costs import unit_costs
+from penstock.modeling.graph.meta_operations import RememberedOperations
+from penstock.modeling.graph.units import traced_units
 
 
 class Forgetful(TorchDispatchMode):

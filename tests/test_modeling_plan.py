@@ -11,8 +11,8 @@ import transformers
 from torch import nn
 
 from families import FAMILIES, batch
-from penstock.modeling.dataflow import Value
-from penstock.modeling.split import SplitModel
+from penstock.modeling.graph.dataflow import Value
+from penstock.modeling.stage.split import SplitModel
 from stage_driver import gradients, largest_difference, split, split_gradients, step
 
 Tensor = torch.Tensor
@@ -68,7 +68,7 @@ def test_a_value_used_twice_is_relayed() -> None:
 
     splits = check_chain(Skip)
     plan = splits[0].plan(INPUTS)
-    assert plan.cuts == ((Value("a", 0, 0),), (Value("a", 0, 0), Value("b", 0, 0)))
+    assert plan.boundaries == ((Value("a", 0, 0),), (Value("a", 0, 0), Value("b", 0, 0)))
 
 
 def test_values_changed_in_place_after_they_were_made() -> None:
@@ -215,7 +215,7 @@ def test_plans_follow_the_kind_of_inputs_and_the_mode() -> None:
     inputs = batch("causal")
     plan = first.plan(inputs)
     assert first.plan(batch("causal", size=5, tokens=3, seed=9)) is plan
-    assert first.plan({**inputs, "output_hidden_states": True}).cuts != plan.cuts
+    assert first.plan({**inputs, "output_hidden_states": True}).boundaries != plan.boundaries
     assert first.plan({name: value for name, value in inputs.items() if name != "labels"}).loss is None
     first.model.eval()
     assert first.plan(inputs) is not plan and first.plan(inputs).digest == plan.digest

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from families import FAMILIES, batch
-from penstock.modeling.ghost import is_ghost
-from penstock.modeling.split import SplitModel
-from penstock.modeling.units import list_units
+from penstock.modeling.graph.units import list_units
+from penstock.modeling.placeholders.ghosts import is_ghost
+from penstock.modeling.stage.split import SplitModel
 from stage_driver import cut, gradients, largest_difference, split_gradients, step
 
 Ranks = Sequence[Sequence[int]]
@@ -161,7 +161,7 @@ def test_a_unit_comes_back_in_the_models_present_type() -> None:
 
 def test_a_model_made_for_one_stage_takes_up_others() -> None:
     """Of a stage that was initialised or loaded by itself, ghosts never had parameters with values."""
-    from penstock.modeling.materialize import init_stage
+    from penstock.modeling.weights.initialise import init_stage
 
     row = FAMILIES["gpt2"]
     whole = row.build()
@@ -204,7 +204,7 @@ def test_under_tensor_parallelism_a_unit_comes_back_as_it_would_have_been_split(
 
 
 def test_what_was_traced_stays_traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    from penstock.modeling import split as split_module
+    from penstock.modeling.stage import split as split_module
 
     traced = []
     original = split_module.trace
@@ -253,7 +253,7 @@ def test_twenty_placements_leave_nothing_behind() -> None:
     [
         ([["transformer.wte"]], [0], None, "must place the same units"),
         (None, [5], None, "stages 0 to 1"),
-        (None, [1], 2, "slice 0 of 1 .* cannot become slice 0 of 2"),
+        (None, [1], 2, "shard 0 of 1 .* cannot become shard 0 of 2"),
     ],
 )
 def test_impossible_placements_change_nothing(stages: Any, local: list[int], size: int | None, message: str) -> None:

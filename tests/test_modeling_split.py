@@ -14,9 +14,9 @@ import transformers
 from torch import nn
 
 from families import FAMILIES, batch
-from penstock.modeling.ghost import is_ghost, strip, stripped_tensors
-from penstock.modeling.split import SplitModel
-from penstock.modeling.units import list_units
+from penstock.modeling.graph.units import list_units
+from penstock.modeling.placeholders.ghosts import is_ghost, strip, stripped_tensors
+from penstock.modeling.stage.split import SplitModel
 from stage_driver import cut, gradients, largest_difference, split, split_gradients, step
 
 

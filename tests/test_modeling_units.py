@@ -10,8 +10,8 @@ import transformers
 from torch import nn
 
 from families import FAMILIES, batch
+from penstock.modeling.graph.units import list_units
 from penstock.modeling.instrumentation import original_class
-from penstock.modeling.units import list_units
 
 EXPECTED = {
     "gpt2": ["transformer.wte", "transformer.wpe", *[f"transformer.h.{i}" for i in range(4)], "transformer.ln_f",

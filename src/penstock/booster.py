@@ -31,8 +31,8 @@ from penstock.checkpoint import (
 from penstock.data.batch import MicrobatchedBatch, microbatches_of
 from penstock.data.loader import HeterogeneousDataLoader
 from penstock.face import PipelineModel, own_class, saving_rank
-from penstock.modeling.loss import Criterion
-from penstock.modeling.outputs import merge_outputs
+from penstock.modeling.graph.loss import Criterion
+from penstock.modeling.stage.outputs import merge_outputs
 from penstock.optimizer import PipelineOptimizer
 from penstock.plugin import Configured, HeterogeneousParallelPlugin
 from penstock.runtime.engine import Pipeline

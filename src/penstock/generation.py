@@ -21,7 +21,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.generation.streamers import BaseStreamer
 
 from penstock.data.fingerprint import fingerprint
-from penstock.modeling.ghost_cache import past_length
+from penstock.modeling.placeholders.caches import past_length
 from penstock.runtime.relay import Relay
 
 # Criteria that depend on the tokens alone, and so agree on every rank.

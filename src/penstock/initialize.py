@@ -12,13 +12,13 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from penstock.config import SECTION, Configuration, ConfigurationError
 from penstock.face import PipelineModel, attach
-from penstock.modeling.costs import unit_costs
-from penstock.modeling.materialize import init_stage, meta_model, resolve_model_class
-from penstock.modeling.split import SplitModel
-from penstock.modeling.stage_loading import forget_ties, load_config, load_stage
+from penstock.modeling.graph.costs import unit_costs
+from penstock.modeling.graph.units import list_units
+from penstock.modeling.stage.split import SplitModel
 from penstock.modeling.tensor_parallel import TensorParallel
-from penstock.modeling.tied import alias_groups
-from penstock.modeling.units import list_units
+from penstock.modeling.weights.initialise import init_stage, meta_model, resolve_model_class
+from penstock.modeling.weights.load import forget_ties, load_config, load_stage
+from penstock.modeling.weights.ties import alias_groups
 from penstock.planning.layout import Layout
 from penstock.planning.partition import partition
 from penstock.runtime.devices import local_device

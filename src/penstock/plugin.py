@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 
 from penstock.data.loader import HeterogeneousDataLoader
 from penstock.face import PipelineModel, attach
-from penstock.modeling.loss import Criterion
-from penstock.modeling.split import SplitModel
+from penstock.modeling.graph.loss import Criterion
+from penstock.modeling.stage.split import SplitModel
 from penstock.optimizer import PipelineOptimizer
 from penstock.planning.describe import LayoutDescription, describe_layout
 from penstock.planning.layout import Layout

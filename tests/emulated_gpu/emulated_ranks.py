@@ -15,7 +15,7 @@ from emulated_device import host_waits
 
 from families import FAMILIES, batch
 from penstock import HeterogeneousParallelPlugin, PipelineTemplate
-from penstock.modeling.ghost import is_ghost
+from penstock.modeling.placeholders.ghosts import is_ghost
 from training import Step, kept_in_double, parallelize, rows, unsplit_step
 
 

@@ -20,9 +20,9 @@ from penstock.bench.device_pipeline import DevicePipeline
 from penstock.bench.measure import Clock
 from penstock.bench.models import GPT, ShardedGPT, apply_policy, next_token_loss, resnet, sequential_gpt, sharded_resnet
 from penstock.bench.options import Options
-from penstock.modeling.costs import unit_costs
-from penstock.modeling.split import SplitModel
-from penstock.modeling.units import list_units
+from penstock.modeling.graph.costs import unit_costs
+from penstock.modeling.graph.units import list_units
+from penstock.modeling.stage.split import SplitModel
 from penstock.planning.layout import Layout
 from penstock.planning.partition import partition
 from penstock.runtime.engine import Pipeline

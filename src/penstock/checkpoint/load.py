@@ -11,8 +11,8 @@ from typing import TypeVar
 import torch
 from transformers import PreTrainedModel
 
-from penstock.modeling.stage_loading import load_stage
-from penstock.modeling.tensor_parallel import take_slices
+from penstock.modeling.tensor_parallel import take_shards
+from penstock.modeling.weights.load import load_stage
 
 from .comm import Comm, together
 from .files import check_archive, open_tensors
@@ -288,7 +288,7 @@ def load_ordinary(
         lacking = set(info.missing_keys)
         for group in tied_groups(model):
             lacking.update(group if lacking & set(group) else ())
-        every = {**held_state(fresh), **take_slices(fresh)}
+        every = {**held_state(fresh), **take_shards(fresh)}
         found = {name: tensor for name, tensor in every.items() if name not in lacking}
         for name, target in held_state(model).items():
             if name in found and found[name].shape != target.shape:

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-from penstock.modeling.tensor_parallel import Slicing
+from penstock.modeling.tensor_parallel import Sharding
 
 from .comm import Comm
 from .files import write_bytes, write_tensors
@@ -77,7 +77,7 @@ class MergePlan:
     holdings: dict[str, Holding]
     index_name: str | None
     index: dict[str, Any]
-    slicings: Mapping[str, Slicing]
+    slicings: Mapping[str, Sharding]
     num_slices: int
 
     def sources(self, name: str) -> range:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from penstock.modeling.tensor_parallel import Slicing
+from penstock.modeling.tensor_parallel import Sharding
 
 from .files import OpenFile, open_tensors
 from .manifest import Manifest
@@ -93,11 +93,11 @@ class CheckpointReader:
 class Resharding:
     """How the saving run had sharded a tensor, and how this rank holds it; None where it is whole."""
 
-    saved: Slicing | None = None
-    wanted: Slicing | None = None
+    saved: Sharding | None = None
+    wanted: Sharding | None = None
 
 
-def saved_sharding(manifest: Manifest, name: str, shape: Sequence[int], count: int = 1) -> Slicing | None:
+def saved_sharding(manifest: Manifest, name: str, shape: Sequence[int], count: int = 1) -> Sharding | None:
     """How the saving run had sharded a parameter; None if it was whole.
 
     Args:
@@ -114,7 +114,7 @@ def saved_sharding(manifest: Manifest, name: str, shape: Sequence[int], count: i
             f"the checkpoint's table of contents is damaged: shards[{name!r}] is [{dim}, {blocks}], which does not go "
             f"with the shape {list(shape)}"
         )
-    return Slicing(dim, blocks)
+    return Sharding(dim, blocks)
 
 
 class ShardReader:

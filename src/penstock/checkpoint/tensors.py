@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.modeling.ghost import stripped_tensors
 from penstock.modeling.instrumentation import known_of
-from penstock.modeling.tensor_parallel import Slicing, TensorParallel
-from penstock.modeling.tied import ties_of
+from penstock.modeling.placeholders.ghosts import stripped_tensors
+from penstock.modeling.tensor_parallel import Sharding, TensorParallel
+from penstock.modeling.weights.ties import ties_of
 
 from .untrusted import CheckpointError
 
@@ -91,7 +91,7 @@ def tensor_parallel_of(model: nn.Module) -> TensorParallel | None:
     return found
 
 
-def shards_of(model: nn.Module) -> Mapping[str, Slicing]:
+def shards_of(model: nn.Module) -> Mapping[str, Sharding]:
     """How the parameters of a tensor-parallel model are sharded, by their names; nothing for any other model."""
     sharding = tensor_parallel_of(model)
     return {} if sharding is None else sharding.shards

@@ -1,4 +1,4 @@
-"""Whether a model can be split, into which units, what crosses each cut, and which weights are tied; or why not."""
+"""Whether a model can be split, into what units, what crosses each boundary, and which weights are tied; or why not."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
-from penstock.modeling.costs import unit_costs
-from penstock.modeling.materialize import meta_model, resolve_model_class
-from penstock.modeling.plan import make_plan
-from penstock.modeling.tied import alias_groups, stage_of_parameter
-from penstock.modeling.trace import Trace
-from penstock.modeling.units import traced_units
+from penstock.modeling.graph.costs import unit_costs
+from penstock.modeling.graph.plan import make_plan
+from penstock.modeling.graph.trace import Trace
+from penstock.modeling.graph.units import traced_units
+from penstock.modeling.weights.initialise import meta_model, resolve_model_class
+from penstock.modeling.weights.ties import alias_groups, stage_of_parameter
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class UnitReport:
 
 
 @dataclass(frozen=True)
-class Crossing:
-    """One value that crosses a cut: where it comes from, and its shape and dtype for the shown inputs."""
+class BoundaryValue:
+    """One value that crosses a boundary: where it comes from, and its shape and dtype for the shown inputs."""
 
     origin: str
     shape: tuple[int, ...]
@@ -54,17 +54,17 @@ class Crossing:
 
 
 @dataclass(frozen=True)
-class CutReport:
-    """The cut between two neighbouring units.
+class BoundaryReport:
+    """The boundary between two neighbouring units.
 
     Attributes:
-        before: the unit before the cut.
+        before: the unit before the boundary.
         crossing: what crosses it in two stages, empty if impossible.
-        reason: why the model cannot be cut here, empty if it can.
+        reason: why no stage can end here, empty if one can.
     """
 
     before: str
-    crossing: tuple[Crossing, ...]
+    crossing: tuple[BoundaryValue, ...]
     reason: str = ""
 
 
@@ -75,9 +75,9 @@ class Report:
     Attributes:
         model: the model's class.
         parameters: elements of all parameters, tied ones once.
-        inputs: name and shape of the arguments that the cuts were found with.
+        inputs: name and shape of the arguments that the boundaries were found with.
         units: in forward order; empty if the model cannot be split.
-        cuts: one between each two units.
+        boundaries: one between each two units.
         ties: names of each parameter that several units hold.
         everywhere: names of the parameters outside of units, which every stage holds.
         reason: why the model cannot be split, empty if it can.
@@ -87,14 +87,14 @@ class Report:
     parameters: int
     inputs: tuple[tuple[str, tuple[int, ...]], ...] = ()
     units: tuple[UnitReport, ...] = ()
-    cuts: tuple[CutReport, ...] = ()
+    boundaries: tuple[BoundaryReport, ...] = ()
     ties: tuple[tuple[str, ...], ...] = ()
     everywhere: tuple[str, ...] = ()
     reason: str = ""
 
     @property
     def splittable(self) -> bool:
-        return not self.reason and any(not cut.reason for cut in self.cuts)
+        return not self.reason and any(not boundary.reason for boundary in self.boundaries)
 
     def render(self) -> str:
         """The report as plain text."""
@@ -102,15 +102,15 @@ class Report:
         if self.reason:
             return "\n".join([*lines, f"cannot be split: {self.reason}"])
         shown = ", ".join(f"{name}{list(shape)}" for name, shape in self.inputs)
-        lines.append(f"{len(self.units)} units; cuts shown for {shown}")
+        lines.append(f"{len(self.units)} units; boundaries shown for {shown}")
         width = max(len(unit.name) for unit in self.units)
         kinds = max(len(unit.kind) for unit in self.units)
-        cuts: list[CutReport | None] = [*self.cuts, None]
-        for unit, cut in zip(self.units, cuts, strict=True):
+        boundaries: list[BoundaryReport | None] = [*self.boundaries, None]
+        for unit, boundary in zip(self.units, boundaries, strict=True):
             lines.append(f"  {unit.name:<{width}}  {unit.kind:<{kinds}}  {unit.parameters:>15,}  cost {unit.cost:6.2f}")
-            if cut is not None:
-                crossing = "; ".join(map(str, cut.crossing)) or "nothing"
-                lines.append(f"    | no cut: {cut.reason}" if cut.reason else f"    | {crossing}")
+            if boundary is not None:
+                crossing = "; ".join(map(str, boundary.crossing)) or "nothing"
+                lines.append(f"    | no boundary: {boundary.reason}" if boundary.reason else f"    | {crossing}")
         lines += [f"tied: {' = '.join(names)}" for names in self.ties]
         if self.everywhere:
             lines.append(f"on every stage: {', '.join(self.everywhere)}")
@@ -150,26 +150,26 @@ def check(subject: nn.Module | type | PretrainedConfig | str, inputs: dict[str, 
             UnitReport(unit, type(module).__name__, size, cost)
             for unit, module, size, cost in zip(units, modules, sizes, costs, strict=True)
         ),
-        cuts=tuple(_cut(found, units, index) for index in range(1, len(units))),
+        boundaries=tuple(_boundary(found, units, index) for index in range(1, len(units))),
         ties=tuple(names for names, stages in holders.items() if len(stages) > 1),
         everywhere=tuple(names[0] for names, stages in holders.items() if None in stages),
     )
 
 
-def _cut(found: Trace, units: list[str], index: int) -> CutReport:
-    """What crosses the cut before the unit `index`."""
+def _boundary(found: Trace, units: list[str], index: int) -> BoundaryReport:
+    """What crosses the boundary before the unit `index`."""
     stage_of = {unit: int(place >= index) for place, unit in enumerate(units)}
     try:
         plan = make_plan(found, stage_of, 2)
     except NotImplementedError as error:
-        return CutReport(units[index - 1], (), str(error))
+        return BoundaryReport(units[index - 1], (), str(error))
     crossing = []
-    for value in plan.cuts[0]:
+    for value in plan.boundaries[0]:
         origin = value.unit + (f" (call {value.call + 1})" if value.call else "")
         origin += f" {value.leaf}" if isinstance(value.leaf, str) else f" output {value.leaf}" if value.leaf else ""
         shape = found.shapes[value]
-        crossing.append(Crossing(origin, shape.shape, shape.dtype))
-    return CutReport(units[index - 1], tuple(crossing))
+        crossing.append(BoundaryValue(origin, shape.shape, shape.dtype))
+    return BoundaryReport(units[index - 1], tuple(crossing))
 
 
 def build_on_meta(subject: type | PretrainedConfig | str) -> nn.Module:

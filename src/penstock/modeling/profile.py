@@ -23,11 +23,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers.cache_utils import Cache
 
 from penstock.modeling.check import build_on_meta, check
-from penstock.modeling.dummy_inputs import dummy_inputs
-from penstock.modeling.interception import Switchboard, install, uninstall
-from penstock.modeling.shapes import ShapeFunctions, flatten
-from penstock.modeling.trace import trace
-from penstock.modeling.units import floating_modules
+from penstock.modeling.graph.dummy_inputs import dummy_inputs
+from penstock.modeling.graph.shapes import ShapeFunctions, flatten
+from penstock.modeling.graph.units import trace_units
 from penstock.planning.profile import Profile, UnitCost
 
 # A measurement is repeated until it has taken so long, and at least so often; the median counts.
@@ -76,7 +74,7 @@ def profile_model(
             known[key] = (*sums, max((run[-1] for run in runs), default=working))
         forward, backward, weight, kept, kept_checkpointed, working = known[key]
         size = float(sum(parameter.nbytes for parameter in module.parameters()))
-        boundary = report.cuts[index] if index < len(report.cuts) else None
+        boundary = report.boundaries[index] if index < len(report.boundaries) else None
         units.append(
             UnitCost(
                 name, forward, backward, weight, size, size, optimizer_states * size, kept, kept_checkpointed, working,
@@ -85,7 +83,8 @@ def profile_model(
             )
         )  # fmt: skip
     where = "estimated" if device is None else str(device)
-    about = {"microbatch": batch, "length": length, "dtype": str(dtype).removeprefix("torch."), "device": where}
+    about: dict[str, str | int | float] = {"microbatch": batch, "length": length}
+    about |= {"dtype": str(dtype).removeprefix("torch."), "device": where}
     if device is None:
         about["operations per second"] = operations_per_second
     return Profile(report.model, tuple(units), device is not None, about)
@@ -121,13 +120,8 @@ class _Recorder(ShapeFunctions):
 
 def _calls(model: nn.Module, names: list[str], inputs: Mapping[str, Any]) -> dict[str, list[tuple[list[Any], Any]]]:
     modules = {name: model.get_submodule(name) for name in names}
-    floating = floating_modules(model, modules)
-    switchboard, recorder = Switchboard(), _Recorder(modules)
-    install([*modules.items(), *floating.items()], switchboard)
-    try:
-        trace(model, recorder, set(floating), switchboard, inputs)
-    finally:
-        uninstall([*modules.values(), *floating.values()])
+    recorder = _Recorder(modules)
+    trace_units(model, recorder, inputs)
     return {name: calls for name, calls in recorder.calls.items() if name in modules}
 
 

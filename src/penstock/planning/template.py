@@ -56,7 +56,7 @@ class PipelineTemplate:
 
         Raises NotImplementedError ("Auto policy for <class> is not implemented...") if the model cannot be split.
         """
-        from penstock.modeling.units import list_units  # here, because this file is usable without torch
+        from penstock.modeling.graph.units import list_units  # here, because this file is usable without torch
 
         return list(list_units(model))
 
@@ -69,7 +69,7 @@ class PipelineTemplate:
                 last stage count as one.
             NotImplementedError: the model cannot be split.
         """
-        from penstock.modeling.costs import unit_costs  # here, because this file is usable without torch
+        from penstock.modeling.graph.costs import unit_costs  # here, because this file is usable without torch
 
         modules = cls.get_modules(model)
         first, last = end_modules(modules)

@@ -19,8 +19,8 @@ from penstock.checkpoint.comm import GroupComm, OnceLost
 from penstock.data.batch import PerMicrobatch, microbatches_of
 from penstock.data.fingerprint import fingerprint
 from penstock.data.placing import place
-from penstock.modeling.loss import Criterion
-from penstock.modeling.split import SplitModel
+from penstock.modeling.graph.loss import Criterion
+from penstock.modeling.stage.split import SplitModel
 from penstock.planning.layout import Layout
 from penstock.schedule import Schedule, check_trains
 

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 from penstock.data.microbatch import rows_of
-from penstock.modeling.loss import Criterion
-from penstock.modeling.outputs import Shapes, merge_outputs
-from penstock.modeling.split import SplitModel
+from penstock.modeling.graph.loss import Criterion
+from penstock.modeling.stage.outputs import Shapes, merge_outputs
+from penstock.modeling.stage.split import SplitModel
 
 from .inputs import StepInputs
 from .program import Program

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from penstock.modeling.loss import Criterion
+from penstock.modeling.graph.loss import Criterion
 from penstock.schedule.actions import Kind
 from penstock.schedule.communication import Step
 

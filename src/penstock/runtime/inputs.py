@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from penstock.modeling.loss import read_counts
-from penstock.modeling.plan import Plan
+from penstock.modeling.graph.loss import read_counts
+from penstock.modeling.graph.plan import Plan
 
 # Seeds of neighbouring steps and microbatches lie far apart (odd multipliers, so that no two coincide early).
 STEP_STRIDE, MICROBATCH_STRIDE = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F

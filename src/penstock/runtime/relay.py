@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
-from penstock.modeling.ghost_cache import past_length
-from penstock.modeling.plan import Plan
+from penstock.modeling.graph.plan import Plan
+from penstock.modeling.graph.units import refusal
+from penstock.modeling.placeholders.caches import past_length
 from penstock.modeling.randomness import mixed
-from penstock.modeling.stage_cache import StageCaches
-from penstock.modeling.units import refusal
+from penstock.modeling.stage.caches import StageCaches
 
 from .channel import Channel, Kind
 from .crossing import refuse_elsewhere
@@ -140,7 +140,7 @@ class Relay:
     def _arriving(self, plan: Plan, stage: int, key: Hashable) -> Arriving:
         """The values that cross into `stage`. Receives are posted now and waited for when a value is asked for."""
         cut = stage - 1
-        count = len(plan.cuts[cut]) if stage else 0
+        count = len(plan.boundaries[cut]) if stage else 0
         if not count:
             return Arriving(0, list)
         if self._is_local(cut):

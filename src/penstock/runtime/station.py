@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from penstock.modeling.split import SplitModel
+from penstock.modeling.stage.split import SplitModel
 from penstock.schedule.communication import Step
 
 from .channel import Channel
@@ -55,7 +55,7 @@ class StageOpener:
 
     def __init__(self, station: Station, orders: Orders, inputs: StepInputs):
         self._exchange = station.exchange
-        num_values = [len(cut) for cut in inputs.plans[0].cuts] if inputs.plans else []
+        num_values = [len(cut) for cut in inputs.plans[0].boundaries] if inputs.plans else []
         self._exchange.begin(orders, inputs.signatures, num_values)
         self._notice = Notice.of(station.parameters, station.device)
         self.states: dict[int, int] = {}

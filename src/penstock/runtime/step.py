@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers.utils import ModelOutput
 
-from penstock.modeling.loss import set_field
+from penstock.modeling.graph.loss import set_field
 
 from .reduction import ReductionReport
 

@@ -1,4 +1,4 @@
-"""Cutting a model's weights: which parameter is cut how, checked for the whole model, done for the part held here."""
+"""Sharding a model's weights: which parameter how, checked for the whole model, done for the part held here."""
 
 from __future__ import annotations
 
@@ -11,26 +11,28 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from penstock.modeling.ghost import replace_parameters, stripped_tensors
 from penstock.modeling.instrumentation import known_of, record_of
+from penstock.modeling.placeholders.ghosts import replace_parameters, stripped_tensors
 from penstock.modeling.randomness import draws_random_numbers
-from penstock.modeling.tied import stage_of_parameter
-
-from .dropout import ShardedDropout
-from .layers import COLUMN, EXPERTS, GATHERED, HEAD, ROW, VOCABULARY, extend
-from .loss import ShardedLoss
-from .plans import (
+from penstock.modeling.tensor_parallel.dropout import ShardedDropout
+from penstock.modeling.tensor_parallel.layers import COLUMN, EXPERTS, GATHERED, HEAD, ROW, VOCABULARY, extend
+from penstock.modeling.tensor_parallel.loss import ShardedLoss
+from penstock.modeling.tensor_parallel.plans import (
     COLUMN_STYLES,
     EXPERT_STYLES,
     GATHERED_STYLES,
     PARTIAL_STYLES,
     ROW_STYLES,
     VOCABULARY_STYLES,
+    layer_styles,
+    matching,
+    or_none,
     plan_of,
+    whole_shapes,
 )
-from .region import Region
-from .slicing import Slicing
-from .styles import layer_styles, matching, or_none, whole_shapes
+from penstock.modeling.tensor_parallel.region import Region
+from penstock.modeling.tensor_parallel.shard import Sharding
+from penstock.modeling.weights.ties import stage_of_parameter
 
 LAYERS: dict[str, type] = {
     **dict.fromkeys(COLUMN_STYLES, COLUMN),
@@ -42,7 +44,7 @@ LAYERS: dict[str, type] = {
 
 
 class TensorParallel:
-    """The cut of one model over a tensor-parallel group. Made from the whole model, alike on every rank.
+    """The sharding of one model over a tensor-parallel group. Made from the whole model, alike on every rank.
 
     Args:
         model: a whole model, one with ghosts, or one on the meta device; it is left as it is until `apply`.
@@ -50,9 +52,9 @@ class TensorParallel:
         aliases: from `alias_groups(model)`.
 
     Attributes:
-        region: what the sliced layers exchange through.
-        shards: of every parameter of the unsplit model that is cut, by each of its names, how.
-        partial: names of whole parameters that are used on slices, so that each rank has a part of their gradient.
+        region: what the sharded layers exchange through.
+        shards: of every parameter of the unsplit model that is sharded, by each of its names, how.
+        partial: names of whole parameters that are used on shards, so that each rank has a part of their gradient.
 
     Raises:
         NotImplementedError: there is no plan for this model, or it cannot be followed.
@@ -64,7 +66,7 @@ class TensorParallel:
         self._plan = plan_of(model)
         self._styles = layer_styles(model, self._plan)
         self._shapes = whole_shapes(model)
-        self.shards: dict[str, Slicing] = {}
+        self.shards: dict[str, Sharding] = {}
         self.partial: set[str] = set()
         self._find_shards(model, aliases)
         self._check(model)
@@ -83,26 +85,26 @@ class TensorParallel:
         return self
 
     def apply(self, model: nn.Module, stage_of: Mapping[str, int]) -> None:
-        """Replace the weights of `model` by this rank's slices, in place, and make its layers work on them.
+        """Replace the weights of `model` by this rank's shards, in place, and make its layers work on them.
 
         The layers of ghosts are made ready, too, for when this rank holds them.
 
         `Parameter` objects keep their identity, so an optimizer that holds them goes on working; but for those whose
-        slices `give_slices` left, which were meta tensors.
+        shards `leave_shards` left, which were meta tensors.
 
         Args:
             stage_of: the stage of each unit.
 
         Raises:
-            NotImplementedError: a layer to be cut stands outside of all units.
+            NotImplementedError: a layer to be sharded stands outside of all units.
         """
-        slices = take_slices(model)
+        shards = take_shards(model)
         replaced: dict[nn.Parameter, nn.Parameter] = {}
         done: set[int] = set()
         for name, parameter in model.named_parameters(remove_duplicate=False):
-            if name in slices:
+            if name in shards:
                 if parameter not in replaced:  # under the first of its names
-                    replaced[parameter] = nn.Parameter(slices[name], parameter.requires_grad)
+                    replaced[parameter] = nn.Parameter(shards[name], parameter.requires_grad)
             elif name in self.shards and id(parameter) not in done:
                 done.add(id(parameter))
                 parameter.grad = None
@@ -121,7 +123,7 @@ class TensorParallel:
             module = model.get_submodule(name)
             if stage_of_parameter(f"{name}.weight", stage_of) is None:
                 raise NotImplementedError(
-                    f"the layer {name} of {type(model).__name__} is cut by its tensor-parallel plan, but it stands "
+                    f"the layer {name} of {type(model).__name__} is sharded by its tensor-parallel plan, but it stands "
                     "outside of all units, on every stage; leave it out of the plan"
                 )
             if isinstance(module, Conv1D) and style in COLUMN_STYLES:
@@ -156,7 +158,7 @@ class TensorParallel:
 
         Args:
             own_loss: whether the model's own loss, a single mean, is trained on. If it is given the head's very output,
-                nobody needs whole logits: they then come as a distributed tensor, of which this rank has a slice. The
+                nobody needs whole logits: they then come as a distributed tensor, of which this rank has a shard. The
                 first forward of a plan has them gathered, and shows whether that is so.
         """
         region, loss = self.region, self._loss
@@ -176,10 +178,10 @@ class TensorParallel:
             region.keep_logits_sharded = False
             region.logits = None
 
-    # -- what is cut how -------------------------------------------------------------------------------------------
+    # -- what is sharded how -------------------------------------------------------------------------------------------
 
     def _find_shards(self, model: nn.Module, aliases: Sequence[tuple[str, ...]]) -> None:
-        found: dict[str, Slicing] = {}
+        found: dict[str, Sharding] = {}
         for name, style in self._styles.items():
             if name in self._shapes:  # a parameter by itself (experts)
                 found[name] = _shard_of_expert(model, name, style, self._shapes[name])
@@ -196,12 +198,12 @@ class TensorParallel:
         for names in aliases:
             kinds = {found[name] for name in names if name in found}
             if len(kinds) > 1:
-                raise NotImplementedError(f"{', '.join(names)} are tied, but the tensor-parallel plan cuts them unlike")
+                raise NotImplementedError(f"{', '.join(names)} are tied, but the plan shards them unlike")
             for name in names if kinds else ():
                 if name not in found and name.endswith(".weight") and model.get_submodule(name.rpartition(".")[0]):
                     raise NotImplementedError(
                         f"{name} is tied to {', '.join(set(names) & found.keys())}, which the tensor-parallel plan "
-                        f"cuts, but it has no rule for {name}; give it one, or a plan with vocabulary=False"
+                        f"shards, but it has no rule for {name}; give it one, or a plan with vocabulary=False"
                     )
                 self.shards[name] = next(iter(kinds))
         self.shards.update(found)
@@ -213,7 +215,7 @@ class TensorParallel:
         return 1
 
     def _check(self, model: nn.Module) -> None:
-        """Refuse a size that does not divide what is cut."""
+        """Refuse a size that does not divide what is sharded."""
         config, size = model.config.get_text_config(), self.size  # type: ignore[union-attr, operator]
         quantities: dict[str, int] = {}
         for what, attribute in (
@@ -227,7 +229,7 @@ class TensorParallel:
             shape = self._shapes[name]
             width = shape[shard.dim % len(shape)] // shard.blocks
             is_vocabulary = self._styles.get(name.rpartition(".")[0], "") in (*GATHERED_STYLES, *VOCABULARY_STYLES)
-            quantities["entries in its vocabulary" if is_vocabulary else f"features to cut in {name}"] = width
+            quantities["entries in its vocabulary" if is_vocabulary else f"features to shard in {name}"] = width
         wrong = {what: count for what, count in quantities.items() if count % size}
         if not wrong:
             return
@@ -247,44 +249,44 @@ class TensorParallel:
         )
 
 
-def give_slices(model: nn.Module, slice_of: Callable[[nn.Parameter], torch.Tensor | None]) -> None:
-    """Leave slices of a model's meta tensors of whole shape where `TensorParallel.apply` finds them.
+def leave_shards(model: nn.Module, shard_of: Callable[[nn.Parameter], torch.Tensor | None]) -> None:
+    """Leave shards of a model's meta tensors of whole shape where `TensorParallel.apply` finds them.
 
     Args:
-        slice_of: gives that of a parameter, or None.
+        shard_of: gives that of a parameter, or None.
     """
     parameters = model.named_parameters(remove_duplicate=False)
-    record_of(model).shards = {name: part for name, each in parameters if (part := slice_of(each)) is not None}
+    record_of(model).shards = {name: part for name, each in parameters if (part := shard_of(each)) is not None}
 
 
-def take_slices(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What `give_slices` left, by name."""
+def take_shards(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What `leave_shards` left, by name."""
     record = known_of(model)
-    slices, record.shards = record.shards, {}
-    return slices
+    shards, record.shards = record.shards, {}
+    return shards
 
 
-def _shard_of(module: nn.Module, style: str, parameter: str, fused: int) -> Slicing | None:
-    """How a layer's weight or bias is cut; None for one that stays whole."""
+def _shard_of(module: nn.Module, style: str, parameter: str, fused: int) -> Sharding | None:
+    """How a layer's weight or bias is sharded; None for one that stays whole."""
     transposed = isinstance(module, Conv1D)
     if style in (*COLUMN_STYLES, *GATHERED_STYLES):
         blocks = 2 if style == "packed_colwise" else fused
-        return Slicing(1 if transposed and parameter == "weight" else 0, blocks)
+        return Sharding(1 if transposed and parameter == "weight" else 0, blocks)
     if style in ROW_STYLES:
         if parameter == "bias":
             return None
-        return Slicing(0 if transposed else 1, 2 if style == "packed_rowwise" else fused)
-    return Slicing(0) if style in VOCABULARY_STYLES else None
+        return Sharding(0 if transposed else 1, 2 if style == "packed_rowwise" else fused)
+    return Sharding(0) if style in VOCABULARY_STYLES else None
 
 
-def _shard_of_expert(model: nn.Module, name: str, style: str, shape: tuple[int, ...]) -> Slicing:
-    """How a stack of experts' weights [experts, out, in] is cut."""
+def _shard_of_expert(model: nn.Module, name: str, style: str, shape: tuple[int, ...]) -> Sharding:
+    """How a stack of experts' weights [experts, out, in] is sharded."""
     owner = model.get_submodule(name.rpartition(".")[0])
     if len(shape) != 3 or getattr(owner, "is_transposed", False):
         raise NotImplementedError(
-            f"the tensor-parallel plan of {type(model).__name__} cuts {name} of shape {list(shape)}; only stacks of "
-            "experts' weights of shape [experts, out, in] can be cut"
+            f"the tensor-parallel plan of {type(model).__name__} shards {name} of shape {list(shape)}; only stacks of "
+            "experts' weights of shape [experts, out, in] can be sharded"
         )
     if style in COLUMN_STYLES:
-        return Slicing(1, 2 if style == "packed_colwise" else 1)
-    return Slicing(2, 2 if style == "packed_rowwise" else 1)
+        return Sharding(1, 2 if style == "packed_colwise" else 1)
+    return Sharding(2, 2 if style == "packed_rowwise" else 1)

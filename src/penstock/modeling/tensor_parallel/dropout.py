@@ -1,8 +1,8 @@
-"""Dropout of activations that are slices: what the unsplit model would drop, not the same on every rank.
+"""Dropout of activations that are shards: what the unsplit model would drop, not the same on every rank.
 
 Between a column-wise and a row-wise layer a rank has the activations of its own heads or features. The random
-generators stand alike on all ranks, so a mask drawn for the slice would be the same for unlike heads. The mask is drawn
-for the whole instead, and this rank takes its slice: the same random numbers are used as without tensor parallelism.
+generators stand alike on all ranks, so a mask drawn for the shard would be the same for unlike heads. The mask is drawn
+for the whole instead, and this rank takes its shard: the same random numbers are used as without tensor parallelism.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from .region import Region
-from .slicing import Slicing
+from penstock.modeling.tensor_parallel.region import Region
+from penstock.modeling.tensor_parallel.shard import Sharding
 
-HEADS = Slicing(1)
-FEATURES = Slicing(-1)
+HEADS = Sharding(1)
+FEATURES = Sharding(-1)
 
 
 class ShardedDropout(TorchFunctionMode):
@@ -78,12 +78,12 @@ class ShardedDropout(TorchFunctionMode):
         weights: torch.Tensor = torch.ops.aten._safe_softmax(scores, -1)
         return (weights * self._mask(weights.shape, weights, dropout_p, HEADS)) @ value
 
-    def _mask(self, shape: Any, like: torch.Tensor, p: float, cut: Slicing) -> torch.Tensor:
-        """This rank's slice of a whole mask, whose entries are 0 or 1 / (1 - p)."""
-        whole = torch.ones(cut.whole_shape(shape, self._region.size), dtype=like.dtype, device=like.device)
+    def _mask(self, shape: Any, like: torch.Tensor, p: float, shard: Sharding) -> torch.Tensor:
+        """This rank's shard of a whole mask, whose entries are 0 or 1 / (1 - p)."""
+        whole = torch.ones(shard.whole_shape(shape, self._region.size), dtype=like.dtype, device=like.device)
         with torch.no_grad():
             mask = functional.dropout(whole, p, True)
-        return mask.chunk(self._region.size, cut.dim)[self._region.index]
+        return mask.chunk(self._region.size, shard.dim)[self._region.index]
 
 
 class _own_random_numbers:

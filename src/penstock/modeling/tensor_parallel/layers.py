@@ -1,4 +1,4 @@
-"""Layers that hold a slice of their weights: the module's own class with its call extended, its forward untouched.
+"""Layers that hold a shard of their weights: the module's own class with its call extended, its forward untouched.
 
 A class is swapped rather than a forward replaced, so that copies of the module work on their own weights.
 """
@@ -13,8 +13,7 @@ from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from penstock.modeling.instrumentation import original_class, record_of, swap_class
-
-from .region import Region
+from penstock.modeling.tensor_parallel.region import Region
 
 
 def _region(layer: Any) -> Region:
@@ -23,7 +22,7 @@ def _region(layer: Any) -> Region:
 
 
 class _Column:
-    """Holds some of the output features; gives its slice of the output."""
+    """Holds some of the output features; gives its shard of the output."""
 
     def __call__(self: Any, activation: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         region = _region(self)
@@ -61,7 +60,7 @@ class _RowConv1D(_Row):
 
 
 class _Gathered:
-    """Column-wise, with all slices of the output gathered."""
+    """Column-wise, with all shards of the output gathered."""
 
     def __call__(self: Any, activation: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         region = _region(self)
@@ -74,7 +73,7 @@ class _Gathered:
 
 
 class _Head(_Gathered):
-    """The language-model head: the slices of its output are gathered unless the loss takes them."""
+    """The language-model head: the shards of its output are gathered unless the loss takes them."""
 
     def _joined(self, region: Region, output: torch.Tensor) -> torch.Tensor:
         if not region.keep_logits_sharded or output.is_meta:
@@ -96,7 +95,7 @@ class _Vocabulary:
 
 
 class _Experts:
-    """Every expert's slice: takes whole activations and routing weights, gives the sum."""
+    """Every expert's shard: takes whole activations and routing weights, gives the sum."""
 
     def __call__(self: Any, activation: torch.Tensor, indices: Any, weights: torch.Tensor, *args: Any) -> Any:
         region = _region(self)
@@ -112,7 +111,7 @@ COLUMN, ROW, GATHERED, HEAD, VOCABULARY, EXPERTS = _Column, _Row, _Gathered, _He
 
 
 def extend(module: nn.Module, kind: type, region: Region) -> None:
-    """Make `module`, whose parameters are slices already, a layer of this kind."""
+    """Make `module`, whose parameters are shards already, a layer of this kind."""
     if kind is _Row and isinstance(module, Conv1D):
         kind = _RowConv1D
     record_of(module).region = region

@@ -1,4 +1,4 @@
-"""The language-model loss on logits that are cut by vocabulary: no rank ever has them whole.
+"""The language-model loss on logits that are sharded by vocabulary: no rank ever has them whole.
 
 Vocabulary-parallel cross entropy: Shoeybi et al., "Megatron-LM", 2019, section 3. Exchanged are two numbers per token
 instead of one per token and vocabulary entry.
@@ -14,11 +14,11 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from .region import Region
+from penstock.modeling.tensor_parallel.region import Region
 
 
 class ShardedLoss:
-    """In place of a model's language-model loss: the same function, which also takes this rank's slice of the logits.
+    """In place of a model's language-model loss: the same function, which also takes this rank's shard of the logits.
 
     Attributes:
         calls, direct_calls: how often it was called, and how often of these with the head's output itself.
@@ -47,7 +47,7 @@ class ShardedLoss:
 
 
 class _ShardedCrossEntropy(TorchFunctionMode):
-    """Computes `cross_entropy(logits [tokens, slice], targets [tokens])` over all ranks' slices."""
+    """Computes `cross_entropy(logits [tokens, shard], targets [tokens])` over all ranks' shards."""
 
     def __init__(self, region: Region) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ def sharded_cross_entropy(
     label_smoothing: float = 0.0,
     **_: Any,
 ) -> torch.Tensor:
-    """`torch.nn.functional.cross_entropy` on logits of which this rank has a slice of the last dimension.
+    """`torch.nn.functional.cross_entropy` on logits of which this rank has a shard of the last dimension.
 
     Args:
         logits: shape [tokens, vocabulary / ranks]. targets: shape [tokens], entries of the whole vocabulary.

@@ -1,15 +1,18 @@
-"""Tensor-parallel plans: for each layer how its weights are cut. Data, one entry per family.
+"""Tensor-parallel plans: for each layer how its weights are sharded. Data, one entry per family.
 
 transformers' own plans are used where it has them; the names of the styles are its.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
+
+from penstock.modeling.placeholders.ghosts import stripped_tensors
 
 # What a plan may say of a layer.
 COLUMN_STYLES = ("colwise", "packed_colwise")
@@ -32,7 +35,7 @@ STYLES = (
 
 @dataclass(frozen=True)
 class TensorParallelPlan:
-    """How a family's weights are cut.
+    """How a family's weights are sharded.
 
     Names are those of modules or parameters, with `*` for a number between dots, with or without the prefix of the base
     model (`transformer.`).
@@ -40,11 +43,11 @@ class TensorParallelPlan:
     Attributes:
         styles: the style of each layer: `colwise` (output features; the input is whole), `rowwise` (input features; the
             outputs are summed), `packed_colwise` (two fused weights), `moe_tp_experts` (the module of all experts,
-            beside its parameters), `replicated_with_grad_allreduce` (whole, but used on slices, such as a norm of each
+            beside its parameters), `replicated_with_grad_allreduce` (whole, but used on shards, such as a norm of each
             head), `embedding_rowwise` and `colwise_gather_output` (by vocabulary), `replicate`.
         fused: of a `colwise` layer that fuses several weights along its output features, how many.
         divided: of a module, the attributes that count features or heads of this rank.
-        vocabulary: whether input embeddings and the language-model head are cut by vocabulary.
+        vocabulary: whether input embeddings and the language-model head are sharded by vocabulary.
     """
 
     styles: Mapping[str, str]
@@ -108,7 +111,7 @@ _registered: dict[type | str, TensorParallelPlan] = {}
 
 
 def register_tensor_parallel_plan(model: type[nn.Module] | str, plan: TensorParallelPlan | Mapping[str, str]) -> None:
-    """Say how the weights of a family are cut, where Penstock and transformers have no plan, or instead of theirs.
+    """Say how the weights of a family are sharded, where Penstock and transformers have no plan, or instead of theirs.
 
     Args:
         model: a model class (its subclasses follow it), or a `config.model_type` such as `"gpt2"`.
@@ -150,3 +153,57 @@ def plan_of(model: nn.Module) -> TensorParallelPlan:
             f"transformers' tensor-parallel plan for {name} uses {', '.join(unknown)}, which is not supported: {how}"
         )
     return TensorParallelPlan(own)
+
+
+def layer_styles(model: nn.Module, plan: TensorParallelPlan) -> dict[str, str]:
+    """The style of each module and parameter that the plan names, and of the vocabulary's layers."""
+    modules = {name for name, _ in model.named_modules()}
+    names = modules | {name for name in whole_shapes(model) if _parent_is_experts(model, name)}
+    styles: dict[str, str] = {}
+    for pattern, found in matching(model, list(plan.styles), names).items():
+        styles.update(dict.fromkeys(found, plan.styles[pattern]))
+    by_identity = {id(module): name for name, module in model.named_modules()}
+    vocabulary = getattr(model.config, "vocab_size", None)
+    for getter, kind, style in (
+        ("get_input_embeddings", nn.Embedding, VOCABULARY_STYLES[0]),
+        ("get_output_embeddings", nn.Linear, GATHERED_STYLES[0]),
+    ):
+        module = or_none(getattr(model, getter, None))
+        name = by_identity.get(id(module))
+        if name is None or not isinstance(module, kind):
+            continue
+        rows = getattr(module, "num_embeddings", None) or getattr(module, "out_features", None)
+        if not plan.vocabulary:
+            styles.pop(name, None)
+        elif rows == vocabulary:
+            styles[name] = style
+    return styles
+
+
+def or_none(getter: Callable[[], Any] | None) -> Any:
+    try:
+        return None if getter is None else getter()
+    except (NotImplementedError, AttributeError):
+        return None
+
+
+def _parent_is_experts(model: nn.Module, name: str) -> bool:
+    """Whether a parameter is a stack of weights in a module of its own, not a layer's weight or bias."""
+    return name.rpartition(".")[2] not in ("weight", "bias")
+
+
+def matching(model: nn.Module, patterns: Sequence[str], names: set[str]) -> dict[str, list[str]]:
+    """For each pattern, the names it matches, with or without the base model's prefix."""
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    found: dict[str, list[str]] = {pattern: [] for pattern in patterns}
+    for pattern in patterns:
+        expression = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
+        for name in sorted(names):
+            if expression.fullmatch(name) or expression.fullmatch(name.removeprefix(prefix)):
+                found[pattern].append(name)
+    return found
+
+
+def whole_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    here = {name: tuple(tensor.shape) for name, tensor in model.named_parameters(remove_duplicate=False)}
+    return {**{name: tuple(tensor.shape) for name, tensor in stripped_tensors(model)}, **here}

@@ -1,4 +1,4 @@
-"""Where activations are cut as the weights are: what ranks of a tensor-parallel group exchange in a forward.
+"""Where activations are sharded as the weights are: what ranks of a tensor-parallel group exchange in a forward.
 
 Megatron-LM's two conjugate operators (Shoeybi et al. 2019, section 3): entering is the identity forward and a sum
 backward, leaving is a sum forward and the identity backward.
@@ -26,7 +26,7 @@ class Collectives(Protocol):
         """Every rank's tensor of this shape, in order."""
 
     def sharded_by_last_dimension(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The distributed tensor whose last dimension's slices the ranks hold."""
+        """The distributed tensor whose last dimension's shards the ranks hold."""
 
 
 class Region:
@@ -35,9 +35,9 @@ class Region:
     Attributes:
         index, size: this rank's place in the group.
         collectives: given by the runtime before the first forward.
-        inside: whether the forward is between a column-wise and a row-wise layer, where activations are slices.
+        inside: whether the forward is between a column-wise and a row-wise layer, where activations are shards.
         around: entered where such a stretch begins and left where it ends, if set.
-        keep_logits_sharded: whether a vocabulary-parallel head gives this rank's slice of the logits.
+        keep_logits_sharded: whether a vocabulary-parallel head gives this rank's shard of the logits.
         logits: what the head gave last in the forward that runs.
     """
 
@@ -64,7 +64,7 @@ class Region:
         return self.collectives
 
     def begin(self) -> None:
-        """Activations are slices from here on."""
+        """Activations are shards from here on."""
         if not self.inside:
             self.inside = True
             if self.around is not None:
@@ -80,7 +80,7 @@ class Region:
             opened.__exit__(None, None, None)
 
     def enter(self, activation: torch.Tensor) -> torch.Tensor:
-        """`activation`, whose gradient is summed over the ranks: each computes only its slices' part of it.
+        """`activation`, whose gradient is summed over the ranks: each computes only its shards' part of it.
 
         Layers that take the same tensor (queries, keys and values) share one sum.
         """
@@ -99,7 +99,7 @@ class Region:
         return partial if partial.is_meta else _Leave.apply(self.ready, partial)
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
-        """All ranks' slices of the last dimension together; what follows is the same on every rank."""
+        """All ranks' shards of the last dimension together; what follows is the same on every rank."""
         if part.is_meta:
             return part.new_empty((*part.shape[:-1], part.shape[-1] * self.size))
         return _Gather.apply(self.ready, self.index, part)

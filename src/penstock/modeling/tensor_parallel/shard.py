@@ -9,10 +9,10 @@ import torch
 
 
 @dataclass(frozen=True, slots=True)
-class Slicing:
-    """A parameter cut along one dimension; of `blocks` fused weights, each is cut by itself.
+class Sharding:
+    """A parameter sharded along one dimension; of `blocks` fused weights, each is sharded by itself.
 
-    GPT-2's `c_attn` fuses queries, keys and values along its columns (`Slicing(1, blocks=3)`): a rank holds the
+    GPT-2's `c_attn` fuses queries, keys and values along its columns (`Shard(1, blocks=3)`): a rank holds the
     columns of its own heads from each of the three.
     """
 
@@ -20,20 +20,20 @@ class Slicing:
     blocks: int = 1
 
     def take(self, whole: torch.Tensor, index: int, count: int) -> torch.Tensor:
-        """Slice `index` of `count`, in memory of its own."""
+        """Shard `index` of `count`, in memory of its own."""
         dim = self.dim % whole.dim()
         # `cat` copies, also a single part.
         ranges = self.ranges(whole.shape, index, count)
         return torch.cat([whole.narrow(dim, start, stop - start) for start, stop in ranges], dim)
 
     def ranges(self, whole: Sequence[int], index: int, count: int) -> list[tuple[int, int]]:
-        """Where slice `index` of `count` lies along `dim` in a weight of shape `whole`: from and to, in each block."""
+        """Where shard `index` of `count` lies along `dim` in a weight of shape `whole`: from and to, in each block."""
         width = whole[self.dim % len(whole)] // self.blocks
         size = width // count
         return [(block * width + index * size, block * width + (index + 1) * size) for block in range(self.blocks)]
 
     def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The whole from all slices, in order."""
+        """The whole from all shards, in order."""
         dim, count = self.dim % parts[0].dim(), len(parts)
         shape = list(parts[0].shape)
         width = shape[dim] // self.blocks
@@ -42,13 +42,13 @@ class Slicing:
         return torch.cat(blocked, dim + 1).reshape(shape)
 
     def shape(self, whole: Sequence[int], count: int) -> list[int]:
-        """The shape of a slice."""
+        """The shape of a shard."""
         shape = list(whole)
         shape[self.dim % len(shape)] //= count
         return shape
 
     def whole_shape(self, part: Sequence[int], count: int) -> list[int]:
-        """The shape of the whole, from that of a slice."""
+        """The shape of the whole, from that of a shard."""
         shape = list(part)
         shape[self.dim % len(shape)] *= count
         return shape

@@ -1,7 +1,7 @@
 """Tracing one forward of a model whose units are replaced by their shape functions.
 
 The trace knows nothing of stages: it says which unit calls happen, in which order, and from which values each was
-computed. `penstock.modeling.plan` turns it into what crosses each cut.
+computed. `graph.plan` turns it into what crosses each boundary between stages.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache
 
-from penstock.modeling import capture, ghost_cache
-from penstock.modeling.dataflow import (
+from penstock.modeling.graph.dataflow import (
     Altered,
     DataFlow,
     Inside,
@@ -29,11 +28,12 @@ from penstock.modeling.dataflow import (
     Value,
     Watch,
 )
+from penstock.modeling.graph.loss import LossRule, loss_of
+from penstock.modeling.graph.loss_trace import LossTrace, probe
+from penstock.modeling.graph.shapes import OutputShape, ShapeFunctions, TensorShape, flatten, side_outputs
 from penstock.modeling.instrumentation import Intercepted, Interceptor
-from penstock.modeling.loss import LossRule, loss_of
-from penstock.modeling.loss_trace import LossTrace, probe
-from penstock.modeling.outputs import Shapes, shapes_of
-from penstock.modeling.shapes import OutputShape, ShapeFunctions, TensorShape, flatten
+from penstock.modeling.placeholders.caches import advance_cache, cache_placeholder
+from penstock.modeling.stage.outputs import Shapes, shapes_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +185,7 @@ class _Planner:
             if isinstance(tensor, torch.Tensor):
                 value = Value(name, index, leaf)
                 self.flow.mark_value(tensor, value)
-                self.shapes[value] = TensorShape(tuple(tensor.shape), tensor.dtype)
+                self.shapes[value] = TensorShape.of(tensor)
         first = args[0] if args else next(iter(kwargs.values()), None)
         like_input = tuple(
             leaf
@@ -205,7 +205,7 @@ class _Planner:
         leaves, spec = flatten(output)
         # A clone, because a dropout in evaluation returns its argument itself.
         leaves = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        shapes = tuple(TensorShape(tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else x for x in leaves)
+        shapes = tuple(TensorShape.of(x) if isinstance(x, torch.Tensor) else x for x in leaves)
         return pytree.tree_unflatten(leaves, spec), OutputShape(shapes, spec, (), (), (), (), False)
 
     def _run_shape_function(
@@ -216,7 +216,7 @@ class _Planner:
             leaf.writable_zeros(self._device) if isinstance(leaf, TensorShape) else _known(name, leaf)
             for leaf in shape.leaves
         ]
-        lists = capture.collected()
+        lists = side_outputs()
         for entry in shape.captured:
             tensor = None
             if isinstance(entry.leaf, int):
@@ -230,13 +230,7 @@ class _Planner:
         for position in shape.written:
             self.flow.note_write(leaves[position])
             self.flow.mark(leaves[position], (Altered(name, index),))
-        cache = next((leaf for leaf in leaves if isinstance(leaf, Cache)), None)
-        if cache is not None and (shape.cache_layers or shape.state_layers):
-            like = next(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
-            for layer in shape.cache_layers:
-                ghost_cache.advance(cache, layer, like, like.shape[1])
-            for layer in shape.state_layers:
-                ghost_cache.step(cache, layer)
+        advance_cache(leaves, shape.cache_layers, shape.state_layers)
         return pytree.tree_unflatten(outputs, shape.spec), shape
 
 
@@ -249,7 +243,7 @@ def _known(name: str, leaf: Any) -> Any:
 
 def _probe(name: str, value: Any) -> Any:
     if isinstance(value, Cache):
-        return ghost_cache.thin_copy(value)
+        return cache_placeholder(value)
     leaves, spec = flatten(value)
     return pytree.tree_unflatten(
         [probe(name, leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache
+from transformers.utils import output_capturing
 
-from penstock.modeling import capture
-from penstock.modeling.ghost import meta_twin, sync_capture_hooks
-from penstock.modeling.ghost_cache import CacheUse, shape_cache
-from penstock.modeling.meta_operations import RememberedOperations
+from penstock.modeling.graph.meta_operations import RememberedOperations
+from penstock.modeling.placeholders.caches import CacheUse, shape_cache
+from penstock.modeling.placeholders.ghosts import meta_placeholder, sync_capture_hooks
 
 # Output shapes are remembered per unit and argument shapes; the memory is emptied when it grows beyond this.
 MAX_REMEMBERED = 4096
@@ -30,6 +30,10 @@ class TensorShape(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorShape:
+        return cls(tuple(tensor.shape), tensor.dtype)
 
     def zeros(self, device: torch.device) -> torch.Tensor:
         """A placeholder that occupies a single element, whatever its shape."""
@@ -102,12 +106,13 @@ class ShapeFunctions:
             same shapes.
 
     Attributes:
-        around: entered with the unit's name around each run of a twin, if set.
+        units: the same.
+        around: entered with the unit's name around each run of a copy, if set.
     """
 
     def __init__(self, units: dict[str, nn.Module]) -> None:
-        self._units = units
-        self._twins = {name: meta_twin(module) for name, module in units.items()}
+        self.units = units
+        self._copies = {name: meta_placeholder(module) for name, module in units.items()}
         self._remembered: dict[Any, OutputShape] = {}
         self._assumed: dict[str, int] = {}
         # Of layers of caches with a convolution's or a recurrence's state, how a call left them.
@@ -115,16 +120,16 @@ class ShapeFunctions:
         self.around: Callable[[str], AbstractContextManager[None]] | None = None
 
     def sync(self) -> None:
-        """Follow changes of the modules since the twins were made; called before planning."""
-        for name, module in self._units.items():
-            if sum(1 for _ in module.modules()) != sum(1 for _ in self._twins[name].modules()):
-                self._twins[name] = meta_twin(module)  # adapters were put in
+        """Follow changes of the modules since the copies were made; called before planning."""
+        for name, module in self.units.items():
+            if sum(1 for _ in module.modules()) != sum(1 for _ in self._copies[name].modules()):
+                self._copies[name] = meta_placeholder(module)  # adapters were put in
         self._remembered.clear()
 
     def unit_of(self, module_name: str) -> str | None:
         """The unit that the module of this name is or is part of; None outside of units."""
         while module_name:
-            if module_name in self._units:
+            if module_name in self.units:
                 return module_name
             module_name = module_name.rpartition(".")[0]
         return None
@@ -140,11 +145,11 @@ class ShapeFunctions:
             NotImplementedError: the unit cannot run on meta tensors and has no tensor argument to be shaped like.
         """
         leaves, spec = flatten((args, kwargs))
-        if name not in self._units:  # a dropout between units, which may run on another stage
+        if name not in self.units:  # a dropout between units, which may run on another stage
             first = next(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
             return OutputShape((_shape_of(first),), flatten(first)[1], (), (), (), (), False)
         lasting = self.around is None and not any(isinstance(leaf, Cache) for leaf in leaves)
-        key = (name, *map(_shape_key, leaves), *capture.lengths(capture.collected()).items())
+        key = (name, *map(_shape_key, leaves), *lengths(side_outputs()).items())
         known = self._remembered.get(key) if lasting else None
         if known is not None:
             return known
@@ -156,7 +161,7 @@ class ShapeFunctions:
         return found
 
     def _run(self, name: str, leaves: list[Any], spec: pytree.TreeSpec) -> OutputShape:
-        twin = self._twins[name]
+        placeholder = self._copies[name]
         assumed: list[nn.Module] = []
         try:
             for _ in range(MAX_RETRIES):
@@ -166,15 +171,15 @@ class ShapeFunctions:
                     # A kernel without a meta version (grouped matmul of mixture-of-experts layers) or data-dependent
                     # code: take the innermost module that failed for one that keeps its input's shape, or else the one
                     # around it.
-                    running = _running(twin, error.__traceback__)
+                    running = _running(placeholder, error.__traceback__)
                     culprit = next((module for module in running if module not in assumed), None)
                     if culprit is None or not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
                         raise _cannot_run(name, error) from error
                     culprit.forward = _first_tensor
                     assumed.append(culprit)
-            if twin not in assumed:
-                twin.forward = _first_tensor
-                assumed.append(twin)
+            if placeholder not in assumed:
+                placeholder.forward = _first_tensor
+                assumed.append(placeholder)
             return self._attempt(name, leaves, spec, True)
         finally:
             # Forgotten at once: what one rank assumed while running must not enter a plan that all ranks make.
@@ -192,12 +197,12 @@ class ShapeFunctions:
             ]
         versions = [leaf._version if isinstance(leaf, torch.Tensor) else 0 for leaf in meta_leaves]
         args, kwargs = pytree.tree_unflatten(meta_leaves, spec)
-        with torch.inference_mode(False), torch.no_grad(), torch.device("meta"), capture.collected_aside() as lists:
+        with torch.inference_mode(False), torch.no_grad(), torch.device("meta"), side_outputs_aside() as lists:
             if lists:  # transformers installs its hooks when something is collected for the first time
-                sync_capture_hooks(self._units[name], self._twins[name])
-            before = capture.lengths(lists)
+                sync_capture_hooks(self.units[name], self._copies[name])
+            before = lengths(lists)
             with RememberedOperations(), self.around(name) if self.around else nullcontext():
-                output = self._twins[name](*args, **kwargs)
+                output = self._copies[name](*args, **kwargs)
         self._states.update(use.states)
         output_leaves, output_spec = flatten(output)
         written = tuple(
@@ -225,7 +230,7 @@ def _captured(key: str, index: int, value: Any, output_leaves: list[Any]) -> Cap
 
 
 def _shape_of(leaf: Any) -> Any:
-    return TensorShape(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
+    return TensorShape.of(leaf) if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _shape_key(leaf: Any) -> Any:
@@ -271,3 +276,32 @@ def _running(root: nn.Module, traceback: TracebackType | None) -> list[nn.Module
 
 def _cannot_run(name: str, error: Exception) -> NotImplementedError:
     return NotImplementedError(f"the unit {name} cannot be run on meta tensors: {type(error).__name__}: {error}")
+
+
+# Lists by key ("hidden_states", "router_logits", ...). Names with an underscore hold the collector's own settings.
+Collected = dict[str, list[Any]]
+
+
+def side_outputs() -> Collected:
+    """The lists that are being filled now; empty when nothing is collected."""
+    active = output_capturing._active_collector.get()
+    if not active:
+        return {}
+    return {key: value for key, value in active.items() if isinstance(value, list) and not key.startswith("_")}
+
+
+@contextmanager
+def side_outputs_aside() -> Iterator[Collected]:
+    """Collect into a copy of the active lists, so that what is appended meanwhile does not reach the model's output."""
+    active = output_capturing._active_collector.get() or {}
+    aside = {key: list(value) if isinstance(value, list) else value for key, value in active.items()}
+    token = output_capturing._active_collector.set(aside)
+    try:
+        yield {key: value for key, value in aside.items() if isinstance(value, list) and not key.startswith("_")}
+    finally:
+        output_capturing._active_collector.reset(token)
+
+
+def lengths(lists: Collected) -> dict[str, int]:
+    """How much each list holds."""
+    return {key: len(values) for key, values in lists.items()}

@@ -180,7 +180,7 @@ def all_parameter_names(model: nn.Module) -> list[str]:
     return list(dict.fromkeys(order))
 
 
-def meta_twin(module: nn.Module) -> nn.Module:
+def meta_placeholder(module: nn.Module) -> nn.Module:
     """A copy of `module` whose tensors are all meta tensors, in eval mode; `module` is left alone and not copied.
 
     Forward hooks are not taken over, except those with which transformers collects side outputs (see

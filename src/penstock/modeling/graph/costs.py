@@ -15,12 +15,12 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from penstock.modeling.dataflow import ReachedInside, Value
-from penstock.modeling.dummy_inputs import dummy_inputs
-from penstock.modeling.instrumentation import Interceptor
-from penstock.modeling.shapes import ShapeFunctions
-from penstock.modeling.trace import Untraceable, trace
-from penstock.modeling.units import floating_modules
+from penstock.modeling.graph.dataflow import ReachedInside, Value
+from penstock.modeling.graph.dummy_inputs import dummy_inputs
+from penstock.modeling.graph.shapes import ShapeFunctions
+from penstock.modeling.graph.trace import Untraceable
+from penstock.modeling.graph.units import trace_units
+from penstock.modeling.weights.ties import stage_of_parameter
 
 # Sequence length at which costs are compared; attention weighs more in longer sequences, alike in all blocks.
 TOKENS = 128
@@ -64,23 +64,25 @@ def _relative(costs: Sequence[float]) -> list[float]:
 
 def _counted(model: nn.Module, units: Sequence[str], tokens: int, arguments: Mapping[str, Any]) -> list[float]:
     """What one forward on `arguments` costs in each unit, in multiply-adds."""
-    modules = {name: model.get_submodule(name) for name in units}
-    floating = floating_modules(model, modules)
-    interceptor = Interceptor()
-    functions = ShapeFunctions(modules)
-    meter = _Meter(functions)
-    with interceptor.installed({**modules, **floating}), meter.installed():
-        found = trace(model, functions, set(floating), interceptor, arguments)
+    functions = ShapeFunctions({name: model.get_submodule(name) for name in units})
+    costs = dict.fromkeys(units, 0.0)
+
+    @contextmanager
+    def metered(name: str) -> Iterator[None]:
+        traffic = _Traffic()
+        with FlopCounterMode(display=False) as flops, traffic:
+            yield
+        costs[name] += flops.get_total_flops() + FLOPS_PER_ELEMENT * traffic.elements
+
+    functions.around = metered
+    found = trace_units(model, functions, arguments)
     # Expert layers have no meta kernel; every token passes through some of the experts.
     active = _active_share(getattr(model, "config", None))
     last = found.calls[-1]
     logits = found.shapes.get(Value(last.unit, last.index, 0))
     if logits is not None:
-        meter.costs[last.unit] = meter.costs.get(last.unit, 0.0) + LOSS_PASSES * FLOPS_PER_ELEMENT * math.prod(
-            logits.shape
-        )
-    experts = {name: 2 * tokens * active * functions.assumed_parameters(name) for name in units}
-    return [meter.costs.get(name, 0.0) + experts[name] for name in units]
+        costs[last.unit] = costs.get(last.unit, 0.0) + LOSS_PASSES * FLOPS_PER_ELEMENT * math.prod(logits.shape)
+    return [costs[name] + 2 * tokens * active * functions.assumed_parameters(name) for name in units]
 
 
 def _active_share(config: Any) -> float:
@@ -91,30 +93,6 @@ def _active_share(config: Any) -> float:
         if used and isinstance(experts, int) and experts:
             return min(1.0, used / experts)
     return 1.0
-
-
-class _Meter:
-    """Counts what the shape functions would compute."""
-
-    def __init__(self, functions: ShapeFunctions) -> None:
-        self.costs: dict[str, float] = {}
-        self._functions = functions
-
-    @contextmanager
-    def installed(self) -> Iterator[None]:
-        self._functions.around = self._around
-        try:
-            yield
-        finally:
-            self._functions.around = None
-
-    @contextmanager
-    def _around(self, name: str) -> Iterator[None]:
-        traffic = _Traffic()
-        with FlopCounterMode(display=False) as flops, traffic:
-            yield
-        cost = flops.get_total_flops() + FLOPS_PER_ELEMENT * traffic.elements
-        self.costs[name] = self.costs.get(name, 0.0) + cost
 
 
 class _Traffic(TorchDispatchMode):
@@ -129,3 +107,21 @@ class _Traffic(TorchDispatchMode):
         if not func.is_view:
             self.elements += sum(x.numel() for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor))
         return output
+
+
+def stage_sizes(model: nn.Module, stages: Sequence[Sequence[str]]) -> list[int]:
+    """For each stage the elements of the parameters it holds: those of its units, and those outside of all units.
+
+    A tied weight counts once on each stage that holds it, so the sum may exceed the model's size.
+
+    Args:
+        model: a whole model, maybe on the meta device.
+        stages: the names of the units of each stage.
+    """
+    stage_of = {unit: stage for stage, units in enumerate(stages) for unit in units}
+    held: list[dict[int, int]] = [{} for _ in stages]
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        stage = stage_of_parameter(name, stage_of)
+        for holder in held if stage is None else [held[stage]]:
+            holder[id(parameter)] = parameter.numel()
+    return [sum(sizes.values()) for sizes in held]

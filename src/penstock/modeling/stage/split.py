@@ -12,8 +12,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.modeling.dataflow import ReachedInside
-from penstock.modeling.ghost import (
+from penstock.modeling.graph.dataflow import ReachedInside
+from penstock.modeling.graph.loss import Criterion, loss_of, with_loss
+from penstock.modeling.graph.plan import (
+    Plan,
+    StagePlan,
+    criterion_key,
+    device_of,
+    entry_of,
+    kind_of,
+    make_plan,
+    make_stage_plan,
+)
+from penstock.modeling.graph.shapes import ShapeFunctions
+from penstock.modeling.graph.trace import Trace, Untraceable, trace
+from penstock.modeling.graph.units import floating_modules, refusal
+from penstock.modeling.instrumentation import Interceptor, record_of
+from penstock.modeling.placeholders.ghosts import (
     absent_parameters,
     answer_for_parameters,
     is_ghost,
@@ -21,21 +36,12 @@ from penstock.modeling.ghost import (
     restore,
     strip,
 )
-from penstock.modeling.host_values import HostValues
-from penstock.modeling.instrumentation import Interceptor, record_of
-from penstock.modeling.loss import Criterion, loss_of, with_loss
-from penstock.modeling.outputs import Shapes
-from penstock.modeling.placement import checked_placement
-from penstock.modeling.plan import Plan, make_plan
 from penstock.modeling.randomness import Generators, draws_random_numbers
-from penstock.modeling.run import StageDone, StageRun
-from penstock.modeling.script import Script, make_script
-from penstock.modeling.shapes import ShapeFunctions
-from penstock.modeling.signature import criterion_key, device_of, entry_of, kind_of
+from penstock.modeling.stage.host_values import HostValues
+from penstock.modeling.stage.outputs import Shapes
+from penstock.modeling.stage.run import StageDone, StageRun
 from penstock.modeling.tensor_parallel import TensorParallel
-from penstock.modeling.tied import TiedGroup, alias_groups, tied_groups
-from penstock.modeling.trace import Trace, Untraceable, trace
-from penstock.modeling.units import floating_modules, refusal
+from penstock.modeling.weights.ties import TiedGroup, alias_groups, tied_groups
 
 
 class SplitModel:
@@ -51,7 +57,7 @@ class SplitModel:
         stages: for each stage of the pipeline the names of its units, as `list_units(model)` gives them.
         local_stages: the stages that this rank holds; more than one with interleaved schedules.
         tensor_parallel_rank, tensor_parallel_size: this rank's place among those that share its stages, of whose
-            weights it keeps a slice.
+            weights it keeps a shard.
 
     Attributes:
         model: the model.
@@ -64,7 +70,7 @@ class SplitModel:
         taken: the parameters and buffers that the last placement gave storage, named likewise, to be filled by the
             caller. Buffers that no checkpoint holds have their values already and are not among them.
         random: whether the model draws random numbers in training (dropout), so that `seed` has an effect.
-        tensor_parallel: how the weights are cut; None with `tensor_parallel_size` 1.
+        tensor_parallel: how the weights are sharded; None with `tensor_parallel_size` 1.
 
     Raises:
         NotImplementedError, ValueError: there is no tensor-parallel plan for the model, or the size does not fit it.
@@ -105,7 +111,7 @@ class SplitModel:
         self._floating = floating_modules(model, self._stage_of)
         self._interceptor.install({**self._modules, **self._floating})
         self._signature = inspect.signature(model.forward)
-        self._scripts: dict[tuple[str, int], Script] = {}
+        self._stage_plans: dict[tuple[str, int], StagePlan] = {}
         self._generators: Generators | None = None
 
     def reform(
@@ -130,12 +136,12 @@ class SplitModel:
             ValueError: the placement is impossible or places other units than the one before, or the place in the
                 tensor-parallel group is another one. Nothing has changed then.
         """
-        cut = self.tensor_parallel
-        place = (0, 1) if cut is None else (cut.index, cut.size)
+        sharding = self.tensor_parallel
+        place = (0, 1) if sharding is None else (sharding.index, sharding.size)
         index, size = place[0] if tensor_parallel_rank is None else tensor_parallel_rank, tensor_parallel_size
         if (index, place[1] if size is None else size) != place:
             raise ValueError(
-                f"this rank holds slice {place[0]} of {place[1]} of each weight, and cannot become slice {index} of "
+                f"this rank holds shard {place[0]} of {place[1]} of each weight, and cannot become shard {index} of "
                 f"{size}: the tensor-parallel rank and size stay as they are; split a new model for another size"
             )
         placement = checked_placement(self.model, stages, local_stages)
@@ -284,8 +290,8 @@ class SplitModel:
             plan: from `plan()`, for inputs of the same kind.
             stage: one of the local stages.
             inputs: the arguments of the forward, the same on every stage.
-            received: the values of the cut before the stage, in the order of `plan.cuts[stage - 1]`; in training,
-                floating-point ones are leaves that require gradients.
+            received: what the stage before handed on, in the order of `plan.boundaries[stage - 1]`; in training,
+                floating-point tensors are leaves that require gradients.
             seed: the forward's seed, equal on all stages and different for every step and microbatch. With it, dropout
                 masks depend on the seed and the unit only, not on the layout, and the random generators are left as
                 they were. It has no effect on a model in evaluation mode, or without dropout.
@@ -301,23 +307,23 @@ class SplitModel:
 
         Returns:
             The model's output (on the last stage, or without `early_exit`; otherwise None) and the values to hand to
-            the next stage, in the order of `plan.cuts[stage]`. One that only passes through is the received tensor.
+            the next stage, in the order of `plan.boundaries[stage]`. One that passes through is the received tensor.
 
         Raises:
             RuntimeError: the model took another path than planned, or too few values were received.
         """
-        if stage and len(received) != len(plan.cuts[stage - 1]):
-            crossing = len(plan.cuts[stage - 1])
+        if stage and len(received) != len(plan.boundaries[stage - 1]):
+            crossing = len(plan.boundaries[stage - 1])
             raise RuntimeError(
-                f"stage {stage} was given {len(received)} values, but {crossing} cross the cut before it"
+                f"stage {stage} was given {len(received)} values, but {crossing} cross the boundary before it"
             )
         if plan.controlled and not early_exit:
             raise refusal(self.model, "what its code does next depends on values that only the last stage has")
-        script = self._scripts.get((plan.digest, stage))
-        if script is None:
-            script = self._scripts[plan.digest, stage] = make_script(plan, stage)
-        if script.idle and early_exit:
-            relayed = tuple(received[incoming] for incoming, _ in sorted(script.relayed, key=lambda pair: pair[1]))
+        stage_plan = self._stage_plans.get((plan.digest, stage))
+        if stage_plan is None:
+            stage_plan = self._stage_plans[plan.digest, stage] = make_stage_plan(plan, stage)
+        if stage_plan.idle and early_exit:
+            relayed = tuple(received[incoming] for incoming, _ in sorted(stage_plan.relayed, key=lambda pair: pair[1]))
             if hand_over is not None:
                 hand_over(relayed)
             return None, relayed
@@ -341,7 +347,7 @@ class SplitModel:
             host_values.know_all(arguments, host)
             evaluate = partial(_under, host_values, evaluate)
         device = device_of(inputs) or self.device
-        run = StageRun(script, self._functions, received, early_exit, device, hand_over, host_values)
+        run = StageRun(stage_plan, self._functions, received, early_exit, device, hand_over, host_values)
         if seeded:
             assert seed is not None
             if self._generators is None:
@@ -392,3 +398,32 @@ def _under(mode: HostValues, evaluate: Callable[[], Any]) -> Any:
 def _copied(argument: Any) -> Any:
     """An argument that may be written to; a cache is meant to be."""
     return argument.clone() if isinstance(argument, torch.Tensor) else argument
+
+
+def checked_placement(
+    model: nn.Module, stages: Sequence[Sequence[str]], local_stages: Collection[int]
+) -> dict[str, int]:
+    """The stage of each unit.
+
+    Raises:
+        ValueError: a unit is unknown, placed twice or inside another, or a local stage does not exist.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    placement: dict[str, int] = {}
+    for stage, names in enumerate(stages):
+        for name in names:
+            if name not in modules:
+                raise ValueError(f"stage {stage} holds {name!r}, which is no module of {type(model).__name__}")
+            if name in placement:
+                raise ValueError(f"{name!r} is placed on stage {placement[name]} and again on stage {stage}")
+            placement[name] = stage
+    for name in placement:
+        parts = name.split(".")
+        for end in range(1, len(parts)):
+            outer = ".".join(parts[:end])
+            if outer in placement:
+                raise ValueError(f"{name!r} is part of {outer!r}; place only one of them")
+    for stage in local_stages:
+        if not 0 <= stage < len(stages):
+            raise ValueError(f"local stage {stage} does not exist: the pipeline has stages 0 to {len(stages) - 1}")
+    return placement

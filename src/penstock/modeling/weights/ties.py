@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from penstock.modeling.ghost import all_parameter_names, is_ghost
+from penstock.modeling.placeholders.ghosts import all_parameter_names, is_ghost
 
 
 @dataclass(frozen=True, slots=True)

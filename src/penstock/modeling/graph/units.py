@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.modeling.dataflow import ReachedInside
-from penstock.modeling.dummy_inputs import dummy_inputs
+from penstock.modeling.graph.dataflow import ReachedInside
+from penstock.modeling.graph.dummy_inputs import dummy_inputs
+from penstock.modeling.graph.shapes import ShapeFunctions
+from penstock.modeling.graph.trace import Trace, Untraceable, trace
 from penstock.modeling.instrumentation import Interceptor
-from penstock.modeling.shapes import ShapeFunctions
-from penstock.modeling.trace import Trace, Untraceable, trace
 
 # How often the choice of units is corrected by what a trace shows before giving up.
 MAX_CORRECTIONS = 100
@@ -60,7 +60,8 @@ def _units_for(model: nn.Module, arguments: Mapping[str, Any]) -> tuple[list[str
     for _ in range(MAX_CORRECTIONS):
         inner_calls: dict[str, set[str]] = {name: set() for name in units}
         try:
-            found = trace_units(model, units, arguments, inner_calls)
+            functions = ShapeFunctions({name: model.get_submodule(name) for name in units})
+            found = trace_units(model, functions, arguments, inner_calls)
         except ReachedInside as leak:
             units = _without(model, units, leak.tensor, inner_calls)
             continue
@@ -74,31 +75,23 @@ def _units_for(model: nn.Module, arguments: Mapping[str, Any]) -> tuple[list[str
 
 def trace_units(
     model: nn.Module,
-    units: Iterable[str],
+    functions: ShapeFunctions,
     inputs: Mapping[str, Any],
     inner_calls: Mapping[str, set[str]] | None = None,
 ) -> Trace:
-    """A trace with these units, which are intercepted only meanwhile.
+    """A trace with the units that have these shape functions. They are intercepted only meanwhile.
 
     Args:
         inner_calls: takes up, for each unit, the names of the modules inside it that the model's code calls directly.
     """
-    modules = {name: model.get_submodule(name) for name in units}
-    floating = floating_modules(model, modules)
-    interceptor = Interceptor()
-    hooks = []
-    inner_calls = {name: set() for name in modules} if inner_calls is None else inner_calls
-    for name, module in modules.items():
-        for inner, child in module.named_modules(prefix=name):
-            if child is not module:
-
-                def note(_: nn.Module, args: Any, calls: set[str] = inner_calls[name], inner: str = inner) -> None:
-                    calls.add(inner)
-
-                hooks.append(child.register_forward_pre_hook(note))
-    functions = ShapeFunctions(modules)
+    floating = floating_modules(model, functions.units)
+    interceptor, hooks = Interceptor(), []
+    for name, calls in (inner_calls or {}).items():
+        for inner, child in functions.units[name].named_modules(prefix=name):
+            if inner != name:
+                hooks.append(child.register_forward_pre_hook(lambda *_, calls=calls, inner=inner: calls.add(inner)))
     try:
-        with interceptor.installed({**modules, **floating}):
+        with interceptor.installed({**functions.units, **floating}):
             return trace(model, functions, set(floating), interceptor, inputs)
     finally:
         for hook in hooks:

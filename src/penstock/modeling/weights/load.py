@@ -18,10 +18,9 @@ from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from .materialize import held_names, strip_foreign
-from .random_init import drawing_for_meta
-from .slice_loading import SliceLoading
-from .tensor_parallel import TensorParallel
+from penstock.modeling.tensor_parallel import TensorParallel
+from penstock.modeling.weights.initialise import drawing_for_meta, held_names, strip_foreign
+from penstock.modeling.weights.shards import ShardLoading
 
 # What spreads a model over devices in another way, or needs every weight to be present.
 _REFUSED = (
@@ -64,8 +63,8 @@ def load_stage(
     Args:
         stages: names of units per stage.
         local_stages: indices of the stages to hold.
-        tensor_parallel: how the whole model is cut; see `init_stage`. Of weights that are, only this rank's slice is
-            read, where the checkpoint holds them as they stand.
+        tensor_parallel: how the whole model is sharded; see `init_stage`. Of weights that are, only this rank's shard
+            is read, where the checkpoint holds them as they stand.
         kwargs: as for `model_class.from_pretrained`. `device_map` may name one device.
 
     Raises:
@@ -78,9 +77,9 @@ def load_stage(
     stage_class = _stage_class(model_class, stages, local_stages, tensor_parallel)
     model, info = stage_class.from_pretrained(path_or_name, output_loading_info=True, **kwargs)
     untied = tuple(sorted(model._declared_ties - set(model.all_tied_weights_keys)))
-    if model._slices is not None:
-        model._slices.finish(model)
-        del model._slices
+    if model._shards is not None:
+        model._shards.finish(model)
+        del model._shards
     del model._held, model._declared_ties
     model.__class__ = model_class
     strip_foreign(model, stages, local_stages)
@@ -132,7 +131,7 @@ def _stage_class(
     class Stage(model_class):
         # What this rank must read. None: show every name.
         _held: frozenset[str] | None = None
-        _slices: SliceLoading | None = None
+        _shards: ShardLoading | None = None
 
         def state_dict(self, *args: Any, **kwargs: Any) -> Any:
             state = super().state_dict(*args, **kwargs)
@@ -149,17 +148,17 @@ def _stage_class(
             model._declared_ties = set(model.all_tied_weights_keys)
             with contextlib.ExitStack() as opened:
                 if tensor_parallel is not None:
-                    model._slices = SliceLoading(model, model._held, tensor_parallel)
-                    sources = model._slices.sources(model, checkpoint_files, load_config.weight_mapping)
+                    model._shards = ShardLoading(model, model._held, tensor_parallel)
+                    sources = model._shards.sources(model, checkpoint_files, load_config.weight_mapping)
                     state_dict = opened.enter_context(sources)
                     # Of these transformers would reserve an accelerator's memory for the whole.
                     kwargs["expected_keys"] = [name for name in model._held if name not in tensor_parallel.shards]
                 loading_info, offload_index = model_class._load_pretrained_model(
                     model, state_dict, checkpoint_files, load_config, *args, **kwargs
                 )
-            if model._slices is not None:
-                loading_info.mismatched_keys |= model._slices.mismatched
-                loading_info.missing_keys -= {name for name, *_ in model._slices.mismatched}
+            if model._shards is not None:
+                loading_info.mismatched_keys |= model._shards.mismatched
+                loading_info.missing_keys -= {name for name, *_ in model._shards.mismatched}
             if loading_info.mismatched_keys and not load_config.ignore_mismatched_sizes:
                 raise ValueError(f"the checkpoint does not fit the model: {_shapes(loading_info.mismatched_keys)}")
             known = _known_to_the_whole_model(model, loading_info.unexpected_keys, names, load_config.weight_mapping)
@@ -173,17 +172,17 @@ def _stage_class(
         def _move_missing_keys_from_meta_to_device(self, missing_keys: set[str], *args: Any, **kwargs: Any) -> None:
             # What other stages lack stays on meta, and only draws its random numbers below.
             here = missing_keys & self._held if self._held is not None else missing_keys
-            if self._slices is not None:
-                here -= self._slices.initialise_later(self, here - self.all_tied_weights_keys.keys())
+            if self._shards is not None:
+                here -= self._shards.initialise_later(self, here - self.all_tied_weights_keys.keys())
             super()._move_missing_keys_from_meta_to_device(here, *args, **kwargs)
 
         def tie_weights(self, missing_keys: set[str] | None = None, **kwargs: Any) -> None:
-            if self._slices is not None and missing_keys is not None:
-                self._slices.find_ties(self, missing_keys)
+            if self._shards is not None and missing_keys is not None:
+                self._shards.find_ties(self, missing_keys)
             super().tie_weights(missing_keys=missing_keys, **kwargs)
 
         def initialize_weights(self) -> None:
-            with drawing_for_meta(None if self._slices is None else self._slices.keeper):
+            with drawing_for_meta(None if self._shards is None else self._shards.keeper):
                 super().initialize_weights()
 
     Stage.__name__, Stage.__qualname__, Stage.__module__ = (

@@ -9,7 +9,7 @@ state has no length; on other stages it only knows whether there is a state.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -126,40 +126,45 @@ def shape_cache(real: Cache, use: CacheUse, begun: Mapping[int, Any], batch: int
     return ShapeCache(real, use, begun, batch)
 
 
-def advance(cache: Cache, layer_index: int, like: torch.Tensor, num_tokens: int) -> None:
-    """Lengthen the entry of a layer that another stage holds.
+def advance_cache(
+    arguments: Sequence[Any], layers: Sequence[int], state_layers: Sequence[int], device: torch.device | None = None
+) -> None:
+    """Let the cache among a unit's arguments know what the unit does to it, when another stage runs the unit.
 
     Args:
-        cache: the cache of the running forward.
-        layer_index: the layer.
-        like: a tensor with the batch in its first dimension, and the dtype and device of the states.
-        num_tokens: tokens to add.
+        arguments: the leaves of the arguments. The first tensor's first two dimensions are samples and tokens.
+        layers: indices of the layers that the unit lengthens by these tokens.
+        state_layers: indices of those whose convolution's or recurrence's state it begins or carries on.
+        device: where the tokens' entries live if the tensor is a meta tensor.
     """
-    cache = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
-    entry = cache.layers[layer_index] if layer_index < len(cache.layers) else None
-    keys = getattr(entry, "keys", None)
-    # An existing entry keeps its width: while planning, a copy of the owner's own layer may be lengthened.
-    heads, width = (keys.shape[1], keys.shape[3]) if isinstance(keys, torch.Tensor) and keys.dim() == 4 else (1, 1)
-    dtype = keys.dtype if isinstance(keys, torch.Tensor) else like.dtype
-    states = torch.zeros(like.shape[0], heads, num_tokens, width, dtype=dtype, device=like.device)
-    cache.update(states, states, layer_index)
-
-
-def step(cache: Cache, layer_index: int) -> None:
-    """Let the entry of a layer that another stage holds know that the layer's state has begun."""
-    flags = cache.layers[layer_index].has_previous_state
-    flags.update(dict.fromkeys(flags, True))
+    cache = next((each for each in arguments if isinstance(each, Cache)), None)
+    if cache is None or not (layers or state_layers):
+        return
+    part = _decoder_part(cache)
+    like = next(each for each in arguments if isinstance(each, torch.Tensor))
+    for index in layers:
+        keys: Any = getattr(part.layers[index], "keys", None) if index < len(part.layers) else None
+        # An existing entry keeps its width: while planning, a copy of the owner's own layer may be lengthened.
+        has_states = isinstance(keys, torch.Tensor)
+        heads, width = (keys.shape[1], keys.shape[3]) if has_states and keys.dim() == 4 else (1, 1)
+        dtype = keys.dtype if has_states else like.dtype
+        shape = (like.shape[0], heads, like.shape[1], width)
+        states = torch.zeros(shape, dtype=dtype, device=device if device and like.is_meta else like.device)
+        part.update(states, states, index)
+    for index in state_layers:
+        flags = part.layers[index].has_previous_state
+        flags.update(dict.fromkeys(flags, True))
 
 
 def past_length(cache: Cache) -> int:
     """How many tokens the cache holds; of one whose layers have no lengths, whether it holds anything."""
-    part = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+    part = _decoder_part(cache)
     if part.layers and not any(isinstance(layer, CacheLayerMixin) for layer in part.layers):
         return int(part.has_previous_state())
     return int(cache.get_seq_length())
 
 
-def thin_copy(cache: Cache) -> Cache:
+def cache_placeholder(cache: Cache) -> Cache:
     """A copy of `cache` of the same lengths whose keys and values have one head and one dimension.
 
     Planning runs on it, so that the real cache stays as it is and its memory is not doubled.
@@ -177,6 +182,22 @@ def thin_copy(cache: Cache) -> Cache:
     return copy.deepcopy(cache, memo)
 
 
-def signature(cache: Cache) -> tuple[Any, ...]:
+def _decoder_part(cache: Cache) -> Any:
+    return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+
+
+def frozen_cache(value: Any, layers: Sequence[int]) -> Any:
+    """`value`; a cache as a copy that does not see `layers` grow, made without copying keys and values."""
+    if not isinstance(value, Cache):
+        return value
+    frozen = copy.copy(value)
+    if isinstance(frozen, EncoderDecoderCache):
+        frozen.self_attention_cache = frozen_cache(frozen.self_attention_cache, layers)
+        return frozen
+    frozen.layers = [copy.copy(each) if index in layers else each for index, each in enumerate(frozen.layers)]
+    return frozen
+
+
+def cache_kind(cache: Cache) -> tuple[Any, ...]:
     """What of a cache a plan may depend on: its class and whether it holds anything yet."""
     return type(cache).__name__, past_length(cache) > 0

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from penstock.modeling.dataflow import DataFlow, Given, Reduced, Selected, Sources
-from penstock.modeling.loss import CLASS_LOSSES, LOSS_FUNCTIONS, LossRule, LossTerm, batch_size
+from penstock.modeling.graph.dataflow import DataFlow, Given, Reduced, Selected, Sources
+from penstock.modeling.graph.loss import CLASS_LOSSES, LOSS_FUNCTIONS, LossRule, LossTerm, batch_size
 
 # Arguments that hold what a loss compares with: `labels`, `next_sentence_label`, `start_positions`, `target_values`.
 LABEL_NAMES = ("label", "target", "start_positions", "end_positions", "positions")

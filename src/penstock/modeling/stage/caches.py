@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
-from penstock.modeling.plan import Plan
+from penstock.modeling.graph.plan import Plan
 
 
 class StageCaches:

@@ -1,0 +1,316 @@
+"""A plan: for one kind of forward, which unit calls each stage runs and which values cross each boundary."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from transformers.cache_utils import Cache
+
+from penstock.modeling.graph.dataflow import Altered, Drawn, Sources, Value
+from penstock.modeling.graph.loss import LossRule
+from penstock.modeling.graph.shapes import OutputShape, TensorShape
+from penstock.modeling.graph.trace import Trace
+from penstock.modeling.placeholders.caches import cache_kind
+from penstock.modeling.randomness import key_of
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedCall:
+    """One planned call of a unit.
+
+    Attributes:
+        unit: its name.
+        index: which call of this unit in the forward, counted from 0.
+        stage: the stage that runs it.
+        output: the structure of what it returns.
+        like_input: leaves of the output that have the shape and dtype of its first argument.
+    """
+
+    unit: str
+    index: int
+    stage: int
+    output: OutputShape
+    like_input: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What every stage does in one kind of forward. Equal, and of the same digest, on every rank.
+
+    Attributes:
+        entry: name of the function that is run, `"forward"` for the model itself.
+        num_stages: stages of the pipeline.
+        calls: all unit calls, in the order in which they happen.
+        boundaries: for each of the `num_stages - 1` boundaries the values that cross it, in
+            the order in which they travel.
+        written: values that the model's code changes in place, and which therefore must not be shared.
+        written_inputs: arguments that the model's code changes in place: every stage needs its own copy of them.
+        loss: how the loss of a batch follows from its microbatches', None without a loss.
+        controlled: whether the code after the last unit of every other stage takes a path that depends on values of
+            the last stage, so that the others must leave the forward early.
+        defaults: arguments that Penstock adds to the caller's (`use_cache=False`).
+        asks_inputs: whether the code between units asks for values of the inputs alone, to decide what to do.
+        last_calls: for each stage the position in `calls` of the last one it runs, -1 if it runs none.
+        digest: a hash of all of this, to be compared between ranks.
+    """
+
+    entry: str
+    num_stages: int
+    calls: tuple[PlannedCall, ...]
+    boundaries: tuple[tuple[Value, ...], ...]
+    written: frozenset[Value]
+    written_inputs: tuple[str, ...]
+    loss: LossRule | None
+    controlled: bool
+    defaults: tuple[tuple[str, Any], ...]
+    last_calls: tuple[int, ...]
+    asks_inputs: bool
+    digest: str = field(compare=False, default="")
+
+
+def make_plan(
+    trace: Trace,
+    stage_of: Mapping[str, int],
+    num_stages: int,
+    entry: str = "forward",
+    defaults: tuple[tuple[str, Any], ...] = (),
+) -> Plan:
+    """Place the calls of a trace on stages.
+
+    Args:
+        trace: from `penstock.modeling.trace.trace`.
+        stage_of: the stage of each unit; floating modules need none, they run where their latest input is.
+        num_stages: stages of the pipeline.
+
+    Raises:
+        NotImplementedError: with the bare reason, if these stages cannot run one after another.
+    """
+    calls = _placed(trace, stage_of)
+    stages = {(call.unit, call.index): call.stage for call in calls}
+    last_calls = [-1] * num_stages
+    for position, call in enumerate(calls):
+        last_calls[call.stage] = position
+    needs: list[dict[Value, str]] = [{} for _ in range(num_stages)]
+    for traced, call in zip(trace.calls, calls, strict=True):
+        _refuse_altered(traced.sources, stages, call.stage, call.unit)
+        for value in _values(traced.sources):
+            needs[call.stage][value] = call.unit
+    _refuse_altered(trace.output_sources, stages, num_stages - 1, "the model's output")
+    for value in _values(trace.output_sources):
+        needs[-1][value] = "the model's output"
+    _refuse_control(trace, stages, last_calls)
+
+    order = {(call.unit, call.index): position for position, call in enumerate(calls)}
+    for stage, needed in enumerate(needs):
+        for value, user in needed.items():
+            if stages[value.unit, value.call] > stage:
+                raise NotImplementedError(
+                    f"{user} runs on stage {stage} but needs the output of {value.unit}, which runs later, on stage "
+                    f"{stages[value.unit, value.call]}: values cannot flow backwards"
+                )
+    boundaries = []
+    for stage in range(1, num_stages):
+        crossing = {v for needed in needs[stage:] for v in needed if stages[v.unit, v.call] < stage}
+        boundaries.append(tuple(sorted(crossing, key=lambda v: (order[v.unit, v.call], *_leaf_order(v.leaf)))))
+    plan = Plan(
+        entry=entry,
+        num_stages=num_stages,
+        calls=calls,
+        boundaries=tuple(boundaries),
+        written=trace.written,
+        written_inputs=trace.written_inputs,
+        loss=trace.loss,
+        controlled=bool(trace.controls) and num_stages > 1,
+        defaults=defaults,
+        last_calls=tuple(last_calls),
+        asks_inputs=trace.asks_inputs,
+    )
+    # A set prints in any order.
+    parts = [getattr(plan, part.name) for part in fields(plan) if part.name not in ("written", "digest")]
+    told = repr((*parts, sorted(map(str, plan.written))))
+    return replace(plan, digest=hashlib.sha256(told.encode()).hexdigest()[:32])
+
+
+def _placed(trace: Trace, stage_of: Mapping[str, int]) -> tuple[PlannedCall, ...]:
+    stages: dict[tuple[str, int], int] = {}
+    calls = []
+    for traced in trace.calls:
+        if traced.floating:
+            stage = max((stages[value.unit, value.call] for value in _values(traced.sources)), default=0)
+        else:
+            stage = stage_of[traced.unit]
+        stages[traced.unit, traced.index] = stage
+        calls.append(PlannedCall(traced.unit, traced.index, stage, traced.output.without_shapes(), traced.like_input))
+    return tuple(calls)
+
+
+def _values(sources: Sources) -> Sequence[Value]:
+    return sorted((s for s in sources if isinstance(s, Value)), key=lambda v: (v.unit, v.call, str(v.leaf)))
+
+
+def _leaf_order(leaf: int | str) -> tuple[int, str, int]:
+    """Side outputs of a call come after its outputs."""
+    if isinstance(leaf, int):
+        return 0, "", leaf
+    key, _, number = leaf.rpartition(".")
+    return 1, key, int(number)
+
+
+def _refuse_altered(sources: Sources, stages: Mapping[tuple[str, int], int], stage: int, user: str) -> None:
+    for source in sources:
+        if isinstance(source, Altered) and stages[source.altered_by, source.call] != stage:
+            raise NotImplementedError(
+                f"{source.altered_by} changes one of its arguments in place, and {user}, on another stage, uses it"
+            )
+
+
+def _refuse_control(trace: Trace, stages: Mapping[tuple[str, int], int], last_calls: Sequence[int]) -> None:
+    """Python's path must not depend on a value that some stage walking that path does not have."""
+    last = len(last_calls) - 1
+    for position, sources in trace.controls:
+        if len(last_calls) > 1 and any(isinstance(source, Drawn) for source in sources):
+            raise NotImplementedError(
+                "its code takes a random path in training, such as skipping whole layers: set its layerdrop to 0"
+            )
+        owners = {stages[value.unit, value.call] for value in _values(sources)}
+        walkers = {stage for stage, last_call in enumerate(last_calls) if last_call >= position} | {last}
+        if owners and (len(walkers) > 1 or owners != walkers):
+            names = ", ".join(sorted({value.unit for value in _values(sources)}))
+            raise NotImplementedError(
+                f"what the model's code does next depends on values computed by {names}, which not every stage has"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class StageCall:
+    """What a stage does at one unit call.
+
+    Attributes:
+        call: the call.
+        own: whether the stage runs the unit.
+        last: whether the stage is done after this call.
+        sends: (leaf, position among the values to send, copy) of outputs for the next stage; `copy`
+            where the model's code will change the output in place.
+        side_sends: (list, number of the entry, position among the values to send, copy) of side outputs for it.
+        received: {leaf: (position among the values received, copy)}.
+        complete: whether every tensor that the call returns was received.
+        writable: whether placeholders must bear being written to.
+        seeds: keys of the random state for the unit, and for the code after it.
+    """
+
+    call: PlannedCall
+    own: bool
+    last: bool
+    sends: tuple[tuple[int, int, bool], ...]
+    side_sends: tuple[tuple[str, int, int, bool], ...]
+    received: dict[int | str, tuple[int, bool]]
+    complete: bool
+    writable: bool
+    seeds: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlan:
+    """What one stage does in a forward, worked out once, so that running it looks nothing up.
+
+    Attributes:
+        calls: one per unit call of the forward, in order.
+        relayed: (position among the values received, position among the values to send) of what passes through.
+        num_sent: how many values cross the stage's outgoing boundary.
+        idle: whether the stage runs no unit and returns no output, so that its forward need not run at all.
+    """
+
+    calls: tuple[StageCall, ...]
+    relayed: tuple[tuple[int, int], ...]
+    num_sent: int
+    idle: bool
+
+
+def make_stage_plan(plan: Plan, stage: int) -> StagePlan:
+    """The part of `plan` that concerns one stage."""
+    last_stage = stage == plan.num_stages - 1
+    incoming = {value: position for position, value in enumerate(plan.boundaries[stage - 1] if stage else ())}
+    outgoing = {value: position for position, value in enumerate(() if last_stage else plan.boundaries[stage])}
+    calls = []
+    for position, call in enumerate(plan.calls):
+        own, last = call.stage == stage, position == plan.last_calls[stage] and not last_stage
+        values = _values_of_call(call)
+        sends, side_sends = [], []
+        for value in values if own else ():
+            if value in outgoing:
+                if isinstance(value.leaf, int):
+                    sends.append((value.leaf, outgoing[value], value in plan.written))
+                else:
+                    key, _, number = value.leaf.rpartition(".")
+                    side_sends.append((key, int(number), outgoing[value], value in plan.written))
+        received = {value.leaf: (incoming[value], value in plan.written) for value in values if value in incoming}
+        complete, writable = len(received) == len(values), any(value in plan.written for value in values)
+        seeds = key_of(call.unit, call.index), key_of(call.unit, call.index, "after")
+        calls.append(StageCall(call, own, last, tuple(sends), tuple(side_sends), received, complete, writable, seeds))
+    return StagePlan(
+        calls=tuple(calls),
+        relayed=tuple((incoming[value], outgoing[value]) for value in incoming if value in outgoing),
+        num_sent=len(outgoing),
+        idle=not last_stage and plan.last_calls[stage] < 0,
+    )
+
+
+def _values_of_call(call: PlannedCall) -> list[Value]:
+    """The tensors that a call makes: those it returns, and side outputs that are not among them."""
+    leaves: list[int | str] = [i for i, leaf in enumerate(call.output.leaves) if isinstance(leaf, TensorShape)]
+    leaves += [entry.leaf for entry in call.output.captured if isinstance(entry.leaf, str)]
+    return [Value(call.unit, call.index, leaf) for leaf in leaves]
+
+
+def entry_of(module_names: Mapping[int, str], call: Callable[..., Any] | None) -> str:
+    """The name of what is run; `module_names` are those of the model's modules, by identity."""
+    if call is None:
+        return "forward"
+    owner = getattr(inspect.unwrap(call), "__self__", getattr(call, "__self__", None))
+    name = module_names.get(id(owner))
+    if name is not None:
+        return f"{name}.{getattr(call, '__name__', 'forward')}"
+    return str(getattr(call, "__qualname__", type(call).__name__))
+
+
+def kind_of(inputs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What a plan depends on, of some inputs; cheap, as it is taken at every forward."""
+    kinds = []
+    generating = False
+    for name, value in inputs.items():
+        if isinstance(value, torch.Tensor):
+            kind: Any = (value.dim(), value.is_floating_point())
+        elif value is None or isinstance(value, (bool, int, float, str)):
+            kind = value
+        elif isinstance(value, Cache):
+            kind, generating = cache_kind(value), True
+        else:
+            leaves, spec = pytree.tree_flatten(value)
+            kind = (str(spec), *(type(leaf).__name__ for leaf in leaves))
+        kinds.append((name, kind))
+    if generating:  # one token at a time takes other paths than a prompt
+        lengths = [inputs[n].shape[1] for n in ("input_ids", "decoder_input_ids") if inputs.get(n) is not None]
+        kinds.append(("one token", lengths[-1:] == [1]))
+    return tuple(sorted(kinds, key=lambda pair: pair[0]))
+
+
+def criterion_key(criterion: Callable[..., Any] | None) -> Any:
+    """What tells criteria apart. A lambda written inside a loop is a new function each time, but the same code."""
+    if inspect.isfunction(criterion) and not (
+        criterion.__closure__ or criterion.__defaults__ or criterion.__kwdefaults__
+    ):
+        return criterion.__code__
+    return criterion
+
+
+def device_of(inputs: Mapping[str, Any]) -> torch.device | None:
+    for value in inputs.values():
+        if isinstance(value, torch.Tensor):
+            return value.device
+    return None

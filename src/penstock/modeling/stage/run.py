@@ -1,0 +1,230 @@
+"""Running one stage: the handler of unit calls during a stage's forward."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from penstock.modeling.graph.plan import PlannedCall, StageCall, StagePlan
+from penstock.modeling.graph.shapes import ShapeFunctions, TensorShape, flatten, lengths, side_outputs
+from penstock.modeling.instrumentation import Intercepted
+from penstock.modeling.placeholders.caches import advance_cache, frozen_cache
+from penstock.modeling.randomness import key_of, mixed
+from penstock.modeling.stage.host_values import HostValues
+
+_NOTHING = nullcontext()
+_START = key_of("the code before the first unit")
+
+
+class StageDone(BaseException):
+    """Ends a stage's forward after its last unit. No `Exception`, so that model code cannot swallow it."""
+
+
+class StageRun:
+    """Handles the unit calls of one forward of one stage.
+
+    Args:
+        received: the values that the stage before sent.
+        early_exit: whether to leave the forward after the stage's last unit.
+        device: where placeholders live.
+        hand_over: takes the values for the next stage as soon as they are there, before the forward goes on.
+        host_values: what is active in the code between units, and not inside of them.
+    """
+
+    def __init__(
+        self,
+        plan: StagePlan,
+        functions: ShapeFunctions,
+        received: Sequence[torch.Tensor],
+        early_exit: bool,
+        device: torch.device,
+        hand_over: Callable[[tuple[torch.Tensor, ...]], None] | None = None,
+        host_values: HostValues | None = None,
+    ) -> None:
+        self._plan, self._functions, self._received, self._host_values = plan, functions, received, host_values
+        self._early_exit, self._device, self._hand_over = early_exit, device, hand_over
+        self._seed_generators: Callable[[int], None] | None = None
+        self._seed = self._position = 0
+        self._sends: list[torch.Tensor | None] = [None] * plan.num_sent
+        if plan.idle and hand_over is not None:
+            hand_over(self.finished())
+
+    def seed_with(self, seed_generators: Callable[[int], None], seed: int) -> None:
+        """Seed the random generators now, and before and after every unit, from the forward's seed."""
+        seed_generators(mixed(seed, _START))
+        self._seed_generators, self._seed = seed_generators, seed
+
+    def finished(self) -> tuple[torch.Tensor, ...]:
+        """The values to hand to the next stage, once its last unit has run."""
+        # Not earlier: what was received may still be on its way when the forward begins.
+        for incoming, outgoing in self._plan.relayed:
+            self._sends[outgoing] = self._received[incoming]
+        for value in self._sends:
+            if value is None:
+                raise RuntimeError("The model took another path than it was planned for: it skipped a unit.")
+        return tuple(self._sends)  # type: ignore[arg-type]  # no None is left
+
+    def call(self, unit: Intercepted, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        calls, position = self._plan.calls, self._position
+        planned = calls[position] if position < len(calls) else None
+        if planned is None or planned.call.unit != unit.name:
+            expected = "no further unit" if planned is None else f"the unit {planned.call.unit}"
+            raise RuntimeError(
+                f"The model took another path than it was planned for: {expected} was due, but {unit.name} was called. "
+                "Its control flow depends on the contents of the inputs, which a pipeline cannot follow."
+            )
+        self._position = position + 1
+        seed, host_values = self._seed_generators, self._host_values
+        if seed is not None and planned.own:
+            seed(mixed(self._seed, planned.seeds[0]))
+        compute = self._run if planned.own else self._answer
+        with _NOTHING if host_values is None else host_values.aside():
+            output = compute(planned, unit, module, args, kwargs)
+        if planned.last:
+            if self._hand_over is not None:
+                self._hand_over(self.finished())
+            if self._early_exit:
+                raise StageDone
+        if seed is not None:
+            seed(mixed(self._seed, planned.seeds[1]))
+        return output
+
+    def _run(
+        self, planned: StageCall, unit: Intercepted, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a unit of this stage, and keep what the next stage needs of its output."""
+        before = lengths(side_outputs()) if planned.side_sends else {}
+        # Before the unit runs, as it may lengthen a cache on which shapes depend.
+        expected = self._expected(planned.call, args, kwargs) if planned.call.output.assumed else None
+        output = unit.original(module, *args, **kwargs)
+        if expected is not None:
+            _check_assumption(planned.call, output, expected)
+        if planned.sends:
+            leaves = [output] if isinstance(output, torch.Tensor) else flatten(output)[0]
+            for leaf, position, copied in planned.sends:
+                self._sends[position] = leaves[leaf].clone() if copied else leaves[leaf]
+        if planned.side_sends:
+            lists = side_outputs()
+            for key, number, position, copied in planned.side_sends:
+                tensor = lists[key][before[key] + number]
+                self._sends[position] = tensor.clone() if copied else tensor
+        return output
+
+    def _expected(self, call: PlannedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """What ghosts of a unit take the shapes of its output to be."""
+        if call.output.spec.is_leaf() and call.like_input:
+            return (TensorShape.of(_first(args, kwargs)),)
+        return self._functions(call.unit, args, kwargs).leaves
+
+    def _answer(
+        self, planned: StageCall, unit: Intercepted, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """What a call of another stage's unit returns: the values received, or placeholders."""
+        answer, shape = self._received_or_placeholder(planned, args, kwargs), planned.call.output
+        if shape.cache_layers or shape.state_layers:  # afterwards, as shapes depend on the cache's length
+            advance_cache(flatten((args, kwargs))[0], shape.cache_layers, shape.state_layers, self._device)
+        return answer
+
+    def _received_or_placeholder(self, planned: StageCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        call, output = planned.call, planned.call.output
+        plain = len(output.leaves) == 1 and output.spec.is_leaf()
+        if plain and not output.captured:  # nearly always
+            if 0 in planned.received:
+                return self._value(planned.received[0])
+            if 0 in call.like_input and not planned.writable:
+                return _first(args, kwargs)
+        if not planned.complete and not self._early_exit and not planned.writable and not output.captured:
+            leaves = self._lazy_leaves(planned, args, kwargs)
+        else:
+            shape = output if planned.complete else self._functions(call.unit, args, kwargs)
+            leaves = [self._leaf(planned, index, leaf) for index, leaf in enumerate(shape.leaves)]
+            lists = side_outputs() if shape.captured else {}
+            for entry in shape.captured:
+                if entry.key in lists:
+                    known = isinstance(entry.leaf, int)
+                    value = leaves[entry.leaf] if known else self._leaf(planned, entry.leaf, entry.shape)  # type: ignore[index]
+                    lists[entry.key].append(value)
+        return leaves[0] if plain else pytree.tree_unflatten(leaves, output.spec)
+
+    def _lazy_leaves(self, planned: StageCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """The leaves of an answer, with shapes worked out only if somebody looks; the caches may have grown by then."""
+        call = planned.call
+        given, structure = flatten((args, kwargs))
+        frozen = [frozen_cache(value, call.output.cache_layers) for value in given]
+
+        @functools.cache
+        def shapes() -> tuple[Any, ...]:
+            return self._functions(call.unit, *pytree.tree_unflatten(frozen, structure)).leaves
+
+        def leaf(index: int, shape: Any) -> Any:
+            if not isinstance(shape, TensorShape):
+                return shape
+            if index in planned.received:
+                return self._value(planned.received[index])
+            if index in call.like_input:
+                return _first(args, kwargs)
+            return LazyPlaceholder(lambda: shapes()[index].zeros(self._device))
+
+        return [leaf(index, shape) for index, shape in enumerate(call.output.leaves)]
+
+    def _leaf(self, planned: StageCall, leaf: int | str | None, shape: Any) -> Any:
+        if not isinstance(shape, TensorShape):
+            return shape
+        received = None if leaf is None else planned.received.get(leaf)
+        if received is not None:
+            return self._value(received)
+        return shape.writable_zeros(self._device) if planned.writable else shape.zeros(self._device)
+
+    def _value(self, received: tuple[int, bool]) -> torch.Tensor:
+        position, copied = received
+        # A received value is a leaf of the autograd graph, which must not be written to.
+        return self._received[position].clone() if copied else self._received[position]
+
+
+class LazyPlaceholder(torch.Tensor):
+    """Stands for the tensor that `make()` returns; made when an operation, or a look at its shape, first needs it.
+
+    While a model generates, the shapes of attention weights and position biases change with every token. Working them
+    out takes a run of the unit's meta copy, and hardly ever does anybody look at them on a stage that was not sent the
+    value.
+    """
+
+    _make: Callable[[], torch.Tensor]
+    _made: torch.Tensor | None
+
+    @staticmethod
+    def __new__(cls, make: Callable[[], torch.Tensor]) -> LazyPlaceholder:
+        self = torch.Tensor._make_subclass(cls, torch.empty(0))
+        self._make, self._made = make, None
+        return self
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = pytree.tree_map_only(LazyPlaceholder, LazyPlaceholder.made, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def made(self) -> torch.Tensor:
+        if self._made is None:
+            self._made = self._make()
+        return self._made
+
+
+def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return args[0] if args else next(iter(kwargs.values()))
+
+
+def _check_assumption(call: PlannedCall, output: Any, expected: tuple[Any, ...]) -> None:
+    """A part of the unit was taken for shape-preserving; see that the real output has the shapes that follow."""
+    real = [tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None for leaf in flatten(output)[0]]
+    planned = [leaf.shape if isinstance(leaf, TensorShape) else None for leaf in expected]
+    if real != planned:
+        raise RuntimeError(
+            f"The unit {call.unit} returned tensors of shapes {real}, but {planned} was expected of it: part of it "
+            "cannot run on meta tensors and was assumed to keep its input's shape."
+        )
