@@ -12,7 +12,7 @@ import torch
 from penstock.bench.configs import GPTConfig
 from penstock.bench.measure import model_flops
 from penstock.bench.options import Options, World
-from penstock.bench.result_files import FORMAT, environment
+from penstock.bench.result_files import FORMAT, environment, speed_figures
 from penstock.planning.memory import MemoryEstimate, readable
 
 PHASES = ("forward", "backward", "optimizer")
@@ -48,7 +48,6 @@ def assemble(options: Options, world: World, needed: MemoryEstimate, ranks: Sequ
     """
     steps = list(zip(*(figures.samples for figures in ranks), strict=True))
     seconds = [max(sample.seconds for sample in step) for step in steps]
-    median = statistics.median(seconds)
     devices = options.num_devices(world)
     flops = model_flops(options.config, options.batch_size)
     peak = statistics.mean(figures.matmul_peak for figures in ranks)
@@ -62,19 +61,13 @@ def assemble(options: Options, world: World, needed: MemoryEstimate, ranks: Sequ
         "figures": {
             "devices": devices,
             "parameters": _whole_parameters(options, ranks),
-            "seconds": median,
-            "seconds_least": min(seconds),
-            "seconds_most": max(seconds),
-            "seconds_quartiles": _quartiles(seconds),
-            "samples_per_second_per_device": options.batch_size / median / devices,
-            "tokens_per_second_per_device": None if tokens is None else tokens / median / devices,
+            **speed_figures(seconds, options.batch_size, tokens, devices, flops, peak),
             **{f"{name}_seconds": _mean_of_medians(ranks, name) for name in PHASES},
             "peak_memory_bytes": max(figures.peak_memory for figures in ranks),
             "memory_before_model_bytes": max(figures.memory_before for figures in ranks),
             "estimated_memory_bytes": {**asdict(needed), "total": needed.total},
             "model_flops_per_step": flops,
             "matmul_peak_flops_per_device": peak,
-            "mfu": flops / median / devices / peak,
             "pipeline_efficiency": _efficiency(ranks),
         },
         "step_seconds": seconds,
@@ -109,13 +102,6 @@ def _whole_parameters(options: Options, ranks: Sequence[RankFigures]) -> int:
     if isinstance(options.config, GPTConfig):
         return options.config.num_parameters
     return max(figures.parameters for figures in ranks)
-
-
-def _quartiles(values: Sequence[float]) -> tuple[float, float]:
-    if len(values) < 2:
-        return values[0], values[0]
-    first, _, third = statistics.quantiles(values, n=4, method="inclusive")
-    return first, third
 
 
 def _mean_of_medians(ranks: Sequence[RankFigures], phase: str) -> float:

@@ -7,7 +7,8 @@ import datetime
 import json
 import os
 import platform
-from collections.abc import Iterator, Mapping
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,28 @@ def environment(device: str | None = None) -> dict[str, Any]:
         "device": device or platform.machine(),
         "cores": os.cpu_count(),
         "load_average": os.getloadavg()[0],
+    }
+
+
+def speed_figures(
+    seconds: Sequence[float], samples: int, tokens: int | None, devices: int, flops: float, peak: float
+) -> dict[str, Any]:
+    """What follows from the seconds of the steps.
+
+    Args:
+        samples, tokens, flops: of a step, over all devices; None tokens where samples have none.
+        peak: operations per second that a device can do at best.
+    """
+    median = statistics.median(seconds)
+    lower, _, upper = statistics.quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else [median] * 3
+    return {
+        "seconds": median,
+        "seconds_least": min(seconds),
+        "seconds_most": max(seconds),
+        "seconds_quartiles": (lower, upper),
+        "samples_per_second_per_device": samples / median / devices,
+        "tokens_per_second_per_device": None if tokens is None else tokens / median / devices,
+        "mfu": flops / median / devices / peak,
     }
 
 

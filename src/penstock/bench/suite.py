@@ -16,7 +16,7 @@ from math import ceil, inf, isfinite, lcm
 from pathlib import Path
 from typing import Any
 
-from penstock.bench.result_files import FORMAT
+from penstock.bench.result_files import FORMAT, speed_figures
 from penstock.planning.pipelines import parse_pipelines
 
 SAMPLES_PER_DEVICE = 4
@@ -186,26 +186,16 @@ def combine(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     if len(results) == 1:
         return first
     seconds = [value for result in results for value in result["step_seconds"]]
-    median = statistics.median(seconds)
     figures = dict(first["figures"])
     for name, value in figures.items():
         if isinstance(value, float):
             figures[name] = statistics.median(result["figures"][name] for result in results)
-    lower, _, upper = statistics.quantiles(seconds, n=4, method="inclusive")
-    figures |= {
-        "seconds": median,
-        "seconds_least": min(seconds),
-        "seconds_most": max(seconds),
-        "seconds_quartiles": [lower, upper],
-        "peak_memory_bytes": max(result["figures"]["peak_memory_bytes"] for result in results),
-    }
-    batch, devices = first["options"]["batch_size"], figures["devices"]
-    figures["samples_per_second_per_device"] = batch / median / devices
+    figures["peak_memory_bytes"] = max(result["figures"]["peak_memory_bytes"] for result in results)
+    samples, tokens = first["options"]["batch_size"], None
     if figures["tokens_per_second_per_device"] is not None:
-        tokens = batch * first["options"]["config"]["block_size"]
-        figures["tokens_per_second_per_device"] = tokens / median / devices
-    peak = figures["matmul_peak_flops_per_device"]
-    figures["mfu"] = figures["model_flops_per_step"] / median / devices / peak
+        tokens = samples * first["options"]["config"]["block_size"]
+    flops, peak = figures["model_flops_per_step"], figures["matmul_peak_flops_per_device"]
+    figures |= speed_figures(seconds, samples, tokens, figures["devices"], flops, peak)
     return first | {"figures": figures, "step_seconds": seconds, "rounds": len(results)}
 
 
