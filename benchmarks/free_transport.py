@@ -19,21 +19,20 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from turns import Figures, Step, serve
 
-from penstock.runtime.channel import Channel, Kind, Line
-from penstock.runtime.cuts import LOSS_DTYPE
-from penstock.runtime.exchange import Exchange
-from penstock.runtime.executor import TrainingStep
+from penstock.planning.layout import Layout
+from penstock.runtime.boundary.boundaries import LOSS_DTYPE, Boundaries
+from penstock.runtime.boundary.p2p import Message, P2PChannel, P2PChannels
+from penstock.runtime.boundary.tensors import TensorSpec, encode_header
+from penstock.runtime.context import RankContext
 from penstock.runtime.failure import FailureBoard
-from penstock.runtime.gate import copied, gate_loss, proxy_loss
+from penstock.runtime.gradients import Gradients
+from penstock.runtime.holders import HeldParameter
 from penstock.runtime.inputs import StepInputs
-from penstock.runtime.notice import Notice
-from penstock.runtime.precision import ScaleWatch
+from penstock.runtime.interrupts import Interrupts
 from penstock.runtime.program import Program
-from penstock.runtime.reduction import GradientReducer
-from penstock.runtime.station import Station
-from penstock.runtime.step import StageOutput
-from penstock.runtime.transfer import TensorSpec, encode_header
-from penstock.runtime.weight_gradients import WeightGradientQueues
+from penstock.runtime.stages import StageExecutor, StageOutput, copied, hook_loss, proxy_loss
+from penstock.runtime.totals import Totals
+from penstock.runtime.training import Begun, TrainingStep
 from penstock.schedule import Schedule, build
 from penstock.schedule import actions as compute
 
@@ -60,66 +59,53 @@ class Stage(nn.Module):
         return (StageOutput(output.sum()), ()) if stage == self._last else (None, (output,))
 
 
-class ScriptedLine(Line):
-    """A line on which the neighbour seems to say `message` each time."""
+class ScriptedHeaders(P2PChannel):
+    """A channel on which the neighbour seems to say `header` each time."""
 
-    def __init__(self, channel: Channel, cut: int, kind: Kind, message: torch.Tensor):
-        super().__init__(channel, cut, kind, dist.group.WORLD, 0)
-        self._message = message
+    header: torch.Tensor
 
     def receive(self) -> list[torch.Tensor]:
         buffers = super().receive()
-        buffers[0].copy_(self._message)
+        buffers[0].copy_(self.header)
         return buffers
 
 
-class ScriptedChannel(Channel):
-    """`messages`: what arrives on lines of these kinds. On the others nothing is written into the buffers."""
+class FreeChannels(P2PChannels):
+    """Nothing is written into the buffers of a receive, but for headers."""
 
-    def __init__(self, messages: dict[Kind, torch.Tensor], board: FailureBoard):
-        super().__init__(lambda cut, kind: dist.group.WORLD, lambda stage: 0, CPU, board)
-        self._messages = messages
+    def __init__(self, header: torch.Tensor, board: FailureBoard):
+        super().__init__(lambda boundary, kind: dist.group.WORLD, lambda stage: 0, CPU, board)
+        self._header = header
 
-    def line(self, cut: int, kind: Kind, upper: bool) -> Line:
-        if kind in self._messages:
-            return ScriptedLine(self, cut, kind, self._messages[kind])
-        return super().line(cut, kind, upper)
+    def channel(self, boundary: int, kind: Message, upper: bool) -> P2PChannel:
+        if kind is not Message.HEADER:
+            return super().channel(boundary, kind, upper)
+        channel = ScriptedHeaders(self, boundary, kind, dist.group.WORLD, 0)
+        channel.header = self._header
+        return channel
 
 
 def with_executor(arguments: dict[str, Any]) -> Step:
     """Penstock's executor."""
     schedule, rank = _schedule(arguments)
     stage = Stage(schedule.num_stages - 1)
-    parameters = list(stage.parameters())
     rule = SimpleNamespace(shares=lambda counts, totals: (1.0,), fields=())
-    plan = SimpleNamespace(cuts=[["hidden"]] * (schedule.num_stages - 1), loss=rule)
+    plan = SimpleNamespace(boundaries=[["hidden"]] * (schedule.num_stages - 1), loss=rule)
     count = schedule.num_microbatches
     inputs = StepInputs([{}] * count, [plan] * count, [()] * count, [(1,)] * count, [1] * count, 0, 0, [{}] * count)
     board = FailureBoard(None, rank, "free")
+    layout = Layout.place([[[f"u{stage}"] for stage in range(schedule.num_stages)]], [schedule.stage_to_rank])
+    groups = SimpleNamespace(reduction={}, world=dist.group.WORLD, world_control=dist.group.WORLD)
+    context = RankContext(layout, rank, CPU, groups, board, Interrupts())
     header = encode_header([TensorSpec(SHAPE, torch.float32, requires_grad=True)])
-    notice = torch.tensor(Notice.of(parameters, CPU))
-    channel = ScriptedChannel({Kind.STEP: notice, Kind.HEADER: header}, board)
-    queues = WeightGradientQueues()
-    station = Station(
-        split=stage,
-        parameters=parameters,
-        exchange=Exchange(channel, schedule.stage_to_rank, rank, CPU),
-        channel=channel,
-        reducer=GradientReducer([], {}, rank, board, queues.awaits),
-        queues=queues,
-        board=board,
-        device=CPU,
-        everyone=range(schedule.num_ranks),
-        seed=0,
-        totals=SimpleNamespace(shared=False, counts=lambda counts: counts),
-        scaling=ScaleWatch(),
-        share_overflow=lambda: None,
-    )
+    stages = StageExecutor(stage, Boundaries(FreeChannels(header, board), schedule.stage_to_rank, rank, CPU))
+    gradients, totals = Gradients([HeldParameter("weight", stage.weight, (rank,))], context), Totals(context)
+    begun = Begun(0, [()] * schedule.num_stages)
     program = Program.of(schedule, rank, far_ahead=True)
 
     def step() -> Figures:
         stage.weight.grad = None
-        for output in TrainingStep(station, program, inputs).run():
+        for output in TrainingStep(context, stages, gradients, totals, program, inputs).run(lambda: begun):
             output.loss.backward()
         return {}
 
@@ -173,7 +159,7 @@ def by_hand(arguments: dict[str, Any]) -> Step:
                 else:
                     if output is not None:
                         value = copied(output.loss.detach(), LOSS_DTYPE)
-                        loss = gate_loss(output.loss, callback)
+                        loss = hook_loss(output.loss, callback)
                     else:
                         value = received((), LOSS_DTYPE)
                         loss = proxy_loss(value, torch.float32, sent, callback)

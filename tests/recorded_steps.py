@@ -1,7 +1,7 @@
 """The real executor of every rank of a layout, one after another in one process, over groups that write calls down.
 
 What a rank posts, sends and waits for never depends on what it receives, so that each rank runs alone. Stages are
-linear layers; every unit is one. The answers to notices and headers are made up.
+linear layers; every unit is one. The answers to headers are made up.
 """
 
 from __future__ import annotations
@@ -20,24 +20,23 @@ from torch import nn
 
 from device_order import Do, Event
 from penstock.planning.layout import Layout
-from penstock.runtime.channel import TAGS_PER_LINE, Channel, Kind
+from penstock.runtime.boundary.boundaries import Boundaries
+from penstock.runtime.boundary.p2p import TAGS_PER_CHANNEL, Message, P2PChannels
+from penstock.runtime.boundary.tensors import TensorSpec, encode_header
+from penstock.runtime.context import RankContext
+from penstock.runtime.decoding import Decoding
 from penstock.runtime.evaluation import evaluate
-from penstock.runtime.exchange import Exchange
-from penstock.runtime.executor import TrainingStep
 from penstock.runtime.failure import FailureBoard
+from penstock.runtime.gradients import Gradients
 from penstock.runtime.groups import Groups
 from penstock.runtime.holders import find_holders
 from penstock.runtime.inputs import StepInputs
-from penstock.runtime.notice import Notice
-from penstock.runtime.precision import ScaleWatch
+from penstock.runtime.interrupts import Interrupts
 from penstock.runtime.program import Program
-from penstock.runtime.reduction import GradientReducer
-from penstock.runtime.relay import Relay
-from penstock.runtime.station import Station
-from penstock.runtime.step import StageOutput
+from penstock.runtime.stages import StageExecutor, StageOutput
 from penstock.runtime.totals import Totals
-from penstock.runtime.transfer import TensorSpec, encode_header
-from penstock.runtime.weight_gradients import WeightGradientQueues, install
+from penstock.runtime.training import Begun, TrainingStep
+from penstock.runtime.weight_gradients import install
 from penstock.schedule import Schedule
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -67,13 +66,13 @@ class Group:
     ranks: tuple[int, ...]
     on_host: bool
     log: list[Event]
-    answers: dict[Kind, torch.Tensor]
+    answers: dict[Message, torch.Tensor]
 
     def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Work:
         return self._event(Do.SEND, tensors[0], peer=self.ranks[peer], tag=tag)
 
     def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Work:
-        answer = self.answers.get(Kind(tag // TAGS_PER_LINE % len(Kind)))
+        answer = self.answers.get(Message(tag // TAGS_PER_CHANNEL % len(Message)))
         if answer is not None:
             tensors[0].copy_(answer)
         return self._event(Do.RECEIVE, tensors[0], peer=self.ranks[peer], tag=tag)
@@ -94,7 +93,7 @@ class World:
     rank: int
     size: int
     log: list[Event] = field(default_factory=list)
-    answers: dict[Kind, torch.Tensor] = field(default_factory=dict)
+    answers: dict[Message, torch.Tensor] = field(default_factory=dict)
     num_groups: int = 0
 
     @contextlib.contextmanager
@@ -177,7 +176,13 @@ class Stages(nn.Module):
         return (StageOutput(value.sum()), ()) if last else (None, (value,))
 
     def plan(self, inputs: Any, call: Any = None) -> Any:
-        return SimpleNamespace(cuts=[["hidden"]] * (len(self._stages) - 1), controlled=False, digest=0, calls=())
+        return SimpleNamespace(
+            boundaries=[["hidden"]] * (len(self._stages) - 1),
+            num_stages=len(self._stages),
+            controlled=False,
+            digest=0,
+            calls=(),
+        )
 
     def _note(self, name: str) -> None:
         self._world.log.append(Event(Do.COMPUTE, what=name))
@@ -210,39 +215,23 @@ class RecordedRank:
             self.groups = Groups(layout, rank, device, shared)
             self.groups._device = CPU
             self.board = FailureBoard(None, rank, "recorded")
-            peer_of = self.mine.global_rank
-            self.channel = Channel(self.groups.line, peer_of, CPU, self.board)
+            self.context = RankContext(layout, rank, CPU, self.groups, self.board, Interrupts())
+            self.channels = P2PChannels(self.groups.line, self.context.rank_of, CPU, self.board)
             if gpu:  # the values are on the CPU all the same
-                self.channel.receives_ahead = 0
-            queues = WeightGradientQueues()
-            holders = [(parameter.parameter, parameter.ranks) for parameter in held]
-            reducer = GradientReducer(
-                holders, self.groups.reduction, rank, self.board, queues.awaits,
-                layout.are_of_several_stages, layout.has_several_stages(rank),
-            )  # fmt: skip
-            self.station = Station(
-                split=self.stages,
-                parameters=[parameter.parameter for parameter in held],
-                exchange=Exchange(self.channel, self.mine.stage_to_rank, self.place.rank_in_pipeline, CPU),
-                channel=self.channel,
-                reducer=reducer,
-                queues=queues,
-                board=self.board,
-                device=CPU,
-                everyone=range(layout.world_size),
-                seed=0,
-                totals=Totals(layout, rank, self.groups, self.board, device),
-                scaling=ScaleWatch(),
-                share_overflow=lambda: None,
-            )
+                self.channels.receives_ahead = 0
+            boundaries = Boundaries(self.channels, self.mine.stage_to_rank, self.place.rank_in_pipeline, CPU)
+            self.executor = StageExecutor(self.stages, boundaries)
+            self.gradients = Gradients(held, self.context)
+            self.totals = Totals(self.context)
+            self.decoding = Decoding(self.context, self.executor, contextlib.nullcontext)
         if self.schedule.splits_backward:
-            install(self.stages, queues)
+            install(self.stages, self.gradients.queues)
         self.program, self.forwards = (
             Program.of(schedule, self.place.rank_in_pipeline, far_ahead=not gpu)
             for schedule in (self.schedule, self.schedule.forwards())
         )
-        self.world.answers[Kind.HEADER] = encode_header([SPEC])
-        self._relay: Relay | None = None
+        self.world.answers[Message.HEADER] = encode_header([SPEC])
+        self.states = [()] * self.schedule.num_stages
 
     @contextlib.contextmanager
     def events(self) -> Iterator[list[Event]]:
@@ -257,7 +246,7 @@ class RecordedRank:
         with self.events() as events:
             self.groups.warm_up()
             cuts = [cut for cut, (a, b) in enumerate(pairwise(self.mine.stage_to_rank)) if a != b]
-            self.channel.warm_up(cuts, self.mine.stages_of(self.place.rank_in_pipeline))
+            self.channels.warm_up(cuts, self.mine.stages_of(self.place.rank_in_pipeline))
         return events
 
     def train(
@@ -271,7 +260,9 @@ class RecordedRank:
         # The groups sum nothing, so they cannot tell how many ranks left: here all do.
         settled = mock.patch.object(TrainingStep, "_settle", lambda *arguments: None)
         with self.events() as events, agreed, settled:
-            step = TrainingStep(self.station, self.program, self._inputs(signatures)).run()
+            inputs = self._inputs(signatures)
+            parts = self.context, self.executor, self.gradients, self.totals
+            step = TrainingStep(*parts, self.program, inputs).run(lambda: Begun(0, self.states))
             for microbatch, output in enumerate(step):
                 self.world.log.append(Event(Do.COMPUTE, what="the loop's body"))
                 if microbatch != left_at or called:
@@ -282,36 +273,25 @@ class RecordedRank:
 
     def evaluate(self, signatures: Sequence[int] | None = None) -> list[Event]:
         with self.events() as events, torch.no_grad():
-            evaluate(self.station, self.forwards, self._inputs(signatures))
+            evaluate(self.executor, self.forwards, self._inputs(signatures), [("evaluating",)] * len(self.states))
         return events
 
     def generate(self, num_tokens: int) -> list[Event]:
         """Forwards of one shape."""
-        if self._relay is None:
-            with self.world.patched():
-                pipeline = SimpleNamespace(
-                    place=self.place, layout=SimpleNamespace(pipelines={self.place.pipeline: self.mine}),
-                    split=self.stages, board=self.board, groups=self.groups, device=CPU, rank=self.world.rank,
-                    together=lambda *arguments: contextlib.nullcontext({}),
-                )  # fmt: skip
-                self._relay = Relay(pipeline)
         self.stages.training = False
         with self.events() as events:
             for _ in range(num_tokens):
-                self._relay.forward({"input_ids": torch.zeros(1, 1)})
+                self.decoding.forward({"input_ids": torch.zeros(1, 1)})
         return events
 
     def _inputs(self, signatures: Sequence[int] | None) -> StepInputs:
         count = self.schedule.num_microbatches
         rule = SimpleNamespace(shares=lambda counts, totals: (1.0,), fields=())
-        plan = SimpleNamespace(cuts=[["hidden"]] * (self.schedule.num_stages - 1), loss=rule)
-        inputs = StepInputs(
+        plan = SimpleNamespace(boundaries=[["hidden"]] * (self.schedule.num_stages - 1), loss=rule)
+        return StepInputs(
             [{}] * count, [plan] * count, list(signatures or [0] * count), [(1,)] * count, [1] * count,
             0, 0, [{}] * count,
         )  # fmt: skip
-        notice = Notice.of(self.station.parameters, CPU)
-        self.world.answers[Kind.STEP] = torch.tensor(notice)
-        return inputs
 
 
 def one_pipeline(schedule: Schedule) -> Layout:

@@ -44,10 +44,10 @@ def initialize(victim: int, where: str, name: str, count: int) -> None:
     [
         ("torch.distributed", "init_process_group", 1),
         ("torch.distributed", "all_gather_object", 1),
-        ("penstock.initialize", "SplitModel", 1),
+        ("penstock.runtime.engine", "SplitModel", 1),
         ("torch.distributed", "new_group", 1),
         ("torch.distributed", "new_group", 2),
-        ("penstock.runtime.channel:Channel", "warm_up", 1),
+        ("penstock.runtime.boundary.p2p:P2PChannels", "warm_up", 1),
         ("penstock.runtime.engine", "copy_from_first_holders", 1),
     ],
 )

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from families import FAMILIES, batch
 from launch import ROOT
-from penstock.runtime import executor, interrupts
+from penstock.runtime import interrupts, training
 from penstock.runtime.interrupts import Interrupts
 from penstock.runtime.updates import Update, UpdateWatch, mixed_update
 from pool import Pool
@@ -300,7 +300,7 @@ def test_a_checkpoint_of_two_steps_says_so(pool: Pool, tmp_path: Path) -> None:
 
 def interrupt_one_rank(odd: int) -> dict[str, Any]:
     """Ctrl-C reaches one rank only, in the middle of a step."""
-    with default_handlers(), mock.patch.object(executor, "LATE_SIGNAL", 0.2):
+    with default_handlers(), mock.patch.object(training, "LATE_SIGNAL", 0.2):
         model = parallelize(build(), 2, num_microbatches=MICROBATCHES)
         inputs = batch("causal", 8)
         run_step(model, inputs)

@@ -13,9 +13,8 @@ import torch
 
 from device_order import EVERYWHERE, RULES, Do, Event, OrderError, Rules, hanging_points, run
 from penstock.planning.layout import Layout
-from penstock.runtime.channel import Channel
-from penstock.runtime.channel import Kind as MessageKind
-from penstock.runtime.crossing import refuse_elsewhere
+from penstock.runtime.boundary.boundaries import refuse_elsewhere
+from penstock.runtime.boundary.p2p import Message, P2PChannels
 from penstock.schedule import Action, Kind, Schedule, build, parse_schedule, schedule_names, validate
 from penstock.schedule.communication import POSTED_AHEAD, LossKnown, insert_communication, posts_of
 from recorded_steps import RecordedRank, one_pipeline, recorded
@@ -179,7 +178,7 @@ def test_a_group_of_an_accelerator_line_joins_two_ranks_and_one_direction() -> N
 
 
 def test_only_tensors_of_the_step_are_transferred_between_accelerators() -> None:
-    """Headers and notices go from host to host."""
+    """Headers go from host to host."""
     schedule = build("1f1b", 2, 2)
     for events in [rank.train() for rank in recorded(one_pipeline(schedule), [schedule])]:
         kinds = {(event.on_host, event.what[1]) for event in events if event.do in (Do.SEND, Do.RECEIVE)}
@@ -227,13 +226,13 @@ def test_types_that_nccl_has_not_travel_as_bytes(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.distributed, "get_group_rank", lambda group, peer: 0)
     group: Any = Group()
     board: Any = None
-    channel = Channel(lambda cut, kind: group, lambda stage: 1, torch.device("cuda"), board)
-    line = channel.line(0, MessageKind.ACTIVATION, upper=True)
+    channels = P2PChannels(lambda boundary, kind: group, lambda stage: 1, torch.device("cuda"), board)
+    channel = channels.channel(0, Message.ACTIVATION, upper=True)
     odd = [torch.tensor(3, dtype=torch.int16), torch.tensor([1 + 2j]), torch.tensor([True, False])]
     for tensors in (odd[:1], odd):
-        line.send(tensors)
+        channel.send(tensors)
         buffers = [torch.empty_like(tensor) for tensor in tensors]
-        line.post_receive(buffers)
+        channel.post_receive(buffers)
         half = len(moved) // 2
         for sent, received in zip(moved[:half], moved[half:], strict=True):
             assert sent.dtype is received.dtype is torch.uint8

@@ -175,7 +175,7 @@ def test_balanced_templates_satisfy_their_own_rules() -> None:
         template = PipelineTemplate.balanced(model, stages)
         template.validate(model)
         assert template.num_stages == stages
-    with pytest.raises(ValueError, match="6 units cannot fill 7 stages"):
+    with pytest.raises(ValueError, match="6 units cannot give 7 stages"):
         PipelineTemplate.balanced(model, 7)
 
 

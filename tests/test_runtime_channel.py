@@ -1,4 +1,4 @@
-"""A line's messages of one and of several tensors, over a group that fails."""
+"""A channel's messages of one and of several tensors, over a group that fails."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from penstock.runtime.channel import SENDS_AHEAD, Channel, Kind, Line
+from penstock.runtime.boundary.p2p import SENDS_AHEAD, Message, P2PChannel, P2PChannels
 
 
 class Lost(Exception):
@@ -20,13 +20,13 @@ class Lost(Exception):
 
 
 class Board:
-    """Clears the frames that are over and gives up the channel, as the real one does."""
+    """Clears the frames that are over and gives up the channels, as the real one does."""
 
-    channel: Channel
+    channels: P2PChannels
 
     def lost_connection(self, doing: str, peers: Sequence[int], error: RuntimeError) -> Exception:
         traceback.clear_frames(error.__traceback__)
-        self.channel.clear()
+        self.channels.clear()
         return Lost(f"{doing} {peers}: {error}")
 
 
@@ -65,15 +65,15 @@ class Group:
 
 
 @pytest.fixture
-def line_over(monkeypatch: pytest.MonkeyPatch) -> Callable[[Group], Line]:
-    """Makes a line to rank 7 over a `Group`, and nothing else that refers to that."""
+def channel_over(monkeypatch: pytest.MonkeyPatch) -> Callable[[Group], P2PChannel]:
+    """Makes a channel to rank 7 over a `Group`, and nothing else that refers to that."""
     monkeypatch.setattr(dist, "get_group_rank", lambda group, peer: 0)
 
-    def make(group: Any) -> Line:
+    def make(group: Any) -> P2PChannel:
         board: Any = Board()
         groups = [group]
-        board.channel = Channel(lambda cut, kind: groups.pop(), lambda stage: 7, torch.device("cpu"), board)
-        return board.channel.line(2, Kind.GRADIENT, upper=False)
+        board.channels = P2PChannels(lambda boundary, kind: groups.pop(), lambda stage: 7, torch.device("cpu"), board)
+        return board.channels.channel(2, Message.GRADIENT, upper=False)
 
     return make
 
@@ -83,47 +83,47 @@ def message(size: int, first: int = 0) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("size", [0, 1, 3])
-def test_each_tensor_of_a_message_has_a_tag_and_is_waited_for(line_over: Any, size: int) -> None:
+def test_each_tensor_of_a_message_has_a_tag_and_is_waited_for(channel_over: Any, size: int) -> None:
     group = Group()
-    line = line_over(group)
-    line.post_receive(message(size))
-    line.send(message(size))
+    channel = channel_over(group)
+    channel.post_receive(message(size))
+    channel.send(message(size))
     assert len(group.tags) == 2 * size and len(set(group.tags)) == size
     works: list[Any] = [work() for work in group.works]
     assert [work.waits for work in works] == [0] * 2 * size
-    assert len(line.receive()) == size
-    line.release()
+    assert len(channel.receive()) == size
+    channel.release()
     assert [work.waits for work in works] == [1] * 2 * size
 
 
 @pytest.mark.parametrize("ahead", [SENDS_AHEAD, 3])
-def test_so_many_sends_are_waited_for_that_the_newest_are_left(line_over: Any, ahead: int) -> None:
+def test_so_many_sends_are_waited_for_that_the_newest_are_left(channel_over: Any, ahead: int) -> None:
     group = Group()
-    line = line_over(group)
-    line._channel.sends_ahead = ahead
+    channel = channel_over(group)
+    channel._channels.sends_ahead = ahead
     for number in range(2 * ahead):
-        line.send(message(1, number))
+        channel.send(message(1, number))
     works: list[Any] = [work() for work in group.works]
     assert all(work.waits == 0 for work in works)
-    line.send(message(1))
+    channel.send(message(1))
     assert [work.waits for work in works] == [1] * (ahead + 1) + [0] * (ahead - 1)
 
 
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("doing", ["posting", "receiving", "sending", "sending again", "waiting for a send"])
-def test_a_lost_connection_is_reported_and_the_group_let_go(line_over: Any, size: int, doing: str) -> None:
+def test_a_lost_connection_is_reported_and_the_group_let_go(channel_over: Any, size: int, doing: str) -> None:
     """Also while the error is at hand, and with it the frames in which it was raised."""
     at = float(size // 2)
     group = Group(refused=at) if doing in ("posting", "sending") else Group(bad=at)
-    line, works = line_over(group), group.works
+    channel, works = channel_over(group), group.works
     with pytest.raises(Lost, match=r"gradients between stages 2 and 3 \[7\]: Connection closed") as caught:
         if doing in ("posting", "receiving"):
-            line.post_receive(message(size))
-            line.receive()
+            channel.post_receive(message(size))
+            channel.receive()
         else:
             for _ in range(2 * SENDS_AHEAD + 1 if doing == "sending again" else 1):
-                line.send(message(size))
-            line.release()
+                channel.send(message(size))
+            channel.release()
     alive = weakref.ref(group)
     del group
     gc.collect()

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from penstock.booster import Booster
     from penstock.config import Configuration, ConfigurationError
-    from penstock.face import PipelineModel
     from penstock.initialize import from_config, from_pretrained, initialize
     from penstock.modeling.tensor_parallel import TensorParallelPlan, register_tensor_parallel_plan
     from penstock.optimizer import PipelineOptimizer
+    from penstock.pipeline_model import PipelineModel
     from penstock.planning.template import PipelineTemplate
     from penstock.plugin import HeterogeneousParallelPlugin
     from penstock.runtime.failure import PipelineFailure
@@ -44,7 +44,7 @@ _HOMES = {
     "ConfigurationError": "penstock.config",
     "HeterogeneousParallelPlugin": "penstock.plugin",
     "PipelineFailure": "penstock.runtime.failure",
-    "PipelineModel": "penstock.face",
+    "PipelineModel": "penstock.pipeline_model",
     "PipelineOptimizer": "penstock.optimizer",
     "PipelineTemplate": "penstock.planning.template",
     "TensorParallelPlan": "penstock.modeling.tensor_parallel",

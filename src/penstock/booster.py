@@ -30,12 +30,12 @@ from penstock.checkpoint import (
 )
 from penstock.data.batch import MicrobatchedBatch, microbatches_of
 from penstock.data.loader import HeterogeneousDataLoader
-from penstock.face import PipelineModel, own_class, saving_rank
 from penstock.modeling.graph.loss import Criterion
 from penstock.modeling.stage.outputs import merge_outputs
 from penstock.optimizer import PipelineOptimizer
+from penstock.pipeline_model import PipelineModel, checkpoint_comms, own_class, saving_rank
 from penstock.plugin import Configured, HeterogeneousParallelPlugin
-from penstock.runtime.engine import Pipeline
+from penstock.runtime.engine import Engine
 from penstock.runtime.rollcall import Call
 
 PathLike = str | os.PathLike[str]
@@ -108,8 +108,8 @@ class Booster:
                 f"the data iterator gave a {type(batch).__name__}, which does not say which microbatches are this "
                 "pipeline's: iterate over a loader made with plugin.prepare_dataloader(dataset, ...)"
             )
+        batch = batch.to(pipeline.device)
         outputs: Any = None
-        loss: float | torch.Tensor
         if not torch.is_grad_enabled():
             loss, outputs = pipeline.evaluate_together(batch, criterion, share_outputs=return_outputs)
         else:
@@ -120,9 +120,9 @@ class Booster:
                     kept.append(_without_graph(output))
             outputs = merge_outputs(kept, microbatches_of(batch)[1]) if kept else None
             assert pipeline.last_step is not None
-            loss = pipeline.last_step.global_sum
+            loss = pipeline.last_step.global_loss
         return {
-            "loss": torch.as_tensor(loss, dtype=_loss_type(pipeline), device=pipeline.device) if return_loss else None,
+            "loss": torch.tensor(loss, dtype=_loss_type(pipeline), device=pipeline.device) if return_loss else None,
             "outputs": outputs if return_outputs else None,
         }
 
@@ -186,7 +186,7 @@ class Booster:
             CheckpointError: the folder holds no checkpoint of this model. No weight has changed then.
         """
         pipeline = _pipeline_of(model)
-        world, _ = pipeline.comms()
+        world, _ = checkpoint_comms(pipeline)
         if is_parallelized(checkpoint):
             return model.from_parallelized(checkpoint)
         split = pipeline.split
@@ -206,7 +206,7 @@ class Booster:
         """
         pipeline = _checked(optimizer).pipeline
         scale = optimizer.loss_scale
-        world, ranks = pipeline.comms()
+        world, ranks = checkpoint_comms(pipeline)
         with pipeline.saving(Call.SAVE_OPTIMIZER):
             save_training_state(
                 pipeline.split.model,
@@ -234,7 +234,7 @@ class Booster:
                 pipeline.split.model,
                 checkpoint,
                 TrainingState(optimizer.unwrap()),
-                world_comm=pipeline.comms()[0],
+                world_comm=checkpoint_comms(pipeline)[0],
                 variant=TRAINING_VARIANT,
             )
         pipeline.step_number = state.step
@@ -255,7 +255,7 @@ class Booster:
         return GroupComm() if dist.is_initialized() else SoloComm()
 
 
-def _pipeline_of(model: Any) -> Pipeline:
+def _pipeline_of(model: Any) -> Engine:
     if not isinstance(model, PipelineModel):
         raise TypeError(
             f"the {type(model).__name__} is not parallelised: use the model that booster.boost(...) returned"
@@ -270,7 +270,7 @@ def _checked(optimizer: Any) -> PipelineOptimizer:
     return optimizer
 
 
-def _loss_type(pipeline: Pipeline) -> torch.dtype:
+def _loss_type(pipeline: Engine) -> torch.dtype:
     return torch.float64 if pipeline.split.dtype == torch.float64 else torch.float32
 
 

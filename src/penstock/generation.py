@@ -22,7 +22,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from penstock.data.fingerprint import fingerprint
 from penstock.modeling.placeholders.caches import past_length
-from penstock.runtime.relay import Relay
+from penstock.runtime.decoding import Decoding
 
 # Criteria that depend on the tokens alone, and so agree on every rank.
 AGREEING_CRITERIA = (MaxLengthCriteria, EosTokenCriteria, StopStringCriteria)
@@ -55,17 +55,17 @@ def generate(model: Any, original: Callable[..., Any], *args: Any, **kwargs: Any
         NotImplementedError: the way of decoding cannot work on stages.
         PipelineFailure: a rank was lost or failed.
     """
-    relay = model.relay
-    if relay.running:  # called by a generate() that goes on: long-form Whisper, token healing
+    decoding = model.pipeline.decoding
+    if decoding.running:  # called by a generate() that goes on: long-form Whisper, token healing
         return original(*args, **kwargs)
-    with relay.session():
+    with decoding.session():
         arguments = dict(inspect.signature(original).bind_partial(*args, **kwargs).arguments)
         arguments.update(arguments.pop("kwargs", {}))
         _refuse(arguments, model)
-        if _compare(arguments, relay) and "streamer" not in arguments:
+        if _compare(arguments, decoding) and "streamer" not in arguments:
             kwargs["streamer"] = Unheard()
-        relay.every_position = any(_setting(name, arguments, model) is not None for name in MANY_POSITIONS)
-        with _over_stages(model, relay):
+        decoding.every_position = any(_setting(name, arguments, model) is not None for name in MANY_POSITIONS)
+        with _over_stages(model, decoding):
             return original(*args, **kwargs)
 
 
@@ -82,12 +82,12 @@ class Unheard(BaseStreamer):
 class SharedCriteria(StoppingCriteriaList):
     """Stopping criteria that may differ between ranks (by the clock, or a user's own): met on one is met on all."""
 
-    def __init__(self, criteria: StoppingCriteriaList, relay: Relay) -> None:
+    def __init__(self, criteria: StoppingCriteriaList, decoding: Decoding) -> None:
         super().__init__(criteria)
-        self._relay = relay
+        self._decoding = decoding
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        return self._relay.lockstep.any(super().__call__(input_ids, scores, **kwargs))
+        return self._decoding.any(super().__call__(input_ids, scores, **kwargs))
 
 
 def _setting(name: str, arguments: Mapping[str, Any], model: nn.Module) -> Any:
@@ -116,13 +116,13 @@ def _refuse(arguments: Mapping[str, Any], model: nn.Module) -> None:
         )
 
 
-def _compare(arguments: Mapping[str, Any], relay: Relay) -> bool:
+def _compare(arguments: Mapping[str, Any], decoding: Decoding) -> bool:
     """Whether a rank was given a streamer. Raises ValueError on every rank if they were given different arguments."""
     described = {name: _described(value) for name, value in arguments.items() if name not in INDIVIDUAL_ARGUMENTS}
-    every = relay.lockstep.gather([fingerprint(described), int(arguments.get("streamer") is not None)])
+    every = decoding.gather([fingerprint(described), int(arguments.get("streamer") is not None)])
     if any(theirs[0] != every[0][0] for theirs in every):
         raise ValueError(
-            f"generate() was given different arguments on ranks {list(relay.lockstep.ranks)} of this pipeline: every "
+            f"generate() was given different arguments on ranks {list(decoding.ranks)} of this pipeline: every "
             f"rank passes the same inputs and options, except for {' and '.join(INDIVIDUAL_ARGUMENTS)}; this rank "
             f"passed {sorted(arguments)}"
         )
@@ -139,7 +139,7 @@ def _described(value: Any) -> Any:
 
 
 @contextmanager
-def _over_stages(model: Any, relay: Relay) -> Iterator[None]:
+def _over_stages(model: Any, decoding: Decoding) -> Iterator[None]:
     """For the duration, route what generate() calls besides the model itself over the stages."""
     replaced: list[tuple[nn.Module, str, Any]] = []
 
@@ -151,8 +151,8 @@ def _over_stages(model: Any, relay: Relay) -> Iterator[None]:
     try:
         if getattr(model.config, "is_encoder_decoder", False):
             encoder = model.get_encoder()
-            replace(encoder, "forward", _relayed(relay, encoder.forward))
-        replace(model, "_get_stopping_criteria", _shared_criteria(relay, model._get_stopping_criteria))
+            replace(encoder, "forward", _over_all_stages(decoding, encoder.forward))
+        replace(model, "_get_stopping_criteria", _shared_criteria(decoding, model._get_stopping_criteria))
         # A compiled forward would capture the messages between the stages.
         replace(model, "_valid_auto_compile_criteria", lambda *args, **kwargs: False)
         yield
@@ -164,23 +164,23 @@ def _over_stages(model: Any, relay: Relay) -> Iterator[None]:
                 owner.__dict__[name] = before
 
 
-def _relayed(relay: Relay, original: Callable[..., Any]) -> Callable[..., Any]:
+def _over_all_stages(decoding: Decoding, original: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(original)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if relay.inside:
+        if decoding.inside:
             return original(*args, **kwargs)
         arguments = dict(signature.bind_partial(*args, **kwargs).arguments)
         arguments.update(arguments.pop("kwargs", {}))
-        return relay.forward(arguments, call=original)
+        return decoding.forward(arguments, call=original)
 
     return forward
 
 
-def _shared_criteria(relay: Relay, original: Callable[..., Any]) -> Callable[..., Any]:
+def _shared_criteria(decoding: Decoding, original: Callable[..., Any]) -> Callable[..., Any]:
     def get_stopping_criteria(*args: Any, **kwargs: Any) -> StoppingCriteriaList:
         criteria = original(*args, **kwargs)
         own = any(type(criterion) not in AGREEING_CRITERIA for criterion in criteria)
-        return SharedCriteria(criteria, relay) if any(rank[0] for rank in relay.lockstep.gather([own])) else criteria
+        return SharedCriteria(criteria, decoding) if any(rank[0] for rank in decoding.gather([own])) else criteria
 
     return get_stopping_criteria

@@ -11,18 +11,16 @@ import torch.distributed as dist
 from transformers import PretrainedConfig, PreTrainedModel
 
 from penstock.config import SECTION, Configuration, ConfigurationError
-from penstock.face import PipelineModel, attach
 from penstock.modeling.graph.costs import unit_costs
 from penstock.modeling.graph.units import list_units
-from penstock.modeling.stage.split import SplitModel
 from penstock.modeling.tensor_parallel import TensorParallel
 from penstock.modeling.weights.initialise import init_stage, meta_model, resolve_model_class
 from penstock.modeling.weights.load import forget_ties, load_config, load_stage
 from penstock.modeling.weights.ties import alias_groups
+from penstock.pipeline_model import PipelineModel, attach
 from penstock.planning.layout import Layout
 from penstock.planning.partition import partition
-from penstock.runtime.devices import local_device
-from penstock.runtime.engine import Pipeline
+from penstock.runtime.engine import parallelize
 from penstock.runtime.failure import FailureBoard
 from penstock.runtime.start import facts_of, forming, gather_from_all, require_agreement
 from penstock.schedule.text import own_or_named, summary, written_schedule
@@ -238,24 +236,18 @@ def plan_stages(
 def distribute(
     model: PreTrainedModel, layout: Layout, configuration: Configuration, board: FailureBoard
 ) -> PreTrainedModel:
-    """Split `model` for this rank's place in `layout` and attach the engine."""
-    device = local_device()
-    place = layout.place_of(dist.get_rank())
-    split = SplitModel(model, *_local(layout), place.tensor_parallel_rank, layout.tensor_parallel_size)
-    model.to(device)
-    num_ranks = layout.pipelines[0].num_ranks
-    pipeline = Pipeline(
-        split,
+    """Form the engine of `model` and attach it."""
+    pipeline = parallelize(
+        model,
         layout,
-        own_or_named(configuration.schedule, num_ranks),
-        device,
+        own_or_named(configuration.schedule, layout.pipelines[0].num_ranks),
+        board,
         num_microbatches=configuration.num_microbatches,
         micro_batch_size=configuration.micro_batch_size,
         trace=configuration.trace,
-        board=board,
         timeout=configuration.time_limit,
+        patience=float(configuration.patience),
     )
-    board.patience = float(configuration.patience)
     attach(model, pipeline)
     model.configuration = configuration
     return model

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from penstock.runtime.engine import Pipeline
+from penstock.runtime.engine import Engine
 from penstock.runtime.precision import LossScale
 
 
@@ -25,7 +25,7 @@ class PipelineOptimizer(Optimizer):
     """
 
     def __init__(
-        self, optim: Optimizer, pipeline: Pipeline, max_norm: float = 0.0, loss_scale: LossScale | None = None
+        self, optim: Optimizer, pipeline: Engine, max_norm: float = 0.0, loss_scale: LossScale | None = None
     ) -> None:
         # No super().__init__(): parameter groups, state and hooks are the wrapped optimizer's.
         self.optim = optim

@@ -14,10 +14,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel
 
 from penstock.data.loader import HeterogeneousDataLoader
-from penstock.face import PipelineModel, attach
 from penstock.modeling.graph.loss import Criterion
-from penstock.modeling.stage.split import SplitModel
 from penstock.optimizer import PipelineOptimizer
+from penstock.pipeline_model import PipelineModel, attach
 from penstock.planning.describe import LayoutDescription, describe_layout
 from penstock.planning.layout import Layout
 from penstock.planning.pipelines import (
@@ -31,8 +30,7 @@ from penstock.planning.pipelines import (
 )
 from penstock.planning.template import PipelineTemplate
 from penstock.runtime.bootstrap import rank_and_world_size
-from penstock.runtime.devices import local_device
-from penstock.runtime.engine import Pipeline
+from penstock.runtime.engine import parallelize
 from penstock.runtime.failure import PATIENCE_SECONDS, FailureBoard
 from penstock.runtime.precision import LossScale
 from penstock.runtime.start import facts_of, forming, require_agreement
@@ -291,22 +289,15 @@ class HeterogeneousParallelPlugin:
         return {**facts, "the pipelines' schedules": [summary(schedule) for schedule in self._schedules]}
 
     def _parallelise(self, model: PreTrainedModel, layout: Layout, board: FailureBoard) -> PreTrainedModel:
-        device = local_device()
-        place = layout.place_of(dist.get_rank())
-        mine = layout.pipelines[place.pipeline]
-        own = mine.stages_of(place.rank_in_pipeline)
-        split = SplitModel(model, mine.stages, own, place.tensor_parallel_rank, layout.tensor_parallel_size)
-        model.to(device)
-        pipeline = Pipeline(
-            split,
+        pipeline = parallelize(
+            model,
             layout,
-            self._makers[place.pipeline],
-            device,
+            self._makers[layout.place_of(dist.get_rank()).pipeline],
+            board,
             micro_batch_size=self.microbatch_size,
-            board=board,
             timeout=self.time_limit,
+            patience=self.patience,
         )
-        board.patience = self.patience
         pipeline.autocast = PRECISIONS[self.precision]
         self._model = attach(model, pipeline)
         return self._model

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import itertools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -94,7 +95,7 @@ class EmulatedNccl(dist.ProcessGroup):
         every = [[_memory_of(tensor) for tensor in output] for output in outputs]
         return self._start(
             "allgather",
-            [*inputs, *sum(outputs, [])],
+            [*inputs, *itertools.chain.from_iterable(outputs)],
             lambda memory: self._inner.allgather(every, memory[: len(inputs)]),
         )
 

@@ -22,10 +22,9 @@ from penstock.bench.models import GPT, ShardedGPT, apply_policy, next_token_loss
 from penstock.bench.options import Options
 from penstock.modeling.graph.costs import unit_costs
 from penstock.modeling.graph.units import list_units
-from penstock.modeling.stage.split import SplitModel
 from penstock.planning.layout import Layout
 from penstock.planning.partition import partition
-from penstock.runtime.engine import Pipeline
+from penstock.runtime.engine import parallelize
 from penstock.schedule import build
 
 Batch = Mapping[str, torch.Tensor]
@@ -154,15 +153,18 @@ class Pipelines(Contestant):
         assert isinstance(options.config, GPTConfig)
         model = GPT(options.config, device="meta", dtype=options.torch_dtype).train()
         layout = place(model, options)
-        mine = layout.place_of(dist.get_rank())
-        held = layout.pipelines[mine.pipeline]
-        split = SplitModel(model, held.stages, held.stages_of(mine.rank_in_pipeline))
-        model.materialize(device, options.seed)
-        apply_policy(blocks_of(model), options.activation)
-        self._device, self._index = device, mine.pipeline
+        mine = layout.place_of(dist.get_rank()).pipeline
+        self._device, self._index = device, mine
         self._counts = [microbatches for _, microbatches in options.pipelines]
-        make_schedule = partial(build, options.schedule, held.num_ranks)
-        self.pipeline = Pipeline(split, layout, make_schedule, device, num_microbatches=self._counts[self._index])
+        self.pipeline = parallelize(
+            model,
+            layout,
+            partial(build, options.schedule, layout.pipelines[mine].num_ranks),
+            make_weights=lambda device: model.materialize(device, options.seed),
+            num_microbatches=self._counts[mine],
+        )
+        apply_policy(blocks_of(model), options.activation)
+        split = self.pipeline.split
         self._clock: Clock | None = None
         # The engine runs forwards and backwards in turns; a forward is timed where it computes.
         split.forward = self._timed(split.forward)  # type: ignore[method-assign]  # on this object alone

@@ -1,1 +1,1 @@
-"""Doing what a schedule says: layout, channels, executor, gradient reduction."""
+"""Running a model that is spread over ranks: forming the engine, steps, messages, gradients, failures."""

@@ -79,7 +79,8 @@ def destroy_groups(groups: list[dist.ProcessGroup], aborted: bool = False) -> No
     deadline = time.monotonic() + CLOSING_SECONDS
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
-    gc.collect()
+    if aborted:  # what is dead may still be referred to in cycles; otherwise nobody waits for its end
+        gc.collect()
 
 
 def _destroy_last(groups: list[dist.ProcessGroup], aborted: bool) -> None:

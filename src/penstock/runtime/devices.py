@@ -9,8 +9,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from .failure import FailureBoard
-from .rollcall import ranks_in_words
+from .failure import FailureBoard, ranks_in_words
 
 # Between two looks at the store, seconds.
 _PAUSE = 0.02

@@ -1,4 +1,8 @@
-"""The engine behind both faces: one rank's part of a layout of pipelines, with everything it needs to run steps."""
+"""The engine behind both faces: one rank's part of a layout of pipelines, with everything it needs to run steps.
+
+`parallelize` is the one function that turns a model and a layout into a running engine. An engine is *formed* by the
+ranks of a layout, and can be *re-formed* by other ranks, or in another layout, with the same model: see `reform`.
+"""
 
 from __future__ import annotations
 
@@ -14,32 +18,34 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from penstock.checkpoint.comm import GroupComm, OnceLost
 from penstock.data.batch import PerMicrobatch, microbatches_of
 from penstock.data.fingerprint import fingerprint
 from penstock.data.placing import place
 from penstock.modeling.graph.loss import Criterion
 from penstock.modeling.stage.split import SplitModel
-from penstock.planning.layout import Layout
+from penstock.planning.layout import Layout, Place
 from penstock.schedule import Schedule, check_trains
 
-from .channel import Channel
+from .boundary.boundaries import Boundaries
+from .boundary.p2p import P2PChannels
+from .context import RankContext
+from .decoding import Decoding
+from .devices import local_device
 from .evaluation import evaluate, share_output
-from .exchange import Exchange
-from .executor import TrainingStep
-from .failure import FailureBoard
+from .failure import PATIENCE_SECONDS, FailureBoard
+from .gradients import Gradients
 from .groups import Groups
-from .holders import find_holders
+from .holders import HeldParameter, find_holders
 from .inputs import StepInputs, refuse_tuples, refuse_without_loss, refuse_wrong_types, warn_of_inexact_loss
 from .interrupts import Interrupts
 from .loop import OpenStep, TrainingLoop
-from .norm import GradientNorm
-from .precision import ScaleWatch, autocast
+from .moving import from_live_ranks, had_by
+from .precision import autocast
 from .program import Program
 from .random_state import adopt_random_state
 from .recorder import Recorder
-from .reduction import GradientReducer
 from .rollcall import Call, RollCall
 from .settings import (
     FrozenParameters,
@@ -50,27 +56,65 @@ from .settings import (
     bits_of,
     frozen_differently,
     settings_in_words,
+    states_of_stages,
 )
-from .start import copy_from_first_holders, job_board, shared_seed
-from .station import Station
-from .step import StepReport
+from .stages import StageExecutor
+from .start import copy_from_first_holders, forming, job_board, shared_progress
 from .tensor_parallel import GroupCollectives
 from .totals import Totals
+from .training import Begun, StepReport, TrainingStep
 from .updates import UpdateWatch, mixed_update
 from .watcher import interruptible
-from .weight_gradients import WeightGradientQueues
-from .weight_gradients import install as install_deferral
+from .weight_gradients import WeightGradientQueues, install, uninstall
 
 # (number of microbatches) -> the schedule of this rank's pipeline
 ScheduleMaker = Callable[[int], Schedule]
+# Fills in what a rank holds newly after a re-formation: given the engine, these parameters and buffers by their unsplit
+# names, and the values that the rank had before, which are nobody's any more afterwards.
+Values = Callable[["Engine", Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]], None]
 DEFAULT_MICROBATCHES_PER_STAGE = 4
 
 
-class Pipeline:
-    """One rank's part of a layout: trains, evaluates, reduces gradients.
+def parallelize(
+    model: nn.Module,
+    layout: Layout,
+    make_schedule: ScheduleMaker,
+    board: FailureBoard | None = None,
+    *,
+    make_weights: Callable[[torch.device], Any] | None = None,
+    **options: Any,
+) -> Engine:
+    """Split `model` for this rank's place in `layout`, move it to this rank's device, and form the engine.
 
-    `split` has split the model for this rank. All ranks of the layout construct theirs together. `timeout` is that of
-    the process groups, see `Groups`.
+    All ranks of the layout call this together, with equal models.
+
+    Args:
+        model: a whole model, or one whose foreign units are ghosts already; it is shrunk in place.
+        make_schedule: gives this rank's pipeline's schedule for a number of microbatches.
+        board: where failures are recorded, from `forming()`; by default a new one.
+        make_weights: makes those of this rank's stages on a device, of a model on the meta device.
+        options: see `Engine`.
+    """
+    place = layout.place_of(dist.get_rank())
+    mine = layout.pipelines[place.pipeline]
+    own = mine.stages_of(place.rank_in_pipeline)
+    split = SplitModel(model, mine.stages, own, place.tensor_parallel_rank, layout.tensor_parallel_size)
+    device = local_device()
+    (make_weights or model.to)(device)
+    return Engine(split, layout, make_schedule, device, board=board, **options)
+
+
+class Engine:
+    """One rank's part of a layout: trains, evaluates, decodes, reduces gradients.
+
+    All ranks of the layout construct theirs together.
+
+    Args:
+        split: has split the model for this rank.
+        num_microbatches, micro_batch_size: how a batch is split, if not by its own number of microbatches.
+        timeout: that of the process groups, see `Groups`.
+        patience: how many seconds a rank waits for others before it says so.
+        values: on a rank that joins others which call `reform`, fills in what it holds.
 
     Attributes:
         last_step: what the last training step took.
@@ -80,8 +124,16 @@ class Pipeline:
         loss_scale: what losses are multiplied with in the backward, so that half-precision gradients do not vanish. The
             gradients between steps do not have it.
         step_number: how many training steps were begun. It decides the dropout of the next one.
-        holds_output: whether this rank holds the pipeline's last stage, which has the model's output.
+        context: what this rank knows about itself in the present formation.
+        held: the parameters this rank holds, with the other ranks that do.
+        decoding: single forwards, for generation.
+        roll_call: what begins each call on all ranks or on none.
     """
+
+    context: RankContext
+    held: Sequence[HeldParameter]
+    decoding: Decoding
+    roll_call: RollCall
 
     def __init__(
         self,
@@ -95,11 +147,10 @@ class Pipeline:
         trace: str | os.PathLike[str] | None = None,
         board: FailureBoard | None = None,
         timeout: datetime.timedelta | None = None,
+        patience: float = PATIENCE_SECONDS,
+        values: Values | None = None,
     ):
         self.split = split
-        self.layout = layout
-        self.rank = dist.get_rank()
-        self.place = layout.place_of(self.rank)
         self.device = device
         self.num_microbatches = num_microbatches
         self.micro_batch_size = micro_batch_size
@@ -108,89 +159,192 @@ class Pipeline:
         self.autocast: torch.dtype | None = None
         self.loss_scale = 1.0
         self.step_number = 0
-        self._interrupts = Interrupts()
-        self._open_step = OpenStep(self._interrupts)
-        self._closed = False
-        self._recorder = Recorder(self.place.rank_in_pipeline)
+        self._seed: int | None = None
+        self._timeout, self._patience = timeout, patience
+        self._synchronising = True
+        self._main_input_name = getattr(split.model, "main_input_name", None)
+        board = job_board() if board is None else board
+        self._form(layout, make_schedule, board, copy_from_first_holders if values is None else self._joining(values))
+
+    # -- forming ---------------------------------------------------------------------------------------------------
+
+    def _form(
+        self,
+        layout: Layout,
+        make_schedule: ScheduleMaker,
+        board: FailureBoard,
+        share_values: Callable[[Sequence[HeldParameter], Groups], None],
+    ) -> None:
+        """Meet the other ranks of `layout` and build all that depends on it."""
+        shared = self._find_holders(layout)
+        self.context = self._meet(layout, board, shared)
         self._make_schedule = make_schedule
         self._schedules: dict[int, Schedule] = {}
         self._programs: dict[tuple[int, bool], Program] = {}
-        self._synchronising = True
-        self._main_input_name = getattr(split.model, "main_input_name", None)
-        mine = layout.pipelines[self.place.pipeline]
-        self.holds_output = mine.stage_to_rank[-1] == self.place.rank_in_pipeline
-        self._last_rank = mine.global_rank(mine.num_stages - 1, self.place.tensor_parallel_rank)
+        self._closed = False
+        self._build()
+        self._agree(share_values)
 
+    def _find_holders(self, layout: Layout) -> set[tuple[int, ...]]:
+        """Note what this rank holds; returns every set of ranks that hold something together."""
+        split, cut = self.split, self.split.tensor_parallel
         local = dict(split.model.named_parameters(remove_duplicate=False))
-        cut = split.tensor_parallel
+        tensor_parallel_rank = layout.place_of(dist.get_rank()).tensor_parallel_rank
         self.held, shared = find_holders(
-            layout, self.place.tensor_parallel_rank, split.aliases, local, cut.shards if cut else (),
-            cut.partial if cut else (),
-        )  # fmt: skip
-        self.board = job_board() if board is None else board
-        self._pipeline_ranks = mine.ranks()
-        self.board.mates = frozenset(self._pipeline_ranks)
-        everyone = range(layout.world_size)
-        with self.board.guard("making process groups", everyone):
-            self.groups = interruptible(partial(Groups, layout, self.rank, device, shared, timeout), self.board)
-        self.board.on_end(self.groups.abort)
-        # First, as it is to be called last: a group closes only when nothing refers to it.
-        self.board.on_abort(self.groups.destroy)
-        if cut is not None:
-            assert self.groups.tensor_parallel is not None
-            cut.region.collectives = GroupCollectives(self.groups.tensor_parallel, device, self.board)
-        channel = Channel(
-            self.groups.line, partial(mine.global_rank, tensor_parallel_rank=self.place.tensor_parallel_rank),
-            device, self.board,
-        )  # fmt: skip
-        queues = WeightGradientQueues()
-        holders = [(held.parameter, held.ranks) for held in self.held]
-        reducer = GradientReducer(
-            holders, self.groups.reduction, self.rank, self.board, queues.awaits,
-            layout.are_of_several_stages, layout.has_several_stages(self.rank),
-        )  # fmt: skip
-        totals = Totals(layout, self.rank, self.groups, self.board, device)
-        for give_up in (self._open_step.end, totals.clear, channel.clear, reducer.clear, queues.clear):
-            self.board.on_abort(give_up)
-        self.roll_call = RollCall(self.groups.crew_control, self.groups.world_control, self.board, self._interrupts)
-        self._modes = Modes(split.model, layout.units)
-        self._frozen = FrozenParameters(self.held, self.rank)
-        self._updates = UpdateWatch([held.parameter for held in self.held])
-        self._norm = GradientNorm(self.held, layout, self.rank, self.groups, device, self.board)
-        with self.board.guard("agreeing on the run's seed", everyone):
-            seed = shared_seed(self.groups)
-        self._station = Station(
-            split=split,
-            parameters=[held.parameter for held in self.held],
-            exchange=Exchange(channel, mine.stage_to_rank, self.place.rank_in_pipeline, device),
-            channel=channel,
-            reducer=reducer,
-            queues=queues,
-            board=self.board,
-            device=device,
-            everyone=everyone,
-            seed=seed,
-            totals=totals,
-            scaling=ScaleWatch(),
-            share_overflow=self._norm.share_overflow,
-            interrupts=self._interrupts,
-            computes_together=layout.tensor_parallel_size > 1,
+            layout, tensor_parallel_rank, split.aliases, local, cut.shards if cut else (), cut.partial if cut else ()
         )
-        own = mine.stages_of(self.place.rank_in_pipeline)
-        with self.board.guard("sharing weights and random numbers before the first step", everyone):
-            if device.type != "cpu":
-                self.groups.warm_up()
-            channel.warm_up([cut for cut, (a, b) in enumerate(pairwise(mine.stage_to_rank)) if a != b], own)
-            copy_from_first_holders(self.held, self.groups)
-            # A shuffle without a seed then draws one order on all ranks of a pipeline, as they need the same batches.
-            adopt_random_state(mine.ranks()[0], self.groups.crew_control, device)
+        return shared
+
+    def _meet(self, layout: Layout, board: FailureBoard, shared: set[tuple[int, ...]]) -> RankContext:
+        """Make the process groups."""
+        rank, interrupts = dist.get_rank(), Interrupts()
+        with board.guard("making process groups", range(layout.world_size)):
+            groups = interruptible(partial(Groups, layout, rank, self.device, shared, self._timeout), board)
+        context = RankContext(layout, rank, self.device, groups, board, interrupts)
+        board.mates = frozenset(context.pipeline_ranks)
+        board.patience = self._patience
+        board.on_end(groups.abort)
+        # First, as it is to be called last: a group closes only when nothing refers to it.
+        board.on_abort(groups.destroy)
+        return context
+
+    def _build(self) -> None:
+        """Make the parts that work in the present context."""
+        context, board, split = self.context, self.context.board, self.split
+        if split.tensor_parallel is not None:
+            assert context.groups.tensor_parallel is not None
+            collectives = GroupCollectives(context.groups.tensor_parallel, self.device, board)
+            split.tensor_parallel.region.collectives = collectives
+        self._open_step = OpenStep(context.interrupts)
+        self._recorder = Recorder(context.place.rank_in_pipeline)
+        channels = P2PChannels(context.groups.line, context.rank_of, self.device, board)
+        boundaries = Boundaries(channels, context.pipeline.stage_to_rank, context.place.rank_in_pipeline, self.device)
+        self._channels = channels
+        self._stages = StageExecutor(split, boundaries)
+        self._gradients = Gradients(self.held, context)
+        self._totals = Totals(context)
+        for give_up in (self._open_step.end, self._totals.clear, channels.clear, self._gradients.clear):
+            board.on_abort(give_up)
+        self.roll_call = RollCall(context)
+        self.decoding = Decoding(context, self._stages, partial(self.together, Call.GENERATE, everyone=False))
+        self._modes = Modes(split.model, context.layout.units)
+        self._frozen = FrozenParameters(self.held, context.rank)
+        self._updates = UpdateWatch([held.parameter for held in self.held])
         if self.schedule(1).splits_backward:
-            install_deferral(split.model, queues)
+            install(split.model, self._gradients.queues)
+
+    def _agree(self, share_values: Callable[[Sequence[HeldParameter], Groups], None]) -> None:
+        """Connect to the neighbours, and start alike: how far the run is, weights, random numbers."""
+        context, board = self.context, self.context.board
+        with board.guard("agreeing on the run's seed", context.everyone):
+            first, self._seed, self.step_number = shared_progress(context.groups, self._seed, self.step_number)
+        with board.guard("sharing weights and random numbers before the first step", context.everyone):
+            if self.device.type != "cpu":
+                context.groups.warm_up()
+            stage_to_rank = context.pipeline.stage_to_rank
+            remote = [boundary for boundary, (a, b) in enumerate(pairwise(stage_to_rank)) if a != b]
+            self._channels.warm_up(remote, context.stages)
+            share_values(self.held, context.groups)
+            # A shuffle without a seed then draws one order on all ranks of a pipeline, as they need the same batches.
+            if first is None:
+                adopt_random_state(context.pipeline_ranks[0], context.groups.crew_control, self.device)
+            else:  # a re-formation: the ranks that come new go on from one that was there
+                adopt_random_state(first, context.groups.world_control, self.device)
+
+    def dissolve(self) -> None:
+        """Give up the present formation: groups, hooks, threads. The model keeps its weights; `reform` goes on."""
+        if self._closed:
+            return
+        self._closed = True
+        self.context.board.retire()
+        self._gradients.reducer.remove_hooks()
+        uninstall(self.split.model)
+        if self.split.tensor_parallel is not None:
+            self.split.tensor_parallel.region.collectives = None
+
+    def reform(
+        self, layout: Layout, make_schedule: ScheduleMaker | None = None, *, values: Values | None = None
+    ) -> None:
+        """Take up another layout with the same model, the same parameters and the same optimizer.
+
+        The ranks of torch's default process group call this together: those that remain of the old layout, after
+        `dissolve()`, `destroy_process_group()` and a new `init_process_group()`, and new ones, whose engines have just
+        been made for any layout of theirs. Units that are held no longer give up their storage; those that are held
+        newly get storage on the same `Parameter` objects.
+
+        Args:
+            layout: of all ranks; its tensor-parallel size is the one before.
+            make_schedule: for this rank's pipeline; by default the present one, if it fits.
+            values: fills in what is held newly, see `Values`: from a checkpoint, or `from_live_ranks(optimizer)`. By
+                default every rank gets the values of the first rank that had them.
+
+        Raises:
+            ValueError: the layout does not fit the model or the world. PipelineFailure: a rank was lost meanwhile.
+        """
+        if layout.world_size != dist.get_world_size():
+            raise ValueError(f"the layout is of {layout.world_size} ranks, but the world has {dist.get_world_size()}")
+        self.dissolve()
+        place = layout.place_of(dist.get_rank())
+        mine = layout.pipelines[place.pipeline]
+        with forming(self._timeout) as board:
+            had, own = had_by(self), mine.stages_of(place.rank_in_pipeline)
+            self.split.reform(mine.stages, own, place.tensor_parallel_rank, layout.tensor_parallel_size)
+            fill = from_live_ranks() if values is None else values
+            self._form(
+                layout,
+                make_schedule or self._make_schedule,
+                board,
+                lambda held, groups: fill(self, self.split.taken, had),
+            )
+
+    def _joining(self, values: Values) -> Callable[[Sequence[HeldParameter], Groups], None]:
+        """What fills in everything that is held here, on a rank that comes new to a run."""
+
+        def fill(held: Sequence[HeldParameter], groups: Groups) -> None:
+            values(self, {one.name: one.parameter for one in held} | dict(self.split.model.named_buffers()), {})
+
+        return fill
+
+    def close(self) -> None:
+        """Give up the process groups. The model keeps its weights but runs no more steps."""
+        self.dissolve()
+
+    # -- what it is ------------------------------------------------------------------------------------------------
+
+    @property
+    def layout(self) -> Layout:
+        """All pipelines, and the ranks they are on."""
+        return self.context.layout
+
+    @property
+    def rank(self) -> int:
+        """This global rank."""
+        return self.context.rank
+
+    @property
+    def place(self) -> Place:
+        """Where in the layout this rank stands."""
+        return self.context.place
+
+    @property
+    def board(self) -> FailureBoard:
+        """Where failures are recorded."""
+        return self.context.board
+
+    @property
+    def groups(self) -> Groups:
+        """The process groups of the layout."""
+        return self.context.groups
+
+    @property
+    def holds_output(self) -> bool:
+        """Whether this rank holds the pipeline's last stage, which has the model's output."""
+        return self.context.holds_output
 
     @property
     def weight_gradients(self) -> WeightGradientQueues:
         """Where a module of your own may leave the weight gradients of its backward for their W action."""
-        return self._station.queues
+        return self._gradients.queues
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
@@ -208,7 +362,7 @@ class Pipeline:
         self._refuse_if_over()
         self._open_step.refuse("another training step")
         return self.train_microbatches(
-            *self._cut(inputs), first_microbatch=first, criterion=criterion, digest=fingerprint(inputs)
+            *self._microbatches(inputs), first_microbatch=first, criterion=criterion, digest=fingerprint(inputs)
         )
 
     def train_microbatches(
@@ -235,34 +389,40 @@ class Pipeline:
         if microbatches:
             check_trains(schedule)
         with autocast(self.device, self.autocast):
+            assert self._seed is not None
             step = TrainingStep(
-                self._station,
+                self.context,
+                self._stages,
+                self._gradients,
+                self._totals,
                 self._program(len(microbatches)),
                 inputs,
+                seed=self._seed,
                 criterion=criterion,
                 reduce_gradients=self._synchronising,
                 loss_scale=self.loss_scale,
                 recorder=self._recorder if self.trace is not None else None,
             )
             settings = self._settings(digest, inputs)
-        return TrainingLoop(step, partial(self._run, step, settings), self._open_step, self._interrupts)
+        return TrainingLoop(step, partial(self._run, step, settings), self._open_step, self.context.interrupts)
 
     def _run(self, step: TrainingStep, settings: Settings) -> Generator[Any, None, None]:
         step.number(self.step_number)
         roll_call = self.roll_call.begin(Call.TRAIN, settings)
 
-        def all_begin() -> int:
-            self._compare(settings, roll_call.wait())
+        def all_begin() -> Begun:
+            said = roll_call.wait()
+            self._compare(settings, said)
             self._updates.begin_step()
             self.step_number += 1
-            return self.roll_call.number
+            return Begun(self.roll_call.number, states_of_stages(said, self.context, training=True))
 
         if self.trace is None:
             yield from step.run(all_begin)
         else:
             path = self.trace if self.rank == 0 else None
             yield from self._recorder.recording(
-                step.run(all_begin), self._station.channel, self.board, self.groups.pipeline_control, path
+                step.run(all_begin), self._channels, self.board, self.groups.pipeline_control, path
             )
         self.last_step = step.report
         self._updates.end_step()
@@ -291,8 +451,8 @@ class Pipeline:
         """
         with self._evaluation(inputs, criterion, over_all_pipelines=True) as output:
             own = torch.zeros((), device=self.device) if output is None else output.loss.detach()
-            self._station.totals.start(own.to(torch.float64), False)
-            loss, _, _ = self._station.totals.finish()
+            self._totals.start(own.to(torch.float64), False)
+            loss, _, _ = self._totals.finish()
             return float(loss), self._share(output) if share_outputs else output
 
     @contextlib.contextmanager
@@ -308,7 +468,7 @@ class Pipeline:
         """
         self._refuse_if_over()
         self._open_step.refuse(str(call))
-        with self._interrupts.held(), self.board.call(str(call), world=everyone):
+        with self.context.interrupts.held(), self.board.call(str(call), world=everyone):
             try:
                 said = self.roll_call.take(call, settings, everyone)
                 if isinstance(settings, Settings):
@@ -344,18 +504,16 @@ class Pipeline:
             self._programs[key] = Program.of(
                 schedule.forwards() if forwards else schedule,
                 self.place.rank_in_pipeline,
-                far_ahead=self._station.channel.receives_ahead > 0,
+                far_ahead=self._channels.receives_ahead > 0,
             )
         return self._programs[key]
 
-    def comms(self) -> tuple[GroupComm, GroupComm]:
-        """How all ranks, and the ranks of this pipeline, talk about checkpoints."""
+    def check_open(self) -> None:
+        """Raise if the ranks of this engine can do nothing together any more."""
         if self.board.failed is not None:
             raise self.board.failed
         if self._closed:
             raise RuntimeError("this model's pipeline was closed: its ranks can no longer save or load together")
-        guard = OnceLost(self.board.guard)
-        return GroupComm(self.groups.world_control, guard), GroupComm(self.groups.crew_control, guard)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -371,41 +529,33 @@ class Pipeline:
     ) -> torch.Tensor:
         """Clip the whole model's gradient norm, every logical parameter counted once; see `runtime.norm`."""
         with self._norms(Call.CLIP, norm_type, max_norm):
-            return self._norm.clip(float(max_norm), float(norm_type), error_if_nonfinite)
+            return self._gradients.norm.clip(float(max_norm), float(norm_type), error_if_nonfinite)
 
     def grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
         """The norm of the whole model's gradients: shape (), the same on every rank to the last bit."""
         with self._norms(Call.NORM, norm_type):
-            return self._norm.of_all(norm_type)
-
-    def close(self) -> None:
-        """Give up the process groups. The model keeps its weights but runs no more steps."""
-        self._closed = True
-        self.board.retire()
-        if self.split.tensor_parallel is not None:
-            self.split.tensor_parallel.region.collectives = None
+            return self._gradients.norm.of_all(norm_type)
 
     # -- parts -----------------------------------------------------------------------------------------------------
 
-    def _cut(self, inputs: Mapping[str, Any], at_most: bool = False) -> tuple[list[dict[str, Any]], list[int]]:
+    def _microbatches(self, inputs: Mapping[str, Any], at_most: bool = False) -> tuple[list[dict[str, Any]], list[int]]:
         """Microbatches of a batch and their sizes."""
         wanted = self.num_microbatches
-        default = DEFAULT_MICROBATCHES_PER_STAGE * self.layout.pipelines[self.place.pipeline].num_stages
+        default = DEFAULT_MICROBATCHES_PER_STAGE * self.context.pipeline.num_stages
         if wanted is not None and at_most:
             return microbatches_of(inputs, self._main_input_name, default=wanted)
         return microbatches_of(inputs, self._main_input_name, wanted, self.micro_batch_size, default)
 
     def _share(self, output: Any) -> Any:
         """The last stage's output, on all ranks of the pipeline."""
-        groups = self.groups
-        return share_output(output, groups.pipeline, groups.pipeline_control, self._last_rank, self.device)
+        return share_output(output, self.context)
 
     @contextlib.contextmanager
     def _evaluation(
         self, inputs: Mapping[str, Any], criterion: Criterion | None, over_all_pipelines: bool
     ) -> Iterator[Any]:
         """Evaluate a batch; gives the output on the rank of the last stage, None elsewhere."""
-        microbatches, sizes = self._cut(inputs, at_most=True)
+        microbatches, sizes = self._microbatches(inputs, at_most=True)
         prepared = self._prepare(microbatches, sizes, 0, criterion)
         if over_all_pipelines:
             refuse_without_loss(self.split.model, prepared)
@@ -413,11 +563,19 @@ class Pipeline:
             settings = self._settings(fingerprint(inputs), prepared)
             call = Call.EVALUATE_TOGETHER if over_all_pipelines else Call.EVALUATE
             with (
-                self.together(call, settings, over_all_pipelines),
-                self.board.guard("evaluating", self._pipeline_ranks),
+                self.together(call, settings, over_all_pipelines) as said,
+                self.board.guard("evaluating", self.context.pipeline_ranks),
             ):
-                program = self._program(len(microbatches), forwards=True)
-                yield evaluate(self._station, program, prepared, criterion, over_all_pipelines)
+                assert self._seed is not None
+                yield evaluate(
+                    self._stages,
+                    self._program(len(microbatches), forwards=True),
+                    prepared,
+                    states_of_stages(said, self.context, training=False),
+                    self._totals.counts if over_all_pipelines else None,
+                    seed=self._seed,
+                    criterion=criterion,
+                )
 
     @contextlib.contextmanager
     def _norms(self, call: Call, norm_type: float, max_norm: float = 0.0) -> Iterator[None]:
@@ -469,5 +627,6 @@ class Pipeline:
             microbatches, hosts = place(microbatches, self.device)
         return StepInputs.of(
             microbatches, partial(self.split.plan, criterion=criterion), sizes, first_microbatch, self.step_number,
-            self.holds_output, hosts,
+            self.context.holds_output,
+            hosts,
         )  # fmt: skip

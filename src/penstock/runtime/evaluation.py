@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,66 +15,68 @@ from penstock.modeling.graph.loss import Criterion
 from penstock.modeling.stage.outputs import Shapes, merge_outputs
 from penstock.modeling.stage.split import SplitModel
 
+from .boundary.tensors import TensorSpec, broadcast_specs, broadcast_tensor
+from .context import RankContext
 from .inputs import StepInputs
 from .program import Program
-from .station import StageOpener, Station
-from .transfer import TensorSpec, broadcast_specs, broadcast_tensor
+from .stages import StageExecutor
 
 
 def evaluate(
-    station: Station,
+    stages: StageExecutor,
     program: Program,
     inputs: StepInputs,
+    states: Sequence[Hashable],
+    counts: Callable[[Sequence[int]], Sequence[int]] | None = None,
+    *,
+    seed: int = 0,
     criterion: Criterion | None = None,
-    over_all_pipelines: bool = False,
 ) -> Any:
     """Run the forwards; return the merged output on the rank of the last stage, None elsewhere.
 
     Args:
         program: of a schedule of forwards alone.
+        states: see `Boundaries.begin`.
+        counts: makes this pipeline's numbers of terms in the loss's means those of the global batch, so that the loss
+            is a share of the global batch's loss. All pipelines must evaluate together then; one without any microbatch
+            has no output. Without it the loss is the mean over this pipeline's batch.
+        seed: the run's, for dropout.
         criterion: gives the loss in place of the model's own.
-        over_all_pipelines: make the loss this pipeline's share of the global batch's loss rather than the mean over its
-            own batch. All pipelines must evaluate together then; one without any microbatch has no output.
     """
     last = program.last
     is_last = program.top == last
     outputs: list[Any] = [None] * len(inputs.microbatches)
     totals: Sequence[int] = inputs.total_counts() if is_last else ()
-    if over_all_pipelines and is_last:
-        totals = station.totals.counts(totals)
-    station.channel.sends_ahead = program.sends_ahead
+    if counts is not None and is_last:
+        totals = counts(totals)
+    boundaries = stages.boundaries
+    boundaries.channels.sends_ahead = program.sends_ahead
     with torch.no_grad():
-        opener = StageOpener(station, program.orders, inputs)
+        num_values = [len(values) for values in inputs.plans[0].boundaries] if inputs.plans else []
+        boundaries.begin(program.orders, inputs.signatures, num_values, states)
         for position, action in enumerate(program.actions):
             stage, microbatch = action.stage, action.microbatch
             if program.posts:
-                opener.post(program.posts[position].before)
-            if stage not in opener.states:
-                opener.open(stage)
-            received = station.exchange.below[stage].take_activations(microbatch)
-            plan, batch = inputs.plans[microbatch], inputs.microbatches[microbatch]
-            shares = None
+                boundaries.post(program.posts[position].before)
+            plan, shares = inputs.plans[microbatch], None
             if stage == last and plan.loss is not None:
                 shares = plan.loss.shares(inputs.counts[microbatch], totals)
-            seed = inputs.seed(station.seed, microbatch)
-            output, sent = station.split.forward(
+            output, _, _ = stages.forward(
                 plan,
                 stage,
-                batch,
-                received,
-                seed=seed,
+                microbatch,
+                inputs.microbatches[microbatch],
+                seed=inputs.seed(seed, microbatch),
                 shares=shares,
                 criterion=criterion,
                 host=inputs.hosts[microbatch],
             )
             if stage == last:
                 outputs[microbatch] = output
-            else:
-                station.exchange.above[stage].give_activations(microbatch, sent)
-        station.channel.flush()
+        boundaries.channels.flush()
         if not (is_last and outputs):
             return None
-        first = partial(_grown, station.split, inputs.microbatches[0], inputs.sizes[0])
+        first = partial(_grown, stages.split, inputs.microbatches[0], inputs.sizes[0])
         rule = inputs.plans[0].loss
         return merge_outputs(outputs, inputs.sizes, () if rule is None else rule.fields, first)
 
@@ -87,16 +89,12 @@ def _grown(split: SplitModel, inputs: Mapping[str, Any], size: int) -> Shapes:
     return split.output_shapes(arguments)
 
 
-def share_output(
-    output: Any, group: dist.ProcessGroup, control: dist.ProcessGroup, source: int, device: torch.device
-) -> Any:
-    """Every rank of `group` gets the output that the global rank `source` holds (or its None).
-
-    `control` joins the same ranks' hosts.
-    """
+def share_output(output: Any, context: RankContext) -> Any:
+    """Every rank of the pipeline gets the output that the rank of the last stage holds (or its None)."""
+    group, control, source = context.groups.pipeline, context.groups.pipeline_control, context.output_rank
     if dist.get_world_size(group) == 1:
         return output
-    is_source = dist.get_rank() == source
+    is_source = context.rank == source
     leaves: list[Any] = []
     structure: list[Any] = [None]
     if is_source and output is not None:
@@ -113,7 +111,7 @@ def share_output(
         [TensorSpec.of(t) for t in tensors] if is_source else None, sum(are_tensors), source, control
     )
     if not is_source:
-        tensors = [spec.empty(device) for spec in specs]
+        tensors = [spec.empty(context.device) for spec in specs]
     for tensor in tensors:
         broadcast_tensor(tensor, source, group)
     if is_source:

@@ -382,6 +382,11 @@ class FailureBoard:
         )
 
 
+def ranks_in_words(ranks: Collection[int]) -> str:
+    """`rank 3`, or `ranks 0, 1, 2`."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"
+
+
 def any_failed() -> bool:
     """Whether a job of this process has failed."""
     return _num_failures > 0

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from penstock.planning.layout import Layout
 
-from .channel import Kind
+from .boundary.p2p import Message
 from .closing import abort_groups, destroy_groups
 from .devices import default_timeout, transport
 
@@ -93,10 +93,10 @@ class Groups:
                 self.last_stages = group
         self.reduction = {ranks: self._new(ranks, "reduction") for ranks in sorted(set(reduction))}
 
-    def line(self, cut: int, kind: Kind) -> dist.ProcessGroup:
-        """The group that carries messages of `kind` over `cut`. Step notices and headers are read by the host, so they
-        go from CPU to CPU."""
-        return self.pipeline_control if kind <= Kind.HEADER else self._lines[(cut, kind.downstream)]
+    def line(self, cut: int, kind: Message) -> dist.ProcessGroup:
+        """The group that carries messages of `kind` over `cut`. Headers are read by the host, so they go from CPU
+        to CPU."""
+        return self.pipeline_control if kind is Message.HEADER else self._lines[(cut, kind.downstream)]
 
     def warm_up(self) -> None:
         """Make the communicators of all collectives on an accelerator now, in one order on all ranks: one made lazily

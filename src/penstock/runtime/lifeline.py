@@ -143,7 +143,7 @@ class Ring:
             self._take_leave()
 
     def stop(self, leave: bool = True) -> None:
-        """End `serve`, soon. With `leave` it takes leave of the neighbours, which then do not take this rank for lost."""
+        """End `serve`, soon. With `leave` it takes leave of the neighbours: it is then not taken for lost."""
         self._leaves = leave
         self._closed = True
         with contextlib.suppress(OSError):

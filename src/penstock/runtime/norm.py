@@ -8,10 +8,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from penstock.planning.layout import Layout
-
-from .failure import FailureBoard
-from .groups import Groups
+from .context import RankContext
 from .holders import HeldParameter
 
 
@@ -21,23 +18,15 @@ class GradientNorm:
     `held` is what this rank holds.
     """
 
-    def __init__(
-        self,
-        held: Sequence[HeldParameter],
-        layout: Layout,
-        rank: int,
-        groups: Groups,
-        device: torch.device,
-        board: FailureBoard,
-    ):
+    def __init__(self, held: Sequence[HeldParameter], context: RankContext):
         self._parameters = [parameter.parameter for parameter in held]
         # Each logical parameter is counted by one rank.
-        place = layout.place_of(rank)
-        self._counted = [p.parameter for p in held if p.counted_by(rank, place.tensor_parallel_rank)]
-        self._ranks = range(layout.world_size)
-        self._groups = groups
-        self._device = device
-        self._board = board
+        tensor_parallel_rank = context.place.tensor_parallel_rank
+        self._counted = [p.parameter for p in held if p.counted_by(context.rank, tensor_parallel_rank)]
+        self._ranks = context.everyone
+        self._groups = context.groups
+        self._device = context.device
+        self._board = context.board
 
     def clip(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> torch.Tensor:
         """Scale this rank's gradients so that the whole model's norm is at most `max_norm`.

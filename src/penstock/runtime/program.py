@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from penstock.schedule.actions import Action, Kind, Schedule
 from penstock.schedule.communication import Posts, posts_of, sufficient_window
 
-from .channel import SENDS_AHEAD
-
-# For each stage, its microbatches in forward and in backward order.
-Orders = Mapping[int, tuple[Sequence[int], Sequence[int]]]
+from .boundary.boundaries import Orders
+from .boundary.p2p import SENDS_AHEAD
 
 
 @dataclass(frozen=True)
@@ -29,7 +27,7 @@ class Program:
         final_weights: positions at which a stage's last weight gradients are computed.
         sends_ahead: `SENDS_AHEAD`, or more if the schedule needs more messages under way, lest it gets stuck.
         posts: for each action, which receives are posted there. Empty where they are posted as far ahead as there is
-            room, see `Channel.receives_ahead`.
+            room, see `P2PChannels.receives_ahead`.
     """
 
     actions: Sequence[Action]

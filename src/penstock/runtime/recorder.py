@@ -14,7 +14,7 @@ import torch.distributed as dist
 from penstock.schedule.events import EventKind, TimedEvent, with_waits
 from penstock.schedule.timeline import write_timeline
 
-from .channel import Channel
+from .boundary.p2p import P2PChannels
 from .failure import FailureBoard
 
 # Waits shorter than this are the cost of looking, not waiting.
@@ -32,18 +32,18 @@ class Recorder:
     def recording(
         self,
         step: Generator[Any, None, None],
-        channel: Channel,
+        channels: P2PChannels,
         board: FailureBoard,
         group: dist.ProcessGroup,
         path: str | os.PathLike[str] | None,
     ) -> Generator[Any, None, None]:
         """Run `step` and record it; if a path is given, write there what all ranks of `group` recorded."""
         self._events.clear()
-        channel.on_wait = self.wait
+        channels.on_wait = self.wait
         try:
             yield from step
         finally:
-            channel.on_wait = None
+            channels.on_wait = None
         with board.aborting():
             events = self._gather(group)
             if path is not None:

@@ -106,9 +106,10 @@ class GradientReducer:
             if method is not None:
                 method(parameter)
 
-        for bucket in self._buckets:
-            for parameter in bucket.parameters:
-                parameter.register_post_accumulate_grad_hook(hook)
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(hook)
+            for bucket in self._buckets for parameter in bucket.parameters
+        ]  # fmt: skip
 
     @property
     def active(self) -> bool:
@@ -202,6 +203,12 @@ class GradientReducer:
         self._groups = {}
         for bucket in self._buckets:
             bucket.work = None
+
+    def remove_hooks(self) -> None:
+        """Leave the parameters as they were."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
 
     def _launch(self, bucket: Bucket) -> None:
         self._next += 1

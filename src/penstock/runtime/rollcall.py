@@ -19,22 +19,22 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from .failure import FailureBoard, PipelineFailure
-from .interrupts import Interrupts
+from .context import RankContext
+from .failure import PipelineFailure, ranks_in_words
 
 # How long ranks that do different things wait for a signal that some of them have had already.
 PATIENCE = 3.0
 # How long a rank with a signal of its own waits for the others to come to the roll call.
 INTERRUPTED_PATIENCE = 10.0
 PAUSE = 0.02
-MAX_FACTS = 8
+MAX_FACTS = 9
 
 
 class Call(IntEnum):
@@ -82,20 +82,18 @@ class RollCall:
         number: how many roll calls of the whole world agreed, alike on all ranks.
     """
 
-    def __init__(
-        self, pipeline: dist.ProcessGroup, world: dist.ProcessGroup, board: FailureBoard, interrupts: Interrupts
-    ):
-        """`pipeline` joins the ranks of this pipeline, `world` all; they may be the same. Both are on the CPU."""
+    def __init__(self, context: RankContext):
+        pipeline, world = context.groups.crew_control, context.groups.world_control
         groups = [group for group in dict.fromkeys((pipeline, world)) if dist.get_world_size(group) > 1]
         self._groups: list[dist.ProcessGroup] = groups
         self._ranks = [dist.get_process_group_ranks(group) for group in groups]
         # How many of them a call of this pipeline alone concerns.
         self._num_own = int(pipeline in groups)
-        self._rank = dist.get_rank()
-        self._board = board
-        self._interrupts = interrupts
+        self._rank = context.rank
+        self._board = context.board
+        self._interrupts = context.interrupts
         self.number = 0
-        board.on_abort(self._groups.clear)
+        context.board.on_abort(self._groups.clear)
 
     def begin(self, call: Call, facts: Sequence[int] = (), everyone: bool = True) -> Pending:
         """Say that this rank is about to make `call`; `facts` are numbers to hand to the others.
@@ -226,8 +224,3 @@ def _mismatch(calls: Mapping[int, int]) -> str:
         f"{', '.join(said)}: every rank of a pipeline must make the same calls in the same order (a call inside "
         "`if rank == 0:` is made by one rank only)"
     )
-
-
-def ranks_in_words(ranks: Collection[int]) -> str:
-    """`rank 3`, or `ranks 0, 1, 2`."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"

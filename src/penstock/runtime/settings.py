@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -16,10 +16,11 @@ from torch import nn
 
 from penstock.planning.layout import Layout
 
+from .boundary.tensors import DTYPES
+from .context import RankContext
+from .failure import ranks_in_words
 from .holders import HeldParameter
-from .rollcall import ranks_in_words
-from .step import requires_grad
-from .transfer import DTYPES
+from .stages import requires_grad
 
 MODULUS = 1 << 62
 
@@ -42,6 +43,7 @@ class Settings(NamedTuple):
         loss_scale: the bits of the number.
         reduces: whether gradients are summed at the end of the step; not inside `no_sync()`.
         frozen, frozen_here: see `FrozenParameters`.
+        trainable: a digest of which of this rank's parameters are trainable.
     """
 
     fingerprint: int
@@ -52,6 +54,7 @@ class Settings(NamedTuple):
     reduces: int = 1
     frozen: int = 0
     frozen_here: int = 0
+    trainable: int = 0
 
     def compare(self, said: Mapping[int, Sequence[int]], layout: Layout) -> bool:
         """Compare what every rank said.
@@ -89,6 +92,20 @@ class Settings(NamedTuple):
             together.setdefault((place.pipeline, place.rank_in_pipeline), set()).add(settings.frozen_here)
         frozen = sum(settings.frozen for settings in every.values()) % MODULUS
         return frozen == 0 and all(len(digests) == 1 for digests in together.values())
+
+
+def states_of_stages(said: Mapping[int, Sequence[int]], context: RankContext, training: bool) -> list[Hashable]:
+    """For each stage of this pipeline, what decides types and gradient flags of the values it sends; see `Boundaries`.
+
+    These are autocast, which is the same everywhere, and what is trainable in all stages up to this one.
+    """
+    states: list[Hashable] = []
+    trainable: tuple[int, ...] = ()
+    for stage in range(context.pipeline.num_stages):
+        theirs = Settings(*said[context.rank_of(stage)])
+        trainable = (*trainable, theirs.trainable)
+        states.append((training, theirs.autocast, trainable))
+    return states
 
 
 def _in_words(values: Mapping[int, int], words: Callable[[int], str], verb: str = " has ") -> str:
@@ -160,10 +177,10 @@ class FrozenParameters:
         self._parameters = [one.parameter for one in held]
         self._rank = rank
         self._flags: tuple[bool, ...] = ()
-        self._numbers = (0, 0)
+        self._numbers = (0, 0, 0)
 
-    def numbers(self) -> tuple[int, int]:
-        """This rank's `Settings.frozen` and `Settings.frozen_here`."""
+    def numbers(self) -> tuple[int, int, int]:
+        """This rank's `Settings.frozen`, `frozen_here` and `trainable`."""
         flags = tuple(map(requires_grad, self._parameters))
         if flags != self._flags:
             total = here = 0
@@ -172,7 +189,7 @@ class FrozenParameters:
                     digest = zlib.crc32(held.name.encode()) * 0x9E3779B97F4A7C15
                     total += digest * (len(held.ranks) - 1 if held.ranks[0] == self._rank else -1)
                     here += digest
-            self._flags, self._numbers = flags, (total % MODULUS, here % MODULUS)
+            self._flags, self._numbers = flags, (total % MODULUS, here % MODULUS, hash(flags) % MODULUS)
         return self._numbers
 
     def described(self) -> dict[str, bool]:

@@ -105,11 +105,24 @@ def require_agreement(facts: Mapping[str, Any], board: FailureBoard) -> None:
         )
 
 
-def shared_seed(groups: Groups) -> int:
-    """The seed of rank 0's random number generator, so that a user's manual_seed decides the run's dropout."""
-    shared = torch.tensor(torch.initial_seed() & ((1 << 62) - 1), dtype=torch.int64)
-    dist.broadcast(shared, 0, group=groups.world_control)
-    return int(shared)
+def shared_progress(groups: Groups, seed: int | None, step_number: int) -> tuple[int | None, int, int]:
+    """How far the run is: its dropout's seed and the number of training steps begun, the same on all ranks.
+
+    Args:
+        seed, step_number: this rank's; None for the seed on a rank that has not been part of the run.
+
+    Returns:
+        The first rank that has been part of the run, None if no rank has, the seed and the number of steps. The seed of
+        a new run is that of rank 0's generator, so that a user's manual_seed decides the run's dropout.
+    """
+    fresh = torch.initial_seed() & ((1 << 62) - 1)
+    mine = torch.tensor([seed is not None, fresh if seed is None else seed, step_number], dtype=torch.int64)
+    every = [torch.empty_like(mine) for _ in range(dist.get_world_size(groups.world_control))]
+    dist.all_gather(every, mine, group=groups.world_control)
+    told = [numbers.tolist() for numbers in every]
+    first = next((rank for rank, (is_live, _, _) in enumerate(told) if is_live), None)
+    _, shared, steps = told[first or 0]
+    return first, shared, steps
 
 
 def copy_from_first_holders(held: Sequence[HeldParameter], groups: Groups) -> None:

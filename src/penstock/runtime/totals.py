@@ -7,10 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from penstock.planning.layout import Layout
-
-from .failure import FailureBoard
-from .groups import Groups
+from .context import RankContext
 
 # Means that may make up one loss (BERT's pretraining has two).
 MAX_LOSS_TERMS = 16
@@ -24,20 +21,16 @@ class Totals:
         shared: whether there is another rank at all, which may know what this one does not.
     """
 
-    def __init__(self, layout: Layout, rank: int, groups: Groups, board: FailureBoard, device: torch.device):
-        place = layout.place_of(rank)
-        self.several = len(layout.pipelines) > 1
-        self.shared = layout.world_size > 1
-        self._speaks = (
-            place.rank_in_pipeline == layout.pipelines[place.pipeline].stage_to_rank[-1]
-            and place.tensor_parallel_rank == 0
-        )
-        self._everyone = range(layout.world_size)
-        self._groups = groups
-        self._board = board
+    def __init__(self, context: RankContext):
+        self.several = len(context.layout.pipelines) > 1
+        self.shared = context.layout.world_size > 1
+        self._speaks = context.holds_output and context.place.tensor_parallel_rank == 0
+        self._everyone = context.everyone
+        self._groups = context.groups
+        self._board = context.board
         self._sums = torch.zeros(3, dtype=torch.float64)
         self._work: dist.Work | None = None
-        self._on_host = device.type == "cpu"
+        self._on_host = context.device.type == "cpu"
         self._loss = torch.zeros(())
         self._loss_work: dist.Work | None = None
 

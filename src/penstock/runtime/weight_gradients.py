@@ -107,7 +107,7 @@ def install(model: nn.Module, queues: WeightGradientQueues) -> int:
     """
     uses = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
     deferring = {
-        kind: type(kind.__name__, (kind,), {"forward": make_forward(queues, transposed), "__module__": kind.__module__})
+        kind: type(kind.__name__, (kind,), _namespace(make_forward(queues, transposed), kind))
         for kind, transposed in ((nn.Linear, False), (Conv1D, True))
     }
     count = 0
@@ -116,11 +116,22 @@ def install(model: nn.Module, queues: WeightGradientQueues) -> int:
         # A tensor-parallel layer computes on its slice as its plain class does.
         kind = plain_class(module)
         if kind in deferring and alone:
-            namespace = {"forward": vars(deferring[kind])["forward"], "__module__": kind.__module__}
+            namespace = _namespace(vars(deferring[kind])["forward"], kind)
             sharded = kind is not type(module)
             module.__class__ = type(kind.__name__, (type(module),), namespace) if sharded else deferring[kind]
             count += 1
     return count
+
+
+def uninstall(model: nn.Module) -> None:
+    """Undo `install`."""
+    for module in model.modules():
+        if "_penstock_defers" in vars(type(module)):
+            module.__class__ = type(module).__bases__[0]
+
+
+def _namespace(forward: Callable[..., Any], kind: type) -> dict[str, Any]:
+    return {"forward": forward, "__module__": kind.__module__, "_penstock_defers": True}
 
 
 def make_forward(queues: WeightGradientQueues, transposed: bool) -> Callable[[Any, torch.Tensor], torch.Tensor]:

@@ -1,10 +1,10 @@
 """Messages between the ranks of one pipeline: asynchronous, tagged, received into buffers posted ahead.
 
-A *line* is one kind of message over one cut, and a rank's end of it either sends or receives. Messages of a line arrive
+A channel is one kind of message over one boundary, and a rank's end of it either sends or receives. Its messages arrive
 in the order they were sent. On gloo a payload moves only once its receive is posted, so receives are posted far ahead,
-and each line has its own tag. NCCL has no tags, and posting a receive starts a kernel that runs until the message is
+and each channel has its own tag. NCCL has no tags, and posting a receive starts a kernel that runs until the message is
 there: losses and gradients share a group, in the one order in which both sides come to them, and receives are posted
-where the program says (see `penstock.schedule.communication`). Notices and headers are for hosts, so they go over gloo.
+where the program says (see `penstock.schedule.communication`). Headers are for hosts, so they go over gloo.
 """
 
 from __future__ import annotations
@@ -19,38 +19,36 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from .failure import FailureBoard
-from .transfer import carried
+from ..failure import FailureBoard
+from .tensors import carried
 
 
-class Kind(IntEnum):
-    """What a message carries. Activations, headers and step notices go down the pipeline, the others up."""
+class Message(IntEnum):
+    """What a message carries. Headers and activations go down the pipeline, the others up."""
 
-    STEP = 0
-    HEADER = 1
-    ACTIVATION = 2
-    LOSS = 3
-    GRADIENT = 4
+    HEADER = 0
+    ACTIVATION = 1
+    LOSS = 2
+    GRADIENT = 3
 
     @property
     def downstream(self) -> bool:
-        return self <= Kind.ACTIVATION
+        return self <= Message.ACTIVATION
 
 
 NAMES = {
-    Kind.STEP: "step notices",
-    Kind.HEADER: "headers",
-    Kind.ACTIVATION: "activations",
-    Kind.LOSS: "losses",
-    Kind.GRADIENT: "gradients",
+    Message.HEADER: "headers",
+    Message.ACTIVATION: "activations",
+    Message.LOSS: "losses",
+    Message.GRADIENT: "gradients",
 }
 # Several tensors of one message get tags of their own.
-TAGS_PER_LINE = 64
-# Receives of a line that gloo may have posted before the one being waited for is used. One hides the latency, the
+TAGS_PER_CHANNEL = 64
+# Receives of a channel that gloo may have posted before the one being waited for is used. One hides the latency, the
 # second the jitter; more would only hold memory, so only small ones are posted further ahead: posting tells the sender,
 # which disturbs it while it computes.
 RECEIVES_AHEAD = 2
-# Messages that may be under way on a line. Once more than twice as many were sent, all but so many are waited for.
+# Messages that may be under way on a channel. Once more than twice as many were sent, all but so many are waited for.
 SENDS_AHEAD = 8
 
 
@@ -88,14 +86,14 @@ class _Works:
             work.wait()
 
 
-class Line:
-    """This rank's end of one kind of message over the cut between stage `cut` and stage `cut + 1`.
+class P2PChannel:
+    """This rank's end of one kind of message over the boundary between the stages `boundary` and `boundary + 1`.
 
     `posted` holds the receives that were posted and not waited for yet, each with its buffers.
     """
 
     __slots__ = (
-        "_channel",
+        "_channels",
         "_in_flight",
         "_name",
         "_peer",
@@ -108,19 +106,19 @@ class Line:
         "posted",
     )
 
-    def __init__(self, channel: Channel, cut: int, kind: Kind, group: dist.ProcessGroup, peer: int):
-        self._channel = channel
-        self._name = f"{NAMES[kind]} between stages {cut} and {cut + 1}"
+    def __init__(self, channels: P2PChannels, boundary: int, kind: Message, group: dist.ProcessGroup, peer: int):
+        self._channels = channels
+        self._name = f"{NAMES[kind]} between stages {boundary} and {boundary + 1}"
         send: _Transfer = group.send
         recv: _Transfer = group.recv
-        if channel.converts:
+        if channels.converts:
             send, recv = partial(_as_carried, send), partial(_as_carried, recv)
         # Nearly every message is one tensor, and that needs no `_Works`.
         self._send, self._send_each = send, partial(_Works, send)
         self._recv, self._recv_each = recv, partial(_Works, recv)
         self._peer = peer
         self._peer_in_group = dist.get_group_rank(group, peer)
-        self._tag = (cut * len(Kind) + kind) * TAGS_PER_LINE
+        self._tag = (boundary * len(Message) + kind) * TAGS_PER_CHANNEL
         self.posted: deque[tuple[list[torch.Tensor], Waitable]] = deque()
         self._in_flight: deque[tuple[list[torch.Tensor], Waitable]] = deque()
 
@@ -136,7 +134,7 @@ class Line:
     def receive(self) -> list[torch.Tensor]:
         """Wait for the oldest posted receive. On an accelerator only the stream waits."""
         buffers, work = self.posted.popleft()
-        channel = self._channel
+        channels = self._channels
         start = time.perf_counter()
         try:
             work.wait()
@@ -144,9 +142,9 @@ class Line:
             del work
             raise self._lost("receiving", error) from None
         end = time.perf_counter()
-        channel.seconds_waited += end - start
-        if channel.on_wait is not None:
-            channel.on_wait(start, end)
+        channels.seconds_waited += end - start
+        if channels.on_wait is not None:
+            channels.on_wait(start, end)
         return buffers
 
     def send(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -159,8 +157,8 @@ class Line:
         self._in_flight.append((sent, work))
         del work
         # Many at a time, which takes less than one by one.
-        if len(self._in_flight) > 2 * self._channel.sends_ahead:
-            self.release(self._channel.sends_ahead)
+        if len(self._in_flight) > 2 * self._channels.sends_ahead:
+            self.release(self._channels.sends_ahead)
 
     def release(self, keep: int = 0) -> None:
         """Wait for sends that must have arrived, all but the newest `keep`, and let go of their tensors."""
@@ -186,13 +184,14 @@ class Line:
         Whoever asks for it holds no work and no method of the group, as these keep connections open on which neighbours
         wait. What finished frames hold is dropped by the board.
         """
-        return self._channel.board.lost_connection(f"{doing} {self._name}", [self._peer], error)
+        return self._channels.board.lost_connection(f"{doing} {self._name}", [self._peer], error)
 
 
-class Channel:
-    """The lines of one rank.
+class P2PChannels:
+    """The channels of one rank.
 
-    `group_for(cut, kind)` gives the process group of a line, `peer_of(stage)` the global rank that holds a stage.
+    `group_for(boundary, kind)` gives the process group of a channel, `peer_of(stage)` the global rank that holds a
+    stage.
 
     Attributes:
         board: where a lost connection is reported.
@@ -206,7 +205,7 @@ class Channel:
 
     def __init__(
         self,
-        group_for: Callable[[int, Kind], dist.ProcessGroup],
+        group_for: Callable[[int, Message], dist.ProcessGroup],
         peer_of: Callable[[int], int],
         device: torch.device,
         board: FailureBoard,
@@ -214,7 +213,7 @@ class Channel:
         self._group_for = group_for
         self._peer_of = peer_of
         self._device = device
-        self._lines: dict[tuple[int, Kind], Line] = {}
+        self._channels: dict[tuple[int, Message], P2PChannel] = {}
         self.board = board
         self.sends_ahead = SENDS_AHEAD
         self.receives_ahead = RECEIVES_AHEAD if device.type == "cpu" else 0
@@ -222,24 +221,25 @@ class Channel:
         self.seconds_waited = 0.0
         self.on_wait: Callable[[float, float], None] | None = None
 
-    def line(self, cut: int, kind: Kind, upper: bool) -> Line:
-        """The line of `kind` over `cut`; `upper` if this rank holds the stage above the cut, `cut + 1`."""
-        line = self._lines.get((cut, kind))
-        if line is None:
-            peer = self._peer_of(cut if upper else cut + 1)
-            line = self._lines[cut, kind] = Line(self, cut, kind, self._group_for(cut, kind), peer)
-        return line
+    def channel(self, boundary: int, kind: Message, upper: bool) -> P2PChannel:
+        """That of `kind` over `boundary`; `upper` if this rank holds the stage above it, `boundary + 1`."""
+        channel = self._channels.get((boundary, kind))
+        if channel is None:
+            peer = self._peer_of(boundary if upper else boundary + 1)
+            group = self._group_for(boundary, kind)
+            channel = self._channels[boundary, kind] = P2PChannel(self, boundary, kind, group, peer)
+        return channel
 
-    def warm_up(self, cuts: Iterable[int], stages: Collection[int]) -> None:
-        """Send one number over each of `cuts`, down and up again, in one order on all ranks.
+    def warm_up(self, boundaries: Iterable[int], stages: Collection[int]) -> None:
+        """Send one number over each of `boundaries`, down and up again, in one order on all ranks.
 
-        Every rank of the pipeline calls this with the cuts between stages of different ranks, and its own stages.
+        Every rank of the pipeline calls this with the boundaries between stages of different ranks, and its own stages.
         """
-        for cut in cuts:
-            if cut not in stages and cut + 1 not in stages:
+        for boundary in boundaries:
+            if boundary not in stages and boundary + 1 not in stages:
                 continue
-            upper = cut + 1 in stages
-            down, up = self.line(cut, Kind.ACTIVATION, upper), self.line(cut, Kind.GRADIENT, upper)
+            upper = boundary + 1 in stages
+            down, up = (self.channel(boundary, kind, upper) for kind in (Message.ACTIVATION, Message.GRADIENT))
             if upper:
                 down.post_receive([torch.zeros(1, device=self._device)])
                 up.send(down.receive())
@@ -251,11 +251,11 @@ class Channel:
 
     def flush(self) -> None:
         """Wait until every send has left."""
-        for line in self._lines.values():
-            line.release()
+        for channel in self._channels.values():
+            channel.release()
 
     def clear(self) -> None:
         """Forget everything under way, and the groups."""
-        for line in self._lines.values():
-            line.clear()
-        self._lines.clear()
+        for channel in self._channels.values():
+            channel.clear()
+        self._channels.clear()

@@ -13,12 +13,12 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedModel
 
-from penstock.checkpoint import SavingRank, from_parallelized, save_parallelized
+from penstock.checkpoint import GroupComm, SavingRank, from_parallelized, save_parallelized
+from penstock.checkpoint.comm import OnceLost
 from penstock.config import Configuration
 from penstock.data.loader import prepare_dataloader
 from penstock.generation import generate
-from penstock.runtime.engine import Pipeline
-from penstock.runtime.relay import Relay
+from penstock.runtime.engine import Engine
 from penstock.runtime.rollcall import Call
 
 
@@ -29,8 +29,7 @@ class PipelineModel:
     it with gradients disabled returns one ordinary output for the whole batch.
     """
 
-    pipeline: Pipeline
-    relay: Relay
+    pipeline: Engine
     # What `initialize()` was asked for; None if the plugin parallelised the model.
     configuration: Configuration | None = None
 
@@ -50,8 +49,8 @@ class PipelineModel:
             PipelineFailure: a rank of the job was lost or failed; names the rank and its cause.
         """
         inputs = self._bind(args, kwargs)
-        if self.relay.running:
-            return self.relay.forward(inputs)
+        if self.pipeline.decoding.running:
+            return self.pipeline.decoding.forward(inputs)
         if torch.is_grad_enabled():
             return self.pipeline.train(inputs)
         return self.pipeline.evaluate(inputs)
@@ -99,7 +98,7 @@ class PipelineModel:
         Takes `save_pretrained`'s arguments. Every rank calls it. See `penstock.checkpoint.save_parallelized`.
         """
         pipeline = self.pipeline
-        world, ranks = pipeline.comms()
+        world, ranks = checkpoint_comms(pipeline)
         with pipeline.saving():
             save_parallelized(
                 cast(PreTrainedModel, self),
@@ -116,7 +115,7 @@ class PipelineModel:
     def from_parallelized(self, directory: str | os.PathLike[str], variant: str | None = None) -> PipelineModel:
         """Load what `save_parallelized` wrote, from any number of stages and tensor-parallel ranks, into this model;
         returns it. `variant` is the one it was saved with."""
-        comm = self.pipeline.comms()[0]
+        comm, _ = checkpoint_comms(self.pipeline)
         with self.pipeline.together(Call.LOAD):
             from_parallelized(cast(PreTrainedModel, self), directory, world_comm=comm, variant=variant)
         return self
@@ -132,7 +131,26 @@ class PipelineModel:
         return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
-def attach(model: PreTrainedModel, pipeline: Pipeline) -> PreTrainedModel:
+def checkpoint_comms(pipeline: Engine) -> tuple[GroupComm, GroupComm]:
+    """How all ranks, and the ranks of this pipeline, talk about checkpoints."""
+    pipeline.check_open()
+    guard = OnceLost(pipeline.board.guard)
+    return GroupComm(pipeline.groups.world_control, guard), GroupComm(pipeline.groups.crew_control, guard)
+
+
+def saving_rank(pipeline: Engine) -> SavingRank:
+    """Where this rank stands among those that save."""
+    place = pipeline.place
+    return SavingRank(
+        place.rank_in_pipeline,
+        pipeline.context.pipeline.num_ranks,
+        is_writer=place.pipeline == 0,
+        tensor_parallel_rank=place.tensor_parallel_rank,
+        tensor_parallel_size=pipeline.layout.tensor_parallel_size,
+    )
+
+
+def attach(model: PreTrainedModel, pipeline: Engine) -> PreTrainedModel:
     """Make `model` a PipelineModel driven by `pipeline`: the same object, its class a subclass with the same name."""
     if pipeline.rank == 0:
         _warn_of_batch_statistics(model)
@@ -140,20 +158,7 @@ def attach(model: PreTrainedModel, pipeline: Pipeline) -> PreTrainedModel:
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
     model.__class__ = type(kind.__name__, (PipelineModel, kind), names)
     model.pipeline = pipeline
-    model.relay = Relay(pipeline)
     return model
-
-
-def saving_rank(pipeline: Pipeline) -> SavingRank:
-    """Where this rank stands among those that save."""
-    place, layout = pipeline.place, pipeline.layout
-    return SavingRank(
-        place.rank_in_pipeline,
-        layout.pipelines[place.pipeline].num_ranks,
-        is_writer=place.pipeline == 0,
-        tensor_parallel_rank=place.tensor_parallel_rank,
-        tensor_parallel_size=layout.tensor_parallel_size,
-    )
 
 
 def _warn_of_batch_statistics(model: PreTrainedModel) -> None:

@@ -1,4 +1,4 @@
-"""The executor: an interpreter of one rank's schedule, written as a generator.
+"""A training step: an interpreter of one rank's schedule, written as a generator.
 
 It runs actions until a backward of the rank's top stage is due, yields that microbatch's output, and goes on once the
 caller has called `.backward()` on its loss. Everything else, receiving, sending, inner backwards, deferred weight
@@ -17,10 +17,10 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Generator, Hashable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,18 +28,17 @@ from penstock.modeling.graph.loss import Criterion
 from penstock.schedule.actions import Kind
 from penstock.schedule.communication import Step
 
-from .cuts import LOSS_DTYPE
-from .ending import sum_over_pipelines
-from .failure import PipelineFailure
-from .gate import copied, gate_loss, proxy_loss
+from .boundary.boundaries import LOSS_DTYPE
+from .context import RankContext
+from .failure import PipelineFailure, ranks_in_words
+from .gradients import Gradients
 from .inputs import StepInputs
 from .precision import autocast_now, multiply_gradients
 from .program import Program
 from .recorder import Recorder
 from .reduction import ReductionReport
-from .rollcall import ranks_in_words
-from .station import StageOpener, Station
-from .step import Live, StageOutput, StepReport, requires_grad
+from .stages import LiveMicrobatch, StageExecutor, StageOutput, copied, hook_loss, proxy_loss, requires_grad
+from .totals import Totals
 
 # What a rank that a signal ended says of its position, which is then not the others'.
 INTERRUPTED = "interrupted"
@@ -52,37 +51,95 @@ class LoopError(RuntimeError):
     order."""
 
 
+class Begun(NamedTuple):
+    """What a rank knows once all ranks have begun a step.
+
+    Attributes:
+        attempt: a number of the step that is the same on all ranks.
+        states: see `Boundaries.begin`.
+    """
+
+    attempt: int
+    states: Sequence[Hashable]
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """A training step as this rank saw it.
+
+    The losses are tensors of shape () where the stage computes, so that no host waits for them until it reads `loss` or
+    `global_loss`.
+
+    Attributes:
+        own_sum: sum of the losses it yielded (this pipeline's share of the global batch's loss).
+        global_sum: the global batch's loss, over all pipelines; the same on every rank.
+        seconds: duration.
+        bubble: share of it this rank spent waiting for other stages; None on an accelerator, whose host does not wait.
+        num_microbatches: microbatches of this pipeline.
+        reduction: what gradient reduction took; None under `no_sync` or where nothing is shared.
+    """
+
+    own_sum: torch.Tensor
+    global_sum: torch.Tensor
+    seconds: float
+    bubble: float | None
+    num_microbatches: int
+    reduction: ReductionReport | None
+
+    @property
+    def loss(self) -> float:
+        """The value of `own_sum`."""
+        return float(self.own_sum)
+
+    @property
+    def global_loss(self) -> float:
+        """The value of `global_sum`."""
+        return float(self.global_sum)
+
+
 class TrainingStep:
-    """One training step of one rank. Iterate over `run()`; then read `report`."""
+    """One training step of one rank. Iterate over `run()`; then read `report`.
+
+    Args:
+        context, stages, gradients, totals: this rank's parts of the engine.
+        seed: the run's, for dropout.
+        loss_scale: what losses are multiplied with in the backward.
+    """
 
     def __init__(
         self,
-        station: Station,
+        context: RankContext,
+        stages: StageExecutor,
+        gradients: Gradients,
+        totals: Totals,
         program: Program,
         inputs: StepInputs,
         *,
+        seed: int = 0,
         criterion: Criterion | None = None,
         reduce_gradients: bool = True,
         loss_scale: float = 1.0,
         recorder: Recorder | None = None,
     ):
-        self._station = station
+        self._context, self._board, self._interrupts = context, context.board, context.interrupts
+        self._stages, self._channels = stages, stages.boundaries.channels
+        self._below, self._above = stages.boundaries.below, stages.boundaries.above
+        self._gradients, self._queues, self._reducer = gradients, gradients.queues, gradients.reducer
+        self._totals = totals
         self._program = program
         self._posts = program.posts
-        self._below, self._above = station.exchange.below, station.exchange.above
-        self._loss_cut = station.exchange.top
         self._inputs = inputs
+        self._seed = seed
         self._criterion = criterion
         self._reduce = reduce_gradients
-        self._anything_shared = station.reducer.active
+        self._anything_shared = self._reducer.active
         # Whether the queues or the reducer want to know which backward is under way.
         self._marks_backwards = program.splits_backward or self._anything_shared
         self._loss_scale = loss_scale
         self._recorder = recorder
-        self._live: dict[tuple[int, int], Live] = {}
+        self._live: dict[tuple[int, int], LiveMicrobatch] = {}
         self._total_counts: Sequence[int] | None = None
         self._position = 0
-        self._interrupts = station.interrupts
         # What a signal's handler raised where the step may end; whether all ranks have met at the end.
         self._interruption: BaseException | None = None
         self._concluded = False
@@ -96,14 +153,12 @@ class TrainingStep:
         self._fault: str | None = None
         self._losses: list[torch.Tensor] = []
         self._incoming: torch.Tensor | None = None
-        self._autocast = autocast_now(station.device)
-        self._autocasting = torch.is_autocast_enabled(station.device.type)
-        self._in_half = torch.float16 in (
-            station.split.dtype,
-            self._autocasting and torch.get_autocast_dtype(station.device.type),
-        )
-        self._random = station.split.random
-        self._proxy_dtype = torch.float64 if station.split.dtype == torch.float64 else torch.float32
+        self._autocast = autocast_now(context.device)
+        self._autocasting = torch.is_autocast_enabled(context.device.type)
+        half = self._autocasting and torch.get_autocast_dtype(context.device.type)
+        self._in_half = torch.float16 in (stages.split.dtype, half)
+        self._random = stages.split.random
+        self._proxy_dtype = torch.float64 if stages.split.dtype == torch.float64 else torch.float32
         self.report: StepReport | None = None
 
     @property
@@ -123,19 +178,19 @@ class TrainingStep:
         """Which training step this is, counted from 0 alike on all ranks: it seeds dropout."""
         self._inputs = replace(self._inputs, number=number)
 
-    def run(self, all_begin: Callable[[], int] = int) -> Generator[Any, None, None]:
+    def run(self, all_begin: Callable[[], Begun]) -> Generator[Any, None, None]:
         """Run the step, yielding each microbatch's output when its backward is due.
 
         Args:
-            all_begin: waits until all ranks have begun the step; called before the first message. Returns a number of
-                the step that is the same on all ranks. What it raises ends a step that no rank has begun.
+            all_begin: waits until all ranks have begun the step; called before the first message. What it raises ends
+                a step that no rank has begun.
         """
-        station, interrupts = self._station, self._interrupts
+        board, interrupts = self._board, self._interrupts
         self._started = time.perf_counter()
-        waited = station.channel.seconds_waited
+        waited = self._channels.seconds_waited
         self._all_begin = all_begin
         name = "training step" if self._reduce else "training step under no_sync()"
-        station.board.position.enter(name, world=True, detail=self)
+        board.position.enter(name, world=True, detail=self)
         try:
             for position, action in enumerate(self._program.actions):
                 kind, stage, microbatch = action.kind, action.stage, action.microbatch
@@ -151,8 +206,8 @@ class TrainingStep:
                     self._weight_gradients(stage, microbatch)
                 elif stage == self._program.top:
                     yield self._open_backward(microbatch)
-                    if station.board.failed is not None:
-                        station.board.check()
+                    if board.failed is not None:
+                        board.check()
                     if not self._called:
                         raise LoopError(
                             f"backward() was not called on the loss of microbatch {microbatch}; call it exactly once "
@@ -186,10 +241,10 @@ class TrainingStep:
                     with contextlib.suppress(PipelineFailure):
                         self._leave(f"{type(error).__name__} {error}".strip())
             elif error is not self._refusal:
-                station.board.abort(f"{type(error).__name__}: {error}")
+                board.abort(f"{type(error).__name__}: {error}")
             raise
         finally:
-            station.board.position.leave()
+            board.position.leave()
 
     @property
     def progress(self) -> int:
@@ -204,54 +259,43 @@ class TrainingStep:
     # -- the actions -----------------------------------------------------------------------------------------------
 
     def _forward(self, stage: int, microbatch: int) -> None:
-        # The first stage computes while the ranks come together, unless it needs to know the loss's terms.
-        early = not self._begun and stage == 0 != self._program.last
-        received = [] if early else self._take_activations(stage, microbatch)
-        live = self._live[stage, microbatch] = Live(received)
+        last = stage == self._program.last
+        before_send = None
+        if not self._begun:
+            # The first stage computes while the ranks come together, unless it needs to know the loss's terms.
+            if stage or last:
+                self._begin()
+            else:
+                before_send = self._begin
+        inputs = self._inputs
+        what: Any = inputs.plans[microbatch], stage, microbatch, inputs.microbatches[microbatch]
+        how: dict[str, Any] = {
+            "before_send": before_send,
+            "seed": inputs.seed(self._seed, microbatch) if self._random else None,
+            "shares": self._shares(microbatch) if last else None,
+            "criterion": self._criterion,
+            "host": inputs.hosts[microbatch],
+        }
         if self._autocasting or not torch.is_grad_enabled():
             with torch.enable_grad(), self._autocast():
-                output, sent = self._compute(stage, microbatch, received)
+                output, received, sent = self._stages.forward(*what, **how)
         else:
-            output, sent = self._compute(stage, microbatch, received)
-        if early:
-            self._take_activations(stage, microbatch)
-        if stage == self._program.last:
+            output, received, sent = self._stages.forward(*what, **how)
+        live = self._live[stage, microbatch] = LiveMicrobatch(received)
+        if last:
             live.output, live.loss = output, output.loss
         else:
             live.sent = list(filter(requires_grad, sent))
-            self._above[stage].give_activations(microbatch, sent)
-
-    def _compute(self, stage: int, microbatch: int, received: list[torch.Tensor]) -> tuple[Any, Sequence[torch.Tensor]]:
-        inputs = self._inputs
-        return self._station.split.forward(
-            inputs.plans[microbatch],
-            stage,
-            inputs.microbatches[microbatch],
-            received,
-            seed=inputs.seed(self._station.seed, microbatch) if self._random else None,
-            shares=self._shares(microbatch) if stage == self._program.last else None,
-            criterion=self._criterion,
-            host=inputs.hosts[microbatch],
-        )
-
-    def _take_activations(self, stage: int, microbatch: int) -> list[torch.Tensor]:
-        if not self._begun:
-            self._begin()
-        if stage not in self._opener.states:
-            self._opener.open(stage)
-        if stage == self._program.last and self._total_counts is None:
-            self._total_counts = self._station.totals.counts(self._inputs.total_counts())
-        return self._below[stage].take_activations(microbatch)
 
     def _post(self, users: Sequence[Step]) -> None:
-        """Post the receives of the messages that `users` will use. Where the schedule does not say, `cuts` does."""
+        """Post the receives of the messages that `users` will use, if the program says where."""
         if users:
             if not self._begun:
                 self._begin()
-            self._opener.post(users)
+            self._stages.boundaries.post(users)
 
     def _open_backward(self, microbatch: int) -> Any:
-        """The output to yield for `microbatch`, its loss gated so that the backward is noticed."""
+        """The output to yield for `microbatch`, its loss hooked so that the backward is noticed."""
         stage = self._program.top
         live = self._live[stage, microbatch]
         self._open, self._called = microbatch, False
@@ -261,15 +305,15 @@ class TrainingStep:
             # A copy: the loop's body may change the loss in place.
             value = copied(live.loss.detach(), LOSS_DTYPE)
             output = live.output
-            gated = gate_loss(live.loss, on_backward, self._loss_scale)
-            if gated is not live.loss:
-                output.loss = gated
+            hooked = hook_loss(live.loss, on_backward, self._loss_scale)
+            if hooked is not live.loss:
+                output.loss = hooked
             live.output = live.loss = None
         else:
-            assert self._loss_cut is not None
-            value = self._loss_cut.take_loss()
+            assert self._stages.boundaries.top is not None
+            value = self._stages.boundaries.top.recv_loss()
             output = StageOutput(proxy_loss(value, self._proxy_dtype, live.sent, on_backward))
-        self._below[stage].give_loss(value)
+        self._below[stage].send_loss(value)
         self._losses.append(value)
         return output
 
@@ -293,9 +337,9 @@ class TrainingStep:
         live = self._live[top, microbatch]
         if live.leaves:
             # At the end of this backward, so that the stage below need not wait for the rest of the loop's body.
-            give = partial(self._give_gradients, top, microbatch, live)
-            torch.autograd.Variable._execution_engine.queue_callback(give)
-        gradients = () if top == self._program.last else self._above[top].take_gradients(microbatch)
+            send = partial(self._send_backward, top, microbatch, live)
+            torch.autograd.Variable._execution_engine.queue_callback(send)
+        gradients = () if top == self._program.last else self._above[top].recv_backward(microbatch)
         self._interrupts.busy = False
         return gradients
 
@@ -303,7 +347,7 @@ class TrainingStep:
         """The backward of a stage below the rank's top one, which no user sees."""
         if self._marks_backwards:
             self._enter_backward(stage, microbatch)
-        gradients = self._above[stage].take_gradients(microbatch)
+        gradients = self._above[stage].recv_backward(microbatch)
         if gradients:
             torch.autograd.backward(self._live[stage, microbatch].sent, gradients)
         self._finish_backward(stage, microbatch)
@@ -312,112 +356,135 @@ class TrainingStep:
         program = self._program
         if program.splits_backward:
             if self._position in program.whole_backwards:
-                self._station.queues.open_at_once()
+                self._queues.open_at_once()
             else:
-                self._station.queues.open(stage, microbatch)
+                self._queues.open(stage, microbatch)
         if self._anything_shared:
             final = self._position == program.final_backward and self._reduce
-            self._station.reducer.enter_backward(final)
+            self._reducer.enter_backward(final)
 
     def _finish_backward(self, stage: int, microbatch: int) -> None:
         if self._program.splits_backward:
-            self._station.queues.close()
+            self._queues.close()
         live = self._live.pop((stage, microbatch))
         if live.leaves and not live.answered:
-            self._give_gradients(stage, microbatch, live)
+            self._send_backward(stage, microbatch, live)
         if self._anything_shared and self._position == self._program.final_backward:
-            self._station.reducer.after_last_message()
+            self._reducer.after_last_message()
 
-    def _give_gradients(self, stage: int, microbatch: int, live: Live) -> None:
-        """Send the gradients of what this stage received; zeros where nothing here depended on it."""
+    def _send_backward(self, stage: int, microbatch: int, live: LiveMicrobatch) -> None:
         live.answered = True
-        gradients = []
-        for leaf in live.leaves:
-            gradients.append(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)
-        self._below[stage].give_gradients(microbatch, gradients)
+        # Zeros where nothing here depended on what was received.
+        gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in live.leaves]
+        self._below[stage].send_backward(microbatch, gradients)
 
     def _weight_gradients(self, stage: int, microbatch: int) -> None:
         waited_for = self._anything_shared and self._reduce and self._position in self._program.final_weights
-        self._station.queues.run(stage, microbatch, self._station.reducer.ready if waited_for else None)
+        self._queues.run(stage, microbatch, self._reducer.ready if waited_for else None)
 
     # -- the loss --------------------------------------------------------------------------------------------------
 
     def _shares(self, microbatch: int) -> Sequence[float]:
         """What part of each of the global batch's means this microbatch is."""
         rule = self._inputs.plans[microbatch].loss
-        assert rule is not None and self._total_counts is not None
+        assert rule is not None
+        if self._total_counts is None:
+            self._total_counts = self._totals.counts(self._inputs.total_counts())
         return rule.shares(self._inputs.counts[microbatch], self._total_counts)
 
     # -- the ends of the step --------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
         """Wait until all ranks have begun the step, and make ready for its messages and gradients."""
-        station = self._station
         try:
-            self._attempt = self._all_begin()
+            self._attempt, states = self._all_begin()
         except BaseException as error:
             self._refusal = error
-            station.board.position.retract()
+            self._board.position.retract()
             raise
         self._begun = True
-        station.channel.sends_ahead = self._program.sends_ahead
-        station.reducer.begin()
-        # An interrupt in an earlier step may have left some.
-        station.queues.clear()
-        # Gradients left from an earlier step must have the scale of those that are added to them.
-        multiply_gradients(station.parameters, self._loss_scale)
-        with self._autocast():
-            self._opener = StageOpener(station, self._program.orders, self._inputs)
+        self._channels.sends_ahead = self._program.sends_ahead
+        self._gradients.begin(self._loss_scale)
+        inputs = self._inputs
+        num_values = [len(values) for values in inputs.plans[0].boundaries] if inputs.plans else []
+        self._stages.boundaries.begin(self._program.orders, inputs.signatures, num_values, states)
 
     def _finish(self, waited: float) -> None:
-        waited = self._station.channel.seconds_waited - waited
+        waited = self._channels.seconds_waited - waited
         loss, global_loss, reduction = self._conclude(left=False)
         if reduction is not None and self._recorder is not None:
             self._recorder.reductions(reduction.intervals)
         seconds = time.perf_counter() - self._started
-        on_cpu = self._station.device.type == "cpu"
+        on_cpu = self._context.device.type == "cpu"
         bubble = waited / seconds if on_cpu and seconds > 0 else None
         self.report = StepReport(loss, global_loss, seconds, bubble, len(self._losses), reduction)
 
     def _conclude(self, left: bool) -> tuple[torch.Tensor, torch.Tensor, ReductionReport | None]:
         """Meet all ranks at the end of the step, which this one may have left early."""
-        station = self._station
         if self._total_counts is None and self._program.top == self._program.last:
             # Not a single microbatch here, but the other pipelines need to hear so.
-            self._total_counts = station.totals.counts(())
-        station.channel.flush()
-        scaled = station.scaling.note(self._incoming, self._in_half)
-        loss, global_loss, reduction, num_left = sum_over_pipelines(
-            station, self._losses, scaled, self._reduce, self._loss_scale, left
-        )
+            self._total_counts = self._totals.counts(())
+        self._channels.flush()
+        scaled = self._gradients.scaling.note(self._incoming, self._in_half)
+        own, loss, reduction, num_left = self._sum_over_pipelines(scaled, left)
         self._concluded = True
-        if 0 < num_left < len(station.everyone):
+        if 0 < num_left < len(self._context.everyone):
             self._settle(left)
-        return loss, global_loss, reduction
+        return own, loss, reduction
+
+    def _sum_over_pipelines(
+        self, scaled: bool, left: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, ReductionReport | None, int]:
+        """Complete the gradients, and sum the loss. Every rank does this, also one without any microbatch.
+
+        Args:
+            scaled: whether the caller scaled the losses on this rank; it is enough that one rank knows.
+            left: whether this rank left the step early. Its gradients are worth nothing then, but it is counted on.
+
+        Returns:
+            This pipeline's loss and that of the global batch (shape (), where the stage computes), what the reduction
+            took (None without one), and how many ranks left the step early.
+        """
+        totals, reducer, report = self._totals, self._reducer, None
+        if self._reduce:
+            reducer.launch_rest()
+        nothing = torch.zeros((), dtype=LOSS_DTYPE, device=self._context.device)
+        own = loss = torch.stack(self._losses).sum() if self._losses else nothing
+        num_left = int(left)
+        if totals.shared:
+            # Behind every bucket, which is one order on all ranks, and under way while they are waited for.
+            totals.start(loss, scaled, left)
+        if self._reduce and reducer.active:
+            report = reducer.finish()
+        if totals.shared:
+            loss, scaled, num_left = totals.finish()
+        multiply_gradients(self._gradients.parameters, 1.0 / self._loss_scale)
+        if self._reduce and scaled and not num_left:
+            self._gradients.norm.share_overflow()
+        return own, loss, report, num_left
 
     def _settle(self, left: bool) -> None:
         """Some ranks left the step and others came to its end: all leave it if what ended it reaches them now."""
-        station = self._station
         if not left and self._interrupts.wait(LATE_SIGNAL):
             with contextlib.suppress(BaseException):  # kept, and raised below
                 self._call_handlers()
-        gone = station.totals.ask(left or self._interruption is not None)
-        ran_on = [rank for rank in station.everyone if not gone[rank]]
+        gone = self._totals.ask(left or self._interruption is not None)
+        ran_on = [rank for rank in self._context.everyone if not gone[rank]]
         if not ran_on:
             if self._interruption is not None:
                 raise self._interruption
             return
         if left:
-            raise station.board.abort(
+            raise self._board.abort(
                 f"left the training step at microbatch {self.microbatch}, but {ranks_in_words(ran_on)} ran it to its "
                 f"end ({self._why})"
             )
         # The ranks that left close their groups now, after saying why.
-        station.totals.ask(0)
+        self._totals.ask(0)
 
     def _interruption_point(self) -> None:
         """Where a signal may end the step, as nothing is half done."""
-        if self._interrupts.pending and self._begun and not self._station.computes_together:
+        if self._interrupts.pending and self._begun and not self._context.computes_together:
             self._call_handlers()
 
     def _call_handlers(self) -> None:
@@ -429,21 +496,21 @@ class TrainingStep:
 
     def _leave(self, why: str) -> None:
         """The step ends early on this rank: run what is left of its communication without computing."""
-        station, self._why = self._station, why
-        if station.board.failed is not None:
+        self._why = why
+        if self._board.failed is not None:
             return
         left_at = f"microbatch {self._open}, backward {'called' if self._called else 'not called'}"
         key = f"left/{self._attempt}"
         if self._interrupts.called:
-            station.board.announce(key, INTERRUPTED)
+            self._board.announce(key, INTERRUPTED)
         else:
             patience = 2 * (time.perf_counter() - self._started)
-            if not station.board.agree(key, left_at, station.everyone, patience, unless=INTERRUPTED):
-                raise station.board.abort(
+            if not self._board.agree(key, left_at, self._context.everyone, patience, unless=INTERRUPTED):
+                raise self._board.abort(
                     f"left the loop over the microbatches at {left_at}, while other ranks did not ({why})"
                 )
-        with station.board.aborting():
-            station.queues.clear()
+        with self._board.aborting():
+            self._queues.clear()
             for position in range(self._position, len(self._program.actions)):
                 self._skip(position)
             self._conclude(left=True)
@@ -457,19 +524,22 @@ class TrainingStep:
             self._post(self._posts[position].before)
         is_top, is_last = stage == self._program.top, stage == self._program.last
         if kind is Kind.F:
-            self._live[stage, microbatch] = Live(self._take_activations(stage, microbatch))
-            if not is_last:
-                self._above[stage].give_activations(microbatch, self._above[stage].stand_ins(microbatch))
+            if not self._begun:
+                self._begin()
+            if is_last and self._total_counts is None:
+                self._total_counts = self._totals.counts(self._inputs.total_counts())
+            self._live[stage, microbatch] = LiveMicrobatch(self._stages.pass_on(stage, microbatch))
         elif kind is Kind.B:
             is_open = is_top and microbatch == self._open
             if is_top and not is_open:
-                nothing = torch.zeros((), dtype=LOSS_DTYPE, device=self._station.device)
-                self._below[stage].give_loss(nothing if self._loss_cut is None else self._loss_cut.take_loss())
+                top = self._stages.boundaries.top
+                nothing = torch.zeros((), dtype=LOSS_DTYPE, device=self._context.device)
+                self._below[stage].send_loss(nothing if top is None else top.recv_loss())
             if not (is_open and self._called):
                 if self._posts:
                     self._post(self._posts[position].inside)
                 if not is_last:
-                    self._above[stage].take_gradients(microbatch)
+                    self._above[stage].recv_backward(microbatch)
             live = self._live.pop((stage, microbatch))
             if live.leaves and not live.answered:
-                self._give_gradients(stage, microbatch, live)
+                self._send_backward(stage, microbatch, live)

@@ -58,7 +58,9 @@ def encode_header(specs: Sequence[TensorSpec]) -> torch.Tensor:
     rows = [[len(specs)] + [0] * (HEADER_WIDTH - 1)]
     for spec in specs:
         if len(spec.shape) > MAX_DIMENSIONS:
-            raise ValueError(f"a tensor of {len(spec.shape)} dimensions crosses a cut; at most {MAX_DIMENSIONS} can")
+            raise ValueError(
+                f"a value that crosses a boundary has {len(spec.shape)} dimensions; at most {MAX_DIMENSIONS}"
+            )
         padding = [0] * (MAX_DIMENSIONS - len(spec.shape))
         rows.append([DTYPES.index(spec.dtype), int(spec.requires_grad), len(spec.shape), *spec.shape, *padding])
     return torch.tensor(rows, dtype=torch.int64)

@@ -1,0 +1,1 @@
+"""What crosses between neighbouring stages of a pipeline, and how."""

@@ -1,0 +1,439 @@
+"""The boundaries between the stages of a pipeline, as one rank sees them: the four messages of a stage, and the loss.
+
+Shapes, types and gradient flags of what crosses follow from the microbatch's own input shapes, from autocast and from
+which parameters are trainable in the stages beneath. The first microbatch with a new combination is preceded by a
+header; both sides remember it, so later receives are posted ahead with no message about shapes.
+
+A receive is posted when `post` is called, at the latest when its message is taken. With gloo the boundaries also post
+by themselves, as far ahead as there is room; see `P2PChannels.receives_ahead`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from functools import partial
+from operator import attrgetter, call
+
+import torch
+
+from penstock.schedule.actions import Kind
+from penstock.schedule.communication import Step, carries_loss
+
+from .p2p import Message, P2PChannels
+from .tensors import TensorSpec, decode_header, encode_header, header_buffer
+
+# For each stage, its microbatches in forward and in backward order.
+Orders = Mapping[int, tuple[Sequence[int], Sequence[int]]]
+LOSS_DTYPE = torch.float64
+# Where messages are posted ahead at all (see `P2PChannels.receives_ahead`), small ones are posted this far.
+BYTES_AHEAD = 1 << 20
+# Signatures that are remembered. All ranks of a pipeline see the same ones, so all forget at the same time.
+MAX_SIGNATURES = 4096
+# A tuple that is equal to the tensor's `TensorSpec`, made without a call of Python.
+_spec_of = attrgetter(*TensorSpec._fields)
+
+
+class Boundaries:
+    """The boundaries around the stages of one rank: `below[stage]`, and `above[stage]` unless it is the last.
+
+    `top` is the one above the rank's highest stage, over which losses come; None on the rank of the last stage.
+    """
+
+    def __init__(self, channels: P2PChannels, stage_to_rank: Sequence[int], pipeline_rank: int, device: torch.device):
+        self.channels = channels
+        self._signatures = _Signatures()
+        self.below: dict[int, BoundaryBelow | LocalBoundary | NoBoundary] = {}
+        self.above: dict[int, BoundaryAbove | LocalBoundary] = {}
+        self.top: BoundaryAbove | None = None
+        last, num_ranks = len(stage_to_rank) - 1, max(stage_to_rank) + 1
+        stages = [stage for stage, holder in enumerate(stage_to_rank) if holder == pipeline_rank]
+        for stage in stages:
+            if stage == 0:
+                self.below[stage] = NoBoundary()
+            elif stage - 1 not in stages:
+                with_loss = carries_loss(stage - 1, last + 1, num_ranks)
+                self.below[stage] = BoundaryBelow(channels, stage - 1, True, with_loss, self._signatures, device)
+            if stage + 1 in stages:
+                self.above[stage] = self.below[stage + 1] = LocalBoundary()
+            elif stage < last:
+                with_loss = carries_loss(stage, last + 1, num_ranks)
+                self.above[stage] = BoundaryAbove(channels, stage, False, with_loss, self._signatures, device)
+        above = self.above.get(stages[-1])
+        if isinstance(above, BoundaryAbove):
+            self.top = above
+
+    def begin(
+        self, orders: Orders, signatures: Iterable[Hashable], num_values: Sequence[int], states: Sequence[Hashable]
+    ) -> None:
+        """Start a step, an evaluation or a forward.
+
+        Args:
+            orders: for each stage of this rank, the microbatches in forward and in backward order.
+            signatures: one for each microbatch; equal ones have equal shapes at every boundary.
+            num_values: how many tensors cross each boundary.
+            states: for each stage of the pipeline, what decides types and gradient flags of what it sends besides the
+                inputs: autocast, and which parameters are trainable up to there.
+        """
+        if self._signatures.begin(signatures):
+            for boundary in (*self.below.values(), *self.above.values()):
+                boundary.forget()
+        for stage, (forward, backward) in orders.items():
+            if stage:
+                self.below[stage].begin(forward, num_values[stage - 1], states[stage - 1])
+            if stage in self.above:
+                self.above[stage].begin(backward, num_values[stage], states[stage])
+
+    def post(self, users: Iterable[Step]) -> None:
+        """Post the receives of the messages that `users` will use."""
+        for user in users:
+            if user.kind not in (Kind.F, Kind.B):
+                assert self.top is not None
+                self.top.post_loss()
+                continue
+            boundary = self.below[user.stage] if user.kind == Kind.F else self.above[user.stage]
+            assert isinstance(boundary, _RemoteBoundary)
+            boundary.post()
+
+
+class NoBoundary:
+    """Below the first stage: nothing comes, and what is sent goes nowhere. Has the methods of `BoundaryBelow`."""
+
+    num_values = 0
+
+    def begin(self, order: Sequence[int], num_values: int, state: Hashable) -> None:
+        pass
+
+    def forget(self) -> None:
+        pass
+
+    def recv_forward(self, microbatch: int) -> list[torch.Tensor]:
+        return []
+
+    def send_backward(self, microbatch: int, gradients: Sequence[torch.Tensor]) -> None:
+        pass
+
+    def send_loss(self, loss: torch.Tensor) -> None:
+        pass
+
+
+class LocalBoundary:
+    """A boundary between two stages of this rank, whose values are handed over in memory.
+
+    Has the methods of `BoundaryAbove` for the stage beneath it and those of `BoundaryBelow` for the other.
+    """
+
+    def __init__(self) -> None:
+        self.num_values = 0
+        self._activations: dict[int, Sequence[torch.Tensor]] = {}
+        self._gradients: dict[int, Sequence[torch.Tensor]] = {}
+        # Microbatches for which gradients are due.
+        self._differentiable: set[int] = set()
+
+    def begin(self, order: Sequence[int], num_values: int, state: Hashable) -> None:
+        self.num_values = num_values
+        self._activations.clear()
+        self._gradients.clear()
+        self._differentiable.clear()
+
+    def forget(self) -> None:
+        pass
+
+    def send_forward(self, microbatch: int, tensors: Sequence[torch.Tensor]) -> None:
+        self._activations[microbatch] = tensors
+        if any(tensor.requires_grad for tensor in tensors):
+            self._differentiable.add(microbatch)
+
+    def recv_forward(self, microbatch: int) -> list[torch.Tensor]:
+        tensors = self._activations.pop(microbatch)
+        return [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
+
+    def send_backward(self, microbatch: int, gradients: Sequence[torch.Tensor]) -> None:
+        self._gradients[microbatch] = gradients
+
+    def recv_backward(self, microbatch: int) -> Sequence[torch.Tensor]:
+        if microbatch not in self._differentiable:
+            return []
+        self._differentiable.remove(microbatch)
+        return self._gradients.pop(microbatch)
+
+    def send_loss(self, loss: torch.Tensor) -> None:
+        pass
+
+    def placeholders(self, microbatch: int) -> list[torch.Tensor]:
+        return []
+
+
+class _RemoteBoundary:
+    """A boundary between a stage of this rank and one of another rank.
+
+    Args:
+        boundary: it lies between the stages `boundary` and `boundary + 1`.
+        upper: whether this rank holds the stage above it.
+        with_loss: whether losses come down over it, as the rank beneath has not seen them.
+    """
+
+    def __init__(
+        self,
+        channels: P2PChannels,
+        boundary: int,
+        upper: bool,
+        with_loss: bool,
+        signatures: _Signatures,
+        device: torch.device,
+    ):
+        self.num_values = 0
+        self._boundary = boundary
+        self._signatures = signatures
+        self._device = device
+        self._receives_ahead = channels.receives_ahead
+        self._headers = channels.channel(boundary, Message.HEADER, upper)
+        self._activations = channels.channel(boundary, Message.ACTIVATION, upper)
+        self._gradients = channels.channel(boundary, Message.GRADIENT, upper)
+        self._losses = channels.channel(boundary, Message.LOSS, upper) if with_loss else None
+        self._learned: dict[Hashable, dict[int, _Values]] = {}
+        # What crosses, by signature, in this step's state of the stages beneath.
+        self._known: dict[int, _Values] = {}
+        # Microbatches whose receives are not posted yet, the next one last.
+        self._unposted: list[int] = []
+
+    def begin(self, order: Sequence[int], num_values: int, state: Hashable) -> None:
+        """Start a step: `num_values` tensors will cross for each microbatch; this side receives in `order`."""
+        self.num_values = num_values
+        self._unposted = list(reversed(order))
+        self._known = self._learned.setdefault(state, {})
+
+    def forget(self) -> None:
+        """Forget what was learned about shapes."""
+        self._learned.clear()
+
+    def post(self) -> None:
+        """Post the receive for the next microbatch."""
+        raise NotImplementedError
+
+    def _learn(self, specs: Iterable[TensorSpec], signature: int) -> _Values:
+        """What crosses for inputs of a signature that is new, remembered."""
+        values = _Values(specs, self._device, self._receives_ahead)
+        if len(values.specs) == self.num_values:
+            self._known[signature] = values
+        return values
+
+
+class BoundaryBelow(_RemoteBoundary):
+    """The boundary below a stage of this rank, with another rank's stage beneath it."""
+
+    # Of the activations whose receives are posted.
+    _expected: deque[_Values]
+
+    def begin(self, order: Sequence[int], num_values: int, state: Hashable) -> None:
+        super().begin(order, num_values, state)
+        self._expected = deque()
+        self.post_ahead()
+
+    def recv_forward(self, microbatch: int) -> list[torch.Tensor]:
+        """The values that cross into the stage, as leaves that require a gradient where one will travel back."""
+        if not self.num_values:
+            return []
+        if not self._activations.posted:
+            self.post()
+        tensors = self._activations.receive()
+        values = self._expected.popleft()
+        if self._unposted:
+            self.post_ahead()
+        for tensor, spec in zip(tensors, values.specs, strict=True):
+            if spec.requires_grad:
+                tensor.requires_grad_(True)
+        return tensors
+
+    def send_backward(self, microbatch: int, gradients: Sequence[torch.Tensor]) -> None:
+        """Send the gradients of the values the stage received that require one, in order."""
+        self._gradients.send(gradients)
+
+    def send_loss(self, loss: torch.Tensor) -> None:
+        """Pass a loss's value down, if the rank there does not know it yet."""
+        if self._losses is not None:
+            self._losses.send([loss])
+
+    def post(self) -> None:
+        """Post the receive of the next activations; if their shapes are new, wait for their header first."""
+        signature = self._signatures.numbers[self._unposted.pop()]
+        values = self._known.get(signature)
+        if values is None:
+            if not self._headers.posted:
+                self._post_header()
+            values = self._learn(decode_header(self._headers.receive()[0]), signature)
+        self._activations.post_receive(values.buffers())
+        self._expected.append(values)
+
+    def post_ahead(self) -> None:
+        """Post receives as far as shapes are known and there is room; for a new shape, that of the header."""
+        if not self._receives_ahead or not self.num_values:
+            return
+        unposted, numbers, channel = self._unposted, self._signatures.numbers, self._activations
+        while unposted:
+            values = self._known.get(numbers[unposted[-1]])
+            if values is None:
+                if not channel.posted and not self._headers.posted:
+                    self._post_header()
+                return
+            if len(channel.posted) >= values.ahead:
+                return
+            self.post()
+
+    def _post_header(self) -> None:
+        self._headers.post_receive([header_buffer(self.num_values)])
+
+
+class BoundaryAbove(_RemoteBoundary):
+    """The boundary above a stage of this rank, with another rank's stage on top of it."""
+
+    # What was sent and not answered, by microbatch.
+    _sent: dict[int, _Values]
+    # Losses whose receives are not posted yet.
+    _losses_unposted: int
+
+    def begin(self, order: Sequence[int], num_values: int, state: Hashable) -> None:
+        super().begin(order, num_values, state)
+        self._sent = {}
+        self._losses_unposted = 0 if self._losses is None else len(order)
+        self._post_ahead()
+
+    def send_forward(self, microbatch: int, tensors: Sequence[torch.Tensor]) -> None:
+        """Send the values that cross out of the stage. None at all, where some are due, says that the step was left."""
+        if not self.num_values:
+            return
+        signature = self._signatures.numbers[microbatch]
+        values = self._known.get(signature)
+        if values is None:
+            refuse_elsewhere(tensors, self._device, self._boundary)
+            values = self._learn(map(TensorSpec.of, tensors), signature)
+            self._headers.send([encode_header(values.specs)])
+        elif not values.fit(tensors):
+            raise RuntimeError(
+                f"the tensors between stages {self._boundary} and {self._boundary + 1} are "
+                f"{list(map(TensorSpec.of, tensors))}, but for inputs of these shapes they were {values.specs} "
+                "before; a shape that depends on the inputs' values cannot cross a boundary"
+            )
+        self._activations.send(list(map(torch.Tensor.detach, tensors)))
+        self._sent[microbatch] = values
+        if self._unposted:
+            self._post_ahead()
+
+    def recv_loss(self) -> torch.Tensor:
+        """The value of the next microbatch's loss. Shape (), float64."""
+        assert self._losses is not None
+        if not self._losses.posted:
+            self.post_loss()
+        return self._losses.receive()[0]
+
+    def recv_backward(self, microbatch: int) -> list[torch.Tensor]:
+        """Gradients of the values sent that require one, in order."""
+        if not self.num_values:
+            return []
+        if not self._gradients.posted:
+            self.post()
+        gradients = self._gradients.receive()
+        del self._sent[microbatch]
+        # The gradient is here, so the activation it answers has left.
+        self._activations.release(keep=len(self._sent))
+        if self._unposted:
+            self._post_ahead()
+        return gradients
+
+    def placeholders(self, microbatch: int) -> list[torch.Tensor]:
+        """Zeros for the values that cross out of the stage; none where their shapes were never learned."""
+        values = self._known.get(self._signatures.numbers[microbatch])
+        specs = () if values is None else values.specs
+        return [spec.zeros(self._device).requires_grad_(spec.requires_grad) for spec in specs]
+
+    def post(self) -> None:
+        """Post the receive of the next gradients, whose activations were sent, or of known shapes."""
+        values = self._values_of(self._unposted.pop())
+        assert values is not None
+        self._gradients.post_receive(values.gradient_buffers())
+
+    def post_loss(self) -> None:
+        """Post the receive of the next loss."""
+        assert self._losses is not None
+        self._losses_unposted -= 1
+        self._losses.post_receive([torch.empty((), dtype=LOSS_DTYPE, device=self._device)])
+
+    def _values_of(self, microbatch: int) -> _Values | None:
+        return self._sent.get(microbatch) or self._known.get(self._signatures.numbers[microbatch])
+
+    def _post_ahead(self) -> None:
+        """Post receives as far as shapes are known and there is room."""
+        unposted, channel = self._unposted, self._gradients
+        while unposted:
+            values = self._values_of(unposted[-1])
+            if values is None or len(channel.posted) >= values.gradients_ahead:
+                return
+            if self._losses_unposted >= len(unposted):
+                self.post_loss()
+            self.post()
+
+
+class _Values:
+    """What crosses a boundary for inputs of one signature, how much of it may be posted ahead, and what comes back."""
+
+    __slots__ = ("_buffers", "_gradient_buffers", "ahead", "gradients_ahead", "specs")
+
+    def __init__(self, specs: Iterable[TensorSpec], device: torch.device, receives_ahead: int):
+        self.specs = list(specs)
+        gradients = [spec for spec in self.specs if spec.requires_grad]
+        self.ahead = _messages_ahead(self.specs, receives_ahead)
+        self.gradients_ahead = _messages_ahead(gradients, receives_ahead)
+        self._buffers = [_maker(spec, device) for spec in self.specs]
+        self._gradient_buffers = [_maker(spec, device) for spec in gradients]
+
+    def buffers(self) -> list[torch.Tensor]:
+        """To receive it into."""
+        return list(map(call, self._buffers))
+
+    def gradient_buffers(self) -> list[torch.Tensor]:
+        """To receive what comes back into."""
+        return list(map(call, self._gradient_buffers))
+
+    def fit(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether `tensors` are what this describes."""
+        return list(map(_spec_of, tensors)) == self.specs
+
+
+class _Signatures:
+    """The input signatures of a step's microbatches, as small numbers: `numbers` has one for each microbatch."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, int] = {}
+        self.numbers: list[int] = []
+
+    def begin(self, signatures: Iterable[Hashable]) -> bool:
+        """Number a step's signatures. Returns whether all earlier ones were forgotten."""
+        full = len(self._known) >= MAX_SIGNATURES
+        if full:
+            self._known.clear()
+        self.numbers = []
+        previous, number = None, -1
+        for signature in signatures:
+            if signature is not previous:
+                previous, number = signature, self._known.setdefault(signature, len(self._known))
+            self.numbers.append(number)
+        return full
+
+
+def _maker(spec: TensorSpec, device: torch.device) -> Callable[[], torch.Tensor]:
+    return partial(torch.empty, spec.shape, dtype=spec.dtype, device=device)
+
+
+def _messages_ahead(specs: Iterable[TensorSpec], least: int) -> int:
+    return max(least, BYTES_AHEAD // max(1, sum(spec.num_bytes for spec in specs))) if least else 0
+
+
+def refuse_elsewhere(tensors: Iterable[torch.Tensor], device: torch.device, boundary: int) -> None:
+    """Raise if one of `tensors`, which are to cross `boundary`, is not on `device`."""
+    for number, tensor in enumerate(tensors):
+        if tensor.device.type != device.type:
+            raise RuntimeError(
+                f"value {number} that goes from stage {boundary} to stage {boundary + 1}, a {tensor.dtype} tensor of "
+                f"shape {tuple(tensor.shape)}, is on {tensor.device}, but stages compute and exchange values on "
+                f"{device}: move it there in the model's code, or make it anew on each stage from the inputs"
+            )

@@ -1,0 +1,48 @@
+"""Everything about one rank's gradients: who else holds the parameters, sums, deferral, scale and norm."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .context import RankContext
+from .holders import HeldParameter
+from .norm import GradientNorm
+from .precision import ScaleWatch, multiply_gradients
+from .reduction import GradientReducer
+from .weight_gradients import WeightGradientQueues
+
+
+class Gradients:
+    """The gradients of the parameters that one rank holds.
+
+    Attributes:
+        parameters: what it holds, in an order all ranks share.
+        queues: weight gradients that wait for their action.
+        reducer: sums over the other holders.
+        norm: the whole model's norm.
+        scaling: whether losses are scaled.
+    """
+
+    def __init__(self, held: Sequence[HeldParameter], context: RankContext):
+        layout, rank = context.layout, context.rank
+        self.parameters = [one.parameter for one in held]
+        self.queues = WeightGradientQueues()
+        self.reducer = GradientReducer(
+            [(one.parameter, one.ranks) for one in held], context.groups.reduction, rank, context.board,
+            self.queues.awaits, layout.are_of_several_stages, layout.has_several_stages(rank),
+        )  # fmt: skip
+        self.norm = GradientNorm(held, context)
+        self.scaling = ScaleWatch()
+
+    def begin(self, loss_scale: float) -> None:
+        """Before a step's first backward."""
+        self.reducer.begin()
+        # An interrupt in an earlier step may have left some.
+        self.queues.clear()
+        # Gradients left from an earlier step must have the scale of those that are added to them.
+        multiply_gradients(self.parameters, loss_scale)
+
+    def clear(self) -> None:
+        """Forget what is under way."""
+        self.reducer.clear()
+        self.queues.clear()

@@ -1,0 +1,118 @@
+"""Values that move between ranks when a pipeline is formed anew: weights, buffers and an optimizer's state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from .boundary.tensors import TensorSpec
+
+if TYPE_CHECKING:
+    from .engine import Engine, Values
+
+
+class _Told(NamedTuple):
+    """What a rank says of itself: what it needs, and of what it has the optimizer's state.
+
+    Of tensors in a state the others are told their specs, of anything else the value.
+    """
+
+    tensor_parallel_rank: int
+    needs: list[str]
+    has: dict[str, dict[str, Any]]
+
+
+def from_live_ranks(optimizer: Optimizer | None = None) -> Values:
+    """What fills in newly held values from ranks that have them, point to point, spread over all that do.
+
+    Args:
+        optimizer: of the model's parameters, or what wraps one. Its state moves along; parameters that it does not know
+            join its first group, and the state of those that are held no longer is dropped.
+
+    The function it returns raises RuntimeError, on every rank, if nobody has a value that somebody needs.
+    """
+
+    def fill(engine: Engine, taken: Mapping[str, torch.Tensor], had: Mapping[str, torch.Tensor]) -> None:
+        own = getattr(optimizer, "optim", optimizer)
+        _exchange(engine, taken, had, {} if own is None else own.state)
+        if own is not None:
+            _fit(own, engine)
+
+    return fill
+
+
+def had_by(engine: Engine) -> dict[str, torch.Tensor]:
+    """The values that a rank has, by unsplit name; they last until the result is dropped, whatever is released."""
+    return {one.name: one.parameter.detach() for one in engine.held} | dict(engine.split.model.named_buffers())
+
+
+def _fit(optimizer: Optimizer, engine: Engine) -> None:
+    """Make an optimizer's groups and state those of what is held."""
+    held = {held.parameter for held in engine.held}
+    known = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    optimizer.param_groups[0]["params"] += [one.parameter for one in engine.held if one.parameter not in known]
+    for parameter in list(optimizer.state):
+        if parameter not in held:
+            del optimizer.state[parameter]
+
+
+def _exchange(engine: Engine, taken: Mapping[str, torch.Tensor], had: Mapping[str, torch.Tensor], state: Any) -> None:
+    context, group = engine.context, engine.context.groups.world_control
+    parameters = {**engine.split.released, **{one.name: one.parameter for one in engine.held}}
+    has = {name: _described(state.get(parameters.get(name), {})) for name in had}
+    every: list[_Told] = [_Told(0, [], {})] * context.layout.world_size
+    dist.all_gather_object(every, _Told(context.place.tensor_parallel_rank, list(taken), has), group=group)
+    turn = 0
+    for name in dict.fromkeys(name for told in every for name in told.needs):
+        for to, needing in enumerate(every):
+            if name not in needing.needs:
+                continue
+            sources = [
+                rank for rank, told in enumerate(every)
+                if name in told.has and told.tensor_parallel_rank == needing.tensor_parallel_rank
+            ]  # fmt: skip
+            if not sources:
+                raise RuntimeError(f"no rank has the values of {name}: load them from a checkpoint")
+            source = sources[turn % len(sources)]
+            turn += 1
+            if context.rank == source:
+                _send(had[name], state.get(parameters.get(name), {}), to, group)
+            elif context.rank == to:
+                _receive(taken[name], parameters.get(name), state, every[source].has[name], source, group)
+
+
+def _described(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: TensorSpec.of(value) if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+
+
+def _send(tensor: torch.Tensor, state: Mapping[str, Any], to: int, group: dist.ProcessGroup) -> None:
+    for value in (tensor, *state.values()):
+        if isinstance(value, torch.Tensor):
+            dist.send(value.detach().contiguous().cpu(), to, group=group)
+
+
+def _receive(
+    tensor: torch.Tensor,
+    parameter: torch.nn.Parameter | None,
+    state: Any,
+    described: Mapping[str, Any],
+    source: int,
+    group: dist.ProcessGroup,
+) -> None:
+    """Receive a tensor, and a parameter's state, which an optimizer keeps beside it or on the CPU (a step's number)."""
+
+    def received(spec: TensorSpec) -> torch.Tensor:
+        buffer = spec.empty(torch.device("cpu"))
+        dist.recv(buffer, source, group=group)
+        return buffer if spec.shape == () else buffer.to(tensor.device)
+
+    with torch.no_grad():
+        tensor.copy_(received(TensorSpec.of(tensor)))
+    if described and parameter is not None:
+        state[parameter] = {
+            key: received(value) if isinstance(value, TensorSpec) else value for key, value in described.items()
+        }

@@ -1,0 +1,190 @@
+"""The one place that runs a stage: receive, compute, send. Training, evaluation and decoding drive it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+import torch
+from transformers.utils import ModelOutput
+
+from penstock.modeling.graph.loss import set_field
+from penstock.modeling.graph.plan import Plan
+from penstock.modeling.stage.split import SplitModel
+
+from .autograd import direct_apply
+from .boundary.boundaries import Boundaries
+
+# For `filter`, which with this makes no call of Python.
+requires_grad = attrgetter("requires_grad")
+# Called when a loss's backward begins: takes the incoming gradient, returns gradients of the stage's outputs.
+OnBackward = Callable[[torch.Tensor | None], Sequence[torch.Tensor]]
+
+
+class StageExecutor:
+    """Runs the stages that one rank holds, on microbatches."""
+
+    def __init__(self, split: SplitModel, boundaries: Boundaries):
+        self.split = split
+        self.boundaries = boundaries
+
+    def forward(
+        self,
+        plan: Plan,
+        stage: int,
+        microbatch: int,
+        inputs: Mapping[str, Any],
+        *,
+        before_send: Callable[[], None] | None = None,
+        **options: Any,
+    ) -> tuple[Any, list[torch.Tensor], Sequence[torch.Tensor]]:
+        """Receive -> compute -> send of one stage on one microbatch.
+
+        Args:
+            plan, inputs: those of the microbatch.
+            before_send: called once the stage has been computed.
+            options: for `SplitModel.forward`.
+
+        Returns:
+            The model's output (None below the last stage), and what was received and sent.
+        """
+        received = self.boundaries.below[stage].recv_forward(microbatch)
+        output, sent = self.split.forward(plan, stage, inputs, received, **options)
+        if before_send is not None:
+            before_send()
+        if stage in self.boundaries.above:
+            self.boundaries.above[stage].send_forward(microbatch, sent)
+        return output, received, sent
+
+    def walk(self, plan: Plan, stage: int, inputs: Mapping[str, Any], *, early_exit: bool, **options: Any) -> Any:
+        """`forward` of a single microbatch that goes on to the end of the model's forward, unless `early_exit`.
+
+        The stage receives when the walk first needs what it receives, and sends as soon as that is there.
+
+        Returns:
+            The model's output, in which only the last stage's values are right.
+        """
+        below, above = self.boundaries.below[stage], self.boundaries.above.get(stage)
+        received = _Awaited(below.num_values, partial(below.recv_forward, 0))
+        hand_over = None if above is None else partial(above.send_forward, 0)
+        output, _ = self.split.forward(
+            plan, stage, inputs, received, early_exit=early_exit, hand_over=hand_over, **options
+        )
+        received.values()  # also what the walk had no use for
+        return output
+
+    def pass_on(self, stage: int, microbatch: int) -> list[torch.Tensor]:
+        """The communication of `forward` without its computation: sends zeros. Returns what was received."""
+        received = self.boundaries.below[stage].recv_forward(microbatch)
+        if stage in self.boundaries.above:
+            above = self.boundaries.above[stage]
+            above.send_forward(microbatch, above.placeholders(microbatch))
+        return received
+
+
+class _Awaited(Sequence[torch.Tensor]):
+    """Values on their way: their number is known, they are waited for when the first one is asked for."""
+
+    def __init__(self, count: int, receive: Callable[[], Sequence[torch.Tensor]]) -> None:
+        self._count = count
+        self._receive: Callable[[], Sequence[torch.Tensor]] = receive
+        self._values: Sequence[torch.Tensor] | None = None
+
+    def values(self) -> Sequence[torch.Tensor]:
+        if self._values is None:
+            self._values = self._receive()
+        return self._values
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.values()[index]
+
+
+# -- a microbatch between its forward and its backward ----------------------------------------------------------------
+
+
+class LiveMicrobatch:
+    """A microbatch between its forward and the end of its backward on one stage."""
+
+    __slots__ = ("answered", "leaves", "loss", "output", "sent")
+
+    def __init__(self, received: Sequence[torch.Tensor]):
+        # Of what was received and sent, the tensors that require a gradient.
+        self.leaves = list(filter(requires_grad, received))
+        self.sent: list[torch.Tensor] = []
+        self.loss: torch.Tensor | None = None
+        self.output: Any = None
+        # Whether the gradients of what was received have been sent.
+        self.answered = False
+
+
+@dataclass(init=False)
+class StageOutput(ModelOutput):
+    """What a stage that does not hold the model's output yields: only the loss."""
+
+    loss: torch.Tensor | None = None
+
+    def __init__(self, loss: torch.Tensor | None = None):
+        # ModelOutput's own takes ten times as long, for any number of fields.
+        if loss is not None:
+            set_field(self, "loss", loss)
+
+
+# -- what stands between the user's `loss.backward()` and the stage's -------------------------------------------------
+# On the last stage a hook on the loss notes that its backward came. On the others a proxy loss is made out of the
+# stage's outputs: its backward ignores the value that comes in (scaling was applied on the last stage, and arrives with
+# the gradients) and returns the next stage's gradients. Nothing is re-entrant: autograd goes on into the stage's graph.
+
+
+def hook_loss(loss: torch.Tensor, on_backward: OnBackward, scale: float = 1.0) -> torch.Tensor:
+    """The last stage's loss, such that its backward is noticed and gives `scale` times the gradients.
+
+    It is `loss` itself, unless that has no graph.
+    """
+    if not loss.requires_grad:
+        loss = loss.detach().requires_grad_(True)
+
+    def hook(gradient: torch.Tensor) -> torch.Tensor | None:
+        on_backward(gradient)
+        return None if scale == 1.0 else gradient * scale
+
+    loss.register_hook(hook)
+    return loss
+
+
+def proxy_loss(
+    value: torch.Tensor, dtype: torch.dtype, outputs: Sequence[torch.Tensor], on_backward: OnBackward
+) -> torch.Tensor:
+    """A loss of value `value` whose backward runs the backward of `outputs` with gradients from the next stage."""
+    anchors = () if outputs else (torch.zeros((), device=value.device, requires_grad=True),)
+    loss: torch.Tensor = _apply(on_backward, value, dtype, *outputs, *anchors)
+    return loss
+
+
+def copied(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A copy of `value` as `dtype`: `to(dtype, copy=True)`, which takes twice the time."""
+    return value.clone() if value.dtype is dtype else value.to(dtype)
+
+
+class _ProxyLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, on_backward: OnBackward, value: torch.Tensor, dtype: torch.dtype, *outputs: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.on_backward = on_backward
+        ctx.num_outputs = len(outputs)
+        return copied(value, dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        gradients = ctx.on_backward(gradient)
+        # A stage without trainable parameters has only an anchor, which takes no gradient.
+        return (None, None, None, *gradients, *[None] * (ctx.num_outputs - len(gradients)))
+
+
+_apply = direct_apply(_ProxyLoss)
