@@ -173,7 +173,7 @@ def test_memory_is_followed_action_by_action() -> None:
 
 def test_devices_and_nodes_as_text() -> None:
     a100, t4 = parse_devices("a100:4,t4:3", "t4=15GB")
-    assert (a100.count, a100.speed, a100.memory) == (4, 1.0, 40e9)
+    assert (a100.count, a100.speed, a100.memory) == (4, 1.0, 36e9)
     assert (t4.count, t4.memory) == (3, 15e9) and t4.speed == pytest.approx(65 / 312)
     assert parse_devices("7", "24GB") == (DeviceClass("device", 7, 1.0, 24e9),)
     assert parse_nodes("2x4,8") == (4, 4, 8)

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from numbers import Integral
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from penstock.schedule import DEFAULT_SCHEDULE, schedule_names
 
@@ -28,7 +28,8 @@ class Configuration:
 
     Attributes:
         enable: False leaves the model as it is.
-        pipeline_parallel_size: stages of the pipeline, at least 1. It is checked against the number of ranks and of the
+        pipeline_parallel_size: stages of the pipeline, at least 1, or "auto": as many as the planner predicts to be
+            fastest; see docs/planning.md. A number is checked against the number of ranks and of the
             model's units where those are known.
         tensor_parallel_size: ranks that share a stage, each with a slice of its weights; it must divide the model's
             attention heads, layer widths and vocabulary.
@@ -48,7 +49,7 @@ class Configuration:
     """
 
     enable: bool = True
-    pipeline_parallel_size: int = 1
+    pipeline_parallel_size: int | Literal["auto"] = 1
     tensor_parallel_size: int = 1
     micro_batch_size: int | None = None
     num_microbatches: int | None = None
@@ -62,6 +63,8 @@ class Configuration:
             raise _wrong("enable", self.enable, "true or false")
         for key in ("pipeline_parallel_size", "tensor_parallel_size", "micro_batch_size", "num_microbatches"):
             value = getattr(self, key)
+            if key == "pipeline_parallel_size" and value == "auto":
+                continue
             optional = key in ("micro_batch_size", "num_microbatches")
             if not (optional and value is None) and not _is_positive_integer(value):
                 raise _wrong(key, value, "a positive integer" + (" or null" if optional else ""))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -18,8 +19,10 @@ from penstock.modeling.weights.initialise import init_stage, meta_model, resolve
 from penstock.modeling.weights.load import forget_ties, load_config, load_stage
 from penstock.modeling.weights.ties import alias_groups
 from penstock.pipeline_model import PipelineModel, attach
+from penstock.planning.auto import auto_pipeline_size
 from penstock.planning.layout import Layout
 from penstock.planning.partition import partition
+from penstock.runtime.devices import device_memory
 from penstock.runtime.engine import parallelize
 from penstock.runtime.failure import FailureBoard
 from penstock.runtime.start import facts_of, forming, gather_from_all, require_agreement
@@ -141,6 +144,7 @@ def choose_layout(model: PreTrainedModel, configuration: Configuration, board: F
     if (written := written_schedule(configuration.schedule)) is not None:
         settings[f"{SECTION}.schedule"] = summary(written)  # a file may differ between machines
     require_agreement({**facts_of(model), **settings}, board)
+    configuration = _with_size(model, configuration, board)
     units = list_units(model)
     stages, stage_to_rank, num_pipelines = plan_stages(configuration, units, unit_costs(model, units))
     size = configuration.tensor_parallel_size
@@ -150,6 +154,26 @@ def choose_layout(model: PreTrainedModel, configuration: Configuration, board: F
         except ValueError as error:
             raise ConfigurationError(f"model_parallelism.{error}") from error
     return Layout.place([stages] * num_pipelines, [stage_to_rank] * num_pipelines, size)
+
+
+def _with_size(model: PreTrainedModel, configuration: Configuration, board: FailureBoard) -> Configuration:
+    """The configuration with the planner's number of stages where "auto" asks for it; alike on all ranks."""
+    if configuration.pipeline_parallel_size != "auto":
+        return configuration
+    if written_schedule(configuration.schedule) is not None:
+        raise ConfigurationError(
+            f'{SECTION}.pipeline_parallel_size "auto" needs a schedule by name: one that is written out has its ranks'
+        )
+    limits = [limit for limit in gather_from_all(device_memory(), board, "planning") if limit is not None]
+    size = auto_pipeline_size(
+        model,
+        dist.get_world_size() // configuration.tensor_parallel_size,
+        configuration.num_microbatches,
+        configuration.micro_batch_size or 1,
+        str(configuration.schedule),
+        min(limits, default=None),
+    )
+    return replace(configuration, pipeline_parallel_size=size)
 
 
 def _local(layout: Layout) -> tuple[Sequence[Sequence[str]], tuple[int, ...]]:
@@ -199,6 +223,7 @@ def plan_stages(
         ConfigurationError: the pipeline does not fit the world or the model.
     """
     num_ranks, world_size = configuration.pipeline_parallel_size, dist.get_world_size()
+    assert num_ranks != "auto"  # `choose_layout` has replaced it
     key = "model_parallelism.pipeline_parallel_size"
     if (size := configuration.tensor_parallel_size) > 1:
         if world_size % (num_ranks * size):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from penstock.data.loader import HeterogeneousDataLoader
 from penstock.modeling.graph.loss import Criterion
 from penstock.optimizer import PipelineOptimizer
 from penstock.pipeline_model import PipelineModel, attach
+from penstock.planning.auto import auto_pipelines
 from penstock.planning.describe import LayoutDescription, describe_layout
 from penstock.planning.layout import Layout
 from penstock.planning.pipelines import (
@@ -28,8 +29,10 @@ from penstock.planning.pipelines import (
     check_templates,
     schedule_maker,
 )
+from penstock.planning.profile import Profile
 from penstock.planning.template import PipelineTemplate
 from penstock.runtime.bootstrap import rank_and_world_size
+from penstock.runtime.devices import device_memory
 from penstock.runtime.engine import parallelize
 from penstock.runtime.failure import PATIENCE_SECONDS, FailureBoard
 from penstock.runtime.precision import LossScale
@@ -124,15 +127,30 @@ class HeterogeneousParallelPlugin:
 
     # -- the pipelines ---------------------------------------------------------------------------------------------
 
-    def set_pipelines(self, pipelines: list[PipelineTemplate], num_microbatches: Microbatches) -> None:
+    def set_pipelines(
+        self,
+        pipelines: list[PipelineTemplate] | Literal["auto"],
+        num_microbatches: Microbatches | int,
+        model: PreTrainedModel | None = None,
+        memory: float | None = None,
+        profile: str | os.PathLike[str] | None = None,
+        copies: int = 1,
+    ) -> None:
         """Choose the pipelines; the first is placed on the first ranks, and so on.
 
         No communication, and no process group is made, so every rank finds the same error.
 
         Args:
-            pipelines: any mix of templates, also one template several times.
+            pipelines: any mix of templates, also one template several times; or "auto", which takes those that the
+                planner predicts to be fastest for this world; see docs/planning.md.
             num_microbatches: microbatches of each pipeline in a step, as a dict from templates, or as a list with one
-                number for each pipeline, in which pipelines of one template may differ.
+                number for each pipeline, in which pipelines of one template may differ. With "auto" one number for all
+                pipelines together.
+            model: with "auto", the whole model, maybe on the meta device.
+            memory: with "auto", bytes that the run may use of each device; by default nine tenths of a GPU's, and no
+                limit on CPUs.
+            profile: with "auto", the file that `penstock profile` wrote; by default costs are estimated.
+            copies: with "auto", the least number of pipelines.
 
         Raises:
             AssertionError: the number of ranks does not match the world size, or a pipeline has no number of
@@ -143,10 +161,12 @@ class HeterogeneousParallelPlugin:
         """
         if self._model is not None:
             raise RuntimeError("set_pipelines must come before configure: this plugin has parallelised a model already")
+        if isinstance(pipelines, str):
+            pipelines, num_microbatches = self._auto(pipelines, num_microbatches, model, memory, profile, copies)
         checked = check_templates(pipelines)
         makers = [schedule_maker(template, self.schedule) for template in checked]
         check_ranks([make(1).num_ranks for make in makers], self.tp_size, rank_and_world_size()[1])
-        counts = check_microbatches(checked, num_microbatches)
+        counts = check_microbatches(checked, cast(Microbatches, num_microbatches))
         schedules = tuple(make(count) for make, count in zip(makers, counts, strict=True))
         for index, schedule in enumerate(schedules):
             check_trains(schedule, f"pipeline {index}")
@@ -154,6 +174,32 @@ class HeterogeneousParallelPlugin:
         stages = [template.modules_per_stage for template in checked]
         self._layout = Layout.place(stages, [schedule.stage_to_rank for schedule in schedules], self.tp_size)
         self._description = None
+
+    def _auto(
+        self,
+        pipelines: str,
+        num_microbatches: Any,
+        model: PreTrainedModel | None,
+        memory: float | None,
+        profile: str | os.PathLike[str] | None,
+        copies: int,
+    ) -> tuple[list[PipelineTemplate], list[int]]:
+        if pipelines != "auto":
+            raise TypeError(f'pipelines must be a list of PipelineTemplate or "auto", got {pipelines!r}')
+        if model is None:
+            raise TypeError('set_pipelines("auto", num_microbatches, model) needs the model')
+        if not isinstance(self.schedule, str):
+            raise TypeError(f'pipelines "auto" need the name of one schedule, but the plugin has {self.schedule!r}')
+        return auto_pipelines(
+            model,
+            rank_and_world_size()[1] // self.tp_size,
+            num_microbatches,
+            self.microbatch_size,
+            self.schedule,
+            device_memory() if memory is None else memory,
+            None if profile is None else Profile.read(os.fspath(profile)),
+            copies,
+        )
 
     @property
     def layout(self) -> Layout:

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from penstock import __version__
-from penstock.cli import bench, layouts, models, schedules
+from penstock.cli import bench, layouts, models, plans, schedules
 
 
 class _Commands(typer.core.TyperGroup):
@@ -56,6 +56,8 @@ def common(
 
 app.command()(models.check)
 app.command()(layouts.describe)
+app.command()(plans.profile)
+app.command()(plans.plan)
 app.command()(schedules.simulate)
 app.command()(schedules.draw)
 app.command(context_settings=bench.CONTEXT)(bench.bench)

@@ -35,9 +35,9 @@ def check(
     from penstock.planning.partition import partition
 
     if ":" in model:
-        report = check_model(_own_model(model))
+        report = check_model(own_model(model))
     else:
-        _refuse_misspelt_class(model)
+        refuse_misspelt_class(model)
         report = check_model(model)
     print(report.render())
     if stages is not None and report.units:
@@ -50,7 +50,7 @@ def check(
         raise typer.Exit(1)
 
 
-def _refuse_misspelt_class(name: str) -> None:
+def refuse_misspelt_class(name: str) -> None:
     """Raise for what looks like a class but is none, before it is taken for a checkpoint and looked for on a hub."""
     import transformers
 
@@ -59,7 +59,7 @@ def _refuse_misspelt_class(name: str) -> None:
         raise ValueError(f"transformers has no class {name}" + (f"; did you mean {close[0]}?" if close else ""))
 
 
-def _own_model(reference: str) -> Any:
+def own_model(reference: str) -> Any:
     """The model class, or the model, that `module:name` stands for. Modules of the working directory are found."""
     import torch
 

@@ -10,7 +10,8 @@ import copy
 import statistics
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -32,8 +33,8 @@ from penstock.planning.profile import Profile, UnitCost
 LEAST_SECONDS, LEAST_TIMES = 0.2, 3
 # Of a device's operations per second, what the matrix products of transformers reach (MFU of large runs: 0.3 to 0.5).
 REACHED = 0.4
-# Operations that a device does while it reads or writes a byte: 312e12 / 1.6e12 for an A100, much the same for others.
-OPERATIONS_PER_BYTE = 200.0
+# Operations that it then does while it reads or writes a byte: 312e12 / 1.6e12 for an A100, much the same for others.
+OPERATIONS_PER_BYTE = 200.0 * REACHED
 
 
 def profile_model(
@@ -49,6 +50,7 @@ def profile_model(
 
     Args:
         subject: see `penstock.modeling.check.check`.
+        dtype: of weights and activations; a model has its own.
         device: where the units are run; None estimates the seconds and runs nothing.
         operations_per_second: of the device that seconds are estimated for.
         optimizer_states: numbers that the optimizer keeps for each parameter: 2 for Adam.
@@ -56,7 +58,7 @@ def profile_model(
     Raises:
         NotImplementedError: the model cannot be split.
     """
-    model = (subject if isinstance(subject, nn.Module) else build_on_meta(subject)).to(dtype)
+    model = subject if isinstance(subject, nn.Module) else build_on_meta(subject).to(dtype)
     inputs = _inputs(model, batch, length)
     report = check(model, inputs)
     if report.reason:
@@ -83,8 +85,12 @@ def profile_model(
             )
         )  # fmt: skip
     where = "estimated" if device is None else str(device)
-    about: dict[str, str | int | float] = {"microbatch": batch, "length": length}
-    about |= {"dtype": str(dtype).removeprefix("torch."), "device": where}
+    about: dict[str, str | int | float] = {
+        "microbatch": batch,
+        "length": length,
+        "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
+        "device": where,
+    }
     if device is None:
         about["operations per second"] = operations_per_second
     return Profile(report.model, tuple(units), device is not None, about)
@@ -96,10 +102,9 @@ def _inputs(model: nn.Module, batch: int, length: int) -> dict[str, Any]:
         dummy_inputs(model, batch, length),
         key=lambda guess: not any(isinstance(x, torch.Tensor) and len(x) == batch for x in guess.values()),
     )
-    for guess in guesses:
-        if not check(model, guess).reason:
-            return guess
-    return guesses[0]
+    device = next((parameter.device for parameter in model.parameters() if not parameter.is_meta), torch.device("cpu"))
+    guesses = [{name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in g.items()} for g in guesses]
+    return next((guess for guess in guesses if not check(model, guess).reason), guesses[0])
 
 
 # ---------------------------------------------------------------- what units are called with
@@ -150,7 +155,8 @@ def _run(
             tensor.normal_(0, 0.02) if tensor.is_floating_point() else tensor.zero_()
     for parameter in unit.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    leaves = [_argument(leaf, where) for leaf in call[0]]
+    hidden = next((leaf.shape[-1] for leaf in call[0] if _is_hidden(leaf)), None)
+    leaves = [_argument(leaf, where, hidden) for leaf in call[0]]
     args, kwargs = pytree.tree_unflatten(leaves, call[1])
     sources = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     parameters = [parameter for parameter in unit.parameters() if parameter.requires_grad]
@@ -163,7 +169,9 @@ def _run(
             found[0] = functional.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.long, device=where))
         return found[:1] if is_last else found
 
-    kept, peak, counted = _memory(forward, parameters, where)
+    # Masks and the like are one for all units.
+    shared = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.requires_grad]
+    kept, peak, counted = _memory(forward, parameters, shared)
     checkpointed = float(sum(source.nbytes for source in sources))
     memory = (kept, min(kept, checkpointed), max(0.0, peak - kept))
     if device is None:
@@ -171,7 +179,12 @@ def _run(
     return (*_seconds(forward, sources, parameters, where), *memory)
 
 
-def _argument(leaf: Any, device: torch.device) -> Any:
+def _is_hidden(leaf: Any) -> bool:
+    """Whether an argument may be hidden states, (batch, length, width)."""
+    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.dim() == 3
+
+
+def _argument(leaf: Any, device: torch.device, width: int | None) -> Any:
     """What a unit is called with: random values for what gradients go back to, zeros for masks and the like."""
     if isinstance(leaf, Cache):
         return None  # training has none
@@ -179,8 +192,9 @@ def _argument(leaf: Any, device: torch.device) -> Any:
         return leaf
     if not leaf.is_floating_point():
         return torch.zeros(leaf.shape, dtype=leaf.dtype, device=device)
-    made = torch.empty(leaf.shape, dtype=leaf.dtype, device=device).normal_() * (leaf.dim() == 3)
-    return made.requires_grad_(leaf.dim() == 3)
+    if not _is_hidden(leaf) or leaf.shape[-1] != width:
+        return torch.zeros(leaf.shape, dtype=leaf.dtype, device=device)
+    return torch.empty(leaf.shape, dtype=leaf.dtype, device=device).normal_().requires_grad_()
 
 
 def _seconds(
@@ -226,11 +240,11 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _memory(
-    forward: Callable[[], list[torch.Tensor]], parameters: list[nn.Parameter], device: torch.device
+    forward: Callable[[], list[torch.Tensor]], parameters: list[nn.Parameter], shared: list[torch.Tensor]
 ) -> tuple[float, float, tuple[float, float, float]]:
     """Bytes that autograd keeps after a forward, the most that live at once in forward and backward, and operations of
     F, B and W: of products, and of reading and writing."""
-    owned = {parameter.untyped_storage()._cdata for parameter in parameters}
+    owned = {tensor.untyped_storage()._cdata for tensor in (*parameters, *shared)}
     kept: dict[int, int] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -241,18 +255,56 @@ def _memory(
 
     live = _LiveBytes()
     with live, FlopCounterMode(display=False) as flops:
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), _fused_attention() as attention:
             outputs = forward()
-        products, traffic = flops.get_total_flops(), live.written
+        products, traffic = flops.get_total_flops() + attention.operations, live.written
         if outputs:
             torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
         del outputs
-    backward_products = flops.get_total_flops() - products
+    backward_products = flops.get_total_flops() + attention.operations * 3.5 - products  # it runs the forward again
     # A backward reads and writes about twice as much for the inputs as the forward, and half as much for the weights.
     of_forward = products + OPERATIONS_PER_BYTE * 2 * traffic
     of_backward = backward_products + OPERATIONS_PER_BYTE * 2 * (live.written - traffic)
     share = 0.5 if any(parameter.dim() > 1 for parameter in parameters) else 0.0
     return float(sum(kept.values())), float(live.peak), (of_forward, of_backward * (1 - share), of_backward * share)
+
+
+class _Attention(torch.autograd.Function):
+    """Fused attention on the meta device, which has only the kernel that keeps all weights."""
+
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        output = query.new_empty(*query.shape[:-1], value.shape[-1])
+        ctx.save_for_backward(query, key, value, output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors[:3])
+
+
+class _Counter:
+    """Operations of fused attention."""
+
+    operations = 0.0
+
+
+@contextmanager
+def _fused_attention() -> Iterator[_Counter]:
+    """Inside, attention on the meta device keeps what fused kernels keep: queries, keys, values and output."""
+    plain, counter = functional.scaled_dot_product_attention, _Counter()
+
+    def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not query.is_meta:
+            return plain(query, key, value, *args, **kwargs)
+        counter.operations += 2 * query[..., 0].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+        return _Attention.apply(query, key, value)
+
+    functional.scaled_dot_product_attention = attention
+    try:
+        yield counter
+    finally:
+        functional.scaled_dot_product_attention = plain
 
 
 class _LiveBytes(TorchDispatchMode):

@@ -20,9 +20,9 @@ from penstock.schedule import build
 Devices = tuple[int, ...]
 
 
-def equal_pipelines(job: Job, schedule: str = "1f1b") -> Plan | None:
-    """The fastest of all equal pipelines; None if none fits."""
-    return _best(job, schedule, _every_depth(job), by_speed=False)
+def equal_pipelines(job: Job, schedule: str = "1f1b", depth: int | None = None) -> Plan | None:
+    """The fastest of all equal pipelines, or of those of `depth` devices; None if none fits."""
+    return _best(job, schedule, _every_depth(job, depth), by_speed=False)
 
 
 def pipelines_by_speed(job: Job, schedule: str = "1f1b") -> Plan | None:
@@ -49,12 +49,12 @@ BASELINES: dict[str, Callable[[Job, str], Plan | None]] = {
 }
 
 
-def _every_depth(job: Job) -> list[list[Devices]]:
+def _every_depth(job: Job, only: int | None = None) -> list[list[Devices]]:
     size = job.cluster.size
     layouts = []
     for depth in range(1, min(size, len(job.parts)) + 1):
         count = min(size // depth, job.num_microbatches)
-        if count >= job.copies:
+        if count >= job.copies and only in (None, depth):
             layouts.append(_consecutive([depth] * count))
     return layouts
 

@@ -10,6 +10,9 @@ from functools import cached_property
 
 from penstock.planning.memory import parse_bytes
 
+# Of a device's memory, what libraries, buffers of messages and fragments leave to a run.
+USABLE = 0.9
+
 # Dense operations per second in 16-bit floats, and bytes of memory, as the makers state them.
 KNOWN_DEVICES: dict[str, tuple[float, float]] = {
     "h200": (989e12, 141e9),
@@ -109,7 +112,7 @@ def parse_devices(text: str, memory: str | None = None, speed: str | None = None
     """Classes of devices from `7`, `a100:4,t4:3`.
 
     Args:
-        memory: `24GB` for all, or `a100=40GB,t4=16GB`; by default a known device's own, else without limit.
+        memory: `24GB` for all, or `a100=40GB,t4=16GB`; by default nine tenths of a known device's, else no limit.
         speed: `a100=1,t4=0.2`: relative to the device of the profile; by default by the known devices' operations per
             second, relative to the fastest.
 
@@ -137,7 +140,7 @@ def parse_devices(text: str, memory: str | None = None, speed: str | None = None
             name,
             count,
             speeds.get(name, KNOWN_DEVICES[name][0] / fastest if name in KNOWN_DEVICES else 1.0),
-            limits.get(name, KNOWN_DEVICES[name][1] if name in KNOWN_DEVICES else math.inf),
+            limits.get(name, USABLE * KNOWN_DEVICES[name][1] if name in KNOWN_DEVICES else math.inf),
         )
         for name, count in counts.items()
     )

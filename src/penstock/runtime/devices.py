@@ -9,6 +9,8 @@ import time
 import torch
 import torch.distributed as dist
 
+from penstock.planning.cluster import USABLE
+
 from .failure import FailureBoard, ranks_in_words
 
 # Between two looks at the store, seconds.
@@ -112,3 +114,10 @@ def default_timeout(device: torch.device) -> datetime.timedelta | None:
         getattr(world._get_backend(torch.device(kind)), "options", None), "_timeout", None
     )
     return timeout
+
+
+def device_memory() -> float | None:
+    """Bytes that a run may use of this rank's GPU; None on a CPU, whose memory has no such limit."""
+    if not torch.cuda.is_available():
+        return None
+    return USABLE * torch.cuda.get_device_properties(local_device()).total_memory

@@ -1,0 +1,195 @@
+"""`penstock profile` and `penstock plan`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from penstock.planning.plan import Job
+    from penstock.planning.profile import Profile
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL_OR_CLASS",
+        help="A folder or name of a checkpoint (only its configuration is read), a transformers class such as "
+        "LlamaForCausalLM (with its default configuration), or MODULE:NAME of your own.",
+    ),
+]
+Length = Annotated[int, typer.Option(min=1, help="Tokens of a sample.")]
+Dtype = Annotated[str, typer.Option(help="Of weights and activations: float32, bfloat16, float16.")]
+Optimizer = Annotated[str, typer.Option(help="adam (two numbers for each weight) or sgd (none).")]
+STATES = {"adam": 2, "sgd": 0}
+
+
+def profile(
+    model: Model,
+    batch: Annotated[int, typer.Option(min=1, help="Samples in a microbatch.")] = 1,
+    length: Length = 128,
+    dtype: Dtype = "float32",
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, ... (default: a GPU if there is one).")] = None,
+    optimizer: Optimizer = "adam",
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where the profile goes.")] = Path("profile.json"),
+) -> None:
+    """Measure what each unit of a model costs on this device, and under a launcher the links between ranks.
+
+    Each kind of unit is run alone, so the model needs not fit the device.
+
+    Example: penstock profile GPT2LMHeadModel --batch 4 --length 512 -o profile.json
+    """
+    import os
+    from dataclasses import replace
+
+    import torch
+
+    from penstock.modeling.profile import profile_model
+    from penstock.planning.memory import readable
+    from penstock.runtime.bootstrap import ensure_process_group, find_place
+    from penstock.runtime.devices import local_device
+
+    inside = between = None
+    rank = 0
+    if find_place(os.environ) is not None:
+        from penstock.runtime.links import measure_links
+
+        ensure_process_group()
+        rank = torch.distributed.get_rank()
+        inside, between = measure_links()
+    if rank == 0:
+        where = torch.device(device) if device else local_device()
+        found = profile_model(_subject(model), batch, length, _dtype(dtype), where, optimizer_states=_states(optimizer))
+        found = replace(found, inside=inside, between=between)
+        seconds = sum(unit.seconds for unit in found.units)
+        print(
+            f"{found.model}: {len(found.units)} units, {seconds:.4g} s for a microbatch on {where}, "
+            f"{readable(sum(unit.held.state for unit in found.units))} of weights, gradients and optimizer; "
+            f"written to {found.write(output)}"
+        )
+        for name, link in (("inside a node", found.inside), ("between nodes", found.between)):
+            if link is not None:
+                print(f"link {name}: {link.latency * 1e6:.0f} microseconds, {readable(link.bandwidth)} a second")
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()  # nobody leaves while rank 0 measures
+
+
+def plan(
+    model: Model,
+    devices: Annotated[str, typer.Option(help="How many, or of which classes: 7, or a100:4,t4:3.")] = "1",
+    memory: Annotated[
+        str | None, typer.Option(help="Of each device for the run: 24GB, or a100=36GB,t4=14GB (default: the maker's).")
+    ] = None,
+    speed: Annotated[
+        str | None, typer.Option(help="Relative to the profile's device: a100=1,t4=0.2 (default: the makers').")
+    ] = None,
+    global_batch: Annotated[int, typer.Option(min=1, help="Samples in a step, over all pipelines.")] = 64,
+    microbatch: Annotated[int, typer.Option(min=1, help="Samples in a microbatch.")] = 4,
+    profile: Annotated[
+        Path | None, typer.Option(help="What `penstock profile` wrote (default: estimated, for --length and --dtype).")
+    ] = None,
+    length: Length = 128,
+    dtype: Dtype = "float32",
+    optimizer: Optimizer = "adam",
+    nodes: Annotated[str | None, typer.Option(help="Devices of each node: 2x4, or 4,8 (default: one node).")] = None,
+    copies: Annotated[int, typer.Option(min=1, help="The least number of pipelines that hold each unit.")] = 1,
+    schedule: Annotated[str, typer.Option(help="auto, or the only one to be used, such as 1f1b.")] = "auto",
+    checkpointing: Annotated[bool, typer.Option(help="Recompute activations in the backward.")] = False,
+    most: Annotated[int, typer.Option(min=1, help="How many plans to show.")] = 5,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plans as JSON.")] = False,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw the first plan's step: an .svg, or .json for Perfetto.")
+    ] = None,
+    from_trace: Annotated[
+        Path | None, typer.Option(help="A recorded step (trace=step.json): what would other stages gain?")
+    ] = None,
+) -> None:
+    """Find the best pipelines for any set of devices: how many, their stages, microbatches and schedule.
+
+    Example: penstock plan GPT2LMHeadModel --devices 5 --memory 8GB --global-batch 64 --microbatch 4
+    """
+    from penstock.planning.baselines import equal_pipelines
+    from penstock.planning.cluster import parse_devices
+    from penstock.planning.plan import make_plans
+    from penstock.planning.profile import Profile
+    from penstock.planning.report import plan_data, plans_table
+    from penstock.schedule import write_timeline
+
+    classes = parse_devices(devices, memory, speed)
+    if profile is not None:
+        found = Profile.read(profile)
+        if found.about.get("microbatch", microbatch) != microbatch:
+            raise ValueError(
+                f"{profile} was measured with microbatches of {found.about['microbatch']}: give --microbatch "
+                f"{found.about['microbatch']}, or measure again"
+            )
+    else:
+        found = _estimate(model, microbatch, length, dtype, optimizer, [kind.name for kind in classes])
+    if from_trace is not None:
+        from penstock.planning.rebalance import rebalance
+
+        print(rebalance(found, from_trace))
+        return
+    job = _job(found, classes, nodes, global_batch, microbatch, copies, schedule, checkpointing)
+    plans = make_plans(job, most)
+    bests = [equal_pipelines(job, name) for name in dict.fromkeys(plan.schedule_names for plan in plans)]
+    equal = min((best for best in bests if best is not None), key=lambda best: best.seconds, default=None)
+    print(json.dumps([plan_data(one, equal) for one in plans], indent=1) if as_json else plans_table(plans, equal))
+    if plot is not None:
+        path = write_timeline(plans[0].simulation.events, plot, f"{found.model}: a step as predicted")
+        if not as_json:
+            print(f"drawn to {path}")
+
+
+def _job(
+    found: Profile, classes: tuple, nodes: str | None, global_batch: int, microbatch: int, copies: int, schedule: str,
+    checkpointing: bool,
+) -> Job:  # fmt: skip
+    from penstock.planning.cluster import Cluster, Link, parse_nodes
+    from penstock.planning.plan import SCHEDULES, Job
+    from penstock.schedule import schedule_names
+
+    if global_batch % microbatch:
+        raise ValueError(f"a global batch of {global_batch} samples is no whole number of microbatches of {microbatch}")
+    if schedule != "auto" and schedule not in schedule_names():
+        raise ValueError(f"unknown schedule {schedule!r}: known are auto, {', '.join(schedule_names())}")
+    inside = found.inside or Link(2e-5, 16e9)  # PCI Express 4
+    between = found.between or Link(5e-5, 1.25e9)  # 10 Gbit Ethernet
+    cluster = Cluster(classes, parse_nodes(nodes) if nodes else (), inside, between)
+    names = SCHEDULES if schedule == "auto" else (schedule,)
+    return Job(found, cluster, global_batch // microbatch, copies, checkpointing, names)
+
+
+def _estimate(model: str, microbatch: int, length: int, dtype: str, optimizer: str, names: list[str]) -> Profile:
+    from penstock.modeling.profile import profile_model
+    from penstock.planning.cluster import KNOWN_DEVICES
+
+    fastest = max((KNOWN_DEVICES[name][0] for name in names if name in KNOWN_DEVICES), default=312e12)
+    return profile_model(
+        _subject(model), microbatch, length, _dtype(dtype), None, fastest, optimizer_states=_states(optimizer)
+    )
+
+
+def _subject(model: str) -> object:
+    from penstock.cli.models import own_model, refuse_misspelt_class
+
+    if ":" in model:
+        return own_model(model)
+    refuse_misspelt_class(model)
+    return model
+
+
+def _dtype(name: str) -> Any:
+    import torch
+
+    if not isinstance(found := getattr(torch, name, None), torch.dtype) or not found.is_floating_point:
+        raise ValueError(f"dtype must be float32, bfloat16 or float16, but is {name!r}")
+    return found
+
+
+def _states(optimizer: str) -> int:
+    if optimizer not in STATES:
+        raise ValueError(f"optimizer must be one of {', '.join(STATES)}, but is {optimizer!r}")
+    return STATES[optimizer]

@@ -1,0 +1,111 @@
+"""The planner's choice for the world at hand: `pipelines="auto"` and `"pipeline_parallel_size": "auto"`."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from penstock.planning.baselines import equal_pipelines
+from penstock.planning.cluster import Cluster, DeviceClass, Link
+from penstock.planning.plan import Infeasible, Job, Plan, explain, make_plans
+from penstock.planning.profile import Profile
+from penstock.planning.template import PipelineTemplate
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# Of equal devices in one node; a profile's own links come first.
+DEFAULT_LINK = Link(2e-5, 16e9)
+# A step of replicas has at least so many microbatches on each pipeline where nobody says how many.
+DEFAULT_MICROBATCHES = 8
+
+
+def auto_pipelines(
+    model: PreTrainedModel,
+    num_devices: int,
+    num_microbatches: int,
+    microbatch_size: int,
+    schedule: str,
+    memory: float | None = None,
+    profile: Profile | None = None,
+    copies: int = 1,
+) -> tuple[list[PipelineTemplate], list[int]]:
+    """Templates of the best pipelines that use all of `num_devices` equal devices, and their microbatches.
+
+    Args:
+        model: a whole model, maybe on the meta device.
+        num_microbatches: of a step, over all pipelines.
+        schedule: of every pipeline.
+        memory: bytes of each device that the run may use; None is no limit.
+        profile: what the units cost; None estimates it.
+        copies: the least number of pipelines.
+
+    Raises:
+        Infeasible: no such pipelines exist; says what is short.
+        NotImplementedError: the model cannot be split.
+    """
+    if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, int):
+        raise TypeError(
+            'with pipelines "auto" num_microbatches is the number of microbatches over all pipelines, got '
+            f"{num_microbatches!r}"
+        )
+    found = profile or _estimate(model, microbatch_size)
+    job = _job(found, num_devices, num_microbatches, schedule, memory, copies)
+    plans: list[Plan | None] = [*make_plans(job, 16), equal_pipelines(job, schedule)]
+    complete = [plan for plan in plans if plan is not None and len(plan.devices) == num_devices]
+    if not complete:
+        best = plans[0]
+        assert best is not None
+        raise Infeasible(
+            f"no plan uses all {num_devices} processes: the best uses {len(best.devices)}; start as many, or ask for "
+            "more microbatches"
+        )
+    best = min(complete, key=lambda plan: plan.seconds)
+    name = type(model).__name__
+    templates = [PipelineTemplate(name, line.stage_names) for line in best.pipelines]
+    return templates, [line.schedule.num_microbatches for line in best.pipelines]
+
+
+def auto_pipeline_size(
+    model: PreTrainedModel,
+    num_devices: int,
+    num_microbatches: int | None,
+    microbatch_size: int,
+    schedule: str,
+    memory: float | None = None,
+) -> int:
+    """The number of ranks of equal pipelines, a divisor of `num_devices`, with which a sample takes least.
+
+    Args:
+        num_microbatches: of each pipeline in a step.
+
+    Raises:
+        Infeasible: no number of ranks holds the model.
+    """
+    each = num_microbatches or DEFAULT_MICROBATCHES
+    profile = _estimate(model, microbatch_size)
+    best, size = math.inf, 0
+    for ranks in (divisor for divisor in range(1, num_devices + 1) if num_devices % divisor == 0):
+        pipelines = num_devices // ranks
+        job = _job(profile, num_devices, each * pipelines, schedule, memory, pipelines)
+        plan = equal_pipelines(job, schedule, ranks)
+        if plan is not None and plan.seconds / pipelines < best:
+            best, size = plan.seconds / pipelines, ranks
+    if not size:
+        raise explain(_job(profile, num_devices, each, schedule, memory, 1))
+    return size
+
+
+def _estimate(model: PreTrainedModel, microbatch_size: int) -> Profile:
+    from penstock.modeling.profile import profile_model  # here, because this room is usable without torch
+
+    return profile_model(model, microbatch_size)
+
+
+def _job(
+    profile: Profile, num_devices: int, num_microbatches: int, schedule: str, memory: float | None, copies: int
+) -> Job:
+    devices = DeviceClass("device", num_devices, memory=memory or math.inf)
+    link = profile.inside or DEFAULT_LINK
+    cluster = Cluster((devices,), inside=link, between=profile.between or link)
+    return Job(profile, cluster, num_microbatches, copies, schedules=(schedule,))
