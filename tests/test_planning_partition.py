@@ -75,8 +75,8 @@ def test_a_hundred_layers_over_64_devices_of_eight_speeds_are_quick() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (([1.0], [1.0, 1.0]), "1 units cannot fill 2 stages: each stage needs at least one"),
-        (([1.0], []), "1 units cannot fill 0 stages"),
+        (([1.0], [1.0, 1.0]), "1 units cannot give 2 stages at least one unit each"),
+        (([1.0], []), "1 units cannot give 0 stages"),
         (([1.0, -1.0], [1.0]), "must not be negative"),
         (([1.0], [0.0]), "speeds must be above 0"),
         (([1.0], [1.0], [1.0]), "give both or neither"),

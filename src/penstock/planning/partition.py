@@ -43,7 +43,7 @@ def partition(
     """
     num_units, num_stages = len(unit_costs), len(speeds)
     if num_stages < 1 or num_units < num_stages:
-        raise ValueError(f"{num_units} units cannot fill {num_stages} stages: each stage needs at least one")
+        raise ValueError(f"{num_units} units cannot give {num_stages} stages at least one unit each")
     if (unit_memory is None) != (memory_limits is None):
         raise ValueError("unit_memory and memory_limits belong together: give both or neither")
     memory = [0.0] * num_units if unit_memory is None else list(unit_memory)
