@@ -300,6 +300,13 @@ for name, parameter in model.named_parameters():
 """,
     ),
     Run(
+        "docs/planning.md",
+        ("Let the run choose",),
+        2,
+        before=IMPORTS + "model = whole()",
+        after="assert plugin.num_microbatches == (4, 4)\nassert len(model.pipeline.layout.pipelines) == 2",
+    ),
+    Run(
         "docs/exactness.md",
         ("What you need to do",),
         2,
