@@ -12,6 +12,7 @@ from torch import nn
 
 from penstock.modeling.graph.units import list_units
 from penstock.modeling.stage.split import SplitModel
+from penstock.modeling.weights.names import unit_of
 
 
 def cut(units: Sequence[str], num_stages: int) -> list[list[str]]:
@@ -24,6 +25,21 @@ def split(model: nn.Module, num_stages: int, ranks: Sequence[Sequence[int]] | No
     """Copies of `model`, one per rank; `ranks` lists the stages of each, one stage each by default."""
     stages = cut(list_units(model), num_stages)
     return [SplitModel(copy.deepcopy(model), stages, local) for local in ranks or [[s] for s in range(num_stages)]]
+
+
+def tied(split: SplitModel) -> dict[str, dict[int, str]]:
+    """Of each parameter with holders on several stages, by its first name: its first name on each of these stages."""
+    stage_of = {unit: stage for stage, units in enumerate(split.stages) for unit in units}
+    groups = {}
+    for names in split.aliases:
+        holders: dict[int, str] = {}
+        for name in names:
+            unit = unit_of(name, stage_of)
+            for stage in range(split.num_stages) if unit is None else [stage_of[unit]]:
+                holders.setdefault(stage, name)
+        if len(holders) > 1:
+            groups[names[0]] = dict(sorted(holders.items()))
+    return groups
 
 
 def rank_of(splits: Sequence[SplitModel], stage: int) -> SplitModel:
@@ -75,10 +91,10 @@ def gradients(models: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
 def split_gradients(splits: Sequence[SplitModel]) -> dict[str, torch.Tensor]:
     """Gradients under the unsplit model's names, tied parameters summed over their holders."""
     total = gradients([split.model for split in splits])
-    for group in splits[0].tied:
-        parts = [total.pop(name) for name in {name for _, name in group.holders} if name in total]
+    for first, holders in tied(splits[0]).items():
+        parts = [total.pop(name) for name in set(holders.values()) if name in total]
         if parts:
-            total[group.name] = torch.stack(parts).sum(0)
+            total[first] = torch.stack(parts).sum(0)
     return total
 
 

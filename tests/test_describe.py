@@ -9,7 +9,7 @@ from typer.testing import CliRunner, Result
 from families import FAMILIES
 from hetero import make_plugin
 from penstock.cli import app
-from penstock.modeling.graph.costs import stage_sizes
+from penstock.modeling.weights.names import stage_sizes
 from penstock.planning.describe import LayoutDescription, compact, describe_pipelines
 from penstock.planning.layout import Layout
 from penstock.schedule import build

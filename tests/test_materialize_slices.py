@@ -24,8 +24,8 @@ from penstock.modeling.tensor_parallel import Sharding, TensorParallel
 from penstock.modeling.weights import shards as slice_loading
 from penstock.modeling.weights.initialise import init_stage, meta_model
 from penstock.modeling.weights.load import load_stage
+from penstock.modeling.weights.names import alias_groups
 from penstock.modeling.weights.shards import ShardKeeper, _pairs_of_ties
-from penstock.modeling.weights.ties import alias_groups
 from pool import Pool
 from stage_driver import cut
 from tensor_parallel_ranks import SETTINGS, VOCABULARY, from_config_against_unsplit

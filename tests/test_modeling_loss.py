@@ -149,7 +149,7 @@ def test_counts_are_those_of_valid_targets() -> None:
     rule = rule_of(FAMILIES["gpt2"].build(), inputs)
     labels = inputs["labels"]
     brute = sum(int(labels[row, column] != -100) for row in range(4) for column in range(1, labels.shape[1]))
-    assert rule.count(inputs) == brute
+    assert rule.counts(inputs)[0] == brute
     assert rule_of(FAMILIES["bert_mlm"].build(), inputs).count(inputs) == int((labels != -100).sum())
 
 
@@ -234,7 +234,7 @@ def test_router_losses_are_exact_against_accumulating_the_same_microbatches() ->
     splits = split(model, 3)
     rule = splits[0].plan(parts[0]).loss
     assert rule is not None
-    counts = [rule.count(part) for part in parts]
+    counts = [rule.counts(part)[0] for part in parts]
     worker = copy.deepcopy(model)
     for part, count in zip(parts, counts, strict=True):
         (worker(**part).loss * count / sum(counts)).backward()
@@ -311,7 +311,7 @@ def test_a_criterion_of_ones_own() -> None:
     parts = microbatches(inputs, [1, 3])
     rule = splits[0].plan(parts[0], criterion=criterion).loss
     assert rule is not None and rule.exact
-    counts = [rule.count(part) for part in parts]
+    counts = [rule.counts(part)[0] for part in parts]
     assert counts == [int((part["input_ids"] != 0).sum()) for part in parts]
     for part, count in zip(parts, counts, strict=True):
         step(splits, part, shares=rule.shares([count], [sum(counts)]), criterion=criterion)

@@ -15,7 +15,7 @@ from families import FAMILIES, batch
 from penstock.modeling.graph.units import list_units
 from penstock.modeling.placeholders.ghosts import is_ghost
 from penstock.modeling.stage.split import SplitModel
-from stage_driver import cut, gradients, largest_difference, split_gradients, step
+from stage_driver import cut, gradients, largest_difference, split_gradients, step, tied
 
 Ranks = Sequence[Sequence[int]]
 
@@ -92,8 +92,8 @@ def test_parameters_and_their_ties_keep_identity_and_an_optimizer_made_before_go
                     assert parameter.untyped_storage().nbytes() == 0 and parameter.grad is None
             assert {id(p) for p in part.released.values()} <= elsewhere
         assert_equals_unsplit(parts, whole, batch("causal"))
-        (tie,) = parts[0].tied or [None]
-        holders = [parts[i].model.get_parameter(n) for s, n in tie.holders for i, r in enumerate(ranks) if s in r]
+        (tie,) = tied(parts[0]).values()
+        holders = [parts[i].model.get_parameter(n) for s, n in tie.items() for i, r in enumerate(ranks) if s in r]
         total = sum({id(holder): holder.grad for holder in holders}.values())
         for holder in holders:
             holder.grad = total.clone()

@@ -17,7 +17,7 @@ from families import FAMILIES, batch
 from penstock.modeling.graph.units import list_units
 from penstock.modeling.placeholders.ghosts import is_ghost, strip, stripped_tensors
 from penstock.modeling.stage.split import SplitModel
-from stage_driver import cut, gradients, largest_difference, split, split_gradients, step
+from stage_driver import cut, gradients, largest_difference, split, split_gradients, step, tied
 
 
 def test_shrinking_releases_storage_that_an_optimizer_holds() -> None:
@@ -51,8 +51,8 @@ def test_an_optimizer_made_before_trains_the_stages_as_the_unsplit_model() -> No
     for seed in range(3):
         whole(**batch("causal", seed=seed)).loss.backward()
         step(splits, batch("causal", seed=seed))
-        (tie,) = splits[0].tied
-        holders = [splits[stage].model.get_parameter(name) for stage, name in tie.holders]
+        (tie,) = tied(splits[0]).values()
+        holders = [splits[stage].model.get_parameter(name) for stage, name in tie.items()]
         total = sum(holder.grad for holder in holders)
         for holder in holders:
             holder.grad = total.clone()
@@ -83,25 +83,22 @@ def test_a_local_holder_keeps_a_tied_parameter_of_a_foreign_unit() -> None:
     assert model.lm_head.weight is weight
     assert torch.equal(weight, value)
     assert "transformer.wte.weight" not in dict(model.named_parameters(remove_duplicate=False))
-    (tie,) = last.tied
-    assert tie.name == "transformer.wte.weight"
-    assert tie.holders == ((0, "transformer.wte.weight"), (2, "lm_head.weight"))
-    assert tie.name_on(2) == "lm_head.weight" and tie.name_on(1) is None
+    assert tied(last) == {"transformer.wte.weight": {0: "transformer.wte.weight", 2: "lm_head.weight"}}
 
 
 def test_ties_over_four_places_are_one_group() -> None:
-    (tie,) = split(FAMILIES["t5"].build(), 4)[0].tied
-    assert tie.stages == (0, 2, 3)  # shared and encoder.embed_tokens; decoder.embed_tokens; lm_head
+    (tie,) = tied(split(FAMILIES["t5"].build(), 4)[0]).values()
+    assert list(tie) == [0, 2, 3]  # shared and encoder.embed_tokens; decoder.embed_tokens; lm_head
 
 
 def test_tied_groups_of_a_pruned_model_are_those_of_the_whole_one() -> None:
     for family in ("gpt2", "t5", "llama", "bart"):
         model = FAMILIES[family].build()
         units = cut(list_units(model), 3)
-        expected = SplitModel(copy.deepcopy(model), units, [0]).tied
+        expected = tied(SplitModel(copy.deepcopy(model), units, [0]))
         for unit in units[0] + units[2]:
             strip(model.get_submodule(unit))
-        assert SplitModel(model, units, [1]).tied == expected
+        assert tied(SplitModel(model, units, [1])) == expected
 
 
 class WithGlue(transformers.GPT2LMHeadModel):
@@ -128,7 +125,7 @@ def test_a_parameter_outside_of_units_is_on_every_stage_and_its_gradients_add_up
     worker = copy.deepcopy(model)
     worker(**inputs).loss.backward()
     splits = split(model, 3)
-    assert [group.stages for group in splits[0].tied if group.name == "scale"] == [(0, 1, 2)]
+    assert list(tied(splits[0])["scale"]) == [0, 1, 2]
     step(splits, inputs)
     assert largest_difference(split_gradients(splits), gradients([worker])) < 1e-10
 
@@ -145,9 +142,9 @@ def test_a_rank_may_hold_several_stages(family: str, ranks: list[list[int]]) -> 
     output = step(splits, inputs)
     assert output.loss.item() == pytest.approx(expected.loss.item(), abs=1e-10)
     found = gradients([part.model for part in splits])
-    for group in splits[0].tied:
-        parts = [found.pop(name) for name in {name for _, name in group.holders} if name in found]
-        found[group.name] = torch.stack(parts).sum(0)
+    for first, holders in tied(splits[0]).items():
+        parts = [found.pop(name) for name in set(holders.values()) if name in found]
+        found[first] = torch.stack(parts).sum(0)
     assert largest_difference(found, gradients([worker])) < 1e-10
 
 
@@ -155,7 +152,7 @@ def test_one_stage_is_the_model_itself() -> None:
     model = FAMILIES["bert_mlm"].build()
     expected = copy.deepcopy(model)(**batch("masked"))
     (only,) = split(model, 1)
-    assert only.tied == []
+    assert tied(only) == {}
     output = step([only], batch("masked"))
     assert output.loss.item() == expected.loss.item()
     assert set(gradients([only.model])) == {name for name, _ in model.named_parameters()}

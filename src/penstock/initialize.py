@@ -17,7 +17,7 @@ from penstock.modeling.graph.units import list_units
 from penstock.modeling.tensor_parallel import TensorParallel
 from penstock.modeling.weights.initialise import init_stage, meta_model, resolve_model_class
 from penstock.modeling.weights.load import forget_ties, load_config, load_stage
-from penstock.modeling.weights.ties import alias_groups
+from penstock.modeling.weights.names import alias_groups
 from penstock.pipeline_model import PipelineModel, attach
 from penstock.planning.auto import auto_pipeline_size
 from penstock.planning.layout import Layout

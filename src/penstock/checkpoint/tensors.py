@@ -13,7 +13,7 @@ from torch import nn
 from penstock.modeling.instrumentation import known_of
 from penstock.modeling.placeholders.ghosts import stripped_tensors
 from penstock.modeling.tensor_parallel import Sharding, TensorParallel
-from penstock.modeling.weights.ties import ties_of
+from penstock.modeling.weights.names import ties_of
 
 from .untrusted import CheckpointError
 

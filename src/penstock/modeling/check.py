@@ -17,7 +17,7 @@ from penstock.modeling.graph.plan import make_plan
 from penstock.modeling.graph.trace import Trace
 from penstock.modeling.graph.units import traced_units
 from penstock.modeling.weights.initialise import meta_model, resolve_model_class
-from penstock.modeling.weights.ties import alias_groups, stage_of_parameter
+from penstock.modeling.weights.names import alias_groups, unit_of
 
 
 @dataclass(frozen=True)
@@ -140,8 +140,7 @@ def check(subject: nn.Module | type | PretrainedConfig | str, inputs: dict[str, 
     modules = [model.get_submodule(unit) for unit in units]
     sizes = [sum(parameter.numel() for parameter in module.parameters()) for module in modules]
     costs = unit_costs(model, units, inputs=inputs)
-    places = {unit: index for index, unit in enumerate(units)}
-    holders = {names: {stage_of_parameter(each, places) for each in names} for names in aliases}
+    holders = {names: {unit_of(each, units) for each in names} for names in aliases}
     return Report(
         model=name,
         parameters=parameters,

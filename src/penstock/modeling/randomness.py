@@ -7,6 +7,7 @@ Before each unit runs, the random generators are set from (seed, unit, call), an
 from __future__ import annotations
 
 import hashlib
+import random
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -61,28 +62,40 @@ class Generators:
     """The default random generators that a model on `device` draws from: the CPU's, and the accelerator's."""
 
     def __init__(self, device: torch.device) -> None:
-        self._cpu = torch.default_generator
-        self._others: list[torch.Generator] = []
-        if device.type not in ("cpu", "meta"):
-            module = torch.get_device_module(device)
-            module.init()
-            index = device.index if device.index is not None else module.current_device()
-            self._others = [module.default_generators[index]]
+        self._generators = [torch.default_generator, *accelerator_generator(device)]
 
     def seed(self, seed: int) -> None:
         """Seed all of them."""
-        self._cpu.manual_seed(seed)
-        for generator in self._others:
+        for generator in self._generators:
             generator.manual_seed(seed)
 
     @contextmanager
     def restored(self) -> Iterator[Callable[[int], None]]:
         """Yields `seed`, and leaves the generators as they were found."""
-        state = self._cpu.get_state()
-        states = [generator.get_state() for generator in self._others]
+        states = [generator.get_state() for generator in self._generators]
         try:
             yield self.seed
         finally:
-            self._cpu.set_state(state)
-            for generator, saved in zip(self._others, states, strict=True):
-                generator.set_state(saved)
+            for generator, state in zip(self._generators, states, strict=True):
+                generator.set_state(state)
+
+
+def accelerator_generator(device: torch.device) -> list[torch.Generator]:
+    """An accelerator's default generator; none for the CPU."""
+    if device.type in ("cpu", "meta"):
+        return []
+    module = torch.get_device_module(device)
+    module.init()
+    return [module.default_generators[device.index if device.index is not None else module.current_device()]]
+
+
+@contextmanager
+def untouched_random_state() -> Iterator[None]:
+    """Leaves Python's and torch's random generators as they were found."""
+    state = random.getstate()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=devices):
+        try:
+            yield
+        finally:
+            random.setstate(state)

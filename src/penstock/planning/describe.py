@@ -205,7 +205,8 @@ def describe_layout(
 ) -> LayoutDescription:
     """What a layout looks like for a whole model, with its parameters and costs."""
     # Here, because this file is usable without torch.
-    from penstock.modeling.graph.costs import stage_sizes, unit_costs
+    from penstock.modeling.graph.costs import unit_costs
+    from penstock.modeling.weights.names import stage_sizes
 
     sizes = [stage_sizes(model, pipeline.stages) for pipeline in layout.pipelines]
     costs = dict(zip(layout.units, unit_costs(model, layout.units), strict=True))

@@ -20,7 +20,6 @@ from penstock.modeling.graph.dummy_inputs import dummy_inputs
 from penstock.modeling.graph.shapes import ShapeFunctions
 from penstock.modeling.graph.trace import Untraceable
 from penstock.modeling.graph.units import trace_units
-from penstock.modeling.weights.ties import stage_of_parameter
 
 # Sequence length at which costs are compared; attention weighs more in longer sequences, alike in all blocks.
 TOKENS = 128
@@ -107,21 +106,3 @@ class _Traffic(TorchDispatchMode):
         if not func.is_view:
             self.elements += sum(x.numel() for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor))
         return output
-
-
-def stage_sizes(model: nn.Module, stages: Sequence[Sequence[str]]) -> list[int]:
-    """For each stage the elements of the parameters it holds: those of its units, and those outside of all units.
-
-    A tied weight counts once on each stage that holds it, so the sum may exceed the model's size.
-
-    Args:
-        model: a whole model, maybe on the meta device.
-        stages: the names of the units of each stage.
-    """
-    stage_of = {unit: stage for stage, units in enumerate(stages) for unit in units}
-    held: list[dict[int, int]] = [{} for _ in stages]
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        stage = stage_of_parameter(name, stage_of)
-        for holder in held if stage is None else [held[stage]]:
-            holder[id(parameter)] = parameter.numel()
-    return [sum(sizes.values()) for sizes in held]

@@ -32,57 +32,49 @@ class Value:
     leaf: int | str
 
 
-@dataclass(frozen=True, slots=True)
-class Outside:
+@dataclass(frozen=True)
+class Named:
+    """Something that a tensor was computed from, by its name."""
+
+    name: str
+
+
+class Outside(Named):
     """A parameter or buffer that belongs to no unit."""
 
-    outside: str
 
-
-@dataclass(frozen=True, slots=True)
-class Inside:
+class Inside(Named):
     """A unit's own parameter or buffer, reached without calling the unit."""
 
-    inside: str
 
-
-@dataclass(frozen=True, slots=True)
-class Given:
+class Given(Named):
     """An argument of the forward."""
 
-    given: str
+
+class Selected(Named):
+    """A tensor whose shape depends on data: the result of an operation such as `nonzero`, or of a boolean index."""
 
 
-@dataclass(frozen=True, slots=True)
+class Drawn(Named):
+    """A random number that an operation of the model's code draws between units."""
+
+
+@dataclass(frozen=True)
 class Altered:
     """A tensor after a unit's call changed it in place."""
 
-    altered_by: str
+    unit: str
     call: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Reduced:
     """The result of a loss function, by its position among the forward's loss functions."""
 
     loss_call: int
 
 
-@dataclass(frozen=True, slots=True)
-class Selected:
-    """A tensor whose shape depends on data (the result of `nonzero`, of a boolean index)."""
-
-    operation: str
-
-
-@dataclass(frozen=True, slots=True)
-class Drawn:
-    """A random number that the model's code draws between units."""
-
-    operation: str
-
-
-Source = Value | Outside | Inside | Given | Altered | Reduced | Selected | Drawn
+Source = Value | Named | Altered | Reduced
 Sources = frozenset[Source]
 NOTHING: Sources = frozenset()
 
@@ -168,7 +160,7 @@ class DataFlow(TorchDispatchMode):
         if self.paused:
             return func(*args, **kwargs)
         sources = self.sources((args, kwargs))
-        leaked = next((source.inside for source in sources if isinstance(source, Inside)), None)
+        leaked = next((source.name for source in sources if isinstance(source, Inside)), None)
         if leaked is not None:
             raise ReachedInside(leaked)
         output = func(*args, **kwargs)
@@ -177,7 +169,7 @@ class DataFlow(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags:
             sources |= {Drawn(str(func))}
         elif _compares_with_nothing(func, args):
-            sources = frozenset(s for s in sources if not (isinstance(s, Drawn) and s.operation.startswith(_UNIFORM)))
+            sources = frozenset(s for s in sources if not (isinstance(s, Drawn) and s.name.startswith(_UNIFORM)))
         selectors = _selectors(func, args)
         if selectors:
             self.note_control(self.sources(selectors))

@@ -56,6 +56,8 @@ def dummy_inputs(model: nn.Module, batch: int = BATCH, tokens: int = TOKENS) -> 
         yield {**plain, **{name: value[:, None].expand(-1, CHOICES, -1).contiguous() for name, value in text.items()}}
     if "pixel_values" in parameters and "pixel_values" not in plain:
         yield {**plain, "pixel_values": _made("pixel_values", config, batch, tokens)}
+    if "input_features" in plain:  # some take the bins first
+        yield {**plain, "input_features": plain["input_features"].transpose(1, 2).contiguous()}
     if "inputs" in parameters and "inputs" not in plain:
         yield {**plain, "inputs": _ids(config, batch, _number(config, "max_position_embeddings") or tokens)}
         yield {**plain, "inputs": _made("pixel_values", config, batch, tokens)}
@@ -105,8 +107,6 @@ def _made(name: str, config: Any, batch: int, tokens: int) -> Any:
     if name == "input_features":
         bins = _number(config, "num_mel_bins") or _number(config, "feature_size") or 80
         frames = 2 * (_number(config, "max_source_positions") or 50)
-        if getattr(config, "model_type", "") == "whisper":
-            return torch.zeros(batch, bins, frames)
         return torch.zeros(batch, frames, bins)
     if name == "input_values":
         return torch.zeros(batch, 8000)

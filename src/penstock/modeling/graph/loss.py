@@ -116,10 +116,6 @@ class LossRule:
         """`counts`, for `read_counts` to wait for."""
         return tuple(term.count(inputs) for term in self.terms)
 
-    def count(self, inputs: Mapping[str, Any]) -> int:
-        """`counts(inputs)[0]`: the whole rule unless the loss is made of several means."""
-        return self.counts(inputs)[0]
-
     def shares(self, counts: Sequence[int], totals: Sequence[int]) -> tuple[float, ...]:
         """For each term, what part of the batch's mean this microbatch is.
 

@@ -22,7 +22,7 @@ def is_label(name: str) -> bool:
     return any(part in name for part in LABEL_NAMES) and not name.startswith("position")
 
 
-def probe(name: str, tensor: torch.Tensor) -> torch.Tensor:
+def label_placeholder(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """What planning puts in place of an argument: for integer labels a fixed pattern of the classes 0 and 1.
 
     The pattern has no symmetry, so labels, shifted labels and masked labels can be told apart, and a plan does not
@@ -41,7 +41,7 @@ class LossTrace:
     """Records the loss functions of one traced forward.
 
     Args:
-        inputs: the probes that the forward is given.
+        inputs: the placeholders that the forward is given.
         flow: the data flow of the same forward.
     """
 
@@ -126,10 +126,10 @@ class LossTrace:
     def _selects_labels(self, func: Any, prediction: torch.Tensor, target: torch.Tensor) -> bool:
         """Whether a class loss is given the elements with a valid label, selected by nothing but the labels.
 
-        What counts as valid cannot be seen, but whether every non-negative label does: the probes have no others.
+        What counts as valid cannot be seen, but whether every non-negative label does: the placeholders have no others.
         """
         sources = self._flow.sources(target)
-        given = {source.given for source in self._flow.sources((prediction, target)) if isinstance(source, Given)}
+        given = {source.name for source in self._flow.sources((prediction, target)) if isinstance(source, Given)}
         return (
             func in CLASS_LOSSES
             and any(isinstance(source, Selected) for source in sources)
@@ -141,7 +141,7 @@ class LossTrace:
         self, label: str, arguments: Mapping[str, Any], prediction: torch.Tensor, target: torch.Tensor
     ) -> tuple[LossTerm, str]:
         ignore_index = arguments.get("ignore_index", -100)
-        given = [source.given for source in self._flow.sources(target) if isinstance(source, Given)]
+        given = [source.name for source in self._flow.sources(target) if isinstance(source, Given)]
         labels = [name for name in given if is_label(name)]
         if not given:
             return LossTerm("samples"), f"{label} compares with targets that are no input"

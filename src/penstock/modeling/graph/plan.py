@@ -164,9 +164,9 @@ def _leaf_order(leaf: int | str) -> tuple[int, str, int]:
 
 def _refuse_altered(sources: Sources, stages: Mapping[tuple[str, int], int], stage: int, user: str) -> None:
     for source in sources:
-        if isinstance(source, Altered) and stages[source.altered_by, source.call] != stage:
+        if isinstance(source, Altered) and stages[source.unit, source.call] != stage:
             raise NotImplementedError(
-                f"{source.altered_by} changes one of its arguments in place, and {user}, on another stage, uses it"
+                f"{source.unit} changes one of its arguments in place, and {user}, on another stage, uses it"
             )
 
 

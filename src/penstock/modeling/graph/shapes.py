@@ -126,14 +126,6 @@ class ShapeFunctions:
                 self._copies[name] = meta_placeholder(module)  # adapters were put in
         self._remembered.clear()
 
-    def unit_of(self, module_name: str) -> str | None:
-        """The unit that the module of this name is or is part of; None outside of units."""
-        while module_name:
-            if module_name in self.units:
-                return module_name
-            module_name = module_name.rpartition(".")[0]
-        return None
-
     def assumed_parameters(self, name: str) -> int:
         """Elements of the parameters in those parts of a unit that were taken for shape-preserving in its last run."""
         return self._assumed.get(name, 0)
@@ -174,7 +166,9 @@ class ShapeFunctions:
                     running = _running(placeholder, error.__traceback__)
                     culprit = next((module for module in running if module not in assumed), None)
                     if culprit is None or not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
-                        raise _cannot_run(name, error) from error
+                        raise NotImplementedError(
+                            f"the unit {name} cannot be run on meta tensors: {type(error).__name__}: {error}"
+                        ) from error
                     culprit.forward = _first_tensor
                     assumed.append(culprit)
             if placeholder not in assumed:
@@ -272,10 +266,6 @@ def _running(root: nn.Module, traceback: TracebackType | None) -> list[nn.Module
             found.append(owner)
         traceback = traceback.tb_next
     return found[::-1]
-
-
-def _cannot_run(name: str, error: Exception) -> NotImplementedError:
-    return NotImplementedError(f"the unit {name} cannot be run on meta tensors: {type(error).__name__}: {error}")
 
 
 # Lists by key ("hidden_states", "router_logits", ...). Names with an underscore hold the collector's own settings.

@@ -6,7 +6,6 @@ computed. `graph.plan` turns it into what crosses each boundary between stages.
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -29,11 +28,13 @@ from penstock.modeling.graph.dataflow import (
     Watch,
 )
 from penstock.modeling.graph.loss import LossRule, loss_of
-from penstock.modeling.graph.loss_trace import LossTrace, probe
+from penstock.modeling.graph.loss_trace import LossTrace, label_placeholder
 from penstock.modeling.graph.shapes import OutputShape, ShapeFunctions, TensorShape, flatten, side_outputs
 from penstock.modeling.instrumentation import Intercepted, Interceptor
 from penstock.modeling.placeholders.caches import advance_cache, cache_placeholder
+from penstock.modeling.randomness import untouched_random_state
 from penstock.modeling.stage.outputs import Shapes, shapes_of
+from penstock.modeling.weights.names import unit_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,23 +121,23 @@ def trace(
     with (
         torch.inference_mode(False),
         torch.no_grad(),
-        _untouched_random_state(),
+        untouched_random_state(),
         _real_outside(model, functions, device),
     ):
-        probes = {name: _probe(name, value) for name, value in inputs.items()}
-        planner = _Planner(functions, floating, device or _device_of(probes))
+        arguments = {name: _placeholder(name, value) for name, value in inputs.items()}
+        planner = _Planner(functions, floating, device or _device_of(arguments))
         flow = planner.flow
         _mark_tensors(model, functions, flow)
-        for name, value in probes.items():
+        for name, value in arguments.items():
             for leaf in pytree.tree_leaves(value):
                 if isinstance(leaf, torch.Tensor):
                     flow.mark_input(leaf, name)
-        losses = LossTrace(probes, flow)
+        losses = LossTrace(arguments, flow)
         interceptor.handler = planner
         try:
             with flow, Watch(flow, losses.observers()):
-                output = (call or model)(**probes)
-                loss = loss_of(output) if criterion is None else criterion(output, probes)
+                output = (call or model)(**arguments)
+                loss = loss_of(output) if criterion is None else criterion(output, arguments)
         except ReachedInside:
             raise
         except Exception as error:
@@ -241,12 +242,12 @@ def _known(name: str, leaf: Any) -> Any:
     raise NotImplementedError(f"the unit {name} returns a {type(leaf).__name__}, whose tensors cannot be followed")
 
 
-def _probe(name: str, value: Any) -> Any:
+def _placeholder(name: str, value: Any) -> Any:
     if isinstance(value, Cache):
         return cache_placeholder(value)
     leaves, spec = flatten(value)
     return pytree.tree_unflatten(
-        [probe(name, leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec
+        [label_placeholder(name, leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec
     )
 
 
@@ -260,7 +261,7 @@ def _device_of(inputs: Mapping[str, Any]) -> torch.device:
 def _mark_tensors(model: nn.Module, functions: ShapeFunctions, flow: DataFlow) -> None:
     """Mark the tensors of units (not to be touched, as they are not on every stage) and those outside of units."""
     for prefix, module in model.named_modules():
-        inside = functions.unit_of(prefix)
+        inside = unit_of(prefix, functions.units)
         for name, tensor in [*module._parameters.items(), *module._buffers.items(), *vars(module).items()]:
             if isinstance(tensor, torch.Tensor):
                 full = f"{prefix}.{name}" if prefix else name
@@ -269,33 +270,22 @@ def _mark_tensors(model: nn.Module, functions: ShapeFunctions, flow: DataFlow) -
 
 @contextmanager
 def _real_outside(model: nn.Module, functions: ShapeFunctions, device: torch.device | None) -> Iterator[None]:
-    """Stand in zeros for meta tensors outside of units (a model built on the meta device), and put buffers back.
+    """Put zeros in the place of meta tensors outside of units (a model built on the meta device), and buffers back.
 
     Buffers outside of units are copied for the duration, since the model's code may update them.
     """
     replaced: list[tuple[dict[str, Any], str, Any]] = []
     for prefix, module in model.named_modules():
-        if functions.unit_of(prefix) is not None:
+        if unit_of(prefix, functions.units) is not None:
             continue
         for registry in (module._parameters, module._buffers):
             for name, tensor in registry.items():
                 if tensor is not None and (tensor.is_meta or registry is module._buffers):
                     replaced.append((registry, name, tensor))
-                    stand_in = torch.zeros_like(tensor, device=device or "cpu") if tensor.is_meta else tensor.clone()
-                    registry[name] = nn.Parameter(stand_in, False) if isinstance(tensor, nn.Parameter) else stand_in
+                    zeros = torch.zeros_like(tensor, device=device or "cpu") if tensor.is_meta else tensor.clone()
+                    registry[name] = nn.Parameter(zeros, False) if isinstance(tensor, nn.Parameter) else zeros
     try:
         yield
     finally:
         for registry, name, tensor in replaced:
             registry[name] = tensor
-
-
-@contextmanager
-def _untouched_random_state() -> Iterator[None]:
-    state = random.getstate()
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices=devices):
-        try:
-            yield
-        finally:
-            random.setstate(state)

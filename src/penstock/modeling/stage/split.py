@@ -41,7 +41,7 @@ from penstock.modeling.stage.host_values import HostValues
 from penstock.modeling.stage.outputs import Shapes
 from penstock.modeling.stage.run import StageDone, StageRun
 from penstock.modeling.tensor_parallel import TensorParallel
-from penstock.modeling.weights.ties import TiedGroup, alias_groups, tied_groups
+from penstock.modeling.weights.names import alias_groups
 
 
 class SplitModel:
@@ -64,7 +64,6 @@ class SplitModel:
         stages: the names of the units of each stage.
         local_stages: the stages held here.
         aliases: every parameter of the unsplit model as the tuple of its names, in the model's order.
-        tied: the parameters that several stages hold.
         released: the parameters that the last placement made give up storage, by name in the unsplit model (a tied
             one by the first of its names).
         taken: the parameters and buffers that the last placement gave storage, named likewise, to be filled by the
@@ -156,7 +155,6 @@ class SplitModel:
         self.local_stages = tuple(sorted(set(local_stages)))
         self.num_stages = len(self.stages)
         self._stage_of = placement
-        self.tied: list[TiedGroup] = tied_groups(self.aliases, placement, self.num_stages)
         self._plans = self._plans_of_stages.setdefault(self.stages, {})
         self.released: dict[str, nn.Parameter] = {}
         self.taken: dict[str, torch.Tensor] = {}

@@ -32,7 +32,7 @@ from penstock.modeling.tensor_parallel.plans import (
 )
 from penstock.modeling.tensor_parallel.region import Region
 from penstock.modeling.tensor_parallel.shard import Sharding
-from penstock.modeling.weights.ties import stage_of_parameter
+from penstock.modeling.weights.names import unit_of
 
 LAYERS: dict[str, type] = {
     **dict.fromkeys(COLUMN_STYLES, COLUMN),
@@ -121,7 +121,7 @@ class TensorParallel:
             if style not in LAYERS or name in self._shapes:
                 continue
             module = model.get_submodule(name)
-            if stage_of_parameter(f"{name}.weight", stage_of) is None:
+            if unit_of(name, stage_of) is None:
                 raise NotImplementedError(
                     f"the layer {name} of {type(model).__name__} is sharded by its tensor-parallel plan, but it stands "
                     "outside of all units, on every stage; leave it out of the plan"

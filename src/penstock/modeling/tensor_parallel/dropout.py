@@ -7,13 +7,15 @@ for the whole instead, and this rank takes its shard: the same random numbers ar
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from penstock.modeling.randomness import accelerator_generator
 from penstock.modeling.tensor_parallel.region import Region
 from penstock.modeling.tensor_parallel.shard import Sharding
 
@@ -86,18 +88,13 @@ class ShardedDropout(TorchFunctionMode):
         return mask.chunk(self._region.size, shard.dim)[self._region.index]
 
 
-class _own_random_numbers:
+@contextmanager
+def _own_random_numbers(index: int, device: torch.device) -> Iterator[None]:
     """Inside, an accelerator's generator draws numbers of this rank's own; afterwards it is where it was."""
-
-    def __init__(self, index: int, device: torch.device) -> None:
-        module = torch.get_device_module(device)
-        place = device.index if device.index is not None else module.current_device()
-        self._generator: torch.Generator = module.default_generators[place]
-        self._offset = (index + 1) * 0x9E3779B97F4A7C15
-
-    def __enter__(self) -> None:
-        self._state = self._generator.get_state()
-        self._generator.manual_seed((self._generator.initial_seed() + self._offset) & ((1 << 63) - 1))
-
-    def __exit__(self, *_: object) -> None:
-        self._generator.set_state(self._state)
+    (generator,) = accelerator_generator(device)
+    state = generator.get_state()
+    generator.manual_seed((generator.initial_seed() + (index + 1) * 0x9E3779B97F4A7C15) & ((1 << 63) - 1))
+    try:
+        yield
+    finally:
+        generator.set_state(state)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PretrainedConfig, PreTrainedModel, initialization
 from transformers.models.auto.auto_factory import _get_model_class
 
-from penstock.modeling.placeholders.ghosts import strip
 from penstock.modeling.tensor_parallel import Sharding, TensorParallel, leave_shards
+from penstock.modeling.weights.names import held_names, strip_foreign
 from penstock.modeling.weights.shards import Scratch, ShardKeeper
 
 
@@ -122,25 +122,6 @@ def init_stage(
     if keeper is not None:
         leave_shards(model, keeper.shard_of)
     return model
-
-
-def held_names(names: Iterable[str], stages: Sequence[Sequence[str]], local_stages: Collection[int]) -> set[str]:
-    """Those of `names` that a rank with `local_stages` holds: in its own units, or in no unit at all."""
-    foreign = tuple(f"{unit}." for unit in foreign_units(stages, local_stages))
-    return {name for name in names if not name.startswith(foreign)}
-
-
-def foreign_units(stages: Sequence[Sequence[str]], local_stages: Collection[int]) -> list[str]:
-    """The units of all stages but `local_stages`."""
-    if unknown := sorted(set(local_stages) - set(range(len(stages)))):
-        raise ValueError(f"local_stages has {unknown}, but there are {len(stages)} stages")
-    return [unit for stage, units in enumerate(stages) if stage not in local_stages for unit in units]
-
-
-def strip_foreign(model: nn.Module, stages: Sequence[Sequence[str]], local_stages: Collection[int]) -> None:
-    """Turn the units of other stages into ghosts."""
-    for unit in foreign_units(stages, local_stages):
-        strip(model.get_submodule(unit))
 
 
 _DETERMINISTIC = frozenset({"constant_", "ones_", "zeros_", "eye_", "dirac_"})

@@ -19,7 +19,8 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from penstock.modeling.tensor_parallel import TensorParallel
-from penstock.modeling.weights.initialise import drawing_for_meta, held_names, strip_foreign
+from penstock.modeling.weights.initialise import drawing_for_meta
+from penstock.modeling.weights.names import held_names, strip_foreign
 from penstock.modeling.weights.shards import ShardLoading
 
 # What spreads a model over devices in another way, or needs every weight to be present.

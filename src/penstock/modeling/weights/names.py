@@ -1,0 +1,86 @@
+"""What names of weights tell: the unit that holds one, the rank that does, and which are one and the same weight."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from torch import nn
+
+from penstock.modeling.placeholders.ghosts import all_parameter_names, is_ghost, strip
+
+
+def unit_of(name: str, units: Collection[str]) -> str | None:
+    """The unit that a module or tensor of this name is, or is part of; None for one outside of all units."""
+    while name and name not in units:
+        name = name.rpartition(".")[0]
+    return name or None
+
+
+def foreign_units(stages: Sequence[Sequence[str]], local_stages: Collection[int]) -> list[str]:
+    """The units of all stages but `local_stages`.
+
+    Raises:
+        ValueError: a local stage does not exist.
+    """
+    if unknown := sorted(set(local_stages) - set(range(len(stages)))):
+        raise ValueError(f"local_stages has {unknown}, but there are {len(stages)} stages")
+    return [unit for stage, units in enumerate(stages) if stage not in local_stages for unit in units]
+
+
+def held_names(names: Iterable[str], stages: Sequence[Sequence[str]], local_stages: Collection[int]) -> set[str]:
+    """Those of `names` that a rank with `local_stages` holds: in its own units, or in no unit at all."""
+    foreign = set(foreign_units(stages, local_stages))
+    return {name for name in names if unit_of(name, foreign) is None}
+
+
+def strip_foreign(model: nn.Module, stages: Sequence[Sequence[str]], local_stages: Collection[int]) -> None:
+    """Turn the units of other stages into ghosts."""
+    for unit in foreign_units(stages, local_stages):
+        strip(model.get_submodule(unit))
+
+
+def stage_sizes(model: nn.Module, stages: Sequence[Sequence[str]]) -> list[int]:
+    """For each stage the elements of the parameters it holds: those of its units, and those outside of all units.
+
+    A tied weight counts once on each stage that holds it, so the sum may exceed the model's size.
+
+    Args:
+        model: a whole model, maybe on the meta device.
+        stages: the names of the units of each stage.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    held = [held_names(parameters, stages, [stage]) for stage in range(len(stages))]
+    return [sum(parameter.numel() for parameter in {parameters[name] for name in names}) for names in held]
+
+
+def alias_groups(model: nn.Module) -> list[tuple[str, ...]]:
+    """Names of the unsplit model's parameters, those that are one and the same parameter together.
+
+    In a model without ghosts identity decides. Where a name belongs to a ghost, transformers' own list of ties
+    (`all_tied_weights_keys`) does, as the parameter is not there.
+    """
+    names = all_parameter_names(model)
+    parent = {name: name for name in names}
+
+    def root(name: str) -> str:
+        while parent[name] != name:
+            name = parent[name]
+        return name
+
+    first_of: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        parent[root(name)] = root(first_of.setdefault(id(parameter), name))
+    present = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    if any(is_ghost(module) for module in model.modules()):
+        for target, source in ties_of(model).items():
+            if target in parent and source in parent and not (target in present and source in present):
+                parent[root(target)] = root(source)
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(root(name), []).append(name)
+    return [tuple(group) for group in groups.values()]
+
+
+def ties_of(model: nn.Module) -> Mapping[str, str]:
+    """`{target: source}` of the names that transformers ties in this model."""
+    return dict(getattr(model, "all_tied_weights_keys", None) or {})
