@@ -102,29 +102,26 @@ def _replace_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
 
 # -- classes -------------------------------------------------------------------------------------------------------
 
-_subclasses: dict[tuple[type, Any], type] = {}
+_subclasses: dict[tuple[type, type], type] = {}
 _originals: dict[type, type] = {}
 
 
-def swap_class(module: nn.Module, key: Any, bases: tuple[type, ...], members: Mapping[str, Any]) -> None:
-    """Make `module` an instance of a subclass of its class, made once for each class and `key`.
+def mix_in(module: nn.Module, mixin: type) -> None:
+    """Make `module` an instance of a subclass of `mixin` and of its own class.
 
     The subclass has the name of the model's own class: error messages, repr and transformers' registries (which are
     keyed by str(class)) see that one.
-
-    Args:
-        bases: what the subclass inherits from before the module's class.
     """
     base: Any = type(module)
-    if (base, key) not in _subclasses:
+    if (base, mixin) not in _subclasses:
         names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-        made = type(base)(base.__name__, (*bases, base), {**names, **members})
-        _subclasses[base, key], _originals[made] = made, base
-    module.__class__ = _subclasses[base, key]
+        made = type(base)(base.__name__, (mixin, base), names)
+        _subclasses[base, mixin], _originals[made] = made, base
+    module.__class__ = _subclasses[base, mixin]
 
 
 def original_class(cls: type) -> type:
-    """The class that `swap_class` made `cls` from; `cls` itself for any other class."""
+    """The class that `mix_in` made `cls` from; `cls` itself for any other class."""
     return _originals.get(cls, cls)
 
 
@@ -151,7 +148,7 @@ class Interceptor:
         for name, module in modules.items():
             _uninstall(module)
             record_of(module).intercepted = Intercepted(name, type(module).__call__, self)
-            swap_class(module, "intercepted", (_InterceptedModule,), {})
+            mix_in(module, _InterceptedModule)
 
     @contextmanager
     def installed(self, modules: Mapping[str, nn.Module]) -> Iterator[None]:

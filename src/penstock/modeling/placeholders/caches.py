@@ -140,7 +140,7 @@ def advance_cache(
     cache = next((each for each in arguments if isinstance(each, Cache)), None)
     if cache is None or not (layers or state_layers):
         return
-    part = _decoder_part(cache)
+    part = decoder_part(cache)
     like = next(each for each in arguments if isinstance(each, torch.Tensor))
     for index in layers:
         keys: Any = getattr(part.layers[index], "keys", None) if index < len(part.layers) else None
@@ -158,7 +158,7 @@ def advance_cache(
 
 def past_length(cache: Cache) -> int:
     """How many tokens the cache holds; of one whose layers have no lengths, whether it holds anything."""
-    part = _decoder_part(cache)
+    part = decoder_part(cache)
     if part.layers and not any(isinstance(layer, CacheLayerMixin) for layer in part.layers):
         return int(part.has_previous_state())
     return int(cache.get_seq_length())
@@ -169,20 +169,28 @@ def cache_placeholder(cache: Cache) -> Cache:
 
     Planning runs on it, so that the real cache stays as it is and its memory is not doubled.
     """
-    memo: dict[int, Any] = {}
-    parts = [cache]
-    if isinstance(cache, EncoderDecoderCache):
-        parts = [cache.self_attention_cache, cache.cross_attention_cache]
-    for part in parts:
-        for layer in part.layers:
-            for name in ("keys", "values"):
-                states = getattr(layer, name, None)
-                if isinstance(states, torch.Tensor) and states.dim() == 4:
-                    memo[id(states)] = states[:, :1, :, :1].clone()
+    pair: Any = cache
+    is_pair = isinstance(cache, EncoderDecoderCache)
+    parts = [pair.self_attention_cache, pair.cross_attention_cache] if is_pair else [pair]
+    states = [each for part in parts for layer in part.layers for each in vars(layer).values() if _is_wide(each)]
+    memo = {id(each): each[:, :1, :, :1].clone() for each in states}
     return copy.deepcopy(cache, memo)
 
 
-def _decoder_part(cache: Cache) -> Any:
+def layer_placeholder(layer: Any) -> Any:
+    """A copy of a layer of the same length with one head and one dimension."""
+    small = copy.copy(layer)
+    for name, value in vars(layer).items():
+        if isinstance(value, torch.Tensor):
+            setattr(small, name, (value[:, :1, :, :1] if _is_wide(value) else value).clone())
+    return small
+
+
+def _is_wide(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() == 4
+
+
+def decoder_part(cache: Cache) -> Any:
     return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
 
 

@@ -19,14 +19,11 @@ from transformers import PretrainedConfig
 from penstock.modeling.instrumentation import Absent, absent_of, known_of, record_of
 
 
-def strip(module: nn.Module) -> nn.Module:
+def strip(module: nn.Module) -> None:
     """Turn `module` and everything below it into a ghost, in place; `restore` is the way back.
 
     The parameters themselves are left alone: whoever still holds one (an optimizer, a tied holder) keeps it whole.
-    Giving up their storage is the caller's decision, see `penstock.modeling.split`.
-
-    Returns:
-        `module`, for chaining.
+    Giving up their storage is the caller's decision, see `SplitModel`.
     """
     for child in module.modules():
         record = record_of(child)
@@ -45,7 +42,6 @@ def strip(module: nn.Module) -> nn.Module:
         child._non_persistent_buffers_set = set()
         # transformers must not try to initialise what is no longer there.
         child.__dict__["_is_hf_initialized"] = True
-    return module
 
 
 def restore(module: nn.Module, device: torch.device) -> Iterator[tuple[str, torch.Tensor, torch.Tensor | None]]:
@@ -191,10 +187,10 @@ def meta_placeholder(module: nn.Module) -> nn.Module:
         absent = [each.tensor for each in absent_of(child).values()]
         for tensor in [*child._parameters.values(), *child._buffers.values(), *_loose_tensors(child), *absent]:
             if tensor is not None and id(tensor) not in memo:
-                twin_tensor = tensor.detach().to("meta")
+                meta = tensor.detach().to("meta")
                 if isinstance(tensor, nn.Parameter):
-                    twin_tensor = nn.Parameter(twin_tensor, requires_grad=False)
-                memo[id(tensor)] = twin_tensor
+                    meta = nn.Parameter(meta, requires_grad=False)
+                memo[id(tensor)] = meta
         # One configuration for both, as some of it may be changed later (`set_attn_implementation`).
         memo.update((id(value), value) for value in vars(child).values() if isinstance(value, PretrainedConfig))
     # Hooks are put aside during the copy: they may hold the whole model in a closure or a bound method.
@@ -202,30 +198,25 @@ def meta_placeholder(module: nn.Module) -> nn.Module:
     for child, name, hook in hooks:
         child.__dict__[name] = type(hook)()
     try:
-        twin: nn.Module = copy.deepcopy(module, memo)
+        made: nn.Module = copy.deepcopy(module, memo)
     finally:
         for child, name, hook in hooks:
             child.__dict__[name] = hook
-    for parameter in twin.parameters():
+    for parameter in made.parameters():
         parameter.requires_grad_(False)
-    twin.eval()  # returns nothing in some models that override `train`
-    return twin
+    made.eval()  # returns nothing in some models that override `train`
+    return made
 
 
 _HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_pre_hooks_with_kwargs",
-    "_forward_hooks_always_called",
+    *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks"),
+    *("_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks"),
 )
 
 
-def sync_capture_hooks(module: nn.Module, twin: nn.Module) -> None:
-    """Give `twin` the output-capturing hooks that transformers has put on `module` (it installs them lazily)."""
-    for child, copied in zip(module.modules(), twin.modules(), strict=True):
+def sync_capture_hooks(module: nn.Module, placeholder: nn.Module) -> None:
+    """Give `placeholder` the output-capturing hooks that transformers has put on `module` (it installs them lazily)."""
+    for child, copied in zip(module.modules(), placeholder.modules(), strict=True):
         copied._forward_hooks.clear()
         for key, hook in child._forward_hooks.items():
             if getattr(hook, "__module__", None) == "transformers.utils.output_capturing":

@@ -11,10 +11,10 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from penstock.modeling.graph.plan import Plan
+from penstock.modeling.placeholders.caches import decoder_part, layer_placeholder
 
 
 class StageCaches:
@@ -31,7 +31,7 @@ class StageCaches:
         self._stages = stages
         self._name = next((name for name, value in inputs.items() if isinstance(value, Cache)), None)
         self._owner = {layer: call.stage for call in plan.calls for layer in call.output.cache_layers}
-        # All views are made before the first walk: a stand-in must have the length from before the forward.
+        # All views are made before the first walk: a placeholder must have the length from before the forward.
         self._views = {} if self._name is None else {stage: self._view(inputs[self._name], stage) for stage in stages}
 
     def inputs(self, stage: int) -> Mapping[str, Any]:
@@ -54,18 +54,18 @@ class StageCaches:
                 )
             return
         whole = self._inputs[self._name]
-        layers = _decoder_part(self._views[self._stages[-1]]).layers
+        layers = decoder_part(self._views[self._stages[-1]]).layers
         for stage in self._stages[:-1]:
-            walked = _decoder_part(self._views[stage]).layers
+            walked = decoder_part(self._views[stage]).layers
             for layer, owner in self._owner.items():
                 if owner == stage:
                     layers[layer] = walked[layer]
-        _decoder_part(whole).layers = layers
+        decoder_part(whole).layers = layers
         for name in made:
             output[name] = whole
 
     def _view(self, whole: Cache, stage: int) -> Cache:
-        """A cache with the layers of `stage`, and stand-ins for what other walks lengthen."""
+        """A cache with the layers of `stage`, and placeholders for what other walks lengthen."""
         if isinstance(whole, EncoderDecoderCache):
             # Of the cross-attention part a walk touches its own layers only.
             view = copy.copy(whole)
@@ -74,7 +74,8 @@ class StageCaches:
         last = stage == self._stages[-1]
         view = copy.copy(whole)
         view.layers = [
-            layer if self._is_real(index, stage, last) else _stand_in(layer) for index, layer in enumerate(whole.layers)
+            layer if self._is_real(index, stage, last) else layer_placeholder(layer)
+            for index, layer in enumerate(whole.layers)
         ]
         return view
 
@@ -82,16 +83,3 @@ class StageCaches:
         # A layer that no unit lengthens (linear attention) is touched by its owner only.
         owner = self._owner.get(layer, stage)
         return owner == stage or (last and owner not in self._stages)
-
-
-def _decoder_part(cache: Cache) -> Cache:
-    return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
-
-
-def _stand_in(layer: Any) -> Any:
-    """A layer of the same length with one head and one dimension."""
-    thin = copy.copy(layer)
-    for name, value in vars(layer).items():
-        if isinstance(value, torch.Tensor):
-            setattr(thin, name, (value[:, :1, :, :1] if value.dim() == 4 else value).clone())
-    return thin

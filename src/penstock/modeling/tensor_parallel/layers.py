@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
-from penstock.modeling.instrumentation import original_class, record_of, swap_class
+from penstock.modeling.instrumentation import mix_in, original_class, record_of
 from penstock.modeling.tensor_parallel.region import Region
 
 
@@ -115,7 +115,7 @@ def extend(module: nn.Module, kind: type, region: Region) -> None:
     if kind is _Row and isinstance(module, Conv1D):
         kind = _RowConv1D
     record_of(module).region = region
-    swap_class(module, kind, (kind,), {})
+    mix_in(module, kind)
     if isinstance(module, nn.Embedding) and module.padding_idx is not None:
         rows = module.weight.shape[0]
         place = module.padding_idx - region.index * rows
