@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from penstock.modeling.weights.names import unit_of
 from penstock.planning.layout import Layout
 
 
@@ -73,11 +74,3 @@ def find_holders(
             is_sharded = any(name in sharded for name in names)
             held.append(HeldParameter(names[0], parameter, every[tensor_parallel_rank], is_sharded))
     return held, shared
-
-
-def unit_of(parameter: str, units: Collection[str]) -> str | None:
-    """The unit a parameter's name belongs to, or None for one outside every unit."""
-    name = parameter
-    while name and name not in units:
-        name = name.rpartition(".")[0]
-    return name or None
