@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from penstock.modeling.weights.names import unit_of
 from penstock.planning.layout import Layout, Place
-from penstock.runtime.holders import find_holders, unit_of
+from penstock.runtime.holders import find_holders
 
 UNITS = [f"u.{index}" for index in range(6)]
 
