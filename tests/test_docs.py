@@ -482,10 +482,19 @@ def test_the_index_and_the_readme_link_every_page() -> None:
 def test_files_and_public_names_in_inline_code_exist(page: Path) -> None:
     for number, span in spans_of(page):
         if re.fullmatch(r"[\w.-]+(/[\w.-]+)+\.(py|sh|md|csv|toml|sbatch)", span):
-            assert any((ROOT / top / span).exists() for top in ("", "src", "benchmark")), f"{page}:{number}: {span}"
+            assert any((ROOT / top / span).exists() for top in ("", "src", "src/penstock", "benchmark")), f"{page}:{number}: {span}"
         for name in re.findall(r"\bpenstock((?:\.\w+)+)", span):
             if not name.endswith((".json", ".py")):
                 assert resolve("penstock" + name) is not None, f"{page}:{number}: {span}"
+
+
+def test_the_picture_of_the_house_is_true() -> None:
+    text = (ROOT / "docs/architecture.md").read_text()
+    picture = next(block for block in text.split("```") if "your script:" in block)
+    names = set(re.findall(r"[\w./]+\.py|\w+/", picture))
+    assert {"runtime/", "engine.py", "untrusted.py", "schedule/"} <= names
+    there = {path.name + "/" * path.is_dir() for path in (ROOT / "src/penstock").rglob("*")}
+    assert names <= there
 
 
 def resolve(name: str) -> object:

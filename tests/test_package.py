@@ -1,9 +1,23 @@
 """The package's front door: public names, and what importing it costs."""
 
+import ast
 import importlib
+from collections.abc import Iterator
+from pathlib import Path
 
 import penstock
 from launch import run_python
+
+PACKAGE = Path(penstock.__file__).parent
+# What each room may import of the others. Any other file is a face, which may import all of them.
+BELOW = {
+    "schedule": set[str](),
+    "planning": {"schedule"},
+    "data": set[str](),
+    "modeling": {"planning"},
+    "checkpoint": {"modeling"},
+    "runtime": {"data", "modeling", "planning", "schedule"},
+}
 
 
 def test_every_public_name_is_there() -> None:
@@ -26,3 +40,30 @@ def test_schedules_and_the_command_line_start_without_torch() -> None:
 def test_unknown_names_are_attribute_errors() -> None:
     result = run_python("-c", "import penstock; penstock.initialise")
     assert "AttributeError: module 'penstock' has no attribute 'initialise'" in result.stderr
+
+
+def imported_rooms(tree: ast.AST, file: Path) -> Iterator[str]:
+    """The rooms that a file imports when it is imported itself."""
+    todo = list(ast.iter_child_nodes(tree))
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.ImportFrom):
+            package = file.relative_to(PACKAGE.parent).parent.parts
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            parts = (*base, *(node.module or "").split("."))
+            if parts[0] == "penstock" and len(parts) > 1:
+                yield parts[1]
+        elif isinstance(node, ast.Import):
+            yield from (name.name.split(".")[1] for name in node.names if name.name.startswith("penstock."))
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            todo += ast.iter_child_nodes(node)
+
+
+def test_imports_point_one_way() -> None:
+    seen = set()
+    for room, below in BELOW.items():
+        for file in (PACKAGE / room).rglob("*.py"):
+            for other in imported_rooms(ast.parse(file.read_text()), file):
+                seen.add((room, other))
+                assert other in below | {room}, f"{file.relative_to(PACKAGE)} imports {other}"
+    assert ("runtime", "modeling") in seen and ("runtime", "runtime") in seen, "imports were found"
