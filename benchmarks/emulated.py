@@ -21,7 +21,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from turns import Figures, Step, serve
 
 import penstock
-from penstock.runtime.weight_gradients import Deferred, WeightGradientQueues
+from penstock.runtime.gradients.weight_gradients import Deferred, WeightGradientQueues
 from penstock.schedule import build
 
 WIDTH = 16

@@ -23,15 +23,15 @@ from penstock.planning.layout import Layout
 from penstock.runtime.boundary.boundaries import LOSS_DTYPE, Boundaries
 from penstock.runtime.boundary.p2p import Message, P2PChannel, P2PChannels
 from penstock.runtime.boundary.tensors import TensorSpec, encode_header
+from penstock.runtime.comm.totals import Totals
 from penstock.runtime.context import RankContext
-from penstock.runtime.failure import FailureBoard
-from penstock.runtime.gradients import Gradients
-from penstock.runtime.holders import HeldParameter
+from penstock.runtime.failures.board import FailureBoard
+from penstock.runtime.failures.interrupts import Interrupts
+from penstock.runtime.gradients.gradients import Gradients
+from penstock.runtime.gradients.ownership import HeldParameter
 from penstock.runtime.inputs import StepInputs
-from penstock.runtime.interrupts import Interrupts
 from penstock.runtime.program import Program
 from penstock.runtime.stages import StageExecutor, StageOutput, copied, hook_loss, proxy_loss
-from penstock.runtime.totals import Totals
 from penstock.runtime.training import Begun, TrainingStep
 from penstock.schedule import Schedule, build
 from penstock.schedule import actions as compute

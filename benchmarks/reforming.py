@@ -29,8 +29,8 @@ from penstock.bench.result_files import environment, write_json
 from penstock.modeling.graph.units import list_units
 from penstock.pipeline_model import attach
 from penstock.planning.layout import Layout
+from penstock.runtime.comm.forming import forming
 from penstock.runtime.engine import parallelize
-from penstock.runtime.start import forming
 from penstock.schedule import build
 
 CONFIG = {"n_layer": 12, "n_embd": 384, "n_head": 6, "vocab_size": 512, "n_positions": 128}

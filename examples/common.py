@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from corpus import END_OF_TEXT, read_texts, token_blocks, train_tokenizer
 from penstock import Booster, HeterogeneousParallelPlugin
 from penstock.planning.pipelines import balanced_templates, parse_pipelines
-from penstock.runtime.bootstrap import rank_and_world_size
+from penstock.runtime.comm.bootstrap import rank_and_world_size
 from penstock.schedule import schedule_names
 
 CHARACTERS = 300_000  # of local text

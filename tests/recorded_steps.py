@@ -23,20 +23,20 @@ from penstock.planning.layout import Layout
 from penstock.runtime.boundary.boundaries import Boundaries
 from penstock.runtime.boundary.p2p import TAGS_PER_CHANNEL, Message, P2PChannels
 from penstock.runtime.boundary.tensors import TensorSpec, encode_header
+from penstock.runtime.comm.groups import Groups
+from penstock.runtime.comm.totals import Totals
 from penstock.runtime.context import RankContext
 from penstock.runtime.decoding import Decoding
 from penstock.runtime.evaluation import evaluate
-from penstock.runtime.failure import FailureBoard
-from penstock.runtime.gradients import Gradients
-from penstock.runtime.groups import Groups
-from penstock.runtime.holders import find_holders
+from penstock.runtime.failures.board import FailureBoard
+from penstock.runtime.failures.interrupts import Interrupts
+from penstock.runtime.gradients.gradients import Gradients
+from penstock.runtime.gradients.ownership import find_holders
+from penstock.runtime.gradients.weight_gradients import install
 from penstock.runtime.inputs import StepInputs
-from penstock.runtime.interrupts import Interrupts
 from penstock.runtime.program import Program
 from penstock.runtime.stages import StageExecutor, StageOutput
-from penstock.runtime.totals import Totals
 from penstock.runtime.training import Begun, TrainingStep
-from penstock.runtime.weight_gradients import install
 from penstock.schedule import Schedule
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -198,7 +198,7 @@ class RecordedRank:
         self.place = layout.place_of(rank)
         self.mine = layout.pipelines[self.place.pipeline]
         self.schedule = schedules[self.place.pipeline]
-        own = self.mine.stages_of(self.place.rank_in_pipeline)
+        own = self.mine.stages_of(self.place.pipeline_rank)
         self.stages = Stages(self.mine.stages, own, tied, self.world)
         local = {
             f"{unit}.weight": parameter for unit, layer in self.stages.units.items() for parameter in layer.parameters()
@@ -216,10 +216,10 @@ class RecordedRank:
             self.groups._device = CPU
             self.board = FailureBoard(None, rank, "recorded")
             self.context = RankContext(layout, rank, CPU, self.groups, self.board, Interrupts())
-            self.channels = P2PChannels(self.groups.line, self.context.rank_of, CPU, self.board)
+            self.channels = P2PChannels(self.groups.p2p_group, self.context.rank_of, CPU, self.board)
             if gpu:  # the values are on the CPU all the same
                 self.channels.receives_ahead = 0
-            boundaries = Boundaries(self.channels, self.mine.stage_to_rank, self.place.rank_in_pipeline, CPU)
+            boundaries = Boundaries(self.channels, self.mine.stage_to_rank, self.place.pipeline_rank, CPU)
             self.executor = StageExecutor(self.stages, boundaries)
             self.gradients = Gradients(held, self.context)
             self.totals = Totals(self.context)
@@ -227,7 +227,7 @@ class RecordedRank:
         if self.schedule.splits_backward:
             install(self.stages, self.gradients.queues)
         self.program, self.forwards = (
-            Program.of(schedule, self.place.rank_in_pipeline, far_ahead=not gpu)
+            Program.of(schedule, self.place.pipeline_rank, far_ahead=not gpu)
             for schedule in (self.schedule, self.schedule.forwards())
         )
         self.world.answers[Message.HEADER] = encode_header([SPEC])
@@ -246,7 +246,7 @@ class RecordedRank:
         with self.events() as events:
             self.groups.warm_up()
             cuts = [cut for cut, (a, b) in enumerate(pairwise(self.mine.stage_to_rank)) if a != b]
-            self.channels.warm_up(cuts, self.mine.stages_of(self.place.rank_in_pipeline))
+            self.channels.warm_up(cuts, self.mine.stages_of(self.place.pipeline_rank))
         return events
 
     def train(

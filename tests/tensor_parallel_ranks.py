@@ -61,7 +61,7 @@ def gather(model: Any, mine: dict[str, Any]) -> dict[str, Any]:
     for where, tensors in every:
         if where.pipeline == place.pipeline:
             for name, tensor in tensors.items():
-                parts.setdefault((name, where.rank_in_pipeline), {})[where.tensor_parallel_rank] = tensor
+                parts.setdefault((name, where.pipeline_rank), {})[where.tensor_parallel_rank] = tensor
     for (name, _), slices in parts.items():
         if slices[0] is None:
             joined = None

@@ -12,7 +12,7 @@ import penstock
 from hetero import make_plugin, pad, samples
 from penstock import Booster, TensorParallelPlan
 from penstock.checkpoint import CheckpointError
-from penstock.runtime.settings import BatchMismatch
+from penstock.runtime.comm.settings import BatchMismatch
 from tensor_parallel_ranks import (
     build,
     config,

@@ -15,7 +15,7 @@ from torch.distributed.run import get_args_parser
 
 from launch import ROOT, run_command
 from penstock.bench.options import World, read_options
-from penstock.runtime.bootstrap import free_port
+from penstock.runtime.comm.bootstrap import free_port
 
 FOLDER = ROOT / "benchmark"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from families import FAMILIES, batch
-from penstock.runtime import failure
+from penstock.runtime.failures import failure
 from pool import Pool
 from training import (
     EXACT,

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from ended import LIMIT, End, kill_self, run_ranks
 from families import FAMILIES, batch
 from penstock import PipelineFailure
-from penstock.runtime import rollcall
+from penstock.runtime.comm import rollcall
 from pool import Pool
 from training import parallelize, run_step
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import generation_ranks as ranks
-from penstock.runtime.failure import PipelineFailure
+from penstock.runtime.failures.board import PipelineFailure
 from pool import Pool, WorkerDied
 
 MISTAKES = [

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from families import FAMILIES, batch
 from launch import run_python
-from penstock.runtime.bootstrap import find_place, first_host
+from penstock.runtime.comm.bootstrap import find_place, first_host
 from pool import Pool
 from training import EXACT, kept_in_double, parallelize, run_step, unsplit_step
 

@@ -24,9 +24,10 @@ import torch.distributed as dist
 
 from families import FAMILIES, batch
 from launch import ROOT
-from penstock.runtime import interrupts, training
-from penstock.runtime.interrupts import Interrupts
-from penstock.runtime.updates import Update, UpdateWatch, mixed_update
+from penstock.runtime import training
+from penstock.runtime.failures import interrupts
+from penstock.runtime.failures.interrupts import Interrupts
+from penstock.runtime.gradients.updates import Update, UpdateWatch, mixed_update
 from pool import Pool
 from training import assert_same_gradients, gradients_of, kept_in_double, parallelize, rows, run_step, unsplit_step
 

@@ -7,8 +7,8 @@ import torch
 from torch.nn import functional
 
 from families import FAMILIES
-from penstock.modeling.profile import profile_model
 from penstock.modeling.graph.units import list_units
+from penstock.modeling.profile import profile_model
 from pool import Pool
 
 BATCH, LENGTH = 2, 24

@@ -11,7 +11,7 @@ from torch import nn
 
 from penstock.modeling.weights.names import unit_of
 from penstock.planning.layout import Layout, Place
-from penstock.runtime.holders import find_holders
+from penstock.runtime.gradients.ownership import find_holders
 
 UNITS = [f"u.{index}" for index in range(6)]
 

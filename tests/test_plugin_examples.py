@@ -14,7 +14,7 @@ from torch.distributed.run import get_args_parser
 from transformers import AutoModelForCausalLM, AutoModelForImageClassification, AutoModelForSequenceClassification
 
 from launch import ROOT, run_command, run_python, torchrun
-from penstock.runtime.bootstrap import free_port
+from penstock.runtime.comm.bootstrap import free_port
 from pool import Pool
 
 sys.path.insert(0, str(ROOT / "examples"))

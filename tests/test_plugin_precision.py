@@ -10,7 +10,7 @@ from torch import nn
 from families import FAMILIES
 from hetero import batch_size, make_plugin, pad, samples
 from penstock import Booster, HeterogeneousParallelPlugin
-from penstock.runtime.precision import LossScale
+from penstock.runtime.gradients.precision import LossScale
 from pool import Pool
 from training import gradients_of
 
@@ -170,7 +170,7 @@ def test_impossible_scales_are_refused(options: dict[str, Any]) -> None:
 
 
 def test_multiplying_by_a_power_of_two_is_exact() -> None:
-    from penstock.runtime.precision import multiply_gradients
+    from penstock.runtime.gradients.precision import multiply_gradients
 
     parameter = nn.Parameter(torch.randn(50))
     parameter.grad = torch.randn(50)

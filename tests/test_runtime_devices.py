@@ -18,10 +18,10 @@ import torch.distributed as dist
 import penstock
 from families import FAMILIES, batch
 from penstock import HeterogeneousParallelPlugin
-from penstock.runtime import bootstrap
-from penstock.runtime.devices import backend, local_device, use_local_device
-from penstock.runtime.failure import PipelineFailure
-from penstock.runtime.start import forming
+from penstock.runtime.comm import bootstrap
+from penstock.runtime.comm.devices import backend, local_device, use_local_device
+from penstock.runtime.comm.forming import forming
+from penstock.runtime.failures.board import PipelineFailure
 from pool import Pool
 from training import parallelize
 

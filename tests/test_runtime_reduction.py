@@ -10,9 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from penstock.runtime.boundary.tensors import TensorSpec, decode_header, encode_header
-from penstock.runtime.buckets import make_buckets
-from penstock.runtime.failure import FailureBoard
-from penstock.runtime.reduction import GradientReducer
+from penstock.runtime.failures.board import FailureBoard
+from penstock.runtime.gradients.reduction import GradientReducer, make_buckets
 from pool import Pool
 
 BOTH = (0, 1)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from families import FAMILIES, batch
-from penstock.runtime import rollcall
+from penstock.runtime.comm import rollcall
 from pool import Pool
 from training import gradients_of, parallelize, rows, run_step
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from penstock.runtime.weight_gradients import WeightGradientQueues, install
+from penstock.runtime.gradients.weight_gradients import WeightGradientQueues, install
 
 
 def layers(kind: type[nn.Module]) -> tuple[nn.Sequential, nn.Sequential, WeightGradientQueues]:

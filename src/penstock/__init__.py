@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from penstock.pipeline_model import PipelineModel
     from penstock.planning.template import PipelineTemplate
     from penstock.plugin import HeterogeneousParallelPlugin
-    from penstock.runtime.failure import PipelineFailure
+    from penstock.runtime.failures.board import PipelineFailure
 
 __version__ = "0.1.0.dev0"
 
@@ -43,7 +43,7 @@ _HOMES = {
     "Configuration": "penstock.config",
     "ConfigurationError": "penstock.config",
     "HeterogeneousParallelPlugin": "penstock.plugin",
-    "PipelineFailure": "penstock.runtime.failure",
+    "PipelineFailure": "penstock.runtime.failures.board",
     "PipelineModel": "penstock.pipeline_model",
     "PipelineOptimizer": "penstock.optimizer",
     "PipelineTemplate": "penstock.planning.template",

@@ -35,8 +35,8 @@ from penstock.modeling.stage.outputs import merge_outputs
 from penstock.optimizer import PipelineOptimizer
 from penstock.pipeline_model import PipelineModel, checkpoint_comms, own_class, saving_rank
 from penstock.plugin import Configured, HeterogeneousParallelPlugin
+from penstock.runtime.comm.rollcall import Call
 from penstock.runtime.engine import Engine
-from penstock.runtime.rollcall import Call
 
 PathLike = str | os.PathLike[str]
 

@@ -22,10 +22,10 @@ from penstock.pipeline_model import PipelineModel, attach
 from penstock.planning.auto import auto_pipeline_size
 from penstock.planning.layout import Layout
 from penstock.planning.partition import partition
-from penstock.runtime.devices import device_memory
+from penstock.runtime.comm.devices import device_memory
+from penstock.runtime.comm.forming import facts_of, forming, gather_from_all, require_agreement
 from penstock.runtime.engine import parallelize
-from penstock.runtime.failure import FailureBoard
-from penstock.runtime.start import facts_of, forming, gather_from_all, require_agreement
+from penstock.runtime.failures.board import FailureBoard
 from penstock.schedule.text import own_or_named, summary, written_schedule
 
 T = TypeVar("T")
@@ -180,7 +180,7 @@ def _local(layout: Layout) -> tuple[Sequence[Sequence[str]], tuple[int, ...]]:
     """This rank's pipeline's stages, and those it holds itself."""
     place = layout.place_of(dist.get_rank())
     mine = layout.pipelines[place.pipeline]
-    return mine.stages, mine.stages_of(place.rank_in_pipeline)
+    return mine.stages, mine.stages_of(place.pipeline_rank)
 
 
 def _on_every_rank(

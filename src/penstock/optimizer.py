@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from penstock.runtime.engine import Engine
-from penstock.runtime.precision import LossScale
+from penstock.runtime.gradients.precision import LossScale
 
 
 class PipelineOptimizer(Optimizer):

@@ -18,8 +18,8 @@ from penstock.checkpoint.comm import OnceLost
 from penstock.config import Configuration
 from penstock.data.loader import prepare_dataloader
 from penstock.generation import generate
+from penstock.runtime.comm.rollcall import Call
 from penstock.runtime.engine import Engine
-from penstock.runtime.rollcall import Call
 
 
 class PipelineModel:
@@ -135,14 +135,14 @@ def checkpoint_comms(pipeline: Engine) -> tuple[GroupComm, GroupComm]:
     """How all ranks, and the ranks of this pipeline, talk about checkpoints."""
     pipeline.check_open()
     guard = OnceLost(pipeline.board.guard)
-    return GroupComm(pipeline.groups.world_control, guard), GroupComm(pipeline.groups.crew_control, guard)
+    return GroupComm(pipeline.groups.world_control, guard), GroupComm(pipeline.groups.model_parallel_control, guard)
 
 
 def saving_rank(pipeline: Engine) -> SavingRank:
     """Where this rank stands among those that save."""
     place = pipeline.place
     return SavingRank(
-        place.rank_in_pipeline,
+        place.pipeline_rank,
         pipeline.context.pipeline.num_ranks,
         is_writer=place.pipeline == 0,
         tensor_parallel_rank=place.tensor_parallel_rank,

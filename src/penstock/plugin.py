@@ -31,12 +31,12 @@ from penstock.planning.pipelines import (
 )
 from penstock.planning.profile import Profile
 from penstock.planning.template import PipelineTemplate
-from penstock.runtime.bootstrap import rank_and_world_size
-from penstock.runtime.devices import device_memory
+from penstock.runtime.comm.bootstrap import rank_and_world_size
+from penstock.runtime.comm.devices import device_memory
+from penstock.runtime.comm.forming import facts_of, forming, require_agreement
 from penstock.runtime.engine import parallelize
-from penstock.runtime.failure import PATIENCE_SECONDS, FailureBoard
-from penstock.runtime.precision import LossScale
-from penstock.runtime.start import facts_of, forming, require_agreement
+from penstock.runtime.failures.board import PATIENCE_SECONDS, FailureBoard
+from penstock.runtime.gradients.precision import LossScale
 from penstock.schedule import DEFAULT_SCHEDULE, Schedule, check_trains
 from penstock.schedule.text import summary
 
@@ -62,7 +62,7 @@ class HeterogeneousParallelPlugin:
             or one written out, as rows or in a .csv file. `zb-v`, `v-half` and `interleaved-1f1b` put two stages on
             each rank, so that a template of four stages takes two ranks; one of a single stage takes one under any.
         initial_scale, min_scale, max_scale, growth_factor, backoff_factor, growth_interval, hysteresis: of fp16's loss
-            scale, see `penstock.runtime.precision.LossScale`.
+            scale, see `penstock.runtime.gradients.precision.LossScale`.
         patience: seconds that a rank waits for others before it logs what it waits for and where the others are.
         timeout: seconds that a transfer between ranks may take; None for that of torch's default process group.
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from emulated_ranks import Case, on, spread, use_gpu
 
 from ended import LIMIT
-from penstock.runtime.failure import PipelineFailure
+from penstock.runtime.failures.board import PipelineFailure
 from pool import WorkerDied
 
 Run = Callable[..., list[Any]]

@@ -14,7 +14,7 @@ import torch
 from penstock.bench.configs import GPT_CONFIGS, MODEL_NAMES, ModelConfig, ResNetSize, canonical_name, is_resnet
 from penstock.bench.models import POLICIES
 from penstock.planning.pipelines import parse_pipelines
-from penstock.runtime.bootstrap import find_place
+from penstock.runtime.comm.bootstrap import find_place
 from penstock.schedule import DEFAULT_SCHEDULE, default_stages_per_rank, schedule_names
 
 MODES = ("ddp", "pdp", "fsdp", "pp")

@@ -23,7 +23,7 @@ from penstock.bench.models import mix_seed
 from penstock.bench.modes import Batch, Contestant, PipelinedReplicas, Pipelines, Replicas
 from penstock.bench.options import OptionError, Options, World, read_options
 from penstock.bench.result_files import write_json
-from penstock.runtime.bootstrap import ensure_process_group
+from penstock.runtime.comm.bootstrap import ensure_process_group
 
 LEARNING_RATE = 1e-4
 # Squares of gradients underflow in half precision; an ordinary epsilon would then make steps of any size.

@@ -48,8 +48,8 @@ def profile(
 
     from penstock.modeling.profile import profile_model
     from penstock.planning.memory import readable
-    from penstock.runtime.bootstrap import ensure_process_group, find_place
-    from penstock.runtime.devices import local_device
+    from penstock.runtime.comm.bootstrap import ensure_process_group, find_place
+    from penstock.runtime.comm.devices import local_device
 
     inside = between = None
     rank = 0

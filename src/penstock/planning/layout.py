@@ -39,9 +39,9 @@ class PipelineLayout:
         """The global rank that holds `stage`."""
         return self.first_rank + self.stage_to_rank[stage] * self.tensor_parallel_size + tensor_parallel_rank
 
-    def stages_of(self, rank_in_pipeline: int) -> tuple[int, ...]:
+    def stages_of(self, pipeline_rank: int) -> tuple[int, ...]:
         """The stages a rank of this pipeline holds, in ascending order."""
-        return tuple(stage for stage, rank in enumerate(self.stage_to_rank) if rank == rank_in_pipeline)
+        return tuple(stage for stage, rank in enumerate(self.stage_to_rank) if rank == pipeline_rank)
 
     def ranks(self, tensor_parallel_rank: int | None = None) -> tuple[int, ...]:
         """Global ranks of the pipeline, in pipeline order; of one tensor-parallel index, or of all."""
@@ -56,7 +56,7 @@ class Place:
     """Where one rank stands."""
 
     pipeline: int
-    rank_in_pipeline: int
+    pipeline_rank: int
     tensor_parallel_rank: int
 
 
@@ -126,12 +126,12 @@ class Layout:
     def has_several_stages(self, rank: int) -> bool:
         """Whether `rank` holds more than one stage."""
         place = self.place_of(rank)
-        return len(self.pipelines[place.pipeline].stages_of(place.rank_in_pipeline)) > 1
+        return len(self.pipelines[place.pipeline].stages_of(place.pipeline_rank)) > 1
 
     def are_of_several_stages(self, ranks: Iterable[int]) -> bool:
         """Whether two of `ranks` hold different stages of one pipeline."""
         places = [self.place_of(rank) for rank in ranks]
-        stages = {(place.pipeline, place.rank_in_pipeline) for place in places}
+        stages = {(place.pipeline, place.pipeline_rank) for place in places}
         return len(stages) > len({place.pipeline for place in places})
 
     def segments(self, tensor_parallel_rank: int = 0) -> list[Segment]:

@@ -9,10 +9,9 @@ from functools import cached_property
 import torch
 
 from penstock.planning.layout import Layout, PipelineLayout, Place
-
-from .failure import FailureBoard
-from .groups import Groups
-from .interrupts import Interrupts
+from penstock.runtime.comm.groups import Groups
+from penstock.runtime.failures.board import FailureBoard
+from penstock.runtime.failures.interrupts import Interrupts
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class RankContext:
     @property
     def stages(self) -> tuple[int, ...]:
         """The stages this rank holds."""
-        return self.pipeline.stages_of(self.place.rank_in_pipeline)
+        return self.pipeline.stages_of(self.place.pipeline_rank)
 
     @property
     def pipeline_ranks(self) -> tuple[int, ...]:
@@ -61,7 +60,7 @@ class RankContext:
     @property
     def holds_output(self) -> bool:
         """Whether this rank holds its pipeline's last stage, which has the model's output."""
-        return self.pipeline.stage_to_rank[-1] == self.place.rank_in_pipeline
+        return self.pipeline.stage_to_rank[-1] == self.place.pipeline_rank
 
     @property
     def output_rank(self) -> int:

@@ -22,12 +22,11 @@ from penstock.modeling.graph.units import refusal
 from penstock.modeling.placeholders.caches import past_length
 from penstock.modeling.randomness import mixed
 from penstock.modeling.stage.caches import StageCaches
-
-from .boundary.tensors import TensorSpec, broadcast_specs, broadcast_tensor
-from .context import RankContext
-from .failure import PipelineFailure
-from .random_state import adopt_random_state, set_random_state
-from .stages import StageExecutor
+from penstock.runtime.boundary.tensors import TensorSpec, broadcast_specs, broadcast_tensor
+from penstock.runtime.comm.random_state import adopt_random_state, set_random_state
+from penstock.runtime.context import RankContext
+from penstock.runtime.failures.board import PipelineFailure
+from penstock.runtime.stages import StageExecutor
 
 # Shapes of results that are remembered. All ranks see the same forwards, so all forget at the same time.
 MAX_REMEMBERED = 4096
@@ -106,7 +105,7 @@ class Decoding:
         mine = torch.tensor(numbers, dtype=torch.int64)
         every = [torch.empty_like(mine) for _ in self.ranks]
         with self._exchange("comparing arguments"):
-            dist.all_gather(every, mine, group=self._groups.crew_control)
+            dist.all_gather(every, mine, group=self._groups.model_parallel_control)
         return [theirs.tolist() for theirs in every]
 
     def any(self, flags: torch.Tensor) -> torch.Tensor:
@@ -115,7 +114,7 @@ class Decoding:
             return flags
         numbers = flags.to(self._device, torch.uint8, copy=True)
         with self._exchange("agreeing when to stop"):
-            dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._groups.crew)
+            dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._groups.model_parallel)
         return numbers.to(flags.device, torch.bool)
 
     @contextmanager
@@ -134,7 +133,7 @@ class Decoding:
             yield
             return
         with self._exchange("sharing the random state"):
-            own = adopt_random_state(self.ranks[0], self._groups.crew_control, self._device)
+            own = adopt_random_state(self.ranks[0], self._groups.model_parallel_control, self._device)
         try:
             yield
         finally:

@@ -26,28 +26,15 @@ from penstock.data.placing import place
 from penstock.modeling.graph.loss import Criterion
 from penstock.modeling.stage.split import SplitModel
 from penstock.planning.layout import Layout, Place
-from penstock.schedule import Schedule, check_trains
-
-from .boundary.boundaries import Boundaries
-from .boundary.p2p import P2PChannels
-from .context import RankContext
-from .decoding import Decoding
-from .devices import local_device
-from .evaluation import evaluate, share_output
-from .failure import PATIENCE_SECONDS, FailureBoard
-from .gradients import Gradients
-from .groups import Groups
-from .holders import HeldParameter, find_holders
-from .inputs import StepInputs, refuse_tuples, refuse_without_loss, refuse_wrong_types, warn_of_inexact_loss
-from .interrupts import Interrupts
-from .loop import OpenStep, TrainingLoop
-from .moving import from_live_ranks, had_by
-from .precision import autocast
-from .program import Program
-from .random_state import adopt_random_state
-from .recorder import Recorder
-from .rollcall import Call, RollCall
-from .settings import (
+from penstock.runtime.boundary.boundaries import Boundaries
+from penstock.runtime.boundary.p2p import P2PChannels
+from penstock.runtime.comm.collectives import GroupCollectives
+from penstock.runtime.comm.devices import local_device
+from penstock.runtime.comm.forming import forming, job_board, shared_progress
+from penstock.runtime.comm.groups import Groups
+from penstock.runtime.comm.random_state import adopt_random_state
+from penstock.runtime.comm.rollcall import Call, RollCall
+from penstock.runtime.comm.settings import (
     FrozenParameters,
     Modes,
     Settings,
@@ -58,14 +45,32 @@ from .settings import (
     settings_in_words,
     states_of_stages,
 )
-from .stages import StageExecutor
-from .start import copy_from_first_holders, forming, job_board, shared_progress
-from .tensor_parallel import GroupCollectives
-from .totals import Totals
-from .training import Begun, StepReport, TrainingStep
-from .updates import UpdateWatch, mixed_update
-from .watcher import interruptible
-from .weight_gradients import WeightGradientQueues, install, uninstall
+from penstock.runtime.comm.totals import Totals
+from penstock.runtime.context import RankContext
+from penstock.runtime.decoding import Decoding
+from penstock.runtime.evaluation import evaluate, share_output
+from penstock.runtime.failures.board import PATIENCE_SECONDS, FailureBoard
+from penstock.runtime.failures.interrupts import Interrupts
+from penstock.runtime.failures.watcher import interruptible
+from penstock.runtime.gradients.gradients import Gradients
+from penstock.runtime.gradients.ownership import HeldParameter, find_holders
+from penstock.runtime.gradients.precision import autocast
+from penstock.runtime.gradients.updates import UpdateWatch, mixed_update
+from penstock.runtime.gradients.weight_gradients import WeightGradientQueues, install, uninstall
+from penstock.runtime.inputs import (
+    StepInputs,
+    refuse_tuples,
+    refuse_without_loss,
+    refuse_wrong_types,
+    warn_of_inexact_loss,
+)
+from penstock.runtime.loop import OpenStep, TrainingLoop
+from penstock.runtime.moving import copy_from_first_holders, from_live_ranks, had_by
+from penstock.runtime.program import Program
+from penstock.runtime.recorder import Recorder
+from penstock.runtime.stages import StageExecutor
+from penstock.runtime.training import Begun, StepReport, TrainingStep
+from penstock.schedule import Schedule, check_trains
 
 # (number of microbatches) -> the schedule of this rank's pipeline
 ScheduleMaker = Callable[[int], Schedule]
@@ -97,7 +102,7 @@ def parallelize(
     """
     place = layout.place_of(dist.get_rank())
     mine = layout.pipelines[place.pipeline]
-    own = mine.stages_of(place.rank_in_pipeline)
+    own = mine.stages_of(place.pipeline_rank)
     split = SplitModel(model, mine.stages, own, place.tensor_parallel_rank, layout.tensor_parallel_size)
     device = local_device()
     (make_weights or model.to)(device)
@@ -216,9 +221,9 @@ class Engine:
             collectives = GroupCollectives(context.groups.tensor_parallel, self.device, board)
             split.tensor_parallel.region.collectives = collectives
         self._open_step = OpenStep(context.interrupts)
-        self._recorder = Recorder(context.place.rank_in_pipeline)
-        channels = P2PChannels(context.groups.line, context.rank_of, self.device, board)
-        boundaries = Boundaries(channels, context.pipeline.stage_to_rank, context.place.rank_in_pipeline, self.device)
+        self._recorder = Recorder(context.place.pipeline_rank)
+        channels = P2PChannels(context.groups.p2p_group, context.rank_of, self.device, board)
+        boundaries = Boundaries(channels, context.pipeline.stage_to_rank, context.place.pipeline_rank, self.device)
         self._channels = channels
         self._stages = StageExecutor(split, boundaries)
         self._gradients = Gradients(self.held, context)
@@ -247,7 +252,7 @@ class Engine:
             share_values(self.held, context.groups)
             # A shuffle without a seed then draws one order on all ranks of a pipeline, as they need the same batches.
             if first is None:
-                adopt_random_state(context.pipeline_ranks[0], context.groups.crew_control, self.device)
+                adopt_random_state(context.pipeline_ranks[0], context.groups.model_parallel_control, self.device)
             else:  # a re-formation: the ranks that come new go on from one that was there
                 adopt_random_state(first, context.groups.world_control, self.device)
 
@@ -287,7 +292,7 @@ class Engine:
         place = layout.place_of(dist.get_rank())
         mine = layout.pipelines[place.pipeline]
         with forming(self._timeout) as board:
-            had, own = had_by(self), mine.stages_of(place.rank_in_pipeline)
+            had, own = had_by(self), mine.stages_of(place.pipeline_rank)
             self.split.reform(mine.stages, own, place.tensor_parallel_rank, layout.tensor_parallel_size)
             fill = from_live_ranks() if values is None else values
             self._form(
@@ -503,7 +508,7 @@ class Engine:
             schedule = self.schedule(num_microbatches)
             self._programs[key] = Program.of(
                 schedule.forwards() if forwards else schedule,
-                self.place.rank_in_pipeline,
+                self.place.pipeline_rank,
                 far_ahead=self._channels.receives_ahead > 0,
             )
         return self._programs[key]
@@ -601,7 +606,9 @@ class Engine:
     def _compare(self, settings: Settings, said: Mapping[int, Sequence[int]]) -> None:
         """Raise, on every rank, if what all of them said differs."""
         if not settings.compare(said, self.layout):
-            group = self.groups.world_control if len(said) == self.layout.world_size else self.groups.crew_control
+            group = (
+                self.groups.world_control if len(said) == self.layout.world_size else self.groups.model_parallel_control
+            )
             every: list[dict[str, bool]] = [{} for _ in said]
             with self.board.guard("comparing frozen parameters", list(said)):
                 dist.all_gather_object(every, self._frozen.described(), group=group)

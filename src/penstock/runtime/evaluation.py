@@ -14,12 +14,11 @@ from penstock.data.microbatch import rows_of
 from penstock.modeling.graph.loss import Criterion
 from penstock.modeling.stage.outputs import Shapes, merge_outputs
 from penstock.modeling.stage.split import SplitModel
-
-from .boundary.tensors import TensorSpec, broadcast_specs, broadcast_tensor
-from .context import RankContext
-from .inputs import StepInputs
-from .program import Program
-from .stages import StageExecutor
+from penstock.runtime.boundary.tensors import TensorSpec, broadcast_specs, broadcast_tensor
+from penstock.runtime.context import RankContext
+from penstock.runtime.inputs import StepInputs
+from penstock.runtime.program import Program
+from penstock.runtime.stages import StageExecutor
 
 
 def evaluate(

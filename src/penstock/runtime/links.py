@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.planning.cluster import Link
-from penstock.runtime.devices import local_device
+from penstock.runtime.comm.devices import local_device
 
 SMALL, LARGE = 4096, 8 * 2**20
 REPETITIONS = 9

@@ -9,8 +9,8 @@ import warnings
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
-from .interrupts import Interrupts
-from .training import LoopError, TrainingStep
+from penstock.runtime.failures.interrupts import Interrupts
+from penstock.runtime.training import LoopError, TrainingStep
 
 logger = logging.getLogger(__name__)
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from .boundary.tensors import TensorSpec
+from penstock.runtime.boundary.tensors import TensorSpec
+from penstock.runtime.comm.groups import Groups
+from penstock.runtime.gradients.ownership import HeldParameter
+from penstock.runtime.gradients.reduction import make_buckets
 
 if TYPE_CHECKING:
-    from .engine import Engine, Values
+    from penstock.runtime.engine import Engine, Values
 
 
 class _Told(NamedTuple):
@@ -116,3 +119,14 @@ def _receive(
         state[parameter] = {
             key: received(value) if isinstance(value, TensorSpec) else value for key, value in described.items()
         }
+
+
+def copy_from_first_holders(held: Sequence[HeldParameter], groups: Groups) -> None:
+    """Give every holder of a parameter the first holder's values, as replicas must start alike."""
+    with torch.no_grad():
+        for bucket in make_buckets([(parameter.parameter, parameter.ranks) for parameter in held]):
+            flat = torch.cat([parameter.detach().reshape(-1) for parameter in bucket.parameters])
+            dist.broadcast(flat, bucket.ranks[0], group=groups.reduction[bucket.ranks])
+            pieces = flat.split([parameter.numel() for parameter in bucket.parameters])
+            for parameter, piece in zip(bucket.parameters, pieces, strict=True):
+                parameter.copy_(piece.view(parameter.shape))

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
+from penstock.runtime.boundary.boundaries import Orders
+from penstock.runtime.boundary.p2p import SENDS_AHEAD
 from penstock.schedule.actions import Action, Kind, Schedule
 from penstock.schedule.communication import Posts, posts_of, sufficient_window
-
-from .boundary.boundaries import Orders
-from .boundary.p2p import SENDS_AHEAD
 
 
 @dataclass(frozen=True)

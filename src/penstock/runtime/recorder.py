@@ -11,11 +11,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from penstock.runtime.boundary.p2p import P2PChannels
+from penstock.runtime.failures.board import FailureBoard
 from penstock.schedule.events import EventKind, TimedEvent, with_waits
 from penstock.schedule.timeline import write_timeline
-
-from .boundary.p2p import P2PChannels
-from .failure import FailureBoard
 
 # Waits shorter than this are the cost of looking, not waiting.
 SHORTEST_WAIT = 20e-6
@@ -24,8 +23,8 @@ SHORTEST_WAIT = 20e-6
 class Recorder:
     """Collects one rank's events of one step. Times are this process's monotonic clock, in seconds."""
 
-    def __init__(self, rank_in_pipeline: int):
-        self._rank = rank_in_pipeline
+    def __init__(self, pipeline_rank: int):
+        self._rank = pipeline_rank
         self._events: list[TimedEvent] = []
         self._waited_until = 0.0
 

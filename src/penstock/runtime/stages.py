@@ -14,9 +14,8 @@ from transformers.utils import ModelOutput
 from penstock.modeling.graph.loss import set_field
 from penstock.modeling.graph.plan import Plan
 from penstock.modeling.stage.split import SplitModel
-
-from .autograd import direct_apply
-from .boundary.boundaries import Boundaries
+from penstock.runtime.boundary.boundaries import Boundaries
+from penstock.runtime.gradients.weight_gradients import direct_apply
 
 # For `filter`, which with this makes no call of Python.
 requires_grad = attrgetter("requires_grad")

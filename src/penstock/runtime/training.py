@@ -25,20 +25,27 @@ from typing import Any, NamedTuple
 import torch
 
 from penstock.modeling.graph.loss import Criterion
+from penstock.runtime.boundary.boundaries import LOSS_DTYPE
+from penstock.runtime.comm.totals import Totals
+from penstock.runtime.context import RankContext
+from penstock.runtime.failures.board import PipelineFailure, ranks_in_words
+from penstock.runtime.gradients.gradients import Gradients
+from penstock.runtime.gradients.precision import autocast_now, multiply_gradients
+from penstock.runtime.gradients.reduction import ReductionReport
+from penstock.runtime.inputs import StepInputs
+from penstock.runtime.program import Program
+from penstock.runtime.recorder import Recorder
+from penstock.runtime.stages import (
+    LiveMicrobatch,
+    StageExecutor,
+    StageOutput,
+    copied,
+    hook_loss,
+    proxy_loss,
+    requires_grad,
+)
 from penstock.schedule.actions import Kind
 from penstock.schedule.communication import Step
-
-from .boundary.boundaries import LOSS_DTYPE
-from .context import RankContext
-from .failure import PipelineFailure, ranks_in_words
-from .gradients import Gradients
-from .inputs import StepInputs
-from .precision import autocast_now, multiply_gradients
-from .program import Program
-from .recorder import Recorder
-from .reduction import ReductionReport
-from .stages import LiveMicrobatch, StageExecutor, StageOutput, copied, hook_loss, proxy_loss, requires_grad
-from .totals import Totals
 
 # What a rank that a signal ended says of its position, which is then not the others'.
 INTERRUPTED = "interrupted"
@@ -248,12 +255,12 @@ class TrainingStep:
 
     @property
     def progress(self) -> int:
-        """See `position.Inside`."""
+        """See `position.Progress`."""
         return self._position
 
     @property
     def place(self) -> str:
-        """See `position.Inside`."""
+        """See `position.Progress`."""
         return f"{self._inputs.number}, microbatch {self.microbatch}"
 
     # -- the actions -----------------------------------------------------------------------------------------------
@@ -318,7 +325,7 @@ class TrainingStep:
         return output
 
     def _backward_begins(self, microbatch: int, incoming: torch.Tensor | None) -> Sequence[torch.Tensor]:
-        """Inside the user's `backward()`: check that it is due, and give autograd the next stage's gradients."""
+        """Progress the user's `backward()`: check that it is due, and give autograd the next stage's gradients."""
         if self._called or self._open != microbatch:
             when = "a second time" if self._open == microbatch else f"while microbatch {self._open} is due"
             self._fault = (

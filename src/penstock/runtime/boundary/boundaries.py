@@ -17,11 +17,10 @@ from operator import attrgetter, call
 
 import torch
 
+from penstock.runtime.boundary.p2p import Message, P2PChannels
+from penstock.runtime.boundary.tensors import TensorSpec, decode_header, encode_header, header_buffer
 from penstock.schedule.actions import Kind
 from penstock.schedule.communication import Step, carries_loss
-
-from .p2p import Message, P2PChannels
-from .tensors import TensorSpec, decode_header, encode_header, header_buffer
 
 # For each stage, its microbatches in forward and in backward order.
 Orders = Mapping[int, tuple[Sequence[int], Sequence[int]]]

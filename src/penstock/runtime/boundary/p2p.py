@@ -19,8 +19,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from ..failure import FailureBoard
-from .tensors import carried
+from penstock.runtime.boundary.tensors import carried
+from penstock.runtime.failures.board import FailureBoard
 
 
 class Message(IntEnum):

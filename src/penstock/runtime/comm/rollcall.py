@@ -26,8 +26,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from .context import RankContext
-from .failure import PipelineFailure, ranks_in_words
+from penstock.runtime.context import RankContext
+from penstock.runtime.failures.board import PipelineFailure, ranks_in_words
 
 # How long ranks that do different things wait for a signal that some of them have had already.
 PATIENCE = 3.0
@@ -83,7 +83,7 @@ class RollCall:
     """
 
     def __init__(self, context: RankContext):
-        pipeline, world = context.groups.crew_control, context.groups.world_control
+        pipeline, world = context.groups.model_parallel_control, context.groups.world_control
         groups = [group for group in dict.fromkeys((pipeline, world)) if dist.get_world_size(group) > 1]
         self._groups: list[dist.ProcessGroup] = groups
         self._ranks = [dist.get_process_group_ranks(group) for group in groups]

@@ -20,15 +20,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from .lifeline import peek
-from .position import Inside, Position
+from penstock.runtime.failures.position import Position, Progress
+from penstock.runtime.failures.ring import peek
 
 if TYPE_CHECKING:
-    from .watcher import Watch
+    from penstock.runtime.failures.watcher import Watch
 
 # How long a rank that learned of a failure waits to learn more: which rank was lost, what a failing rank's own
 # interpreter says. It gives that rank the time to show its error first.
-DETAIL_WAIT = timedelta(seconds=1.0)
+DETAIL_WAIT = timedelta(seconds=2.0)
 # How long ranks that left the training loop wait for the others to have left it at the same place.
 AGREEMENT_WAIT = timedelta(seconds=3.0)
 # How long a rank waits for others before it asks where they are.
@@ -213,7 +213,7 @@ class FailureBoard:
             self.check()
 
     @contextlib.contextmanager
-    def call(self, name: str, *, world: bool, detail: Inside | None = None) -> Iterator[None]:
+    def call(self, name: str, *, world: bool, detail: Progress | None = None) -> Iterator[None]:
         """Around a call of the library in which all ranks of this pipeline take part, or of all pipelines (`world`).
 
         A transport's error becomes a PipelineFailure; what else is raised in here is left to the caller.

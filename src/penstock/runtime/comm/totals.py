@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from .context import RankContext
+from penstock.runtime.context import RankContext
 
 # Means that may make up one loss (BERT's pretraining has two).
 MAX_LOSS_TERMS = 16

@@ -24,9 +24,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from .failure import FailureBoard, PipelineFailure
-from .lifeline import Ring
-from .position import difference
+from penstock.runtime.failures.board import FailureBoard, PipelineFailure
+from penstock.runtime.failures.position import difference
+from penstock.runtime.failures.ring import Ring
 
 T = TypeVar("T")
 

@@ -22,7 +22,7 @@ WAITING_PACKAGES = ("penstock.runtime.", "penstock.checkpoint.comm")
 TRANSPARENT_PACKAGES = ("torch.distributed", "torch._compile", "threading", "contextlib", "functools")
 
 
-class Call(NamedTuple):
+class CallRecord(NamedTuple):
     """A call of the library, with its number among all of the run and among those of the whole world."""
 
     name: str
@@ -30,7 +30,7 @@ class Call(NamedTuple):
     world_number: int | None
 
 
-class Inside(Protocol):
+class Progress(Protocol):
     """Something that knows where in a call the host is, so that the host need not keep telling."""
 
     @property
@@ -46,19 +46,19 @@ class Position:
     """What the host of this rank does. The host writes, the watcher reads; both cost next to nothing."""
 
     def __init__(self) -> None:
-        self._calls: deque[Call] = deque(maxlen=CALLS_KEPT)
+        self._calls: deque[CallRecord] = deque(maxlen=CALLS_KEPT)
         self._num_calls = 0
         self._num_world_calls = 0
-        self._detail: Inside | None = None
+        self._detail: Progress | None = None
         self._inside = False
         # What of the call, if that says more.
         self._doing = ""
         self._thread = threading.get_ident()
 
-    def enter(self, name: str, *, world: bool, detail: Inside | None = None) -> None:
+    def enter(self, name: str, *, world: bool, detail: Progress | None = None) -> None:
         """A call begins in which other ranks must take part: those of all pipelines (`world`), or only of this one."""
         # At once, as the watcher may read at any moment.
-        self._calls.append(Call(name, self._num_calls, self._num_world_calls if world else None))
+        self._calls.append(CallRecord(name, self._num_calls, self._num_world_calls if world else None))
         self._num_calls += 1
         self._num_world_calls += world
         self._detail, self._inside, self._doing = detail, True, ""
@@ -77,7 +77,7 @@ class Position:
         self._inside, self._detail = False, None
 
     @contextlib.contextmanager
-    def call(self, name: str, *, world: bool, detail: Inside | None = None) -> Iterator[None]:
+    def call(self, name: str, *, world: bool, detail: Progress | None = None) -> Iterator[None]:
         """Around a whole call. One made inside another counts as a part of that one."""
         if self._inside:
             yield
@@ -159,7 +159,7 @@ def difference(one: dict[str, Any], other: dict[str, Any], same_pipeline: bool) 
 
 def _numbered(report: dict[str, Any], same_pipeline: bool) -> dict[int, str]:
     """The names of the calls that are to be compared, by number. They have been through JSON."""
-    calls = [Call(*call) for call in report["calls"]]
+    calls = [CallRecord(*call) for call in report["calls"]]
     if same_pipeline:
         return {call.number: call.name for call in calls}
     return {call.world_number: call.name for call in calls if call.world_number is not None}

@@ -14,10 +14,10 @@ from functools import partial
 
 import torch.distributed as dist
 
-from . import watcher
-from .closing import abort_groups
-from .devices import backend, use_local_device
-from .failure import FailureBoard, any_failed
+from penstock.runtime.comm.devices import backend, use_local_device
+from penstock.runtime.comm.groups import abort_groups
+from penstock.runtime.failures import watcher
+from penstock.runtime.failures.board import FailureBoard, any_failed
 
 DEFAULT_PORT = 29500
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from .context import RankContext
-from .holders import HeldParameter
+from penstock.runtime.context import RankContext
+from penstock.runtime.gradients.ownership import HeldParameter
 
 
 class GradientNorm:

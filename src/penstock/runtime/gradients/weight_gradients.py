@@ -18,7 +18,14 @@ from transformers.pytorch_utils import Conv1D
 
 from penstock.modeling.tensor_parallel.layers import plain_class
 
-from .autograd import direct_apply
+
+def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """`function.apply` without its Python, which looks for transforms of torch.func and default arguments first.
+
+    That takes longer than the call itself. Neither is possible where this is used.
+    """
+    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]  # of torch's C base
+    return apply
 
 
 class Deferred(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -13,14 +13,11 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from . import watcher
-from .bootstrap import default_store, ensure_process_group
-from .buckets import make_buckets
-from .closing import abort_groups
-from .devices import refuse_shared_devices
-from .failure import FailureBoard
-from .groups import Groups
-from .holders import HeldParameter
+from penstock.runtime.comm.bootstrap import default_store, ensure_process_group
+from penstock.runtime.comm.devices import refuse_shared_devices
+from penstock.runtime.comm.groups import Groups, abort_groups
+from penstock.runtime.failures import watcher
+from penstock.runtime.failures.board import FailureBoard
 
 
 def facts_of(model: PreTrainedModel) -> dict[str, Any]:
@@ -123,14 +120,3 @@ def shared_progress(groups: Groups, seed: int | None, step_number: int) -> tuple
     first = next((rank for rank, (is_live, _, _) in enumerate(told) if is_live), None)
     _, shared, steps = told[first or 0]
     return first, shared, steps
-
-
-def copy_from_first_holders(held: Sequence[HeldParameter], groups: Groups) -> None:
-    """Give every holder of a parameter the first holder's values, as replicas must start alike."""
-    with torch.no_grad():
-        for bucket in make_buckets([(parameter.parameter, parameter.ranks) for parameter in held]):
-            flat = torch.cat([parameter.detach().reshape(-1) for parameter in bucket.parameters])
-            dist.broadcast(flat, bucket.ranks[0], group=groups.reduction[bucket.ranks])
-            pieces = flat.split([parameter.numel() for parameter in bucket.parameters])
-            for parameter, piece in zip(bucket.parameters, pieces, strict=True):
-                parameter.copy_(piece.view(parameter.shape))

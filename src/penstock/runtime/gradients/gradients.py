@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .context import RankContext
-from .holders import HeldParameter
-from .norm import GradientNorm
-from .precision import ScaleWatch, multiply_gradients
-from .reduction import GradientReducer
-from .weight_gradients import WeightGradientQueues
+from penstock.runtime.context import RankContext
+from penstock.runtime.gradients.norm import GradientNorm
+from penstock.runtime.gradients.ownership import HeldParameter
+from penstock.runtime.gradients.precision import ScaleWatch, multiply_gradients
+from penstock.runtime.gradients.reduction import GradientReducer
+from penstock.runtime.gradients.weight_gradients import WeightGradientQueues
 
 
 class Gradients:

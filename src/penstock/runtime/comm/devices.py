@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.planning.cluster import USABLE
-
-from .failure import FailureBoard, ranks_in_words
+from penstock.runtime.failures.board import FailureBoard, ranks_in_words
 
 # Between two looks at the store, seconds.
 _PAUSE = 0.02

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from .failure import FailureBoard
+from penstock.runtime.failures.board import FailureBoard
 
 
 class GroupCollectives:

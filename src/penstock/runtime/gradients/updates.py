@@ -12,7 +12,7 @@ from operator import attrgetter
 
 import torch
 
-from .failure import ranks_in_words
+from penstock.runtime.failures.board import ranks_in_words
 
 _version = attrgetter("_version")
 

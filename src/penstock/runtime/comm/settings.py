@@ -15,12 +15,11 @@ import torch
 from torch import nn
 
 from penstock.planning.layout import Layout
-
-from .boundary.tensors import DTYPES
-from .context import RankContext
-from .failure import ranks_in_words
-from .holders import HeldParameter
-from .stages import requires_grad
+from penstock.runtime.boundary.tensors import DTYPES
+from penstock.runtime.context import RankContext
+from penstock.runtime.failures.board import ranks_in_words
+from penstock.runtime.gradients.ownership import HeldParameter
+from penstock.runtime.stages import requires_grad
 
 MODULUS = 1 << 62
 
@@ -89,7 +88,7 @@ class Settings(NamedTuple):
         together: dict[tuple[int, int], set[int]] = {}
         for rank, settings in every.items():
             place = layout.place_of(rank)
-            together.setdefault((place.pipeline, place.rank_in_pipeline), set()).add(settings.frozen_here)
+            together.setdefault((place.pipeline, place.pipeline_rank), set()).add(settings.frozen_here)
         frozen = sum(settings.frozen for settings in every.values()) % MODULUS
         return frozen == 0 and all(len(digests) == 1 for digests in together.values())
 

@@ -1,0 +1,226 @@
+"""The process groups of a layout, all made at once and in one order on every rank.
+
+A group first used after a rank has died can hang, so none is made later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import gc
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from penstock.planning.layout import Layout
+from penstock.runtime.boundary.p2p import Message
+from penstock.runtime.comm.devices import default_timeout, transport
+
+
+class Groups:
+    """Process groups this rank belongs to.
+
+    `pipeline` and `world` carry tensors of the device; `pipeline_control` and `world_control` are gloo groups for
+    objects and barriers (on a CPU they are the same groups). `reduction[ranks]` sums gradients over `ranks`.
+    `tensor_parallel` joins the ranks that share this rank's stages (None if there is only this one); `model_parallel`
+    and `model_parallel_control` are all ranks of the pipeline. `timeout` is how long a transfer may take; by default as
+    in torch's default group.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        rank: int,
+        device: torch.device,
+        reduction: Iterable[tuple[int, ...]],
+        timeout: datetime.timedelta | None = None,
+    ):
+        self._rank = rank
+        self._device = device
+        self._timeout = timeout
+        self._mine: list[dist.ProcessGroup] = []
+        self._aborted = False
+        self._made: dict[tuple[str, str, tuple[int, ...]], dist.ProcessGroup] = {}
+        place = layout.place_of(rank)
+        everyone = tuple(range(layout.world_size))
+        self.world = self._new(everyone, "world")
+        self.world_control = self._new(everyone, "world", control=True)
+        self._p2p: dict[tuple[int, bool], dist.ProcessGroup] = {}
+        self.tensor_parallel: dist.ProcessGroup | None = None
+        for index, pipeline in enumerate(layout.pipelines):
+            model_parallel_control = self._new(pipeline.ranks(), "pipeline", control=True)
+            model_parallel = self._new(pipeline.ranks(), "pipeline")
+            if index == place.pipeline:
+                self.model_parallel_control, self.model_parallel = model_parallel_control, model_parallel
+            for tensor_parallel_rank in range(layout.tensor_parallel_size):
+                ranks = pipeline.ranks(tensor_parallel_rank)
+                mine = index == place.pipeline and tensor_parallel_rank == place.tensor_parallel_rank
+                control, whole = self._new(ranks, "pipeline", control=True), self._new(ranks, "pipeline")
+                if mine:
+                    self.pipeline_control, self.pipeline = control, whole
+                # The two directions never share a group. NCCL has no tags and, in a group that was initialised eagerly,
+                # one stream for all members: each boundary has groups of its own, of the two ranks that hold its sides.
+                # On gloo, which tells boundaries apart by tag, the directions share a lock: while one thread sends, the
+                # thread that receives spins on it, for milliseconds if cores are few. A gloo group has a thread that
+                # wakes a hundred times a second, so all boundaries share, and the way down has no group of its own: it
+                # uses the one that has these ranks for collectives and headers.
+                for boundary in range(pipeline.num_stages - 1):
+                    sides = {pipeline.global_rank(stage, tensor_parallel_rank) for stage in (boundary, boundary + 1)}
+                    if len(sides) == 1:
+                        continue
+                    for downstream in (True, False):
+                        way = "down" if downstream else "up"
+                        if device.type == "cpu":
+                            group = self._new(ranks, way, apart=not downstream)
+                        else:
+                            group = self._new(tuple(sorted(sides)), f"boundary {boundary} {way}")
+                        if mine:
+                            self._p2p[boundary, downstream] = group
+            size = layout.tensor_parallel_size
+            for first in pipeline.ranks(0) if size > 1 else ():
+                together = self._new(tuple(range(first, first + size)), "tensor parallel")
+                if first <= rank < first + size:
+                    self.tensor_parallel = together
+        last = [
+            tuple(pipeline.global_rank(pipeline.num_stages - 1, t) for pipeline in layout.pipelines)
+            for t in range(layout.tensor_parallel_size)
+        ]
+        self.last_stages: dist.ProcessGroup | None = None
+        for ranks in last if len(layout.pipelines) > 1 else ():
+            group = self._new(ranks, "last stages", control=True)
+            if rank in ranks:
+                self.last_stages = group
+        self.reduction = {ranks: self._new(ranks, "reduction") for ranks in sorted(set(reduction))}
+
+    def p2p_group(self, boundary: int, kind: Message) -> dist.ProcessGroup:
+        """The group that carries messages of `kind` over `boundary`. Headers are read by the host, so they go from CPU
+        to CPU."""
+        return self.pipeline_control if kind is Message.HEADER else self._p2p[boundary, kind.downstream]
+
+    def warm_up(self) -> None:
+        """Make the communicators of all collectives on an accelerator now, in one order on all ranks: one made lazily
+        in the middle of a step can deadlock. Those of messages are made by `P2PChannels.warm_up`."""
+        p2p = set(self._p2p.values())
+        for (backend, _, ranks), group in self._made.items():
+            if backend != "gloo" and self._rank in ranks and group not in p2p:
+                dist.all_reduce(torch.zeros(1, device=self._device), group=group)
+
+    def abort(self) -> None:
+        """End everything under way in this rank's groups. Any thread may call it, and `destroy` then comes later."""
+        self._aborted = True
+        abort_groups(list(self._mine))
+
+    def destroy(self) -> None:
+        """Close this rank's groups, so that ranks which wait on it wake with an error."""
+        groups, self._mine = self._mine, []
+        self._made.clear()
+        self._p2p.clear()
+        self.reduction = {}
+        for name in (
+            "world", "world_control", "pipeline", "pipeline_control", "last_stages", "tensor_parallel",
+            "model_parallel", "model_parallel_control",
+        ):  # fmt: skip
+            setattr(self, name, None)
+        destroy_groups(groups, self._aborted)
+
+    def _new(
+        self, ranks: tuple[int, ...], purpose: str, control: bool = False, apart: bool = False
+    ) -> dist.ProcessGroup:
+        """A new group. Every rank of the world calls this with the same arguments in the same order."""
+        device = torch.device("cpu") if control else self._device
+        backend = transport(device)
+        # One gloo group can serve several purposes of the same ranks, unless it is to be apart.
+        key = (backend, purpose if apart or backend != "gloo" else "", ranks)
+        if key not in self._made:
+            # Only members hold a usable handle; on the others new_group returns a placeholder.
+            timeout = self._timeout or default_timeout(device)
+            self._made[key] = dist.new_group(list(ranks), backend=backend, timeout=timeout)
+            if self._rank in ranks:
+                self._mine.append(self._made[key])
+        return self._made[key]
+
+
+# -- ending groups: at once after a failure, in order otherwise ------------------------------------------------------
+
+# How long closing the groups may hold up the error that made it necessary.
+CLOSING_SECONDS = 5.0
+# Of a message that nobody sends.
+_NO_TAG = (1 << 30) - 1
+_AT_ONCE = datetime.timedelta(milliseconds=1)
+
+
+def abort_groups(groups: Sequence[dist.ProcessGroup]) -> None:
+    """End everything under way in `groups`, so that whoever waits in them wakes with an error, on this rank too.
+
+    Any thread may call this, whatever the host does. The groups can only be destroyed afterwards.
+    """
+    on_device = []
+    for group in groups:
+        for device in _devices_of(group):
+            if _is_gloo(group, device):
+                _abort_gloo(group)
+            else:
+                on_device.append((group, device))
+    if not on_device:
+        return
+    # NCCL's aborts wait for each other unless they are in one of its groups.
+    backends: list[Any] = [group._get_backend(device) for group, device in on_device]
+    grouped = next((backend for backend in backends if hasattr(backend, "_group_start")), None)
+    if grouped is not None:
+        grouped._group_start()
+    for backend in backends:
+        with contextlib.suppress(Exception):
+            backend.abort()
+    if grouped is not None:
+        grouped._group_end()
+
+
+def _devices_of(group: dist.ProcessGroup) -> list[torch.device]:
+    try:
+        return list(group._device_types)
+    except Exception:  # destroyed already
+        return []
+
+
+def _is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
+    with contextlib.suppress(Exception):
+        return group._get_backend(device).name() == "gloo"
+    return False
+
+
+def _abort_gloo(group: dist.ProcessGroup) -> None:
+    """gloo has no abort, but a wait that times out closes all of its group's connections."""
+    rank = group.rank()
+    for peer in range(group.size()):
+        if peer == rank:
+            continue
+        with contextlib.suppress(Exception):
+            group.recv([torch.empty(1)], peer, _NO_TAG).wait(_AT_ONCE)
+
+
+def destroy_groups(groups: list[dist.ProcessGroup], aborted: bool = False) -> None:
+    """Destroy `groups`, which this empties: a group closes only when nobody refers to it."""
+    # That waits for what is under way in it, maybe on a rank that waits for another group to close: all at once, and
+    # without end only in the background.
+    threads = [threading.Thread(target=_destroy_last, args=(groups, aborted), daemon=True) for _ in groups]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + CLOSING_SECONDS
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    if aborted:  # what is dead may still be referred to in cycles; otherwise nobody waits for its end
+        gc.collect()
+
+
+def _destroy_last(groups: list[dist.ProcessGroup], aborted: bool) -> None:
+    """Destroy one group. It is taken off the list here, because it closes only when nobody refers to it."""
+    group = groups.pop()
+    if aborted and not all(_is_gloo(group, device) for device in _devices_of(group)):
+        # To destroy it would wait for kernels that never end.
+        dist.distributed_c10d._abort_process_group(group)
+    else:
+        dist.destroy_process_group(group)
