@@ -482,7 +482,9 @@ def test_the_index_and_the_readme_link_every_page() -> None:
 def test_files_and_public_names_in_inline_code_exist(page: Path) -> None:
     for number, span in spans_of(page):
         if re.fullmatch(r"[\w.-]+(/[\w.-]+)+\.(py|sh|md|csv|toml|sbatch)", span):
-            assert any((ROOT / top / span).exists() for top in ("", "src", "src/penstock", "benchmark")), f"{page}:{number}: {span}"
+            assert any((ROOT / top / span).exists() for top in ("", "src", "src/penstock", "benchmark")), (
+                f"{page}:{number}: {span}"
+            )
         for name in re.findall(r"\bpenstock((?:\.\w+)+)", span):
             if not name.endswith((".json", ".py")):
                 assert resolve("penstock" + name) is not None, f"{page}:{number}: {span}"
