@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from families import FAMILIES, batch
-from penstock.runtime.failures import failure
+from penstock.runtime.failures import board
 from pool import Pool
 from training import (
     EXACT,
@@ -125,7 +125,7 @@ def misbehave(
 ) -> dict[str, Any]:
     """A good step, one with a bad body, and a good one again; what each raised, and the last one's gradients."""
     patience = timedelta(seconds=3.0 if rank is None else 0.5)  # one that is alone need not wait for the others long
-    with kept_in_double(), mock.patch.object(failure, "AGREEMENT_WAIT", patience):
+    with kept_in_double(), mock.patch.object(board, "AGREEMENT_WAIT", patience):
         stages = ranks if ranks < 4 else ranks // 2
         model = parallelize(build(), stages, num_microbatches=MICROBATCHES, schedule=schedule)
         inputs = rows(batch("causal", 8), model.data_parallel_rank, model.data_parallel_size)

@@ -11,7 +11,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import penstock
-from penstock.runtime import crossing
+from penstock.runtime.boundary import boundaries
 from penstock.schedule import ScheduleError, build
 from penstock.schedule.text import format_schedule, own_or_named
 from pool import Pool
@@ -63,7 +63,7 @@ def far_ahead(num_microbatches: int, lead: int) -> list[str]:
 
 def train_with_large_messages(schedule: list[str], num_microbatches: int) -> tuple[float, float]:
     """`train_with`, where receives are posted no further ahead than those of large tensors are."""
-    with mock.patch.object(crossing, "BYTES_AHEAD", 1):
+    with mock.patch.object(boundaries, "BYTES_AHEAD", 1):
         return train_with(schedule, num_microbatches)
 
 

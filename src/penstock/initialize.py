@@ -273,6 +273,4 @@ def distribute(
         timeout=configuration.time_limit,
         patience=float(configuration.patience),
     )
-    attach(model, pipeline)
-    model.configuration = configuration
-    return model
+    return attach(model, pipeline, configuration)

@@ -18,6 +18,7 @@ from penstock.checkpoint.comm import OnceLost
 from penstock.config import Configuration
 from penstock.data.loader import prepare_dataloader
 from penstock.generation import generate
+from penstock.modeling.instrumentation import mix_in, original_class, record_of
 from penstock.runtime.comm.rollcall import Call
 from penstock.runtime.engine import Engine
 
@@ -29,9 +30,17 @@ class PipelineModel:
     it with gradients disabled returns one ordinary output for the whole batch.
     """
 
-    pipeline: Engine
-    # What `initialize()` was asked for; None if the plugin parallelised the model.
-    configuration: Configuration | None = None
+    @property
+    def pipeline(self) -> Engine:
+        """What runs the model."""
+        engine: Engine = record_of(cast(torch.nn.Module, self)).engine
+        return engine
+
+    @property
+    def configuration(self) -> Configuration | None:
+        """What `initialize()` was asked for; None if the plugin parallelised the model."""
+        configuration: Configuration | None = record_of(cast(torch.nn.Module, self)).configuration
+        return configuration
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Train or evaluate on this pipeline's batch, given as the model's own keyword arguments.
@@ -150,14 +159,13 @@ def saving_rank(pipeline: Engine) -> SavingRank:
     )
 
 
-def attach(model: PreTrainedModel, pipeline: Engine) -> PreTrainedModel:
+def attach(model: PreTrainedModel, pipeline: Engine, configuration: Configuration | None = None) -> PreTrainedModel:
     """Make `model` a PipelineModel driven by `pipeline`: the same object, its class a subclass with the same name."""
     if pipeline.rank == 0:
         _warn_of_batch_statistics(model)
-    kind = type(model)
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-    model.__class__ = type(kind.__name__, (PipelineModel, kind), names)
-    model.pipeline = pipeline
+    mix_in(model, PipelineModel)
+    record = record_of(model)
+    record.engine, record.configuration = pipeline, configuration
     return model
 
 
@@ -176,5 +184,5 @@ def _warn_of_batch_statistics(model: PreTrainedModel) -> None:
 
 def own_class(model: PreTrainedModel) -> type[PreTrainedModel]:
     """The class a parallelised model had before."""
-    own: type[PreTrainedModel] = type(model).__bases__[1] if isinstance(model, PipelineModel) else type(model)
+    own: type[PreTrainedModel] = original_class(type(model))
     return own

@@ -29,6 +29,8 @@ class Record:
         aliases: of a whole model, the names of each of its parameters before it was split.
         tensor_parallel: of a whole model, how its weights are sharded.
         shards: of a whole model that was made in shards, these, by name, until `TensorParallel.apply` takes them.
+        engine: of a whole model, what runs it over pipelines.
+        configuration: of a whole model, what `initialize()` was asked for.
     """
 
     intercepted: Intercepted | None = None
@@ -37,9 +39,11 @@ class Record:
     aliases: list[tuple[str, ...]] = field(default_factory=list)
     tensor_parallel: Any = None
     shards: dict[str, torch.Tensor] = field(default_factory=dict)
+    engine: Any = None
+    configuration: Any = None
 
     def __reduce__(self) -> Any:
-        # Copies and pickles of a module are not intercepted.
+        # Copies and pickles of a module are not intercepted, and nothing runs them.
         return Record, (None, self.absent, self.region, self.aliases, self.tensor_parallel, self.shards)
 
 
