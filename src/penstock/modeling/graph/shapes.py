@@ -80,11 +80,11 @@ class OutputShape:
 
     leaves: tuple[Any, ...]
     spec: pytree.TreeSpec
-    captured: tuple[Captured, ...]
-    cache_layers: tuple[int, ...]
-    state_layers: tuple[int, ...]
-    written: tuple[int, ...]
-    assumed: bool
+    captured: tuple[Captured, ...] = ()
+    cache_layers: tuple[int, ...] = ()
+    state_layers: tuple[int, ...] = ()
+    written: tuple[int, ...] = ()
+    assumed: bool = False
 
     def without_shapes(self) -> OutputShape:
         """The same structure for tensors of any shape."""
@@ -139,7 +139,7 @@ class ShapeFunctions:
         leaves, spec = flatten((args, kwargs))
         if name not in self.units:  # a dropout between units, which may run on another stage
             first = next(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
-            return OutputShape((_shape_of(first),), flatten(first)[1], (), (), (), (), False)
+            return OutputShape((_shape_of(first),), flatten(first)[1])
         lasting = self.around is None and not any(isinstance(leaf, Cache) for leaf in leaves)
         key = (name, *map(_shape_key, leaves), *lengths(side_outputs()).items())
         known = self._remembered.get(key) if lasting else None

@@ -207,7 +207,7 @@ class _Planner:
         # A clone, because a dropout in evaluation returns its argument itself.
         leaves = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         shapes = tuple(TensorShape.of(x) if isinstance(x, torch.Tensor) else x for x in leaves)
-        return pytree.tree_unflatten(leaves, spec), OutputShape(shapes, spec, (), (), (), (), False)
+        return pytree.tree_unflatten(leaves, spec), OutputShape(shapes, spec)
 
     def _run_shape_function(
         self, name: str, index: int, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]

@@ -118,7 +118,7 @@ def _meta_layer(real: Cache, layer_idx: int, key_states: torch.Tensor, value_sta
 
 
 def shape_cache(real: Cache, use: CacheUse, begun: Mapping[int, Any], batch: int) -> Cache:
-    """The stand-in for `real` in a shape function; see `ShapeCache`."""
+    """The placeholder for `real` in a shape function; see `ShapeCache`."""
     if isinstance(real, EncoderDecoderCache):
         past = real.self_attention_cache
         cross = ShapeCache(past, use, begun, batch, remembers=False)

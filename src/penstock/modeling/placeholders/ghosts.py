@@ -147,7 +147,7 @@ class _Parameters:
 
 
 def is_ghost(module: nn.Module) -> bool:
-    """Whether `module` has been stripped."""
+    """Whether `module` is a ghost, itself or as a part of one."""
     return known_of(module).absent is not None
 
 

@@ -15,32 +15,12 @@ from penstock.modeling.instrumentation import known_of, record_of
 from penstock.modeling.placeholders.ghosts import replace_parameters, stripped_tensors
 from penstock.modeling.randomness import draws_random_numbers
 from penstock.modeling.tensor_parallel.dropout import ShardedDropout
-from penstock.modeling.tensor_parallel.layers import COLUMN, EXPERTS, GATHERED, HEAD, ROW, VOCABULARY, extend
+from penstock.modeling.tensor_parallel.layers import COLUMN, GATHERED, HEAD, VOCABULARY, extend
 from penstock.modeling.tensor_parallel.loss import ShardedLoss
-from penstock.modeling.tensor_parallel.plans import (
-    COLUMN_STYLES,
-    EXPERT_STYLES,
-    GATHERED_STYLES,
-    PARTIAL_STYLES,
-    ROW_STYLES,
-    VOCABULARY_STYLES,
-    layer_styles,
-    matching,
-    or_none,
-    plan_of,
-    whole_shapes,
-)
+from penstock.modeling.tensor_parallel.plans import Style, layer_styles, matching, or_none, plan_of, whole_shapes
 from penstock.modeling.tensor_parallel.region import Region
 from penstock.modeling.tensor_parallel.shard import Sharding
 from penstock.modeling.weights.names import unit_of
-
-LAYERS: dict[str, type] = {
-    **dict.fromkeys(COLUMN_STYLES, COLUMN),
-    **dict.fromkeys(ROW_STYLES, ROW),
-    **dict.fromkeys(GATHERED_STYLES, GATHERED),
-    **dict.fromkeys(VOCABULARY_STYLES, VOCABULARY),
-    **dict.fromkeys(EXPERT_STYLES, EXPERTS),
-}
 
 
 class TensorParallel:
@@ -118,7 +98,7 @@ class TensorParallel:
                 vars(model.get_submodule(owner))[attribute] = part
         record_of(model).tensor_parallel = self
         for name, style in self._styles.items():
-            if style not in LAYERS or name in self._shapes:
+            if style.layer is None or name in self._shapes:
                 continue
             module = model.get_submodule(name)
             if unit_of(name, stage_of) is None:
@@ -126,12 +106,12 @@ class TensorParallel:
                     f"the layer {name} of {type(model).__name__} is sharded by its tensor-parallel plan, but it stands "
                     "outside of all units, on every stage; leave it out of the plan"
                 )
-            if isinstance(module, Conv1D) and style in COLUMN_STYLES:
+            if isinstance(module, Conv1D) and style.layer is COLUMN:
                 module.nf //= self.size
             is_head = module is or_none(getattr(model, "get_output_embeddings", None))
-            extend(module, HEAD if is_head and LAYERS[style] is GATHERED else LAYERS[style], self.region)
+            extend(module, HEAD if is_head and style.layer is GATHERED else style.layer, self.region)
         for pattern, attributes in self._plan.divided.items():
-            for name in matching(model, [pattern], {n for n, _ in model.named_modules()})[pattern]:
+            for name in matching(model, pattern, [name for name, _ in model.named_modules()]):
                 for attribute in attributes:
                     module = model.get_submodule(name)
                     setattr(module, attribute, getattr(module, attribute) // self.size)
@@ -184,16 +164,16 @@ class TensorParallel:
         found: dict[str, Sharding] = {}
         for name, style in self._styles.items():
             if name in self._shapes:  # a parameter by itself (experts)
-                found[name] = _shard_of_expert(model, name, style, self._shapes[name])
+                found[name] = _sharding_of_experts(model, name, style, self._shapes[name])
                 continue
             module = model.get_submodule(name)
             for parameter in ("weight", "bias"):
                 full = f"{name}.{parameter}"
                 if full not in self._shapes:
                     continue
-                if style in PARTIAL_STYLES:
+                if style.along == "part":
                     self.partial.add(full)
-                elif (shard := _shard_of(module, style, parameter, self._fused(model, name))) is not None:
+                elif (shard := _sharding_of(module, style, parameter, self._fused(model, name))) is not None:
                     found[full] = shard
         for names in aliases:
             kinds = {found[name] for name in names if name in found}
@@ -209,26 +189,21 @@ class TensorParallel:
         self.shards.update(found)
 
     def _fused(self, model: nn.Module, name: str) -> int:
-        for pattern, count in self._plan.fused.items():
-            if name in matching(model, [pattern], {name})[pattern]:
-                return count
-        return 1
+        """How many weights a layer fuses."""
+        return next((count for pattern, count in self._plan.fused.items() if matching(model, pattern, [name])), 1)
 
     def _check(self, model: nn.Module) -> None:
         """Refuse a size that does not divide what is sharded."""
         config, size = model.config.get_text_config(), self.size  # type: ignore[union-attr, operator]
         quantities: dict[str, int] = {}
-        for what, attribute in (
-            ("attention heads", "num_attention_heads"),
-            ("key-value heads", "num_key_value_heads"),
-        ):
-            count = getattr(config, attribute, None)
+        for what in ("attention heads", "key-value heads"):
+            count = getattr(config, f"num_{what.replace('-', '_').replace(' ', '_')}", None)
             if isinstance(count, int):
                 quantities[what] = count
         for name, shard in self.shards.items():
             shape = self._shapes[name]
             width = shape[shard.dim % len(shape)] // shard.blocks
-            is_vocabulary = self._styles.get(name.rpartition(".")[0], "") in (*GATHERED_STYLES, *VOCABULARY_STYLES)
+            is_vocabulary = self._styles.get(name.rpartition(".")[0], Style()).layer in (GATHERED, VOCABULARY)
             quantities["entries in its vocabulary" if is_vocabulary else f"features to shard in {name}"] = width
         wrong = {what: count for what, count in quantities.items() if count % size}
         if not wrong:
@@ -266,20 +241,17 @@ def take_shards(model: nn.Module) -> dict[str, torch.Tensor]:
     return shards
 
 
-def _shard_of(module: nn.Module, style: str, parameter: str, fused: int) -> Sharding | None:
+def _sharding_of(module: nn.Module, style: Style, parameter: str, fused: int) -> Sharding | None:
     """How a layer's weight or bias is sharded; None for one that stays whole."""
-    transposed = isinstance(module, Conv1D)
-    if style in (*COLUMN_STYLES, *GATHERED_STYLES):
-        blocks = 2 if style == "packed_colwise" else fused
+    transposed, blocks = isinstance(module, Conv1D), max(style.blocks, fused)
+    if style.along == "out":
         return Sharding(1 if transposed and parameter == "weight" else 0, blocks)
-    if style in ROW_STYLES:
-        if parameter == "bias":
-            return None
-        return Sharding(0 if transposed else 1, 2 if style == "packed_rowwise" else fused)
-    return Sharding(0) if style in VOCABULARY_STYLES else None
+    if style.along == "in" and parameter != "bias":
+        return Sharding(0 if transposed else 1, blocks)
+    return Sharding(0) if style.along == "rows" else None
 
 
-def _shard_of_expert(model: nn.Module, name: str, style: str, shape: tuple[int, ...]) -> Sharding:
+def _sharding_of_experts(model: nn.Module, name: str, style: Style, shape: tuple[int, ...]) -> Sharding:
     """How a stack of experts' weights [experts, out, in] is sharded."""
     owner = model.get_submodule(name.rpartition(".")[0])
     if len(shape) != 3 or getattr(owner, "is_transposed", False):
@@ -287,6 +259,4 @@ def _shard_of_expert(model: nn.Module, name: str, style: str, shape: tuple[int, 
             f"the tensor-parallel plan of {type(model).__name__} shards {name} of shape {list(shape)}; only stacks of "
             "experts' weights of shape [experts, out, in] can be sharded"
         )
-    if style in COLUMN_STYLES:
-        return Sharding(1, 2 if style == "packed_colwise" else 1)
-    return Sharding(2, 2 if style == "packed_rowwise" else 1)
+    return Sharding(1 if style.along == "out" else 2, style.blocks)

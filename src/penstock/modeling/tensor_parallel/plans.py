@@ -6,31 +6,43 @@ transformers' own plans are used where it has them; the names of the styles are 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from penstock.modeling.placeholders.ghosts import stripped_tensors
+from penstock.modeling.tensor_parallel.layers import COLUMN, EXPERTS, GATHERED, ROW, VOCABULARY
 
-# What a plan may say of a layer.
-COLUMN_STYLES = ("colwise", "packed_colwise")
-ROW_STYLES = ("rowwise", "packed_rowwise")
-GATHERED_STYLES = ("colwise_gather_output", "colwise_rep")
-VOCABULARY_STYLES = ("embedding_rowwise",)
-PARTIAL_STYLES = ("replicated_with_grad_allreduce",)
-EXPERT_STYLES = ("moe_tp_experts",)
-REPLICATED_STYLES = ("replicate",)
-STYLES = (
-    *COLUMN_STYLES,
-    *ROW_STYLES,
-    *GATHERED_STYLES,
-    *VOCABULARY_STYLES,
-    *PARTIAL_STYLES,
-    *EXPERT_STYLES,
-    *REPLICATED_STYLES,
-)
+
+class Style(NamedTuple):
+    """What a plan may say of a layer.
+
+    Attributes:
+        along: how its weight is sharded: by `"out"` or `"in"` features, by `"rows"`, or not (`""`); `"part"`: it is
+            whole, but used on shards, so that each rank has a part of its gradient.
+        layer: what the layer becomes, if it changes.
+        blocks: how many fused weights there are.
+    """
+
+    along: str = ""
+    layer: type | None = None
+    blocks: int = 1
+
+
+STYLES = {
+    "colwise": Style("out", COLUMN),
+    "packed_colwise": Style("out", COLUMN, 2),
+    "rowwise": Style("in", ROW),
+    "packed_rowwise": Style("in", ROW, 2),
+    "colwise_gather_output": Style("out", GATHERED),
+    "colwise_rep": Style("out", GATHERED),
+    "embedding_rowwise": Style("rows", VOCABULARY),
+    "replicated_with_grad_allreduce": Style("part"),
+    "moe_tp_experts": Style(layer=EXPERTS),
+    "replicate": Style(),
+}
 
 
 @dataclass(frozen=True)
@@ -155,28 +167,26 @@ def plan_of(model: nn.Module) -> TensorParallelPlan:
     return TensorParallelPlan(own)
 
 
-def layer_styles(model: nn.Module, plan: TensorParallelPlan) -> dict[str, str]:
+def layer_styles(model: nn.Module, plan: TensorParallelPlan) -> dict[str, Style]:
     """The style of each module and parameter that the plan names, and of the vocabulary's layers."""
-    modules = {name for name, _ in model.named_modules()}
-    names = modules | {name for name in whole_shapes(model) if _parent_is_experts(model, name)}
-    styles: dict[str, str] = {}
-    for pattern, found in matching(model, list(plan.styles), names).items():
-        styles.update(dict.fromkeys(found, plan.styles[pattern]))
-    by_identity = {id(module): name for name, module in model.named_modules()}
+    modules = {module: name for name, module in model.named_modules()}
+    # A parameter by itself is a stack of weights in a module of its own, not a layer's weight or bias.
+    alone = {name for name in whole_shapes(model) if name.rpartition(".")[2] not in ("weight", "bias")}
+    names = alone.union(modules.values())
+    styles = {name: STYLES[style] for pattern, style in plan.styles.items() for name in matching(model, pattern, names)}
     vocabulary = getattr(model.config, "vocab_size", None)
     for getter, kind, style in (
-        ("get_input_embeddings", nn.Embedding, VOCABULARY_STYLES[0]),
-        ("get_output_embeddings", nn.Linear, GATHERED_STYLES[0]),
+        ("get_input_embeddings", nn.Embedding, "embedding_rowwise"),
+        ("get_output_embeddings", nn.Linear, "colwise_gather_output"),
     ):
         module = or_none(getattr(model, getter, None))
-        name = by_identity.get(id(module))
-        if name is None or not isinstance(module, kind):
+        if module not in modules or not isinstance(module, kind):
             continue
         rows = getattr(module, "num_embeddings", None) or getattr(module, "out_features", None)
         if not plan.vocabulary:
-            styles.pop(name, None)
+            styles.pop(modules[module], None)
         elif rows == vocabulary:
-            styles[name] = style
+            styles[modules[module]] = STYLES[style]
     return styles
 
 
@@ -187,21 +197,13 @@ def or_none(getter: Callable[[], Any] | None) -> Any:
         return None
 
 
-def _parent_is_experts(model: nn.Module, name: str) -> bool:
-    """Whether a parameter is a stack of weights in a module of its own, not a layer's weight or bias."""
-    return name.rpartition(".")[2] not in ("weight", "bias")
-
-
-def matching(model: nn.Module, patterns: Sequence[str], names: set[str]) -> dict[str, list[str]]:
-    """For each pattern, the names it matches, with or without the base model's prefix."""
+def matching(model: nn.Module, pattern: str, names: Iterable[str]) -> list[str]:
+    """The names that a pattern matches, with or without the base model's prefix, sorted."""
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
-    found: dict[str, list[str]] = {pattern: [] for pattern in patterns}
-    for pattern in patterns:
-        expression = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
-        for name in sorted(names):
-            if expression.fullmatch(name) or expression.fullmatch(name.removeprefix(prefix)):
-                found[pattern].append(name)
-    return found
+    expression = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
+    return sorted(
+        name for name in names if expression.fullmatch(name) or expression.fullmatch(name.removeprefix(prefix))
+    )
 
 
 def whole_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:

@@ -2,7 +2,7 @@
 
 transformers renames keys and fuses weights (experts, projections) while it loads, so a checkpoint's names say little
 about the model's. Therefore nothing here reads files. The model is built whole on the meta device; its `state_dict`
-shows transformers only the names this rank holds, so that the slices of all others are never read; the rest of the
+shows transformers only the names this rank holds, so that all others are never read; the rest of the
 machinery (initialising what the checkpoint lacks, tying) then sees the whole model again and does what it always does.
 """
 
