@@ -47,8 +47,8 @@ class Plan:
         entry: name of the function that is run, `"forward"` for the model itself.
         num_stages: stages of the pipeline.
         calls: all unit calls, in the order in which they happen.
-        boundaries: for each of the `num_stages - 1` boundaries the values that cross it, in
-            the order in which they travel.
+        boundaries: for each boundary the values that cross it, in the order in which they travel; `boundaries[i]` are
+            those between stage i and i + 1.
         written: values that the model's code changes in place, and which therefore must not be shared.
         written_inputs: arguments that the model's code changes in place: every stage needs its own copy of them.
         loss: how the loss of a batch follows from its microbatches', None without a loss.
@@ -84,7 +84,7 @@ def make_plan(
     """Place the calls of a trace on stages.
 
     Args:
-        trace: from `penstock.modeling.trace.trace`.
+        trace: from `graph.trace.trace`.
         stage_of: the stage of each unit; floating modules need none, they run where their latest input is.
         num_stages: stages of the pipeline.
 
@@ -131,8 +131,8 @@ def make_plan(
         last_calls=tuple(last_calls),
         asks_inputs=trace.asks_inputs,
     )
-    # A set prints in any order.
-    parts = [getattr(plan, part.name) for part in fields(plan) if part.name not in ("written", "digest")]
+    # A set prints in any order, and whether inputs are asked concerns nobody else.
+    parts = [getattr(plan, part.name) for part in fields(plan) if part.name not in ("written", "asks_inputs", "digest")]
     told = repr((*parts, sorted(map(str, plan.written))))
     return replace(plan, digest=hashlib.sha256(told.encode()).hexdigest()[:32])
 

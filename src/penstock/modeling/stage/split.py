@@ -220,12 +220,8 @@ class SplitModel:
             NotImplementedError: "Auto policy for <class> is not implemented..." with the reason, if inputs of this kind
                 cannot be run on these stages.
         """
-        key = (
-            entry_of(self._module_names, call),
-            self.model.training,
-            criterion_key(criterion),
-            kind_of(inputs),
-        )
+        entry = entry_of(self._module_names, call)
+        key = (entry, self.model.training, criterion_key(criterion), kind_of(inputs))
         known = self._plans.get(key)
         if known is None:
             known = self._plans[key] = self._make_plan(key, inputs, call, criterion)
@@ -254,16 +250,11 @@ class SplitModel:
         if self.tensor_parallel is not None:
             self.tensor_parallel.refuse(inputs, self.model.config)
         try:
-            traced = trace(
-                self.model,
-                self._functions,
-                set(self._floating),
-                self._interceptor,
-                {**inputs, **dict(defaults)},
-                call or self._call,
-                criterion,
-            )
-            return traced, defaults
+            arguments, function = {**inputs, **dict(defaults)}, call or self._call
+            floating = set(self._floating)
+            return trace(
+                self.model, self._functions, floating, self._interceptor, arguments, function, criterion
+            ), defaults
         except (Untraceable, ReachedInside, NotImplementedError) as error:
             raise refusal(self.model, str(error)) from error
 

@@ -183,9 +183,7 @@ class ShardLoading:
         self.keeper = ShardKeeper(tensor_parallel.index, tensor_parallel.size)
         self.mismatched: set[tuple[str, Any, Any]] = set()
         self._tensor_parallel = tensor_parallel
-        self._shards: dict[str, Sharding] = {
-            name: tensor_parallel.shards[name] for name in names if name in tensor_parallel.shards
-        }
+        self._shards = {name: sharding for name, sharding in tensor_parallel.shards.items() if name in names}
         self._shapes = {name: model.get_parameter(name).shape for name in self._shards}
         misfits = [
             f"{name}: {list(shape)} in the checkpoint, {list(tensor_parallel.whole_shape(name, shape))} in the model"
