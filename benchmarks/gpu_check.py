@@ -1,0 +1,292 @@
+"""What only real GPUs can show, in five minutes on a machine with two of them; prints one table to send us.
+
+    python benchmarks/gpu_check.py                   # two GPUs; --ranks 3 or 4 if there are more
+    python benchmarks/gpu_check.py --device cpu      # the same checks over gloo, with a smaller model
+
+Losses and gradients of every schedule against the unsplit model on the same device; the same while each block waits
+for the whole device in its forward and its backward, with one connection per device, and with communicators that were
+made eagerly; evaluation and generation; a rank that is killed; and throughput over that of one device. Every check is
+processes of its own, so one that hangs is stopped, and the table says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import platform
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import penstock
+from penstock.runtime.failure import PipelineFailure
+from penstock.schedule import schedule_names
+
+LIMIT = 120.0  # seconds for one check
+VOCABULARY = 512
+LARGEST_DIFFERENCE = 1e-4  # of gradients in float32, relative to the largest entry
+PROMISED_SECONDS = 10.0  # until a killed rank is an error on all others
+ONE_CONNECTION = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--ranks", type=int, default=2, help="GPUs to use")
+    parser.add_argument("--only", default="", help="run the checks whose name has this in it")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker is not None:
+        check, arguments = json.loads(options.worker)
+        # The end of a process that has lost another may take longer than what is measured.
+        print(json.dumps(CHECKS[check](**arguments)), flush=True)
+        return 0
+    if options.device == "cuda" and torch.cuda.device_count() < options.ranks:
+        print(f"{options.ranks} GPUs are needed, this machine has {torch.cuda.device_count()}; try --device cpu")
+        return 2
+    return check_all(options.device, options.ranks, options.only)
+
+
+def check_all(device: str, ranks: int, only: str) -> int:
+    """Run every check, and print the table as it grows. Returns the number of checks that failed."""
+    name = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine()
+    print(f"penstock {penstock.__version__}, torch {torch.__version__}, {ranks} x {name}\n")
+    print("| check | result | seconds | |\n|---|---|---|---|")
+    failed = 0
+    schedules = schedule_names()
+    plan: list[tuple[str, str, int, dict[str, Any], dict[str, str]]] = [
+        *((f"{each}: exact", "exact", ranks, {"schedule": each}, {}) for each in schedules),
+        *((f"{each}: waits everywhere", "exact", ranks, {"schedule": each, "waits": True}, {}) for each in schedules),
+        ("1f1b: one connection", "exact", ranks, {"schedule": "1f1b", "waits": True}, ONE_CONNECTION),
+        ("1f1b: eager communicators", "exact", ranks, {"schedule": "1f1b", "waits": True, "eager": True}, {}),
+        ("evaluation and generation", "without_gradients", ranks, {}, {}),
+        ("a rank is killed", "killed", ranks, {"waits": False}, {}),
+        ("a rank is killed, others wait for the device", "killed", ranks, {"waits": True}, {}),
+    ]
+    for what, check, count, arguments, environment in plan:
+        if only in what:
+            failed += not show(what, *run(check, count, device, arguments, environment))
+    if only in "throughput":
+        failed += compare_throughput(device, ranks)
+    print(f"\n{failed} failed" if failed else "\nall passed")
+    return failed
+
+
+def show(what: str, answers: Sequence[Any], seconds: float) -> bool:
+    """Print a row; whether every rank answered that all is well."""
+    answered = [answer for answer in answers if answer is not None]
+    passed = bool(answered) and all(isinstance(answer, dict) and answer["passed"] for answer in answered)
+    words = dict.fromkeys(a["said"] if isinstance(a, dict) else f"FAILED: {a}" for a in answered)
+    said = "; ".join(filter(None, words))
+    print(f"| {what} | {'passed' if passed else 'FAILED'} | {seconds:.1f} | {said} |", flush=True)
+    return passed
+
+
+def compare_throughput(device: str, ranks: int) -> int:
+    """Steps of one process and of pipelines, in turn; a row for each schedule. Returns the number that failed."""
+    results: dict[str, list[float]] = {}
+    contestants = {"one device": (1, "1f1b"), **{name: (ranks, name) for name in ("1f1b", "zb-h1", "zb-v")}}
+    failed = 0
+    for _ in range(3):
+        for name, (count, schedule) in contestants.items():
+            answers, _ = run("throughput", count, device, {"schedule": schedule, "cpu": device == "cpu"}, {})
+            if isinstance(answers[0], dict):
+                results.setdefault(name, []).append(answers[0]["tokens"])
+            else:
+                failed += 1
+                print(f"| throughput, {name} | FAILED | | {answers[0]} |")
+    medians = {name: statistics.median(values) for name, values in results.items()}
+    one = medians.pop("one device", None)
+    if one is not None:
+        print(f"| throughput, one device | {one:.0f} tokens/s | | |")
+        for name, tokens in medians.items():
+            print(f"| throughput, {name} | {tokens:.0f} tokens/s | | {tokens / one / ranks:.2f} of {ranks} devices |")
+    return failed
+
+
+def run(
+    check: str, ranks: int, device: str, arguments: dict[str, Any], environment: dict[str, str]
+) -> tuple[list[Any], float]:
+    """Every rank's answer, the end of what it printed in place of one, None for one that was killed; and seconds."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    start = time.monotonic()
+    processes = []
+    for rank in range(ranks):
+        places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": port}
+        variables = {**os.environ, **environment, "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+        variables |= {name: str(value) for name, value in places.items()} | {"TRANSFORMERS_VERBOSITY": "error"}
+        if device == "cpu":
+            variables["CUDA_VISIBLE_DEVICES"] = ""
+        command = [sys.executable, str(Path(__file__).resolve()), "--worker", json.dumps([check, arguments])]
+        pipe = subprocess.PIPE
+        processes.append(subprocess.Popen(command, env=variables, stdout=pipe, stderr=pipe, text=True))
+    answers: list[Any] = []
+    for process in processes:
+        try:
+            output, errors = process.communicate(timeout=max(1.0, start + LIMIT - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            output, errors = process.communicate()
+            errors = f"it hangs: stopped after {LIMIT:.0f} s; {errors[-200:]}"
+        if process.returncode == -signal.SIGKILL and not errors.startswith("it hangs"):
+            answers.append(None)
+            continue
+        lines = [line for line in output.splitlines() if line.startswith("{")]
+        answers.append(json.loads(lines[-1]) if lines else " ".join(errors.split())[-300:])
+    return answers, time.monotonic() - start
+
+
+# ---------------------------------------------------------------- what each rank does
+
+
+def make_model(layers: int = 6, width: int = 64, heads: int = 4) -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=VOCABULARY, n_embd=width, n_layer=layers, n_head=heads, n_positions=512, resid_pdrop=0.0,
+        embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    return GPT2LMHeadModel(config)
+
+
+def make_batch(size: int = 8, length: int = 32) -> dict[str, torch.Tensor]:
+    ids = torch.randint(3, VOCABULARY, (size, length), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[::2, length - length // 4 :] = 0
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+def distributed(model: GPT2LMHeadModel, schedule: str, num_microbatches: int) -> Any:
+    stages = int(os.environ["WORLD_SIZE"])
+    section = {"pipeline_parallel_size": stages, "schedule": schedule, "num_microbatches": num_microbatches}
+    return penstock.initialize(model, {"model_parallelism": section})
+
+
+def unsplit_on(device: torch.device, model: GPT2LMHeadModel) -> tuple[float, dict[str, torch.Tensor]]:
+    whole = copy.deepcopy(model).to(device)
+    loss = whole(**{name: value.to(device) for name, value in make_batch().items()}).loss
+    loss.backward()
+    return loss.item(), {name: parameter.grad for name, parameter in whole.named_parameters()}
+
+
+def wait_for_device() -> None:
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+
+
+def wait_in_every_block(model: Any) -> None:
+    """Each block waits for the whole device before its forward and in its backward."""
+    for block in model.transformer.h:
+        if next(block.parameters(), None) is not None:
+            block.register_forward_pre_hook(lambda *_: wait_for_device())
+            block.register_full_backward_hook(lambda *_: wait_for_device())
+
+
+def exact(schedule: str, waits: bool = False, eager: bool = False) -> dict[str, Any]:
+    """Two steps; losses and gradients of the second against the unsplit model's."""
+    if eager:
+        local = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else None
+        dist.init_process_group("cpu:gloo,cuda:nccl" if local is not None else "gloo", device_id=local)
+    model = make_model()
+    plain = copy.deepcopy(model)
+    model = distributed(model, schedule, num_microbatches=4)
+    expected_loss, expected = unsplit_on(model.device, plain)
+    if waits:
+        wait_in_every_block(model)
+    for _ in range(2):
+        model.zero_grad()
+        losses = []
+        for output in model(**make_batch()):
+            if waits:
+                wait_for_device()
+            output.loss.backward()
+            losses.append(output.loss.detach())
+    scale = max(float(gradient.abs().max()) for gradient in expected.values())
+    worst = max(
+        float((parameter.grad - expected[name]).abs().max()) / scale for name, parameter in model.named_parameters()
+    )
+    off = abs(float(sum(losses)) - expected_loss) / expected_loss
+    passed = worst < LARGEST_DIFFERENCE and off < LARGEST_DIFFERENCE
+    return {"passed": passed, "said": f"gradients within {worst:.0e}" if dist.get_rank() == 0 or not passed else ""}
+
+
+def without_gradients() -> dict[str, Any]:
+    """The logits and greedy tokens against the unsplit model's."""
+    plain = make_model().eval()
+    model = distributed(copy.deepcopy(plain), "1f1b", num_microbatches=4)
+    plain = plain.to(model.device)
+    batch = {name: value.to(model.device) for name, value in make_batch().items()}
+    prompt, options = batch["input_ids"][:2, :8], {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0}
+    with torch.no_grad():
+        worst = float((model(**batch).logits - plain(**batch).logits).abs().max())
+    same = torch.equal(model.generate(prompt, **options), plain.generate(prompt, **options))
+    return {"passed": same and worst < 1e-3, "said": "same tokens" if same else "other tokens"}
+
+
+def killed(waits: bool) -> dict[str, Any]:
+    """The last rank kills itself in the third step; the others say whom they blame, and after how many seconds."""
+    model, victim = distributed(make_model(), "1f1b", num_microbatches=4), dist.get_world_size() - 1
+    store = dist.distributed_c10d._get_default_store()
+    try:
+        for step in range(1000):
+            for number, output in enumerate(model(**make_batch())):
+                if (step, number, dist.get_rank()) == (2, 1, victim):
+                    store.set("gpu_check", str(time.time()))
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if waits:
+                    wait_for_device()
+                output.loss.backward()
+                output.loss.item()
+    except PipelineFailure as error:
+        seconds = time.time() - float(store.get("gpu_check"))
+        right = error.rank == victim
+        said = f"rank {victim} named after {seconds:.1f} s" if right else f"blamed {error.rank}: {error}"
+        return {"passed": right and seconds < PROMISED_SECONDS, "said": said}
+    return {"passed": False, "said": "nobody noticed"}
+
+
+def throughput(schedule: str, cpu: bool) -> dict[str, Any]:
+    """Tokens per second in training; on GPUs under bfloat16 autocast."""
+    shape = {"layers": 6, "width": 128} if cpu else {"layers": 24, "width": 1024, "heads": 16}
+    size, length, steps = (8, 64, 6) if cpu else (32, 512, 12)
+    model = distributed(make_model(**shape), schedule, num_microbatches=8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    batch = make_batch(size, length)
+    start = 0.0
+    for step in range(steps):
+        if step == steps // 3:
+            wait_for_device()
+            start = time.perf_counter()
+        with torch.autocast(model.device.type, torch.bfloat16, enabled=not cpu):
+            outputs = model(**batch)
+        for output in outputs:
+            output.loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    wait_for_device()
+    seconds = time.perf_counter() - start
+    return {"passed": True, "said": "", "tokens": (steps - steps // 3) * size * length / seconds}
+
+
+CHECKS: dict[str, Callable[..., dict[str, Any]]] = {
+    "exact": exact,
+    "without_gradients": without_gradients,
+    "killed": killed,
+    "throughput": throughput,
+}
+
+if __name__ == "__main__":
+    sys.exit(main())
