@@ -179,7 +179,7 @@ def unsplit_on(device: torch.device, model: GPT2LMHeadModel) -> tuple[float, dic
     whole = copy.deepcopy(model).to(device)
     loss = whole(**{name: value.to(device) for name, value in make_batch().items()}).loss
     loss.backward()
-    return loss.item(), {name: parameter.grad for name, parameter in whole.named_parameters()}
+    return loss.item(), {name: parameter.grad for name, parameter in whole.named_parameters(remove_duplicate=False)}
 
 
 def wait_for_device() -> None:
