@@ -31,7 +31,6 @@ import torch.distributed as dist
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import penstock
-from penstock.runtime.failure import PipelineFailure
 from penstock.schedule import schedule_names
 
 LIMIT = 120.0  # seconds for one check
@@ -250,7 +249,7 @@ def killed(waits: bool) -> dict[str, Any]:
                     wait_for_device()
                 output.loss.backward()
                 output.loss.item()
-    except PipelineFailure as error:
+    except penstock.PipelineFailure as error:
         seconds = time.time() - float(store.get("gpu_check"))
         right = error.rank == victim
         said = f"rank {victim} named after {seconds:.1f} s" if right else f"blamed {error.rank}: {error}"
