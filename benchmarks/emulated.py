@@ -151,7 +151,10 @@ def equal_pipelines(arguments: dict[str, Any]) -> Step:
 
 
 def unlike_pipelines(arguments: dict[str, Any]) -> Step:
-    """Pipelines of `arguments["stages"]` stages each, on a model of `num_blocks` blocks that cost the same."""
+    """Pipelines of `arguments["stages"]` stages each, on a model of `num_blocks` blocks that cost the same.
+
+    `arguments["speeds"]`, if there are any, are of the ranks: a rank of speed 0.5 sleeps twice as long.
+    """
     costs = (arguments[name] for name in ("forward", "backward", "weight"))
     model = SleepingModel(SleepConfig(arguments["num_blocks"], *costs))
     names = [f"blocks.{index}" for index in range(arguments["num_blocks"])]
@@ -162,6 +165,10 @@ def unlike_pipelines(arguments: dict[str, Any]) -> Step:
     plugin = penstock.HeterogeneousParallelPlugin(microbatch_size=1, schedule=arguments["schedule"])
     plugin.set_pipelines(templates, arguments["num_microbatches"])
     model, *_ = plugin.configure(model)
+    speed = arguments.get("speeds", {}).get(os.environ["RANK"], 1.0)
+    for block in model.blocks:
+        for kind in ("forward", "backward", "weight"):
+            setattr(block, f"{kind}_seconds", arguments[kind] / speed)
     return training_step(model, arguments["num_microbatches"][plugin.pipeline_index])
 
 

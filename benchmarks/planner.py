@@ -1,6 +1,6 @@
-"""The planner: against brute force, at scale, and beside other systems' rules: `python benchmarks/planner.py`.
+"""The planner: against brute force, at scale, beside other rules, and measured: `python benchmarks/planner.py`.
 
-Each part has a result file in benchmarks/results. No processes are started and torch is not imported.
+Each part has a result file in benchmarks/results. Only `measured` starts processes: emulated devices.
 """
 
 from __future__ import annotations
@@ -144,6 +144,71 @@ def baselines(cases: int) -> None:
     table.write(f"Of {feasible} cases with a layout. All rules use 1f1b, but the last row.")
 
 
+MEASURED = (
+    # classes (devices, speed, memory in blocks), microbatches
+    (((3, 1.0, 99.0),), 12),
+    (((2, 1.0, 99.0), (1, 0.5, 99.0)), 12),
+    (((1, 1.0, 12.0), (2, 0.5, 5.0)), 12),
+    (((4, 1.0, 6.0),), 16),
+    (((2, 1.0, 7.0), (2, 0.5, 7.0)), 16),
+    (((2, 1.0, 8.0), (1, 0.7, 8.0), (1, 0.4, 8.0)), 16),
+    (((5, 1.0, 5.0),), 16),
+    (((3, 1.0, 6.0), (2, 0.6, 6.0)), 16),
+    (((3, 1.0, 5.0), (3, 0.5, 5.0)), 24),
+    (((4, 1.0, 4.0), (4, 0.5, 4.0)), 24),
+)
+BLOCKS, BLOCK_SECONDS = 12, 0.02
+
+
+def measured(rounds: int, cases: int) -> None:
+    """Predicted beside measured steps on emulated devices of unlike speeds: the planner's choice and two others."""
+    from processes import run_ranks
+
+    columns = ("devices: schedule, pipelines", "predicted s", "measured s", "measured / predicted")
+    config = {"blocks": BLOCKS, "seconds of a block's F, B and W": BLOCK_SECONDS, "rounds": rounds}
+    table = Comparison("planner_measured", "Predicted and measured steps on emulated devices", columns, config, {})
+    errors, chosen_within = [], []
+    for kinds, microbatches in MEASURED[:cases]:
+        classes = tuple(DeviceClass(name, *kind) for name, kind in zip("abc", kinds, strict=False))
+        units = tuple(UnitCost(f"blocks.{index}", *[BLOCK_SECONDS] * 3, weights=1.0) for index in range(BLOCKS))
+        job = Job(Profile("blocks", units), Cluster(classes), microbatches)
+        plans = make_plans(job, 6)
+        seconds = []
+        for plan in (plans[0], *plans[1:4:2]):
+            arguments = {
+                "kind": "heterogeneous", "num_blocks": BLOCKS, "steps": 2, "warmup": 1, "schedule": plan.schedule_names,
+                "stages": [[len(stage) for stage in line.stages] for line in plan.pipelines],
+                "num_microbatches": [line.schedule.num_microbatches for line in plan.pipelines],
+                "speeds": {
+                    str(rank): classes[job.cluster.class_of_device[device]].speed
+                    for rank, device in enumerate(plan.devices)
+                },
+                **dict.fromkeys(("forward", "backward", "weight"), BLOCK_SECONDS),
+            }  # fmt: skip
+            name = f"{' + '.join(f'{c} x {s:g}' for c, s, _ in kinds)}: {plan.schedule_names}, {arguments['stages']}"
+            try:
+                runs = [run_ranks("emulated.py", len(plan.devices), arguments) for _ in range(rounds)]
+            except RuntimeError as error:
+                print(name, str(error)[-300:])
+                table.add_missing(name)
+                continue
+            found = statistics.median(value for run in runs for value in run["seconds"])
+            seconds.append(found)
+            errors.append(found / plan.seconds - 1)
+            table.add(
+                name, [f"{plan.seconds:.3f}", f"{found:.3f}", f"{found / plan.seconds:.3f}"], predicted=plan.seconds,
+                measured=found,
+            )  # fmt: skip
+            print(name, f"{plan.seconds:.3f} {found:.3f}", flush=True)
+        if seconds:
+            chosen_within.append(seconds[0] <= 1.03 * min(seconds))
+    table.write(
+        f"{sum(abs(error) <= 0.05 for error in errors)} of {len(errors)} predictions within 5 %; the first of each "
+        f"group is the planner's choice, the fastest of its group or within 3 % of it in {sum(chosen_within)} of "
+        f"{len(chosen_within)}. The machine was shared."
+    )
+
+
 def _jobs(cases: int) -> Iterator[Job]:
     for seed in range(cases):
         draw = random.Random(seed)
@@ -167,7 +232,7 @@ def _planned(job: Job) -> Plan | None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("parts", nargs="*", default=["oracle", "scale", "baselines"])
-    parser.add_argument("--cases", type=int, default=1000, help="of oracle; baselines takes a fifth")
+    parser.add_argument("--cases", type=int, default=1000, help="of oracle; baselines takes a fifth, measured up to 10")
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     for part in options.parts:
@@ -175,6 +240,7 @@ def main() -> None:
             "oracle": lambda: oracle(options.cases),
             "scale": lambda: scale(options.rounds),
             "baselines": lambda: baselines(options.cases // 5),
+            "measured": lambda: measured(options.rounds, options.cases),
         }[part]()
 
 

@@ -253,7 +253,7 @@ def _memory(
             kept[storage._cdata] = storage.nbytes()
         return tensor
 
-    live = _LiveBytes()
+    live = LiveBytes()
     with live, FlopCounterMode(display=False) as flops:
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), _fused_attention() as attention:
             outputs = forward()
@@ -307,7 +307,7 @@ def _fused_attention() -> Iterator[_Counter]:
         functional.scaled_dot_product_attention = plain
 
 
-class _LiveBytes(TorchDispatchMode):
+class LiveBytes(TorchDispatchMode):
     """Follows the storages that operations make: what lives, the most that ever did, and how much was written."""
 
     def __init__(self) -> None:
@@ -316,6 +316,9 @@ class _LiveBytes(TorchDispatchMode):
         self._known: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for tensor in pytree.tree_leaves((args, kwargs)):
+            if isinstance(tensor, torch.Tensor):
+                self._follow(tensor.untyped_storage(), counts=False)  # it was there before
         output = func(*args, **(kwargs or {}))
         if not func.is_view:
             for tensor in pytree.tree_leaves(output):
@@ -324,8 +327,8 @@ class _LiveBytes(TorchDispatchMode):
                     self._follow(tensor.untyped_storage())
         return output
 
-    def _follow(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
+    def _follow(self, storage: torch.UntypedStorage, counts: bool = True) -> None:
+        key, size = storage._cdata, storage.nbytes() if counts else 0
         if key in self._known:
             return
         self._known.add(key)

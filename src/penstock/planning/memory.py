@@ -36,6 +36,8 @@ class Held:
         weights, gradients, optimizer: for as long as the run lasts.
         kept: for each microbatch, from its forward to the end of its backward.
         working: besides, while an action is under way.
+        deferred: for each microbatch in place of `kept`, from its input gradient to its weight gradient, where a
+            schedule splits the backward: inputs and gradients of the layers.
     """
 
     weights: float = 0.0
@@ -43,6 +45,7 @@ class Held:
     optimizer: float = 0.0
     kept: float = 0.0
     working: float = 0.0
+    deferred: float = 0.0
 
     @property
     def state(self) -> float:
@@ -56,14 +59,15 @@ class Held:
     @staticmethod
     def together(parts: Iterable[Held]) -> Held:
         """What units hold on one stage: only one of them works at a time."""
-        weights = gradients = optimizer = kept = working = 0.0
+        weights = gradients = optimizer = kept = working = deferred = 0.0
         for part in parts:
             weights += part.weights
             gradients += part.gradients
             optimizer += part.optimizer
             kept += part.kept
             working = max(working, part.working)
-        return Held(weights, gradients, optimizer, kept, working)
+            deferred += part.deferred
+        return Held(weights, gradients, optimizer, kept, working, deferred)
 
 
 def memory_of_ranks(schedule: Schedule, stages: Sequence[Held]) -> list[MemoryEstimate]:
@@ -82,8 +86,13 @@ def memory_of_ranks(schedule: Schedule, stages: Sequence[Held]) -> list[MemoryEs
             if action.kind is Kind.F:
                 held += stage.kept
             peak = max(peak, held + stage.working)
-            if action.kind is schedule.last_kind:
+            if action.kind is Kind.B:
                 held -= stage.kept
+                if schedule.splits_backward:
+                    held += stage.deferred
+                    peak = max(peak, held)
+            elif action.kind is Kind.W:
+                held -= stage.deferred
         own = Held.together(stages[stage] for stage in schedule.stages_of(rank))
         found.append(MemoryEstimate(own.weights, own.gradients, own.optimizer, peak))
     return found

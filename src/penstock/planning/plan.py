@@ -60,7 +60,7 @@ class Job:
     @cached_property
     def held(self) -> tuple[Held, ...]:
         """What each part holds."""
-        return tuple(held_by(part) for part in self.parts)
+        return tuple(Held.together(unit.held for unit in part) for part in self.parts)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
@@ -28,6 +28,7 @@ class UnitCost:
         working: bytes that exist only while the unit is at work.
         crossing: bytes that the next stage receives if this unit is a stage's last.
         joined: whether no stage may end with this unit.
+        deferred: bytes that a weight gradient which is put off keeps in place of `kept`; about as many.
     """
 
     name: str
@@ -42,6 +43,7 @@ class UnitCost:
     working: float = 0.0
     crossing: float = 0.0
     joined: bool = False
+    deferred: float | None = None
 
     @property
     def seconds(self) -> float:
@@ -49,14 +51,16 @@ class UnitCost:
 
     @property
     def held(self) -> Held:
-        return Held(self.weights, self.gradients, self.optimizer, self.kept, self.working)
+        deferred = self.kept if self.deferred is None else self.deferred
+        return Held(self.weights, self.gradients, self.optimizer, self.kept, self.working, deferred)
 
     def checkpointed(self) -> UnitCost:
         """With gradient checkpointing: the backward runs the forward again, and its activations exist only then."""
         extra = max(0.0, self.kept - self.kept_checkpointed)
         return replace(
-            self, backward=self.backward + self.forward, kept=self.kept_checkpointed, working=self.working + extra
-        )
+            self, backward=self.backward + self.forward, kept=self.kept_checkpointed, working=self.working + extra,
+            deferred=self.kept if self.deferred is None else self.deferred,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -120,9 +124,17 @@ class Profile:
             raise ValueError(f"{path} is no profile that `penstock profile` wrote: {error}") from error
 
 
-def held_by(units: Iterable[UnitCost]) -> Held:
-    """What units hold together on one stage."""
-    return Held.together(unit.held for unit in units)
+# Of what crosses a boundary, copies on their way: outputs until they are sent, gradients until they are used.
+COPIES_UNDER_WAY = 6
+
+
+def held_by(units: Sequence[UnitCost]) -> Held:
+    """What units hold together on one stage, with the messages at its end.
+
+    A stage keeps its output for each microbatch until the gradient comes back.
+    """
+    held, crossing = Held.together(unit.held for unit in units), units[-1].crossing
+    return replace(held, kept=held.kept + crossing, working=held.working + COPIES_UNDER_WAY * crossing)
 
 
 def sums(units: Sequence[UnitCost]) -> tuple[float, float, float]:

@@ -23,8 +23,9 @@ from itertools import product
 import numpy as np
 
 from penstock.planning.cluster import Cluster, Link
+from penstock.planning.memory import Held
 from penstock.planning.partition import ROUNDING, run_sums, split_microbatches
-from penstock.planning.profile import UnitCost, held_by
+from penstock.planning.profile import COPIES_UNDER_WAY, UnitCost
 
 Counts = tuple[int, ...]
 # Mixed pipelines are looked at up to the depth at which there are so many multisets of device classes.
@@ -148,7 +149,7 @@ class _Chain:
     """Times and memory of every run of parts as a stage."""
 
     def __init__(self, parts: Sequence[Sequence[UnitCost]], cluster: Cluster) -> None:
-        held = [held_by(part) for part in parts]
+        held = [Held.together(unit.held for unit in part) for part in parts]
         self.cluster = cluster
         self.seconds = run_sums([sum(unit.seconds for unit in part) for part in parts])
         self.state = run_sums([one.state for one in held])
@@ -164,7 +165,8 @@ class _Chain:
     def stage_times(self, device_class: int, live: int, depth: int) -> tuple[np.ndarray, np.ndarray]:
         """Of every run of parts on a device: its seconds or its message's, if they are longer; and both together."""
         kind = self.cluster.classes[device_class]
-        fits = self.state + live * self.kept + self.working <= kind.memory
+        activations = live * (self.kept + self.crossing) + self.working + COPIES_UNDER_WAY * self.crossing
+        fits = self.state + activations <= kind.memory
         times = np.where(fits, self.seconds / kind.speed, np.inf)
         link = self.cluster.inside if depth <= self.largest_node else self.cluster.between
         if link == Link():
