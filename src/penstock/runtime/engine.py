@@ -39,9 +39,9 @@ from penstock.runtime.comm.settings import (
     Modes,
     Settings,
     SettingsMismatch,
+    Wish,
     autocast_code,
     bits_of,
-    frozen_differently,
     settings_in_words,
     states_of_stages,
 )
@@ -233,7 +233,7 @@ class Engine:
         self.roll_call = RollCall(context)
         self.decoding = Decoding(context, self._stages, partial(self.together, Call.GENERATE, everyone=False))
         self._modes = Modes(split.model, context.layout.units)
-        self._frozen = FrozenParameters(self.held, context.rank)
+        self._frozen = FrozenParameters(self.held, context.rank, split.model)
         self._updates = UpdateWatch([held.parameter for held in self.held])
         if self.schedule(1).splits_backward:
             install(split.model, self._gradients.queues)
@@ -416,11 +416,12 @@ class Engine:
         roll_call = self.roll_call.begin(Call.TRAIN, settings)
 
         def all_begin() -> Begun:
-            said = roll_call.wait()
-            self._compare(settings, said)
+            told = roll_call.wait()
+            said = self._compare(settings, told)
             self._updates.begin_step()
             self.step_number += 1
-            return Begun(self.roll_call.number, states_of_stages(said, self.context, training=True))
+            states = states_of_stages(said, self.context, training=True)
+            return Begun(self.roll_call.number, states, settled=said is not told)
 
         if self.trace is None:
             yield from step.run(all_begin)
@@ -475,9 +476,9 @@ class Engine:
         self._open_step.refuse(str(call))
         with self.context.interrupts.held(), self.board.call(str(call), world=everyone):
             try:
-                said = self.roll_call.take(call, settings, everyone)
+                said: Mapping[int, Sequence[int]] = self.roll_call.take(call, settings, everyone)
                 if isinstance(settings, Settings):
-                    self._compare(settings, said)
+                    said = self._compare(settings, said)
             except BaseException:
                 self.board.position.retract()
                 raise
@@ -603,16 +604,25 @@ class Engine:
             *self._frozen.numbers(),
         )
 
-    def _compare(self, settings: Settings, said: Mapping[int, Sequence[int]]) -> None:
-        """Raise, on every rank, if what all of them said differs."""
-        if not settings.compare(said, self.layout):
-            group = (
-                self.groups.world_control if len(said) == self.layout.world_size else self.groups.model_parallel_control
-            )
-            every: list[dict[str, bool]] = [{} for _ in said]
-            with self.board.guard("comparing frozen parameters", list(said)):
-                dist.all_gather_object(every, self._frozen.described(), group=group)
-            raise frozen_differently(dict(zip(sorted(said), every, strict=True)))
+    def _compare(self, settings: Settings, said: Mapping[int, Sequence[int]]) -> Mapping[int, Sequence[int]]:
+        """Raise, on every rank, if what all of them said differs.
+
+        Returns:
+            `said`, or what the ranks say after a tied weight that is frozen under one name was frozen under the others.
+        """
+        if settings.compare(said, self.layout):
+            return said
+        world, ranks = self.groups.world_control, sorted(said)
+        wishes: list[dict[str, Wish]] = [{} for _ in said]
+        renewed: list[Settings] = [settings for _ in said]
+        with self.board.guard("comparing frozen parameters", ranks):
+            dist.all_gather_object(wishes, self._frozen.described(), group=world)
+        self._frozen.settle(dict(zip(ranks, wishes, strict=True)))
+        frozen, frozen_here, trainable = self._frozen.numbers()
+        own = settings._replace(frozen=frozen, frozen_here=frozen_here, trainable=trainable)
+        with self.board.guard("comparing frozen parameters", ranks):
+            dist.all_gather_object(renewed, own, group=world)
+        return dict(zip(ranks, renewed, strict=True))
 
     def _refuse_if_over(self) -> None:
         self.board.check()

@@ -37,14 +37,14 @@ class StageExecutor:
         microbatch: int,
         inputs: Mapping[str, Any],
         *,
-        before_send: Callable[[], None] | None = None,
+        before_send: Callable[[], bool] | None = None,
         **options: Any,
     ) -> tuple[Any, list[torch.Tensor], Sequence[torch.Tensor]]:
         """Receive -> compute -> send of one stage on one microbatch.
 
         Args:
             plan, inputs: those of the microbatch.
-            before_send: called once the stage has been computed.
+            before_send: called once the stage has been computed; says whether it must be computed again.
             options: for `SplitModel.forward`.
 
         Returns:
@@ -52,8 +52,8 @@ class StageExecutor:
         """
         received = self.boundaries.below[stage].recv_forward(microbatch)
         output, sent = self.split.forward(plan, stage, inputs, received, **options)
-        if before_send is not None:
-            before_send()
+        if before_send is not None and before_send():
+            output, sent = self.split.forward(plan, stage, inputs, received, **options)
         if stage in self.boundaries.above:
             self.boundaries.above[stage].send_forward(microbatch, sent)
         return output, received, sent

@@ -64,10 +64,12 @@ class Begun(NamedTuple):
     Attributes:
         attempt: a number of the step that is the same on all ranks.
         states: see `Boundaries.begin`.
+        settled: whether parameters were frozen or unfrozen as the ranks met, so that what was computed before is void.
     """
 
     attempt: int
     states: Sequence[Hashable]
+    settled: bool = False
 
 
 @dataclass(frozen=True)
@@ -401,10 +403,11 @@ class TrainingStep:
 
     # -- the ends of the step --------------------------------------------------------------------------------------
 
-    def _begin(self) -> None:
-        """Wait until all ranks have begun the step, and make ready for its messages and gradients."""
+    def _begin(self) -> bool:
+        """Wait until all ranks have begun the step, and make ready for its messages and gradients. See
+        `Begun.settled`."""
         try:
-            self._attempt, states = self._all_begin()
+            self._attempt, states, settled = self._all_begin()
         except BaseException as error:
             self._refusal = error
             self._board.position.retract()
@@ -415,6 +418,7 @@ class TrainingStep:
         inputs = self._inputs
         num_values = [len(values) for values in inputs.plans[0].boundaries] if inputs.plans else []
         self._stages.boundaries.begin(self._program.orders, inputs.signatures, num_values, states)
+        return settled
 
     def _finish(self, waited: float) -> None:
         waited = self._channels.seconds_waited - waited

@@ -6,6 +6,7 @@ All ranks see the same numbers, so all raise the same error, before anything is 
 from __future__ import annotations
 
 import struct
+import warnings
 import zlib
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from operator import attrgetter
@@ -59,7 +60,8 @@ class Settings(NamedTuple):
         """Compare what every rank said.
 
         Returns:
-            Whether the same parameters are frozen everywhere; which differ is not in these numbers.
+            Whether the same parameters are frozen everywhere; which differ is not in these numbers. True if not all
+            ranks of the layout are here, as nothing is trained then.
 
         Raises:
             BatchMismatch, SettingsMismatch: something else differs; on every rank.
@@ -85,6 +87,8 @@ class Settings(NamedTuple):
             raise SettingsMismatch(
                 "the ranks compute under different settings, but all must have the same: " + "; ".join(differences)
             )
+        if len(every) < layout.world_size:
+            return True
         together: dict[tuple[int, int], set[int]] = {}
         for rank, settings in every.items():
             place = layout.place_of(rank)
@@ -169,20 +173,38 @@ class FrozenParameters:
 
     Of a frozen parameter with k holders the first one says (k - 1) times a digest of its name, each other one minus it.
     So the sum over all ranks is zero if they agree.
+
+    A tied weight that different ranks have under different names is frozen as long as it is frozen under any of them.
+    What a rank was told by others (`settle`) is not taken for the wish of its own caller. A weight that was frozen
+    before the model was split was frozen under its first name, the one that `named_parameters()` gives.
     """
 
-    def __init__(self, held: Sequence[HeldParameter], rank: int):
+    def __init__(self, held: Sequence[HeldParameter], rank: int, model: nn.Module):
         self._held = held
         self._parameters = [one.parameter for one in held]
         self._rank = rank
         self._flags: tuple[bool, ...] = ()
         self._numbers = (0, 0, 0)
+        names: dict[int, tuple[str, ...]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            names[id(parameter)] = (*names.get(id(parameter), ()), name)
+        self._names = [names.get(id(parameter), ()) for parameter in self._parameters]
+        self._known = list(map(requires_grad, self._parameters))
+        # Whether a rank that has it under another name has frozen it.
+        self._told_frozen = [
+            not trainable and one.name not in own
+            for one, own, trainable in zip(held, self._names, self._known, strict=True)
+        ]  # fmt: skip
+        self._wished = [a or b for a, b in zip(self._known, self._told_frozen, strict=True)]
 
     def numbers(self) -> tuple[int, int, int]:
         """This rank's `Settings.frozen`, `frozen_here` and `trainable`."""
         flags = tuple(map(requires_grad, self._parameters))
         if flags != self._flags:
             total = here = 0
+            for index, trainable in enumerate(flags):
+                if trainable != self._known[index]:
+                    self._known[index] = self._wished[index] = trainable
             for held, trainable in zip(self._held, flags, strict=True):
                 if not trainable:
                     digest = zlib.crc32(held.name.encode()) * 0x9E3779B97F4A7C15
@@ -191,22 +213,64 @@ class FrozenParameters:
             self._flags, self._numbers = flags, (total % MODULUS, here % MODULUS, hash(flags) % MODULUS)
         return self._numbers
 
-    def described(self) -> dict[str, bool]:
-        """Of every parameter here, whether it is frozen."""
-        return {held.name: not held.parameter.requires_grad for held in self._held}
+    def described(self) -> dict[str, Wish]:
+        """What this rank's caller wishes of every parameter here, by its first name in the unsplit model."""
+        self.numbers()
+        return {
+            held.name: Wish(names, trainable, wished)
+            for held, names, trainable, wished in zip(self._held, self._names, self._known, self._wished, strict=True)
+        }
+
+    def settle(self, every: Mapping[int, Mapping[str, Wish]]) -> None:
+        """Freeze here what is frozen under another name elsewhere, from what all ranks described.
+
+        Raises:
+            SettingsMismatch: ranks that hold a parameter under the same names differ; on every rank.
+        """
+        differences = []
+        names: Collection[str] = dict.fromkeys(name for described in every.values() for name in described)
+        index_of = {held.name: index for index, held in enumerate(self._held)}
+        for name in names:
+            wishes = {rank: described[name] for rank, described in every.items() if name in described}
+            if len({wish.trainable for wish in wishes.values()}) == 1:
+                continue
+            of_names = {wish.names: wish.trainable for wish in wishes.values()}
+            if any(wish.trainable != of_names[wish.names] for wish in wishes.values()):
+                frozen = {rank: int(not wish.trainable) for rank, wish in wishes.items()}
+                differences.append(f"{name}: {_in_words(frozen, lambda frozen: 'frozen it' if frozen else 'not')}")
+                continue
+            if (index := index_of.get(name)) is not None:
+                self._settle_one(index, [wish for wish in wishes.values() if not wish.wished])
+        if differences:
+            more = f"; and {len(differences) - 5} more" if len(differences) > 5 else ""
+            raise SettingsMismatch(
+                "parameters are frozen (requires_grad=False) on some of the ranks that hold them only: "
+                + "; ".join(differences[:5])
+                + more
+            )
+
+    def _settle_one(self, index: int, freezing: Sequence[Wish]) -> None:
+        parameter, trainable = self._parameters[index], not freezing
+        if freezing and self._wished[index] and parameter.requires_grad and self._told_frozen[index]:
+            warnings.warn(
+                f"{self._names[index][0]} stays frozen, as it is tied to {freezing[0].names[0]}, which is frozen: set "
+                "requires_grad under that name",
+                stacklevel=2,
+            )
+        self._told_frozen[index] = not trainable
+        parameter.requires_grad_(trainable)
+        self._known[index] = trainable
 
 
-def frozen_differently(every: Mapping[int, Mapping[str, bool]]) -> SettingsMismatch:
-    """The error for ranks of which some freeze what others train, from what all of them described."""
-    differences = []
-    names: Collection[str] = dict.fromkeys(name for described in every.values() for name in described)
-    for name in names:
-        values = {rank: int(described[name]) for rank, described in every.items() if name in described}
-        if len(set(values.values())) > 1:
-            differences.append(f"{name}: {_in_words(values, lambda frozen: 'frozen it' if frozen else 'not')}")
-    more = f"; and {len(differences) - 5} more" if len(differences) > 5 else ""
-    return SettingsMismatch(
-        "parameters are frozen (requires_grad=False) on some of the ranks that hold them only: "
-        + "; ".join(differences[:5])
-        + more
-    )
+class Wish(NamedTuple):
+    """Whether one rank's caller wants a parameter trained.
+
+    Attributes:
+        names: those under which the rank holds it.
+        trainable: whether it requires a gradient there now.
+        wished: what the caller last made of it.
+    """
+
+    names: tuple[str, ...]
+    trainable: bool
+    wished: bool

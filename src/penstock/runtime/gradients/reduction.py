@@ -10,6 +10,8 @@ are sent to the stage below waits, over other pipelines, at most for later units
 before. This does not hold for a weight that several stages of one pipeline have (a tied one), nor on a rank with
 several stages, whose last backward is not that of its last units: such sums are launched after the rank's last message,
 those of tied weights as the last ones on all ranks.
+
+Frozen parameters are in no bucket: a step sums what is trainable in it, on which all holders have agreed by then.
 """
 
 from __future__ import annotations
@@ -18,12 +20,14 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from penstock.runtime.failures.board import FailureBoard
 from penstock.runtime.gradients.weight_gradients import knows_deferral
+from penstock.runtime.stages import requires_grad
 
 
 @dataclass(frozen=True)
@@ -81,12 +85,10 @@ class GradientReducer:
         self._rank = rank
         self._board = board
         self._awaits = awaits
-        buckets = make_buckets(holders)
-        early = [bucket for bucket in buckets if not at_end(bucket.ranks)]
-        self._buckets = early + [bucket for bucket in buckets if at_end(bucket.ranks)]
-        # How many may be launched before the last message, and now.
-        self._num_early = self._num_allowed = 0 if all_at_end else len(early)
-        self._bucket_of = {id(p): bucket for bucket in self._buckets for p in bucket.parameters}
+        self._at_end, self._all_at_end = at_end, all_at_end
+        self._shared = [(parameter, ranks) for parameter, ranks in holders if len(ranks) > 1]
+        self._parameters = [parameter for parameter, _ in self._shared]
+        self._arrange(tuple(map(requires_grad, self._parameters)))
         self._armed = False
         self._next = 0
         # Parameters accumulated in the backward under way; those accumulated several times in one (a reentrant
@@ -94,8 +96,10 @@ class GradientReducer:
         self._accumulated: set[int] = set()
         self._piecemeal: set[int] = set()
         self._observed = False
-        # True while the gradients on this rank are already sums over all holders.
-        self._reduced = False
+        # Parameters whose gradients on this rank are sums over all holders already, and those whose gradients are not,
+        # after steps under `no_sync`: they are summed even if they are frozen by then.
+        self._summed: set[int] = set()
+        self._unsummed: set[int] = set()
         # The garbage collector does not see the reference from a parameter to its hook, so the hook holds nothing.
         note = weakref.WeakMethod(self._note)
 
@@ -106,14 +110,25 @@ class GradientReducer:
                 method(parameter)
 
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(hook)
-            for bucket in self._buckets for parameter in bucket.parameters
-        ]  # fmt: skip
+            _register(parameter, hook)
+            for parameter in self._parameters
+            if parameter.is_floating_point() or parameter.is_complex()
+        ]
 
     @property
     def active(self) -> bool:
         """Whether anything is held by more than one rank."""
-        return bool(self._buckets)
+        return bool(self._shared)
+
+    def _arrange(self, included: tuple[bool, ...]) -> None:
+        """Make buckets of the shared parameters that are `included`."""
+        self._included = included
+        buckets = make_buckets([held for held, is_included in zip(self._shared, included, strict=True) if is_included])
+        early = [bucket for bucket in buckets if not self._at_end(bucket.ranks)]
+        self._buckets = early + [bucket for bucket in buckets if self._at_end(bucket.ranks)]
+        # How many may be launched before the last message, and now.
+        self._num_early = self._num_allowed = 0 if self._all_at_end else len(early)
+        self._bucket_of = {id(p): bucket for bucket in self._buckets for p in bucket.parameters}
 
     def begin(self) -> None:
         """Before a step's first backward.
@@ -123,14 +138,23 @@ class GradientReducer:
         """
         self._armed = False
         self._next = 0
+        included = tuple(map(requires_grad, self._parameters))
+        if self._unsummed:
+            included = tuple(
+                trainable or id(parameter) in self._unsummed
+                for parameter, trainable in zip(self._parameters, included, strict=True)
+            )
+        if included != self._included:
+            self._arrange(included)
         self._num_allowed = self._num_early
-        if self._reduced:
+        if self._summed:
             for bucket in self._buckets:
                 if bucket.ranks[0] != self._rank:
                     for parameter in bucket.parameters:
-                        if parameter.grad is not None:
+                        if parameter.grad is not None and id(parameter) in self._summed:
                             parameter.grad.zero_()
-            self._reduced = False
+            self._summed.difference_update(self._bucket_of)
+        self._unsummed.update(self._bucket_of)
 
     def enter_backward(self, final: bool) -> None:
         """A backward on this rank begins. In the `final` one of a step, gradients become complete."""
@@ -148,7 +172,7 @@ class GradientReducer:
         key = id(parameter)
         if key in self._accumulated:
             self._piecemeal.add(key)
-            if self._bucket_of[key] in self._buckets[: self._next]:
+            if self._bucket_of.get(key) in self._buckets[: self._next]:
                 raise RuntimeError(
                     "a parameter's gradient was accumulated after it had been summed over the replicas: gradient "
                     "checkpointing was switched on between two steps, on a model that uses a parameter several times; "
@@ -193,7 +217,8 @@ class GradientReducer:
                 bucket.finish()
             waited += time.perf_counter() - start
             num_bytes += sum(p.numel() * p.element_size() for p in bucket.parameters)
-        self._reduced = True
+        self._summed.update(self._bucket_of)
+        self._unsummed.clear()
         intervals = tuple((bucket.launched_at, bucket.finished_at) for bucket in self._buckets)
         return ReductionReport(num_bytes, intervals, waited)
 
@@ -213,6 +238,16 @@ class GradientReducer:
         self._next += 1
         with self._board.guard("summing gradients", bucket.ranks):
             bucket.launch(self._groups[bucket.ranks])
+
+
+def _register(parameter: torch.nn.Parameter, hook: Callable[[torch.Tensor], None]) -> Any:
+    """Register a hook on a parameter that may be frozen now and trained later, which torch refuses."""
+    trainable = parameter.requires_grad
+    parameter.requires_grad_(True)
+    try:
+        return parameter.register_post_accumulate_grad_hook(hook)
+    finally:
+        parameter.requires_grad_(trainable)
 
 
 # -- buckets -----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,168 @@
+"""Frozen parameters that several ranks hold: before and after initialize(), under either name of a tied weight."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from families import FAMILIES, batch
+from pool import Pool
+from training import (
+    Step,
+    assert_steps_equal,
+    gradients_of,
+    kept_in_double,
+    parallelize,
+    rows,
+    run_step,
+    unsplit_step,
+)
+
+
+class LowRank(nn.Module):
+    """A frozen layer with a trained detour of rank 2, as LoRA has it."""
+
+    def __init__(self, layer: nn.Module, width: int):
+        super().__init__()
+        self.layer = layer
+        self.down = nn.Parameter(torch.linspace(-0.1, 0.1, width * 2, dtype=torch.float64).view(width, 2))
+        self.up = nn.Parameter(torch.linspace(-0.2, 0.1, width * 2, dtype=torch.float64).view(2, width))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.layer(hidden)
+        return output + hidden @ self.down @ self.up
+
+
+def build(what: str) -> Any:
+    model: Any = FAMILIES["gpt2"].build()
+    if what == "tied embedding":
+        model.transformer.wte.weight.requires_grad = False
+    elif what == "adapters":
+        model.requires_grad_(False)
+        for block in model.transformer.h:
+            block.attn.c_proj = LowRank(block.attn.c_proj, model.config.n_embd)
+    return model
+
+
+def train_frozen(what: str, stages: int, schedule: str) -> tuple[list[Step], float, int]:
+    """Two steps of a model that was frozen before it was split, the loss of an evaluation, and the bytes summed."""
+    with kept_in_double():
+        model = parallelize(build(what), stages, schedule=schedule)
+        steps = []
+        for seed in range(2):
+            model.zero_grad()
+            inputs = rows(batch("causal", 4, seed=seed), model.data_parallel_rank, model.data_parallel_size)
+            steps.append(Step(run_step(model, inputs), gradients_of(model)))
+        with torch.no_grad():
+            loss = model(**batch("causal", 4)).loss.item()
+        return steps, loss, model.pipeline.last_step.reduction.num_bytes if model.pipeline.last_step.reduction else 0
+
+
+@pytest.mark.parametrize(
+    ("what", "ranks", "stages", "schedule"),
+    [
+        ("tied embedding", 2, 2, "1f1b"),
+        ("tied embedding", 2, 1, "1f1b"),
+        ("adapters", 2, 2, "zb-h1"),
+        ("adapters", 2, 1, "1f1b"),
+        ("adapters", 4, 2, "1f1b"),
+    ],
+)
+def test_what_is_frozen_before_the_split_stays_frozen(
+    pool: Pool, what: str, ranks: int, stages: int, schedule: str
+) -> None:
+    found = pool.run(ranks, train_frozen, what, stages, schedule)
+    model = build(what)
+    for seed in range(2):
+        expected = unsplit_step(model, (batch("causal", 4, seed=seed), 1.0))
+        assert_steps_equal([steps[seed] for steps, _, _ in found], expected, replicas=ranks // stages)
+    with torch.no_grad(), kept_in_double():
+        evaluated = model(**batch("causal", 4)).loss.item()
+    trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    for _, loss, _ in found:
+        assert loss == pytest.approx(evaluated, rel=1e-10)
+    if ranks > stages:  # each pipeline sums what is trained, and nothing else
+        assert sum(summed for _, _, summed in found[:stages]) == 8 * trainable
+
+
+# What every rank does before each step. Names are looked up as on one process.
+PLANS = {
+    "first name": [("transformer.wte.weight", False), ("transformer.wte.weight", True)],
+    "last name": [("lm_head.weight", False), (None, False), ("lm_head.weight", True)],
+    "both, one after the other": [("transformer.wte.weight", False), ("lm_head.weight", False)],
+    "a loop that names the first": [("all but transformer.wte.weight", True)] * 3,
+}
+
+
+def set_trainable(model: nn.Module, name: str | None, flag: bool) -> None:
+    for own, parameter in model.named_parameters():
+        if name is not None and name.startswith("all but"):
+            parameter.requires_grad_(own != name.removeprefix("all but "))
+        elif own == name:
+            parameter.requires_grad_(flag)
+
+
+def train_renaming(plan: str, stages: int) -> tuple[list[Step], list[str]]:
+    with kept_in_double(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = parallelize(build("nothing"), stages)
+        steps = []
+        for seed, (name, flag) in enumerate(PLANS[plan]):
+            set_trainable(model, name, flag)
+            model.zero_grad()
+            inputs = rows(batch("causal", 4, seed=seed), model.data_parallel_rank, model.data_parallel_size)
+            steps.append(Step(run_step(model, inputs), gradients_of(model)))
+        return steps, [str(warning.message) for warning in caught if "stays frozen" in str(warning.message)]
+
+
+@pytest.mark.parametrize(
+    ("plan", "ranks"),
+    [("first name", 2), ("first name", 4), ("last name", 2), ("both, one after the other", 2)]
+    + [("a loop that names the first", 2)],
+)
+def test_a_tied_weight_is_frozen_by_either_name_on_all_its_holders(pool: Pool, plan: str, ranks: int) -> None:
+    found = pool.run(ranks, train_renaming, plan, 2)
+    model: Any = build("nothing")
+    for seed, (name, flag) in enumerate(PLANS[plan]):
+        if name is not None:
+            model.lm_head.weight.requires_grad_(flag and not name.startswith("all but"))
+        expected = unsplit_step(model, (batch("causal", 4, seed=seed), 1.0))
+        assert_steps_equal([steps[seed] for steps, _ in found], expected, replicas=ranks // 2)
+    loops = plan.startswith("a loop")
+    assert [len(said) for _, said in found] == ([0, 2] if loops else [0] * ranks)
+    assert all(
+        "lm_head.weight stays frozen" in text and "transformer.wte" in text for _, said in found for text in said
+    )
+
+
+def accumulate(stages: int) -> dict[str, torch.Tensor | None]:
+    """Gradients add up over steps: without a sum, with one after freezing, and with one after unfreezing."""
+    with kept_in_double():
+        model = parallelize(build("nothing"), stages)
+        for seed in range(4):
+            for parameter in model.get_submodule("transformer.h.1").parameters():
+                parameter.requires_grad = seed not in (1, 2)
+            inputs = rows(batch("causal", 4, seed=seed), model.data_parallel_rank, model.data_parallel_size)
+            if seed == 0:
+                with model.no_sync():
+                    run_step(model, inputs)
+            else:
+                run_step(model, inputs)
+        return gradients_of(model)
+
+
+def test_gradients_that_a_frozen_parameter_has_already_are_summed_once(pool: Pool) -> None:
+    expected: dict[str, Any] = {}
+    for seed in range(4):
+        model: Any = build("nothing")
+        if seed in (1, 2):
+            model.transformer.h[1].requires_grad_(False)
+        for name, gradient in unsplit_step(model, (batch("causal", 4, seed=seed), 1.0)).gradients.items():
+            expected[name] = expected.get(name, 0) + (0 if gradient is None else gradient)
+    for gradients in pool.run(2, accumulate, 1):
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, expected[name], rtol=1e-9, atol=1e-10)
