@@ -192,11 +192,16 @@ class Engine:
 
     def _find_holders(self, layout: Layout) -> set[tuple[int, ...]]:
         """Note what this rank holds; returns every set of ranks that hold something together."""
-        split, cut = self.split, self.split.tensor_parallel
+        split, sharding = self.split, self.split.tensor_parallel
         local = dict(split.model.named_parameters(remove_duplicate=False))
         tensor_parallel_rank = layout.place_of(dist.get_rank()).tensor_parallel_rank
         self.held, shared = find_holders(
-            layout, tensor_parallel_rank, split.aliases, local, cut.shards if cut else (), cut.partial if cut else ()
+            layout,
+            tensor_parallel_rank,
+            split.aliases,
+            local,
+            sharding.shards if sharding else (),
+            sharding.partial if sharding else (),
         )
         return shared
 
@@ -379,7 +384,7 @@ class Engine:
         criterion: Criterion | None = None,
         digest: int = 0,
     ) -> TrainingLoop:
-        """`train` on a batch that is cut already; `sizes` are the microbatches' numbers of samples.
+        """`train` on a batch that is split already; `sizes` are the microbatches' numbers of samples.
 
         `first_microbatch` is the index of the first one in the global batch; by default the pipelines before this one
         are taken to have as many as this one. A pipeline may have no microbatch at all, but must take part.

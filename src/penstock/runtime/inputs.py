@@ -25,7 +25,8 @@ class StepInputs:
     Attributes:
         microbatches: each one's keyword arguments to the model.
         plans: each one's plan.
-        signatures: each one's plan, and its inputs' shapes and types; equal signatures have equal shapes at every cut.
+        signatures: each one's plan, and its inputs' shapes and types; equal signatures have equal shapes at every
+            boundary.
         counts: each one's numbers of terms in the means that make up the loss.
         sizes: each one's number of samples.
         first_microbatch: the index of the first one in the global batch (it seeds dropout).
