@@ -29,6 +29,7 @@ class StageExecutor:
     def __init__(self, split: SplitModel, boundaries: Boundaries):
         self.split = split
         self.boundaries = boundaries
+        self._below, self._above = boundaries.below, boundaries.above
 
     def forward(
         self,
@@ -50,12 +51,12 @@ class StageExecutor:
         Returns:
             The model's output (None below the last stage), and what was received and sent.
         """
-        received = self.boundaries.below[stage].recv_forward(microbatch)
+        received = self._below[stage].recv_forward(microbatch)
         output, sent = self.split.forward(plan, stage, inputs, received, **options)
         if before_send is not None and before_send():
             output, sent = self.split.forward(plan, stage, inputs, received, **options)
-        if stage in self.boundaries.above:
-            self.boundaries.above[stage].send_forward(microbatch, sent)
+        if stage in self._above:
+            self._above[stage].send_forward(microbatch, sent)
         return output, received, sent
 
     def walk(self, plan: Plan, stage: int, inputs: Mapping[str, Any], *, early_exit: bool, **options: Any) -> Any:
@@ -66,7 +67,7 @@ class StageExecutor:
         Returns:
             The model's output, in which only the last stage's values are right.
         """
-        below, above = self.boundaries.below[stage], self.boundaries.above.get(stage)
+        below, above = self._below[stage], self._above.get(stage)
         received = _Awaited(below.num_values, partial(below.recv_forward, 0))
         hand_over = None if above is None else partial(above.send_forward, 0)
         output, _ = self.split.forward(
@@ -77,9 +78,9 @@ class StageExecutor:
 
     def pass_on(self, stage: int, microbatch: int) -> list[torch.Tensor]:
         """The communication of `forward` without its computation: sends zeros. Returns what was received."""
-        received = self.boundaries.below[stage].recv_forward(microbatch)
-        if stage in self.boundaries.above:
-            above = self.boundaries.above[stage]
+        received = self._below[stage].recv_forward(microbatch)
+        if stage in self._above:
+            above = self._above[stage]
             above.send_forward(microbatch, above.placeholders(microbatch))
         return received
 
