@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 import os
 import warnings
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ from transformers import PreTrainedModel
 
 from penstock.checkpoint import GroupComm, SavingRank, from_parallelized, save_parallelized
 from penstock.checkpoint.comm import OnceLost
+from penstock.checkpoint.tensors import whole_shape, whole_state
 from penstock.config import Configuration
 from penstock.data.loader import prepare_dataloader
 from penstock.generation import generate
@@ -28,6 +30,9 @@ class PipelineModel:
 
     Calling the model with gradients enabled starts a training step and returns an iterator over microbatches; calling
     it with gradients disabled returns one ordinary output for the whole batch.
+
+    `parameters()`, `state_dict()` and `num_parameters()` are of this rank's stages; `save_pretrained` and
+    `num_parameters(whole=True)` are of the whole model.
     """
 
     @property
@@ -120,6 +125,70 @@ class PipelineModel:
             )
         how = "penstock.from_pretrained({!r}, config=...)" if merge_checkpoints else "model.from_parallelized({!r})"
         pipeline.board.resume["model"] = how.format(os.fspath(save_directory))
+
+    def save_pretrained(
+        self, save_directory: str | os.PathLike[str], is_main_process: bool = True, **kwargs: Any
+    ) -> None:
+        """transformers' `save_pretrained`: one ordinary checkpoint of the whole model. Every rank calls it.
+
+        Takes the same arguments; `safe_serialization=False` writes `.bin` files. `is_main_process` has no effect, as
+        each rank writes what it holds. See `save_parallelized`.
+
+        Raises:
+            ValueError: `push_to_hub` or `distributed_checkpoint` is asked for.
+        """
+        self.save_parallelized(save_directory, merge_checkpoints=True, **{"safe_serialization": True, **kwargs})
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> str:
+        """Refused: the weights are on several ranks.
+
+        Raises:
+            NotImplementedError: says what to do.
+        """
+        raise NotImplementedError(
+            "push_to_hub() of a parallelised model: each rank has a part of it. Call model.save_pretrained(folder) on "
+            "every rank, and then huggingface_hub.upload_folder(repo_id=..., folder_path=folder) on one"
+        )
+
+    def num_parameters(
+        self, only_trainable: bool = False, exclude_embeddings: bool = False, *, whole: bool = False
+    ) -> int:
+        """transformers' `num_parameters`, of this rank's stages, or with `whole` of the unsplit model.
+
+        Only with `whole` and `only_trainable` every rank must call it, as no rank knows what others have frozen.
+        """
+        if not whole:
+            number: int = super().num_parameters(only_trainable, exclude_embeddings)  # type: ignore[misc]  # the model's
+            return number
+        pipeline, model = self.pipeline, cast(PreTrainedModel, self)
+        embeddings = {
+            f"{name}.weight" for name, child in model.named_modules() if isinstance(child, torch.nn.Embedding)
+        }
+        left_out = embeddings if exclude_embeddings else set()
+        if only_trainable:
+            index = pipeline.place.tensor_parallel_rank
+            own = sum(
+                one.parameter.numel()
+                for one in pipeline.held
+                if one.parameter.requires_grad and one.name not in left_out and one.counted_by(pipeline.rank, index)
+            )
+            with pipeline.together(Call.COUNT, [own]) as said:
+                return sum(facts[0] for facts in said.values())
+        state = whole_state(model)
+        counted = [names[0] for names in pipeline.split.aliases if names[0] not in left_out]
+        return sum(math.prod(whole_shape(model, name, state[name])) for name in counted)
+
+    def extra_repr(self) -> str:
+        """Which part of the model this rank holds."""
+        pipeline, said = self.pipeline, super().extra_repr()  # type: ignore[misc]  # the model class's own
+        stages = pipeline.context.stages
+        held = [unit for stage in stages for unit in pipeline.split.stages[stage]]
+        numbers = ", ".join(map(str, stages))
+        part = (
+            f"stage {numbers} of {pipeline.context.pipeline.num_stages} (counted from 0), on rank {pipeline.rank}: "
+            f"holds {', '.join(held)}; the other units are shown without their weights"
+        )
+        return f"{said}\n{part}" if said else part
 
     def from_parallelized(self, directory: str | os.PathLike[str], variant: str | None = None) -> PipelineModel:
         """Load what `save_parallelized` wrote, from any number of stages and tensor-parallel ranks, into this model;

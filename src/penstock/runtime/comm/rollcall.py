@@ -51,6 +51,7 @@ class Call(IntEnum):
     LOAD_MODEL = 8
     SAVE_OPTIMIZER = 9
     LOAD_OPTIMIZER = 10
+    COUNT = 11
 
     def __str__(self) -> str:
         return _CALLS[self]
@@ -63,6 +64,7 @@ _CALLS = {
     Call.GENERATE: "generation",
     Call.CLIP: "clip_grad_norm_",
     Call.NORM: "grad_norm",
+    Call.COUNT: "num_parameters",
     Call.SAVE: "save_parallelized",
     Call.LOAD: "from_parallelized",
     Call.LOAD_MODEL: "load_model",
