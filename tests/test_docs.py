@@ -307,6 +307,29 @@ for name, parameter in model.named_parameters():
         after="assert plugin.num_microbatches == (4, 4)\nassert len(model.pipeline.layout.pipelines) == 2",
     ),
     Run(
+        "docs/trainer.md",
+        ("One import, one argument", "Checkpoints"),
+        2,
+        before=IMPORTS + "dataset = samples(32)",
+        after=TRAINED
+        + """
+assert trainer.state.global_step == 16 and os.path.exists("run/checkpoint-8/scheduler.pt")
+assert_trained("trained")
+""",
+    ),
+    Run(
+        "docs/trainer.md",
+        ("Other trainers",),
+        2,
+        before=IMPORTS
+        + """
+from transformers import Seq2SeqTrainingArguments
+model, dataset = split(2), samples(16)
+arguments = Seq2SeqTrainingArguments(output_dir="run", max_steps=1, report_to="none", use_cpu=True, save_strategy="no")
+""",
+        after="assert trainer.state.global_step == 1",
+    ),
+    Run(
         "docs/exactness.md",
         ("What you need to do",),
         2,

@@ -1,0 +1,1 @@
+"""Penstock inside other libraries' loops. Each module needs the library it is named after."""

@@ -1,0 +1,92 @@
+"""An Accelerator for a pipelined model: what accelerate takes for processes are whole pipelines."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather, recursively_apply
+from torch.utils.data import DataLoader
+from transformers import PreTrainedModel
+
+from penstock.runtime.engine import Engine
+
+
+class PipelineAccelerator(Accelerator):
+    """Shares out data among pipelines, gives all ranks of a pipeline the same batches, and wraps no model.
+
+    Made from an ordinary accelerator with `take_over`.
+    """
+
+    engine: Engine
+
+    @classmethod
+    def take_over(cls, accelerator: Accelerator, model: PreTrainedModel) -> None:
+        """Make `accelerator` one for `model`, which is parallelised."""
+        accelerator.__class__ = cls
+        accelerator.engine = model.pipeline
+        # A loader of an iterable data set would otherwise read on the first rank and deal out to all ranks.
+        accelerator.dataloader_config.dispatch_batches = False
+
+    @property
+    def num_processes(self) -> int:
+        """The number of pipelines."""
+        return len(self.engine.layout.pipelines)
+
+    @property
+    def process_index(self) -> int:
+        """The index of this rank's pipeline."""
+        return self.engine.place.pipeline
+
+    def prepare_model(
+        self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> torch.nn.Module:
+        """The model as it is: it stands where it should, and reduces its own gradients."""
+        if not any(model is known for known in self._models):
+            self._models.append(model)
+        return model
+
+    def prepare_data_loader(self, data_loader: DataLoader, *args: Any, **kwargs: Any) -> DataLoader:
+        """As accelerate's, over pipelines; its workers' random numbers are the same on all ranks of a pipeline."""
+        seeding = data_loader.worker_init_fn
+        if isinstance(seeding, functools.partial) and "rank" in seeding.keywords:
+            data_loader.worker_init_fn = functools.partial(
+                seeding.func, *seeding.args, **{**seeding.keywords, "rank": self.process_index}
+            )
+        return super().prepare_data_loader(data_loader, *args, **kwargs)
+
+    def gather(self, tensor: Any) -> Any:
+        """The tensors of all pipelines, concatenated along the first dimension. They have the same shape everywhere."""
+        if self.num_processes == 1:
+            return tensor
+        layout = self.engine.layout
+        first: dict[int, int] = {}
+        for rank in range(layout.world_size):
+            first.setdefault(layout.place_of(rank).pipeline, rank)
+
+        def of_each_pipeline(every: torch.Tensor) -> torch.Tensor:
+            parts = every.chunk(layout.world_size)
+            return torch.cat([parts[rank] for _, rank in sorted(first.items())])
+
+        return recursively_apply(of_each_pipeline, gather(tensor))
+
+    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+        """Pad to the longest of all pipelines."""
+        if self.num_processes == 1:
+            return tensor
+        return super().pad_across_processes(tensor, dim=dim, pad_index=pad_index, pad_first=pad_first)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """The sum or mean over pipelines."""
+
+        def over_pipelines(mine: torch.Tensor) -> torch.Tensor:
+            total = self.gather(mine[None]).sum(0) * scale
+            return total / self.num_processes if reduction == "mean" else total
+
+        return tensor if reduction == "none" else recursively_apply(over_pipelines, tensor)
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Clip the norm of the whole model's gradients, whatever `parameters`. Returns it as it was, shape ()."""
+        return self.engine.clip_grad_norm_(max_norm, norm_type)

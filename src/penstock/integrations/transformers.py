@@ -1,0 +1,302 @@
+"""transformers' Trainer over pipeline stages: `PipelineTrainer`, and a mixin for classes derived from `Trainer`."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers import Trainer
+
+from penstock.checkpoint import (
+    TRAINING_VARIANT,
+    TrainingState,
+    load_ordinary,
+    load_training_state,
+    restore_object,
+    save_training_state,
+)
+from penstock.checkpoint.files import load_data
+from penstock.checkpoint.names import manifest_name
+from penstock.config import SECTION, Configuration
+from penstock.initialize import ConfigLike, initialize
+from penstock.pipeline_model import PipelineModel, checkpoint_comms, own_class, saving_rank
+from penstock.runtime.comm.rollcall import Call
+from penstock.runtime.engine import Engine
+
+if importlib.util.find_spec("accelerate") is None:
+    raise ImportError(
+        "penstock.integrations.transformers needs accelerate, as transformers' Trainer does: "
+        "pip install 'penstock[trainer]'"
+    )
+
+from penstock.integrations.accelerator import PipelineAccelerator
+
+logger = logging.getLogger(__name__)
+
+SCHEDULER_FILE = "scheduler.pt"
+OPTIMIZER_FILE = "optimizer.pt"
+
+# What may not be set, by the name of the argument, and what to do instead.
+REFUSED_IF_SET = {
+    "fp16": "use bf16=True, or the plugin's precision='fp16' in a loop of your own",
+    "fp16_full_eval": "evaluate in the type the model has",
+    "bf16_full_eval": "use bf16=True, or load the model in bfloat16",
+    "torch_compile": "compile the model's blocks before the Trainer takes it",
+    "use_liger_kernel": "apply Liger's kernels to the model before the Trainer takes it",
+    "neftune_noise_alpha": "it draws its noise on the first stage only",
+    "auto_find_batch_size": "give per_device_train_batch_size",
+    "torch_empty_cache_steps": "call torch.cuda.empty_cache() in a callback",
+    "label_smoothing_factor": "put label smoothing into the model's own loss",
+    "eval_use_gather_object": "let the model return tensors",
+    "enable_jit_checkpoint": "use save_strategy and save_steps",
+    "save_on_each_node": "all ranks must share a file system",
+    "push_to_hub": "push the saved folder afterwards: it is an ordinary one",
+    "deepspeed": "leave it out: the pipelines take its place",
+    "fsdp": "leave it out: the pipelines take its place",
+    "parallelism_config": "use parallelism=... of the Trainer",
+}
+
+
+class PipelineTrainerMixin:
+    """Put before a class derived from transformers' `Trainer`, it trains the model over pipeline stages.
+
+    All other arguments are the Trainer's. Every rank runs the same script, and every call is made on every rank. A
+    batch is one pipeline's: `per_device_train_batch_size` samples for each pipeline, not for each rank.
+
+    Args:
+        parallelism: the section "model_parallelism" of the configuration as a dict, such as
+            `{"pipeline_parallel_size": 2}`, or whatever `penstock.initialize` takes. None for a model that
+            `penstock.initialize`, `from_pretrained` or `from_config` has parallelised.
+
+    Raises:
+        ValueError: an argument cannot be used over pipelines; names it. Before any communication.
+        what `penstock.initialize` raises.
+    """
+
+    model: Any
+    args: Any
+    accelerator: Any
+    optimizer: Any
+    lr_scheduler: Any
+
+    def __init__(self, *args: Any, parallelism: ConfigLike | None = None, **kwargs: Any) -> None:
+        self._parallelism = None if parallelism is None else _configuration(parallelism)
+        for name in ("model_init", "compute_loss_func"):
+            if kwargs.get(name) is not None:
+                raise _not_over_pipelines(name, _INSTEAD[name])
+        self._refuse_own_losses()
+        super().__init__(*args, **kwargs)
+        if getattr(self, "compute_loss_func", None) is not None:  # given by its position
+            raise _not_over_pipelines("compute_loss_func", _INSTEAD["compute_loss_func"])
+
+    # -- forming ---------------------------------------------------------------------------------------------------
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Refuse what cannot be, parallelise the model, and take over the accelerator."""
+        self._refuse_arguments()
+        if self.model is None:
+            raise _not_over_pipelines("model_init", _INSTEAD["model_init"])
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]  # the Trainer's
+        if self._parallelism is not None:
+            self.model = initialize(self.model, self._parallelism)
+        engine = self._engine
+        if self.model.configuration is None:
+            raise ValueError("PipelineTrainer takes equal pipelines, but HeterogeneousParallelPlugin made this model's")
+        if len(engine.layout.pipelines) > 1 and not self.args.average_tokens_across_devices:
+            raise _not_over_pipelines(
+                "average_tokens_across_devices=False", "a loss is always of all pipelines' batches together"
+            )
+        engine.autocast = torch.bfloat16 if self.args.bf16 else None
+        PipelineAccelerator.take_over(self.accelerator, self.model)
+
+    @property
+    def _engine(self) -> Engine:
+        if not isinstance(self.model, PipelineModel):
+            raise ValueError(
+                'PipelineTrainer needs parallelism={"pipeline_parallel_size": ...}, or a model that '
+                "penstock.initialize() has parallelised"
+            )
+        return self.model.pipeline
+
+    def _refuse_arguments(self) -> None:
+        for name, instead in REFUSED_IF_SET.items():
+            if getattr(self.args, name, None):
+                raise _not_over_pipelines(name, instead)
+        if getattr(self.args, "train_sampling_strategy", "") == "batch_rebalance":
+            raise _not_over_pipelines("train_sampling_strategy='batch_rebalance'", "use 'random' or 'group_by_length'")
+        optim = getattr(self.args.optim, "value", self.args.optim)
+        if any(word in optim for word in ("lomo", "layerwise")):
+            raise _not_over_pipelines(f"{optim=}", "it steps inside of the backward")
+        if getattr(self.args.accelerator_config, "dispatch_batches", None):
+            raise _not_over_pipelines("accelerator_config.dispatch_batches", "each pipeline reads its own batches")
+
+    def _refuse_own_losses(self) -> None:
+        """A `compute_loss` of the user's would not be called in training."""
+        for kind in type(self).__mro__:
+            if kind in (PipelineTrainerMixin, Trainer) or "compute_loss" not in vars(kind):
+                continue
+            if kind.__module__.startswith("trl.") and kind.__name__ == "SFTTrainer":
+                continue  # adds metrics to the model's own loss
+            raise _not_over_pipelines(f"{kind.__name__}.compute_loss", "the loss must be the model's own")
+
+    def _move_model_to_device(self, model: Any, device: torch.device) -> None:
+        """It is there."""
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """Samples in an optimizer's step, over all pipelines."""
+        per_pipeline: int = self._train_batch_size * args.gradient_accumulation_steps  # type: ignore[attr-defined]
+        return per_pipeline * len(self._engine.layout.pipelines)
+
+    # -- steps -----------------------------------------------------------------------------------------------------
+
+    def training_step(
+        self, model: Any, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None = None
+    ) -> torch.Tensor:
+        """Forward and backward of a batch in microbatches. Returns its loss over all pipelines, on every rank: ()."""
+        model.train()
+        if callable(getattr(self.optimizer, "train", None)):
+            self.optimizer.train()
+        inputs = self._prepare_inputs(inputs)  # type: ignore[attr-defined]  # the Trainer's
+        counted = self.model_accepts_loss_kwargs and num_items_in_batch is not None  # type: ignore[attr-defined]
+        if counted:
+            inputs = {**inputs, "num_items_in_batch": num_items_in_batch}
+        # A mean over this batch alone is averaged over those of the accumulation.
+        divisor = 1 if counted else self.current_gradient_accumulation_steps  # type: ignore[attr-defined]
+        for output in self.model(**inputs):
+            self.accelerator.backward(output.loss / divisor)
+        return torch.tensor(self._engine.last_step.global_loss / divisor, device=self.args.device)  # type: ignore[union-attr]
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """In evaluation: the loss of this pipeline's batch. Training does not call it."""
+        if torch.is_grad_enabled():
+            raise RuntimeError("over pipelines compute_loss is for evaluation only: training runs in training_step")
+        if self.model_accepts_loss_kwargs and num_items_in_batch is not None:  # type: ignore[attr-defined]
+            inputs = {**inputs, "num_items_in_batch": num_items_in_batch}
+        outputs = model(**inputs)
+        if not isinstance(outputs, Mapping) or outputs.get("loss") is None:
+            raise ValueError(f"the model returned no loss for the inputs {', '.join(inputs)}")
+        return (outputs["loss"], outputs) if return_outputs else outputs["loss"]
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> torch.Tensor | int | None:
+        """In training over all pipelines, in evaluation of this pipeline's batch alone."""
+        together = self.args.average_tokens_across_devices
+        self.args.average_tokens_across_devices = together and torch.is_grad_enabled()
+        try:
+            return super()._get_num_items_in_batch(batch_samples, device)  # type: ignore[misc]  # the Trainer's
+        finally:
+            self.args.average_tokens_across_devices = together
+
+    # -- checkpoints -----------------------------------------------------------------------------------------------
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """Write an ordinary folder of the whole model; all ranks take part."""
+        folder = self.args.output_dir if output_dir is None else output_dir
+        self.model.save_parallelized(folder, merge_checkpoints=True, safe_serialization=True)
+        if not self.args.should_save:
+            return
+        tokenizer = getattr(getattr(self, "data_collator", None), "tokenizer", None)
+        processing_class = getattr(self, "processing_class", None) or tokenizer
+        if processing_class is not None:
+            processing_class.save_pretrained(folder)
+        torch.save(self.args, os.path.join(folder, "training_args.bin"))
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Write the optimizer's state in one file for each stage, and the scheduler's as the Trainer does."""
+        engine = self._engine
+        world, ranks = checkpoint_comms(engine)
+        with engine.saving(Call.SAVE_OPTIMIZER):
+            save_training_state(
+                engine.split.model,
+                output_dir,
+                TrainingState(_unwrapped(self.optimizer), step=engine.step_number),
+                place=saving_rank(engine),
+                world_comm=world,
+                pipeline_comm=ranks,
+            )
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_FILE))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Load the weights of this rank's stages; the folder may be of any number of stages, or of a plain Trainer."""
+        engine = self._engine
+        with engine.together(Call.LOAD_MODEL):
+            load_ordinary(
+                self.model,
+                resume_from_checkpoint,
+                own_class(self.model),
+                engine.split.stages,
+                engine.split.local_stages,
+                world_comm=checkpoint_comms(engine)[0],
+            )
+
+    def _load_best_model(self) -> None:
+        self._load_from_checkpoint(self.state.best_model_checkpoint)  # type: ignore[attr-defined]  # the Trainer's
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Load what `_save_optimizer_and_scheduler` wrote, from any number of stages."""
+        if checkpoint is None:
+            return
+        if not os.path.exists(os.path.join(checkpoint, manifest_name(TRAINING_VARIANT))):
+            if os.path.exists(os.path.join(checkpoint, OPTIMIZER_FILE)):
+                raise ValueError(
+                    f"{checkpoint} has the optimizer of a Trainer without pipelines, which cannot be continued: remove "
+                    f"{OPTIMIZER_FILE} to continue with its weights and a new optimizer"
+                )
+            logger.warning("%s has no optimizer state: training goes on with a new optimizer", checkpoint)
+            return
+        engine = self._engine
+        with engine.together(Call.LOAD_OPTIMIZER):
+            state = load_training_state(
+                engine.split.model,
+                checkpoint,
+                TrainingState(_unwrapped(self.optimizer)),
+                world_comm=checkpoint_comms(engine)[0],
+                variant=TRAINING_VARIANT,
+            )
+        engine.step_number = state.step
+        path = os.path.join(checkpoint, SCHEDULER_FILE)
+        restore_object(self.lr_scheduler, load_data(path), f"the scheduler's state in {path}")
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Each rank's own generators if the number of ranks is the saved one; else `_load_optimizer_and_scheduler`
+        has set all ranks to the first one's."""
+        if checkpoint is None:
+            return
+        saved = [name for name in os.listdir(checkpoint) if name.startswith("rng_state_")]
+        if len(saved) == self.args.world_size:
+            super()._load_rng_state(checkpoint)  # type: ignore[misc]  # the Trainer's
+
+
+class PipelineTrainer(PipelineTrainerMixin, Trainer):
+    """transformers' `Trainer` over pipeline stages: the same arguments, and `parallelism`."""
+
+
+_INSTEAD = {
+    "model_init": "give the model itself",
+    "compute_loss_func": "the loss must be the model's own",
+}
+
+
+def _not_over_pipelines(name: str, instead: str) -> ValueError:
+    return ValueError(f"{name} does not work over pipelines: {instead}")
+
+
+def _configuration(parallelism: ConfigLike) -> Configuration:
+    """Also from the section alone. Raises ConfigurationError, a ValueError."""
+    if isinstance(parallelism, Mapping) and SECTION not in parallelism:
+        parallelism = {SECTION: parallelism}
+    configuration = Configuration.from_any(parallelism)
+    if not configuration.enable:
+        raise ValueError("parallelism with enable=False is no parallelism: use the Trainer itself")
+    return configuration
+
+
+def _unwrapped(optimizer: Any) -> Any:
+    """The optimizer inside of accelerate's wrapper."""
+    return getattr(optimizer, "optimizer", optimizer)

@@ -1,0 +1,228 @@
+"""transformers' Trainer with and without pipelines: the same script must give the same run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainingArguments,
+)
+
+from penstock.integrations.transformers import PipelineTrainer
+from pool import Pool
+
+TOLERANCE = 1e-6
+
+
+def gpt2(dropout: float = 0.0) -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"vocab_size": 100, "n_positions": 16, "n_embd": 16, "n_layer": 3, "n_head": 2}
+    return GPT2LMHeadModel(GPT2Config(**sizes, attn_pdrop=dropout, embd_pdrop=dropout, resid_pdrop=dropout))
+
+
+def texts(count: int) -> list[dict[str, list[int]]]:
+    """Sequences with a different number of labels each, so that a mean over samples would not do."""
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randint(100, (count, 12), generator=generator)
+    return [
+        {"input_ids": row.tolist(), "labels": [-100] * (number % 5) + row.tolist()[number % 5 :]}
+        for number, row in enumerate(rows)
+    ]
+
+
+def bert() -> BertForSequenceClassification:
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=100,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        num_labels=3,
+    )
+    return BertForSequenceClassification(config)
+
+
+def sentences(count: int) -> list[dict[str, Any]]:
+    rows = torch.randint(100, (count, 8), generator=torch.Generator().manual_seed(2)).tolist()
+    return [{"input_ids": row, "labels": sum(row) % 3} for row in rows]
+
+
+def accuracy(predicted: Any) -> dict[str, float]:
+    return {
+        "accuracy": float((predicted.predictions.argmax(-1) == predicted.label_ids).mean()),
+        "samples": float(len(predicted.label_ids)),
+        "mean_logit": float(np.mean(predicted.predictions)),
+    }
+
+
+def arguments(folder: Path, **changes: Any) -> TrainingArguments:
+    AcceleratorState._reset_state(True)  # the last test's world
+    defaults: dict[str, Any] = {
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 8,
+        "learning_rate": 1e-2,
+        "max_grad_norm": 0.5,
+        "adam_epsilon": 1e-6,  # the keys' bias has no gradient but rounding, of which Adam would make whole steps
+        "warmup_steps": 2,
+        "weight_decay": 0.1,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+    }
+    return TrainingArguments(output_dir=str(folder), **{**defaults, **changes})
+
+
+def kind_of(stages: int) -> tuple[Any, dict[str, Any]]:
+    """The class, and the one argument that differs."""
+    return (PipelineTrainer, {"parallelism": {"pipeline_parallel_size": stages}}) if stages else (Trainer, {})
+
+
+def causal(folder: Path, stages: int = 0, dropout: float = 0.0, resume: bool = False, **changes: Any) -> dict[str, Any]:
+    """The script: with `stages`, only the class and one argument change."""
+    kind, parallelism = (
+        (PipelineTrainer, {"parallelism": {"pipeline_parallel_size": stages}}) if stages else (Trainer, {})
+    )
+    options = arguments(folder, **changes)
+    trainer = kind(gpt2(dropout), options, train_dataset=texts(40), eval_dataset=texts(10), **parallelism)
+    result = trainer.train(resume_from_checkpoint=resume)
+    evaluated = trainer.evaluate()
+    trainer.save_model(str(folder / "final"))
+    return {
+        "log": trainer.state.log_history,
+        "train_loss": result.training_loss,
+        "flos": trainer.state.total_flos,
+        "eval_loss": evaluated["eval_loss"],
+    }
+
+
+def assert_same_log(got: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
+    steps = [entry for entry in expected if "loss" in entry]
+    assert len(steps) == 8 and [entry["step"] for entry in got if "loss" in entry] == list(range(1, 9))
+    for mine, theirs in zip((entry for entry in got if "loss" in entry), steps, strict=True):
+        for name in ("loss", "grad_norm", "learning_rate", "epoch"):
+            assert mine[name] == pytest.approx(theirs[name], abs=TOLERANCE, rel=TOLERANCE), (mine, theirs, name)
+
+
+def assert_same_weights(one: Path, other: Path, tolerance: float = TOLERANCE) -> None:
+    mine, theirs = (AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in (one, other))
+    assert mine.keys() == theirs.keys()
+    for name, value in mine.items():
+        torch.testing.assert_close(value, theirs[name], atol=tolerance, rtol=0)
+
+
+def test_the_same_run_with_and_without_pipelines(pool: Pool, tmp_path: Path) -> None:
+    expected = causal(tmp_path / "plain")
+    runs = pool.run(2, causal, tmp_path / "split", 2, init=False)
+    for run in runs:
+        assert_same_log(run["log"], expected["log"])
+        for name in ("train_loss", "eval_loss"):
+            assert run[name] == pytest.approx(expected[name], abs=TOLERANCE)
+    assert_same_weights(tmp_path / "plain/final", tmp_path / "split/final")
+
+
+def test_resuming_continues_bit_for_bit(pool: Pool, tmp_path: Path) -> None:
+    options = {"dropout": 0.1, "save_strategy": "steps", "save_steps": 3}
+    whole = pool.run(2, causal, tmp_path, 2, init=False, **options)[0]
+    (tmp_path / "final").rename(tmp_path / "whole")
+    for step in (6, 8):  # back to the third step, in the middle of an epoch
+        (tmp_path / f"checkpoint-{step}").rename(tmp_path / f"later-{step}")
+    resumed = pool.run(2, causal, tmp_path, 2, init=False, resume=True, **options)[0]
+    losses = [[(e["step"], e["loss"], e["grad_norm"]) for e in run["log"] if "loss" in e] for run in (whole, resumed)]
+    assert losses[0] == losses[1] and len(losses[0]) == 8
+    assert_same_weights(tmp_path / "whole", tmp_path / "final", tolerance=0)
+
+
+def classify(folder: Path, stages: int = 0) -> dict[str, Any]:
+    kind, parallelism = (
+        (PipelineTrainer, {"parallelism": {"pipeline_parallel_size": stages}}) if stages else (Trainer, {})
+    )
+    options = arguments(
+        folder,
+        eval_strategy="steps",
+        eval_steps=2,
+        save_strategy="steps",
+        save_steps=2,
+        load_best_model_at_end=True,
+        metric_for_best_model="accuracy",
+    )
+    trainer = kind(
+        bert(),
+        options,
+        train_dataset=sentences(40),
+        eval_dataset=sentences(11),
+        compute_metrics=accuracy,
+        **parallelism,
+    )
+    trainer.train()
+    predicted = trainer.predict(sentences(7))
+    return {
+        "log": trainer.state.log_history,
+        "best": trainer.state.best_global_step,
+        "predictions": predicted.predictions,
+        "metrics": predicted.metrics,
+    }
+
+
+def test_classification_with_metrics_and_the_best_model(pool: Pool, tmp_path: Path) -> None:
+    expected = classify(tmp_path / "plain")
+    for run in pool.run(2, classify, tmp_path / "split", 2, init=False):
+        assert_same_log(run["log"], expected["log"])
+        assert run["best"] == expected["best"] and run["predictions"].shape == (7, 3)
+        np.testing.assert_allclose(run["predictions"], expected["predictions"], atol=1e-5)
+        evaluations = [[entry for entry in one["log"] if "eval_loss" in entry] for one in (run, expected)]
+        assert len(evaluations[1]) == 4
+        for mine, theirs in zip(*evaluations, strict=True):
+            assert theirs["eval_samples"] == 11
+            for name in ("eval_loss", "eval_accuracy", "eval_samples", "eval_mean_logit"):
+                assert mine[name] == pytest.approx(theirs[name], abs=1e-5), name
+
+
+class OwnLoss(PipelineTrainer):
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("never called")
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"fp16": True}, "fp16"),
+        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
+        ({"torch_compile": True}, "torch_compile"),
+        ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches"),
+        ({"train_sampling_strategy": "batch_rebalance"}, "batch_rebalance"),
+        ({"optim": "lomo"}, "optim='lomo'"),
+    ],
+)
+def test_arguments_are_refused_by_name(tmp_path: Path, changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=rf"{named}.* does not work over pipelines"):
+        PipelineTrainer(gpt2(), arguments(tmp_path, **changes), parallelism={"pipeline_parallel_size": 2})
+
+
+def test_losses_that_training_would_not_call_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"OwnLoss\.compute_loss does not work"):
+        OwnLoss(gpt2(), arguments(tmp_path), parallelism={"pipeline_parallel_size": 2})
+    for name in ("compute_loss_func", "model_init"):
+        with pytest.raises(ValueError, match=f"{name} does not work"):
+            PipelineTrainer(args=arguments(tmp_path), **{name: gpt2})
+    with pytest.raises(ValueError, match="needs parallelism="):
+        PipelineTrainer(gpt2(), arguments(tmp_path))
+    with pytest.raises(ValueError, match=r"unknown key 'pipeline_size'"):
+        PipelineTrainer(gpt2(), arguments(tmp_path), parallelism={"pipeline_size": 2})
