@@ -90,7 +90,7 @@ def with_executor(arguments: dict[str, Any]) -> Step:
     schedule, rank = _schedule(arguments)
     stage = Stage(schedule.num_stages - 1)
     rule = SimpleNamespace(shares=lambda counts, totals: (1.0,), fields=())
-    plan = SimpleNamespace(boundaries=[["hidden"]] * (schedule.num_stages - 1), loss=rule)
+    plan = SimpleNamespace(boundaries=[["hidden"]] * (schedule.num_stages - 1), loss=rule, fields=())
     count = schedule.num_microbatches
     inputs = StepInputs([{}] * count, [plan] * count, [()] * count, [(1,)] * count, [1] * count, 0, 0, [{}] * count)
     board = FailureBoard(None, rank, "free")

@@ -287,7 +287,7 @@ class RecordedRank:
     def _inputs(self, signatures: Sequence[int] | None) -> StepInputs:
         count = self.schedule.num_microbatches
         rule = SimpleNamespace(shares=lambda counts, totals: (1.0,), fields=())
-        plan = SimpleNamespace(boundaries=[["hidden"]] * (self.schedule.num_stages - 1), loss=rule)
+        plan = SimpleNamespace(boundaries=[["hidden"]] * (self.schedule.num_stages - 1), loss=rule, fields=())
         return StepInputs(
             [{}] * count, [plan] * count, list(signatures or [0] * count), [(1,)] * count, [1] * count,
             0, 0, [{}] * count,

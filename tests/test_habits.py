@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from families import FAMILIES
+from families import FAMILIES, batch
 from pool import Pool
 from training import parallelize
 
@@ -69,3 +70,45 @@ def test_save_pretrained_and_num_parameters_are_of_the_whole_model(
         stage = rank % stages if size == 1 else 0
         assert f"stage {stage} of {stages} (counted from 0), on rank {rank}: holds " in printed
         assert ("holds transformer.wte, " in printed) == (stage == 0) and "(lm_head)" in printed
+
+
+def write_the_unchanged_loop() -> dict[str, Any]:
+    model = parallelize(build(), 2, num_microbatches=2)
+    inputs = batch("causal", 4)
+    found: dict[str, Any] = {}
+    uses = {
+        "loss": lambda outputs: outputs.loss,
+        "logits": lambda outputs: outputs.logits,
+        "0": lambda outputs: outputs[0],
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for name, use in uses.items():
+            try:
+                use(model(**inputs))
+            except (AttributeError, TypeError) as error:
+                found[name] = str(error)
+        outputs = model(**inputs)
+        assert not hasattr(outputs, "loss")
+        found["logits of the loop"] = []
+        for out in outputs:  # the same iterator still runs the step
+            out.loss.backward()
+            found["logits of the loop"].append(None if out.logits is None else tuple(out.logits.shape))
+            assert not hasattr(out, "losses")
+        found["past_key_values"] = out.past_key_values
+    with torch.no_grad():
+        found["loss without gradients"] = model(**inputs).loss.item()
+    return found
+
+
+def test_the_unchanged_loop_is_told_how_to_write_it(pool: Pool) -> None:
+    first, last = pool.run(2, write_the_unchanged_loop)
+    for found in (first, last):
+        for name, place in (("loss", "model(...).loss"), ("logits", "model(...).logits"), ("0", "model(...)[0]")):
+            assert found[name].startswith(f"{place}: in training")
+            assert "for out in model(...): out.loss.backward()" in found[name] and "torch.no_grad()" in found[name]
+        assert found["past_key_values"] is None
+    assert first["logits of the loop"] == [None, None]
+    assert all(shape[-1] == 98 for shape in last["logits of the loop"])
+    expected = build()(**batch("causal", 4)).loss.item()
+    assert first["loss without gradients"] == pytest.approx(expected, rel=1e-5)

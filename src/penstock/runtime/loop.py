@@ -14,6 +14,11 @@ from penstock.runtime.training import LoopError, TrainingStep
 
 logger = logging.getLogger(__name__)
 
+HOW_TO_LOOP = (
+    "in training, a parallelised model returns an iterator over the outputs of microbatches. Write "
+    "`for out in model(...): out.loss.backward()` (the losses add up to the batch's), or evaluate under torch.no_grad()"
+)
+
 
 class OpenStep:
     """Which training step is under way on this rank, if any: nothing else may communicate meanwhile, and the handlers
@@ -49,7 +54,8 @@ class TrainingLoop(Iterator[Any]):
     """The iterator over a step's microbatches that `model(**batch)` returns.
 
     An iterator that is dropped before its end leaves the step, as a `break` does; `close()` does so at once, and raises
-    what dropping it can only log.
+    what dropping it can only log. It has no loss and no logits: asking for them is an error that says how to write the
+    loop.
     """
 
     def __init__(
@@ -65,6 +71,18 @@ class TrainingLoop(Iterator[Any]):
         self._interrupts = interrupts
         self._outputs: Generator[Any, None, None] | None = None
         self._over = False
+        # Whether the caller was told that this is an iterator.
+        self._explained = False
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        self._explained = True
+        raise AttributeError(f"model(...).{name}: {HOW_TO_LOOP}")
+
+    def __getitem__(self, key: Any) -> Any:
+        self._explained = True
+        raise TypeError(f"model(...)[{key!r}]: {HOW_TO_LOOP}")
 
     def __next__(self) -> Any:
         if self._over:
@@ -108,6 +126,8 @@ class TrainingLoop(Iterator[Any]):
         if self._over or sys.is_finalizing():
             return
         if self._outputs is None:
+            if self._explained:
+                return
             warnings.warn(
                 "the iterator of a training step was dropped before its first microbatch, so the step did not happen: "
                 "iterate over model(**batch), or evaluate under torch.no_grad()",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -125,14 +125,20 @@ class LiveMicrobatch:
 
 @dataclass(init=False)
 class StageOutput(ModelOutput):
-    """What a stage that does not hold the model's output yields: only the loss."""
+    """What a stage that does not hold the model's output yields: only the loss. The `others` of its fields are None."""
 
     loss: torch.Tensor | None = None
 
-    def __init__(self, loss: torch.Tensor | None = None):
+    def __init__(self, loss: torch.Tensor | None = None, others: Collection[str] = ()):
+        self.__dict__["_others"] = others
         # ModelOutput's own takes ten times as long, for any number of fields.
         if loss is not None:
             set_field(self, "loss", loss)
+
+    def __getattr__(self, name: str) -> None:
+        if name in self.__dict__.get("_others", ()):
+            return
+        raise AttributeError(f"the model's output has no field {name!r}")
 
 
 # -- what stands between the user's `loss.backward()` and the stage's -------------------------------------------------

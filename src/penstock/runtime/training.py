@@ -321,7 +321,8 @@ class TrainingStep:
         else:
             assert self._stages.boundaries.top is not None
             value = self._stages.boundaries.top.recv_loss()
-            output = StageOutput(proxy_loss(value, self._proxy_dtype, live.sent, on_backward))
+            loss = proxy_loss(value, self._proxy_dtype, live.sent, on_backward)
+            output = StageOutput(loss, self._inputs.plans[microbatch].fields)
         self._below[stage].send_loss(value)
         self._losses.append(value)
         return output

@@ -57,6 +57,7 @@ class Plan:
         defaults: arguments that Penstock adds to the caller's (`use_cache=False`).
         asks_inputs: whether the code between units asks for values of the inputs alone, to decide what to do.
         last_calls: for each stage the position in `calls` of the last one it runs, -1 if it runs none.
+        fields: the names of the output's fields.
         digest: a hash of all of this, to be compared between ranks.
     """
 
@@ -71,6 +72,7 @@ class Plan:
     defaults: tuple[tuple[str, Any], ...]
     last_calls: tuple[int, ...]
     asks_inputs: bool
+    fields: tuple[str, ...] = ()
     digest: str = field(compare=False, default="")
 
 
@@ -130,6 +132,7 @@ def make_plan(
         defaults=defaults,
         last_calls=tuple(last_calls),
         asks_inputs=trace.asks_inputs,
+        fields=trace.fields,
     )
     # A set prints in any order, and whether inputs are asked concerns nobody else.
     parts = [getattr(plan, part.name) for part in fields(plan) if part.name not in ("written", "asks_inputs", "digest")]

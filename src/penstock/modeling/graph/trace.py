@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -72,6 +72,7 @@ class Trace:
         loss: the loss rule, None if the output has no loss.
         shapes: shape and dtype of each value in this forward (for reports; plans do not use them).
         output_shapes: the shapes of the output's tensors in this forward.
+        fields: the names of the output's fields, also of those that are None in this forward.
     """
 
     calls: tuple[TracedCall, ...]
@@ -83,6 +84,7 @@ class Trace:
     loss: LossRule | None
     shapes: Mapping[Value, TensorShape]
     output_shapes: Shapes
+    fields: tuple[str, ...]
 
 
 class Untraceable(Exception):
@@ -156,6 +158,7 @@ def trace(
         loss=None if loss is None else losses.rule(loss, output),
         shapes=planner.shapes,
         output_shapes=shapes_of(output) if isinstance(output, Mapping) else {},
+        fields=tuple(field.name for field in fields(output)) if is_dataclass(output) else (),
     )
 
 
