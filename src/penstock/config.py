@@ -34,7 +34,8 @@ class Configuration:
         tensor_parallel_size: ranks that share a stage, each with a slice of its weights; it must divide the model's
             attention heads, layer widths and vocabulary.
         micro_batch_size: samples in a microbatch, or None.
-        num_microbatches: microbatches in a batch, or None. At most one of the two may be given.
+        num_microbatches: microbatches in a batch, or None: as many as a schedule of your own is written for, otherwise
+            4 for each stage. At most one of the two may be given.
         schedule: a name that `penstock.schedule.build` knows, or a schedule of your own: the path of a .csv file, or a
             list of rows, one for each rank, such as "0F0,0B0"; see `penstock.schedule.text`.
         patience: seconds that a rank waits for others before it logs what it waits for and where the others are, and

@@ -262,12 +262,16 @@ def distribute(
     model: PreTrainedModel, layout: Layout, configuration: Configuration, board: FailureBoard
 ) -> PreTrainedModel:
     """Form the engine of `model` and attach it."""
+    num_microbatches = configuration.num_microbatches
+    own = written_schedule(configuration.schedule)
+    if own is not None and num_microbatches is None and configuration.micro_batch_size is None:
+        num_microbatches = own.num_microbatches
     pipeline = parallelize(
         model,
         layout,
         own_or_named(configuration.schedule, layout.pipelines[0].num_ranks),
         board,
-        num_microbatches=configuration.num_microbatches,
+        num_microbatches=num_microbatches,
         micro_batch_size=configuration.micro_batch_size,
         trace=configuration.trace,
         timeout=configuration.time_limit,
