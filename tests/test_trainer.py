@@ -95,13 +95,14 @@ def kind_of(stages: int) -> tuple[Any, dict[str, Any]]:
     return (PipelineTrainer, {"parallelism": {"pipeline_parallel_size": stages}}) if stages else (Trainer, {})
 
 
-def causal(folder: Path, stages: int = 0, dropout: float = 0.0, resume: bool = False, **changes: Any) -> dict[str, Any]:
+def causal(
+    folder: Path, stages: int = 0, dropout: float = 0.0, resume: bool = False, loss: Any = None, **changes: Any
+) -> dict[str, Any]:
     """The script: with `stages`, only the class and one argument change."""
-    kind, parallelism = (
-        (PipelineTrainer, {"parallelism": {"pipeline_parallel_size": stages}}) if stages else (Trainer, {})
-    )
+    kind, parallelism = kind_of(stages)
     options = arguments(folder, **changes)
-    trainer = kind(gpt2(dropout), options, train_dataset=texts(40), eval_dataset=texts(10), **parallelism)
+    data = {"train_dataset": texts(40), "eval_dataset": texts(10)}
+    trainer = kind(gpt2(dropout), options, compute_loss_func=loss, **data, **parallelism)
     result = trainer.train(resume_from_checkpoint=resume)
     evaluated = trainer.evaluate()
     trainer.save_model(str(folder / "final"))
@@ -128,9 +129,20 @@ def assert_same_weights(one: Path, other: Path, tolerance: float = TOLERANCE) ->
         torch.testing.assert_close(value, theirs[name], atol=tolerance, rtol=0)
 
 
-def test_the_same_run_with_and_without_pipelines(pool: Pool, tmp_path: Path) -> None:
-    expected = causal(tmp_path / "plain")
-    runs = pool.run(2, causal, tmp_path / "split", 2, init=False)
+def focal(outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor) -> torch.Tensor:
+    """A loss made by hand, of none of torch's loss functions."""
+    logits, targets = outputs.logits[:, :-1], labels[:, 1:]
+    log_probabilities = logits.log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+    losses = -((1 - log_probabilities.exp()) ** 2) * log_probabilities
+    return (losses * (targets != -100)).sum() / num_items_in_batch
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"loss": focal}, {"label_smoothing_factor": 0.2}], ids=["plain", "compute_loss_func", "smoothing"]
+)
+def test_the_same_run_with_and_without_pipelines(pool: Pool, tmp_path: Path, changes: dict[str, Any]) -> None:
+    expected = causal(tmp_path / "plain", **changes)
+    runs = pool.run(2, causal, tmp_path / "split", 2, init=False, **changes)
     for run in runs:
         assert_same_log(run["log"], expected["log"])
         for name in ("train_loss", "eval_loss"):
@@ -204,7 +216,6 @@ class OwnLoss(PipelineTrainer):
     ("changes", "named"),
     [
         ({"fp16": True}, "fp16"),
-        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
         ({"torch_compile": True}, "torch_compile"),
         ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches"),
         ({"train_sampling_strategy": "batch_rebalance"}, "batch_rebalance"),
@@ -219,10 +230,30 @@ def test_arguments_are_refused_by_name(tmp_path: Path, changes: dict[str, Any], 
 def test_losses_that_training_would_not_call_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"OwnLoss\.compute_loss does not work"):
         OwnLoss(gpt2(), arguments(tmp_path), parallelism={"pipeline_parallel_size": 2})
-    for name in ("compute_loss_func", "model_init"):
-        with pytest.raises(ValueError, match=f"{name} does not work"):
-            PipelineTrainer(args=arguments(tmp_path), **{name: gpt2})
+    with pytest.raises(ValueError, match="model_init does not work"):
+        PipelineTrainer(args=arguments(tmp_path), model_init=gpt2)
     with pytest.raises(ValueError, match="needs parallelism="):
         PipelineTrainer(gpt2(), arguments(tmp_path))
     with pytest.raises(ValueError, match=r"unknown key 'pipeline_size'"):
         PipelineTrainer(gpt2(), arguments(tmp_path), parallelism={"pipeline_size": 2})
+
+
+def with_replicas(folder: Path) -> tuple[dict[str, Any], dict[str, float]]:
+    trainer = PipelineTrainer(
+        gpt2(),
+        arguments(folder, gradient_accumulation_steps=1, per_device_eval_batch_size=2),
+        train_dataset=texts(40),
+        eval_dataset=texts(11),
+        compute_metrics=lambda predicted: {"samples": len(predicted.predictions), "sum": predicted.label_ids.sum()},
+        parallelism={"pipeline_parallel_size": 1},
+    )
+    trainer.train()
+    return {"log": trainer.state.log_history}, trainer.evaluate()
+
+
+def test_several_pipelines_share_out_the_data(pool: Pool, tmp_path: Path) -> None:
+    expected = causal(tmp_path / "plain")
+    labels = sum(sum(sample["labels"]) for sample in texts(11))
+    for run, evaluated in pool.run(2, with_replicas, tmp_path / "replicas", init=False):
+        assert_same_log(run["log"], expected["log"])
+        assert evaluated["eval_samples"] == 11 and evaluated["eval_sum"] == labels

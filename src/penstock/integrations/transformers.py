@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from transformers import Trainer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from penstock.checkpoint import (
     TRAINING_VARIANT,
@@ -50,7 +51,6 @@ REFUSED_IF_SET = {
     "neftune_noise_alpha": "it draws its noise on the first stage only",
     "auto_find_batch_size": "give per_device_train_batch_size",
     "torch_empty_cache_steps": "call torch.cuda.empty_cache() in a callback",
-    "label_smoothing_factor": "put label smoothing into the model's own loss",
     "eval_use_gather_object": "let the model return tensors",
     "enable_jit_checkpoint": "use save_strategy and save_steps",
     "save_on_each_node": "all ranks must share a file system",
@@ -85,13 +85,15 @@ class PipelineTrainerMixin:
 
     def __init__(self, *args: Any, parallelism: ConfigLike | None = None, **kwargs: Any) -> None:
         self._parallelism = None if parallelism is None else _configuration(parallelism)
-        for name in ("model_init", "compute_loss_func"):
-            if kwargs.get(name) is not None:
-                raise _not_over_pipelines(name, _INSTEAD[name])
+        if kwargs.get("model_init") is not None:
+            raise _not_over_pipelines("model_init", "give the model itself")
         self._refuse_own_losses()
         super().__init__(*args, **kwargs)
-        if getattr(self, "compute_loss_func", None) is not None:  # given by its position
-            raise _not_over_pipelines("compute_loss_func", _INSTEAD["compute_loss_func"])
+        for name in ("compute_loss_func", "label_smoother"):
+            if getattr(self, name, None) is not None and not self.model_accepts_loss_kwargs:  # type: ignore[attr-defined]
+                raise _not_over_pipelines(
+                    name, "this model's forward takes no num_items_in_batch to divide the loss by"
+                )
 
     # -- forming ---------------------------------------------------------------------------------------------------
 
@@ -99,7 +101,7 @@ class PipelineTrainerMixin:
         """Refuse what cannot be, parallelise the model, and take over the accelerator."""
         self._refuse_arguments()
         if self.model is None:
-            raise _not_over_pipelines("model_init", _INSTEAD["model_init"])
+            raise _not_over_pipelines("model_init", "give the model itself")
         super().create_accelerator_and_postprocess()  # type: ignore[misc]  # the Trainer's
         if self._parallelism is not None:
             self.model = initialize(self.model, self._parallelism)
@@ -141,7 +143,7 @@ class PipelineTrainerMixin:
                 continue
             if kind.__module__.startswith("trl.") and kind.__name__ == "SFTTrainer":
                 continue  # adds metrics to the model's own loss
-            raise _not_over_pipelines(f"{kind.__name__}.compute_loss", "the loss must be the model's own")
+            raise _not_over_pipelines(f"{kind.__name__}.compute_loss", "use compute_loss_func")
 
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
         """It is there."""
@@ -166,7 +168,15 @@ class PipelineTrainerMixin:
             inputs = {**inputs, "num_items_in_batch": num_items_in_batch}
         # A mean over this batch alone is averaged over those of the accumulation.
         divisor = 1 if counted else self.current_gradient_accumulation_steps  # type: ignore[attr-defined]
-        for output in self.model(**inputs):
+        criterion = None
+        if self._has_own_loss:
+            if not counted or "labels" not in inputs:
+                raise ValueError(
+                    "compute_loss_func and label_smoothing_factor need batches with labels, a tensor, to be exact over "
+                    f"pipelines; this one has {', '.join(inputs)}"
+                )
+            criterion = self._criterion
+        for output in self._engine.train(inputs, criterion):
             self.accelerator.backward(output.loss / divisor)
         return torch.tensor(self._engine.last_step.global_loss / divisor, device=self.args.device)  # type: ignore[union-attr]
 
@@ -178,10 +188,35 @@ class PipelineTrainerMixin:
             raise RuntimeError("over pipelines compute_loss is for evaluation only: training runs in training_step")
         if self.model_accepts_loss_kwargs and num_items_in_batch is not None:  # type: ignore[attr-defined]
             inputs = {**inputs, "num_items_in_batch": num_items_in_batch}
+        labels = inputs.get("labels")
+        if self._has_own_loss and labels is not None:
+            outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
+            loss = self._own_loss(outputs, labels, num_items_in_batch)
+            return (loss, outputs) if return_outputs else loss
         outputs = model(**inputs)
         if not isinstance(outputs, Mapping) or outputs.get("loss") is None:
             raise ValueError(f"the model returned no loss for the inputs {', '.join(inputs)}")
         return (outputs["loss"], outputs) if return_outputs else outputs["loss"]
+
+    @property
+    def _has_own_loss(self) -> bool:
+        """Whether `compute_loss_func` or label smoothing makes the loss of the model's outputs."""
+        return bool(getattr(self, "compute_loss_func", None) or getattr(self, "label_smoother", None))
+
+    def _own_loss(self, outputs: Any, labels: Any, num_items_in_batch: Any) -> torch.Tensor:
+        loss: torch.Tensor
+        if getattr(self, "compute_loss_func", None) is not None:
+            loss = self.compute_loss_func(outputs, labels, num_items_in_batch=num_items_in_batch)  # type: ignore[attr-defined]
+            return loss
+        shifted = own_class(self.model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+        loss = self.label_smoother(outputs, labels, shift_labels=shifted, num_items_in_batch=num_items_in_batch)  # type: ignore[attr-defined]
+        return loss
+
+    def _criterion(self, outputs: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
+        return self._own_loss(outputs, inputs["labels"], inputs["num_items_in_batch"])
+
+    # As over the batches of an accumulation: each one's is divided by the number of items in all of them.
+    _criterion.additive = True  # type: ignore[attr-defined]
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> torch.Tensor | int | None:
         """In training over all pipelines, in evaluation of this pipeline's batch alone."""
@@ -275,12 +310,6 @@ class PipelineTrainerMixin:
 
 class PipelineTrainer(PipelineTrainerMixin, Trainer):
     """transformers' `Trainer` over pipeline stages: the same arguments, and `parallelism`."""
-
-
-_INSTEAD = {
-    "model_init": "give the model itself",
-    "compute_loss_func": "the loss must be the model's own",
-}
 
 
 def _not_over_pipelines(name: str, instead: str) -> ValueError:

@@ -152,6 +152,10 @@ class LossRule:
         return loss * share if share else zero_loss(loss, connected)
 
 
+# Of a loss that its caller divides by a number of the whole batch: those of the microbatches add up to it.
+ADDITIVE = LossRule((LossTerm("sum"),))
+
+
 def read_counts(counted: Sequence[tuple[int | torch.Tensor, ...]]) -> list[tuple[int, ...]]:
     """The values of all of these counts, of which a GPU is asked once."""
     tensors = [count for counts in counted for count in counts if isinstance(count, torch.Tensor)]

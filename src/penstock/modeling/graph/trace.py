@@ -27,7 +27,7 @@ from penstock.modeling.graph.dataflow import (
     Value,
     Watch,
 )
-from penstock.modeling.graph.loss import LossRule, loss_of
+from penstock.modeling.graph.loss import ADDITIVE, LossRule, loss_of
 from penstock.modeling.graph.loss_trace import LossTrace, label_placeholder
 from penstock.modeling.graph.shapes import OutputShape, ShapeFunctions, TensorShape, flatten, side_outputs
 from penstock.modeling.instrumentation import Intercepted, Interceptor
@@ -112,7 +112,8 @@ def trace(
         floating: names of intercepted modules without parameters; they are run as they are.
         inputs: the arguments of the forward.
         call: what to run, the model itself by default.
-        criterion: called as `criterion(output, inputs)` for the loss; by default the loss is the output's own.
+        criterion: called as `criterion(output, inputs)` for the loss; by default the loss is the output's own. If it
+            has a true attribute `additive`, the losses of microbatches add up to the batch's, whatever it computes.
         device: where placeholders live; by default the device of the first input tensor.
 
     Raises:
@@ -148,6 +149,7 @@ def trace(
         finally:
             interceptor.handler = None
     leaves, _ = flatten(output)
+    additive = getattr(criterion, "additive", False)
     return Trace(
         calls=tuple(planner.calls),
         output_sources=flow.sources(leaves) | flow.sources(loss),
@@ -155,7 +157,7 @@ def trace(
         written=frozenset(flow.written),
         written_inputs=tuple(sorted(flow.written_inputs)),
         asks_inputs=flow.asks_inputs,
-        loss=None if loss is None else losses.rule(loss, output),
+        loss=None if loss is None else ADDITIVE if additive else losses.rule(loss, output),
         shapes=planner.shapes,
         output_shapes=shapes_of(output) if isinstance(output, Mapping) else {},
         fields=tuple(field.name for field in fields(output)) if is_dataclass(output) else (),
