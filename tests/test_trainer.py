@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,15 @@ from transformers import (
     BertForSequenceClassification,
     GPT2Config,
     GPT2LMHeadModel,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    T5Config,
+    T5ForConditionalGeneration,
     Trainer,
     TrainingArguments,
 )
 
-from penstock.integrations.transformers import PipelineTrainer
+from penstock.integrations.transformers import PipelineTrainer, PipelineTrainerMixin
 from pool import Pool
 
 TOLERANCE = 1e-6
@@ -162,6 +168,16 @@ def test_resuming_continues_bit_for_bit(pool: Pool, tmp_path: Path) -> None:
     assert_same_weights(tmp_path / "whole", tmp_path / "final", tolerance=0)
 
 
+def test_resuming_with_another_number_of_stages(pool: Pool, tmp_path: Path) -> None:
+    options = {"save_strategy": "steps", "save_steps": 5}
+    whole = pool.run(2, causal, tmp_path, 2, init=False, **options)[0]
+    (tmp_path / "checkpoint-8").rename(tmp_path / "later-8")
+    assert_same_weights(tmp_path / "final", tmp_path / "later-8", tolerance=0)
+    (resumed,) = pool.run(1, causal, tmp_path, 1, init=False, resume=True, **options)
+    assert_same_log(resumed["log"], whole["log"])
+    assert_same_weights(tmp_path / "later-8", tmp_path / "final")
+
+
 def classify(folder: Path, stages: int = 0) -> dict[str, Any]:
     kind, parallelism = (
         (PipelineTrainer, {"parallelism": {"pipeline_parallel_size": stages}}) if stages else (Trainer, {})
@@ -205,6 +221,67 @@ def test_classification_with_metrics_and_the_best_model(pool: Pool, tmp_path: Pa
             assert theirs["eval_samples"] == 11
             for name in ("eval_loss", "eval_accuracy", "eval_samples", "eval_mean_logit"):
                 assert mine[name] == pytest.approx(theirs[name], abs=1e-5), name
+
+
+class PipelineSeq2SeqTrainer(PipelineTrainerMixin, Seq2SeqTrainer):
+    pass
+
+
+def translate(folder: Path, kind: Any, **parallelism: Any) -> tuple[dict[str, float], str]:
+    """T5 with metrics of generated text; also what was printed."""
+    AcceleratorState._reset_state(True)
+    torch.manual_seed(0)
+    model = T5ForConditionalGeneration(
+        T5Config(
+            vocab_size=50,
+            d_model=16,
+            d_kv=8,
+            d_ff=32,
+            num_layers=2,
+            num_heads=2,
+            dropout_rate=0.0,
+            decoder_start_token_id=0,
+        )
+    )
+    rows = torch.randint(2, 50, (12, 6), generator=torch.Generator().manual_seed(3)).tolist()
+    data = [{"input_ids": row, "labels": row[::-1]} for row in rows]
+    options = Seq2SeqTrainingArguments(
+        output_dir=str(folder),
+        max_steps=4,
+        learning_rate=1e-2,
+        logging_steps=1,
+        per_device_train_batch_size=4,
+        predict_with_generate=True,
+        generation_max_length=5,
+        save_strategy="no",
+        report_to="none",
+        use_cpu=True,
+    )
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        trainer = kind(
+            model,
+            options,
+            train_dataset=data,
+            eval_dataset=data[:5],
+            compute_metrics=lambda found: {"tokens": found.predictions.size, "sum": int(found.predictions.sum())},
+            **parallelism,
+        )
+        trainer.train()
+        return trainer.evaluate(), printed.getvalue()
+
+
+def test_sequences_are_generated_for_the_metrics_and_one_rank_talks(pool: Pool, tmp_path: Path) -> None:
+    expected, _ = translate(tmp_path / "plain", Seq2SeqTrainer)
+    parallelism = {"pipeline_parallel_size": 2}
+    split = tmp_path / "split"
+    runs = pool.run(2, translate, split, PipelineSeq2SeqTrainer, init=False, parallelism=parallelism)
+    for metrics, _ in runs:
+        assert metrics["eval_loss"] == pytest.approx(expected["eval_loss"], abs=1e-5)
+        assert (metrics["eval_sum"], metrics["eval_tokens"]) == (expected["eval_sum"], expected["eval_tokens"])
+    said = [printed for _, printed in runs]
+    assert "4/4" in said[0] and "eval_loss" in said[0]
+    assert "4/4" not in said[1] and "loss" not in said[1]
 
 
 class OwnLoss(PipelineTrainer):

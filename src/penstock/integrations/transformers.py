@@ -303,7 +303,7 @@ class PipelineTrainerMixin:
         has set all ranks to the first one's."""
         if checkpoint is None:
             return
-        saved = [name for name in os.listdir(checkpoint) if name.startswith("rng_state_")]
+        saved = [name for name in os.listdir(checkpoint) if name.startswith("rng_state")]
         if len(saved) == self.args.world_size:
             super()._load_rng_state(checkpoint)  # type: ignore[misc]  # the Trainer's
 
