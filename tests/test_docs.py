@@ -187,6 +187,30 @@ assert optimizer.num_steps == 3 and os.path.exists("interrupted/config.json")
 """,
     ),
     Run(
+        "docs/tutorial.md",
+        ("A loss of your own",),
+        2,
+        before=IMPORTS
+        + """
+model, batch = whole(), batch_of(8)
+reference = whole()
+logits = reference(**batch).logits.detach()
+teacher_logits, token_weights = logits.roll(1, 0), torch.rand(8, 8, generator=torch.Generator().manual_seed(0))
+""",
+        after="""
+for out in model(**batch, teacher_logits=teacher_logits):
+    out.loss.backward()
+expected = reference(**batch)
+expected = distil(expected, {**batch, "teacher_logits": teacher_logits}).item()
+assert abs(model.pipeline.last_step.loss - expected) < 1e-4, (model.pipeline.last_step.loss, expected)
+with torch.no_grad():
+    inputs = {**batch, "token_weights": token_weights}
+    loss = model(**inputs, criterion=WeightedTokens()).loss.item()
+    expected = WeightedTokens()(reference(**batch), inputs).item()
+assert abs(loss - expected) < 1e-4 * expected, (loss, expected)
+""",
+    ),
+    Run(
         "docs/launching.md",
         ("More ranks than stages",),
         2,

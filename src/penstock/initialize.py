@@ -13,6 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from penstock.config import SECTION, Configuration, ConfigurationError
 from penstock.modeling.graph.costs import unit_costs
+from penstock.modeling.graph.loss import Criterion
 from penstock.modeling.graph.units import list_units
 from penstock.modeling.tensor_parallel import TensorParallel
 from penstock.modeling.weights.initialise import init_stage, meta_model, resolve_model_class
@@ -32,7 +33,7 @@ T = TypeVar("T")
 ConfigLike = Configuration | Mapping[str, Any] | str | os.PathLike[str]
 
 
-def initialize(model: PreTrainedModel, config: ConfigLike) -> PreTrainedModel:
+def initialize(model: PreTrainedModel, config: ConfigLike, criterion: Criterion | None = None) -> PreTrainedModel:
     """Spread `model` over the stages of a pipeline, and over replicas where there are more ranks than stages.
 
     The model is shrunk in place: it stays the same object of the same class, keeps the parameters of this rank's stage
@@ -42,6 +43,9 @@ def initialize(model: PreTrainedModel, config: ConfigLike) -> PreTrainedModel:
     Args:
         model: a whole transformers model, on any device; it is moved to this rank's.
         config: see `penstock.config.Configuration`, or the path of a JSON file.
+        criterion: `criterion(outputs, inputs)` gives the mean loss of a microbatch, from the model's outputs and the
+            keyword arguments it was called with, some of which may be for the criterion alone. With an attribute
+            `reduction` that is "sum" it gives a sum. By default the loss is the model's own.
 
     Returns:
         `model`, which is then also a `penstock.PipelineModel`; untouched if the configuration says `enable: false`.
@@ -62,7 +66,7 @@ def initialize(model: PreTrainedModel, config: ConfigLike) -> PreTrainedModel:
             return model
         raise ValueError("this model is parallelised already, with another configuration: initialize() takes it once")
     with forming(configuration.time_limit) as board:
-        return distribute(model, choose_layout(model, configuration, board), configuration, board)
+        return distribute(model, choose_layout(model, configuration, board), configuration, board, criterion)
 
 
 def from_pretrained(
@@ -259,7 +263,11 @@ def plan_stages(
 
 
 def distribute(
-    model: PreTrainedModel, layout: Layout, configuration: Configuration, board: FailureBoard
+    model: PreTrainedModel,
+    layout: Layout,
+    configuration: Configuration,
+    board: FailureBoard,
+    criterion: Criterion | None = None,
 ) -> PreTrainedModel:
     """Form the engine of `model` and attach it."""
     num_microbatches = configuration.num_microbatches
@@ -277,4 +285,4 @@ def distribute(
         timeout=configuration.time_limit,
         patience=float(configuration.patience),
     )
-    return attach(model, pipeline, configuration)
+    return attach(model, pipeline, configuration, criterion)

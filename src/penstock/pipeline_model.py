@@ -20,6 +20,7 @@ from penstock.checkpoint.tensors import whole_shape, whole_state
 from penstock.config import Configuration
 from penstock.data.loader import prepare_dataloader
 from penstock.generation import generate
+from penstock.modeling.graph.loss import Criterion
 from penstock.modeling.instrumentation import mix_in, original_class, record_of
 from penstock.runtime.comm.rollcall import Call
 from penstock.runtime.engine import Engine
@@ -50,6 +51,9 @@ class PipelineModel:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Train or evaluate on this pipeline's batch, given as the model's own keyword arguments.
 
+        `criterion=` takes a `criterion(outputs, inputs)` for this call, in place of that of `initialize()`; None is the
+        model's own loss. See `initialize`.
+
         With gradients enabled: an iterator that yields one output per microbatch. Call `backward()` on each one's
         `loss` before taking the next. Each loss is the microbatch's share of the global batch's loss, so that the
         losses sum to the unsplit model's; it is known on every rank. The other fields (logits, ...) are on the last
@@ -59,15 +63,18 @@ class PipelineModel:
         of it.
 
         Raises:
-            ValueError: an empty batch, no tensors, too few samples, or no labels in training.
+            ValueError: an empty batch, no tensors, too few samples, no labels in training, or a criterion that fails.
             PipelineFailure: a rank of the job was lost or failed; names the rank and its cause.
         """
-        inputs = self._bind(args, kwargs)
         if self.pipeline.decoding.running:
-            return self.pipeline.decoding.forward(inputs)
+            return self.pipeline.decoding.forward(self._bind(args, kwargs))
+        criterion = record_of(cast(torch.nn.Module, self)).criterion
+        if "criterion" in kwargs and (kwargs["criterion"] is None or callable(kwargs["criterion"])):
+            criterion = kwargs.pop("criterion")
+        inputs = self._bind(args, kwargs)
         if torch.is_grad_enabled():
-            return self.pipeline.train(inputs)
-        return self.pipeline.evaluate(inputs)
+            return self.pipeline.train(inputs, criterion)
+        return self.pipeline.evaluate(inputs, criterion)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """transformers' `generate`, over stages: on every rank the result of the unsplit model."""
@@ -228,13 +235,18 @@ def saving_rank(pipeline: Engine) -> SavingRank:
     )
 
 
-def attach(model: PreTrainedModel, pipeline: Engine, configuration: Configuration | None = None) -> PreTrainedModel:
+def attach(
+    model: PreTrainedModel,
+    pipeline: Engine,
+    configuration: Configuration | None = None,
+    criterion: Criterion | None = None,
+) -> PreTrainedModel:
     """Make `model` a PipelineModel driven by `pipeline`: the same object, its class a subclass with the same name."""
     if pipeline.rank == 0:
         _warn_of_batch_statistics(model)
     mix_in(model, PipelineModel)
     record = record_of(model)
-    record.engine, record.configuration = pipeline, configuration
+    record.engine, record.configuration, record.criterion = pipeline, configuration, criterion
     return model
 
 

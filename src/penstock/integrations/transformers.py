@@ -216,7 +216,7 @@ class PipelineTrainerMixin:
         return self._own_loss(outputs, inputs["labels"], inputs["num_items_in_batch"])
 
     # As over the batches of an accumulation: each one's is divided by the number of items in all of them.
-    _criterion.additive = True  # type: ignore[attr-defined]
+    _criterion.reduction = "sum"  # type: ignore[attr-defined]
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> torch.Tensor | int | None:
         """In training over all pipelines, in evaluation of this pipeline's batch alone."""

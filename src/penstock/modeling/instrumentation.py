@@ -31,6 +31,7 @@ class Record:
         shards: of a whole model that was made in shards, these, by name, until `TensorParallel.apply` takes them.
         engine: of a whole model, what runs it over pipelines.
         configuration: of a whole model, what `initialize()` was asked for.
+        criterion: of a whole model, what gives its loss; None for the model's own.
     """
 
     intercepted: Intercepted | None = None
@@ -41,6 +42,7 @@ class Record:
     shards: dict[str, torch.Tensor] = field(default_factory=dict)
     engine: Any = None
     configuration: Any = None
+    criterion: Any = None
 
     def __reduce__(self) -> Any:
         # Copies and pickles of a module are not intercepted, and nothing runs them.

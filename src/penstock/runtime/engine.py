@@ -438,14 +438,14 @@ class Engine:
         self.last_step = step.report
         self._updates.end_step()
 
-    def evaluate(self, inputs: Mapping[str, Any]) -> Any:
+    def evaluate(self, inputs: Mapping[str, Any], criterion: Criterion | None = None) -> Any:
         """The model's output for the whole batch, on every rank of this pipeline, without gradients.
 
         Raises:
             ValueError: as `train`, but a batch may come without labels and may be smaller than the number of
             microbatches.
         """
-        with self._evaluation(inputs, None, over_all_pipelines=False) as output:
+        with self._evaluation(inputs, criterion, over_all_pipelines=False) as output:
             return self._share(output)
 
     def evaluate_together(

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from penstock.data.microbatch import rows_of
 from penstock.modeling.graph.loss import Criterion
-from penstock.modeling.stage.outputs import Shapes, merge_outputs
+from penstock.modeling.stage.outputs import Shapes, merge_outputs, output_of
 from penstock.modeling.stage.split import SplitModel
 from penstock.runtime.boundary.tensors import TensorSpec, broadcast_specs, broadcast_tensor
 from penstock.runtime.context import RankContext
@@ -117,4 +117,4 @@ def share_output(output: Any, context: RankContext) -> Any:
         return output
     received = iter(tensors)
     merged = [next(received) if is_tensor else leaf for leaf, is_tensor in zip(plain, are_tensors, strict=True)]
-    return kind(**pytree.tree_unflatten(merged, spec))
+    return output_of(kind, pytree.tree_unflatten(merged, spec))

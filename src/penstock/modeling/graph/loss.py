@@ -37,8 +37,33 @@ ELEMENT_LOSSES = (
 )
 LOSS_FUNCTIONS = (*CLASS_LOSSES, *ELEMENT_LOSSES)
 
-# (model output, the microbatch's inputs) -> that microbatch's own mean loss
+# (model output, the microbatch's inputs) -> that microbatch's own mean loss, or its sum
 Criterion = Callable[[Any, Mapping[str, Any]], torch.Tensor]
+
+
+class CriterionError(ValueError):
+    """A criterion of the caller's own failed, or gave no loss."""
+
+
+def loss_by(criterion: Criterion | None, output: Any, inputs: Mapping[str, Any]) -> torch.Tensor | None:
+    """The loss of a criterion, by default the output's own.
+
+    Raises:
+        CriterionError: the criterion lacks an input, or gave something else than a number.
+    """
+    if criterion is None:
+        return loss_of(output)
+    try:
+        loss = criterion(output, inputs)
+    except (KeyError, AttributeError, TypeError) as error:
+        raise CriterionError(
+            f"the criterion failed with {type(error).__name__}: {error}. It is called as criterion(outputs, inputs); "
+            f"the inputs here are {', '.join(inputs)}. Call model(..., criterion=None) for outputs without its loss"
+        ) from error
+    if not isinstance(loss, torch.Tensor) or loss.dim() or not loss.is_floating_point():
+        what = f"of shape {tuple(loss.shape)} and {loss.dtype}" if isinstance(loss, torch.Tensor) else repr(loss)
+        raise CriterionError(f"the criterion must return a floating-point tensor of shape (), not one {what:.80}")
+    return loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,10 +175,6 @@ class LossRule:
         """
         share = max(shares)
         return loss * share if share else zero_loss(loss, connected)
-
-
-# Of a loss that its caller divides by a number of the whole batch: those of the microbatches add up to it.
-ADDITIVE = LossRule((LossTerm("sum"),))
 
 
 def read_counts(counted: Sequence[tuple[int | torch.Tensor, ...]]) -> list[tuple[int, ...]]:

@@ -68,12 +68,12 @@ class LossTrace:
             if bound.arguments.get("reduction") == "sum":
                 self._sums[call] = result
 
-    def rule(self, loss: torch.Tensor, output: Any) -> LossRule:
-        """The rule for a model's loss; `output` is what the model returned."""
+    def rule(self, loss: torch.Tensor, output: Any, is_sum: bool = False) -> LossRule:
+        """The rule for a model's loss; `output` is what the model returned. `is_sum`: its maker says that it is one."""
         sources = self._flow.sources(loss)
         rule = self._rule(sources)
         means = {source for source in sources if isinstance(source, Reduced)}
-        if any(total is loss for total in self._sums.values()):
+        if is_sum or any(total is loss for total in self._sums.values()):
             # A sum over the batch, of which nothing was made: the sums of the microbatches add up to it.
             rule = LossRule((LossTerm("sum", calls=rule.terms[0].calls),))
         fields = [

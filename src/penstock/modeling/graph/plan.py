@@ -308,7 +308,7 @@ def criterion_key(criterion: Callable[..., Any] | None) -> Any:
     if inspect.isfunction(criterion) and not (
         criterion.__closure__ or criterion.__defaults__ or criterion.__kwdefaults__
     ):
-        return criterion.__code__
+        return criterion.__code__, getattr(criterion, "reduction", None)
     return criterion
 
 

@@ -27,7 +27,7 @@ from penstock.modeling.graph.dataflow import (
     Value,
     Watch,
 )
-from penstock.modeling.graph.loss import ADDITIVE, LossRule, loss_of
+from penstock.modeling.graph.loss import CriterionError, LossRule, loss_by
 from penstock.modeling.graph.loss_trace import LossTrace, label_placeholder
 from penstock.modeling.graph.shapes import OutputShape, ShapeFunctions, TensorShape, flatten, side_outputs
 from penstock.modeling.instrumentation import Intercepted, Interceptor
@@ -100,6 +100,7 @@ def trace(
     call: Callable[..., Any] | None = None,
     criterion: Callable[..., Any] | None = None,
     device: torch.device | None = None,
+    for_criterion: Collection[str] = (),
 ) -> Trace:
     """Run `call(**inputs)` with every unit replaced by its shape function.
 
@@ -113,11 +114,12 @@ def trace(
         inputs: the arguments of the forward.
         call: what to run, the model itself by default.
         criterion: called as `criterion(output, inputs)` for the loss; by default the loss is the output's own. If it
-            has a true attribute `additive`, the losses of microbatches add up to the batch's, whatever it computes.
+            has an attribute `reduction` that is "sum", the losses of microbatches add up to the batch's.
         device: where placeholders live; by default the device of the first input tensor.
+        for_criterion: names of inputs that the criterion alone is given.
 
     Raises:
-        Untraceable: with the reason.
+        Untraceable: with the reason. CriterionError: the criterion is to blame.
         ReachedInside: the model's code uses a unit's parameter or buffer without calling the unit.
     """
     functions.sync()
@@ -139,9 +141,9 @@ def trace(
         interceptor.handler = planner
         try:
             with flow, Watch(flow, losses.observers()):
-                output = (call or model)(**arguments)
-                loss = loss_of(output) if criterion is None else criterion(output, arguments)
-        except ReachedInside:
+                output = (call or model)(**{n: value for n, value in arguments.items() if n not in for_criterion})
+                loss = loss_by(criterion, output, arguments)
+        except (ReachedInside, CriterionError):
             raise
         except Exception as error:
             where = f" (after the call of {planner.calls[-1].unit})" if planner.calls else ""
@@ -149,7 +151,7 @@ def trace(
         finally:
             interceptor.handler = None
     leaves, _ = flatten(output)
-    additive = getattr(criterion, "additive", False)
+    is_sum = getattr(criterion, "reduction", None) == "sum"
     return Trace(
         calls=tuple(planner.calls),
         output_sources=flow.sources(leaves) | flow.sources(loss),
@@ -157,7 +159,7 @@ def trace(
         written=frozenset(flow.written),
         written_inputs=tuple(sorted(flow.written_inputs)),
         asks_inputs=flow.asks_inputs,
-        loss=None if loss is None else ADDITIVE if additive else losses.rule(loss, output),
+        loss=None if loss is None else losses.rule(loss, output, is_sum),
         shapes=planner.shapes,
         output_shapes=shapes_of(output) if isinstance(output, Mapping) else {},
         fields=tuple(field.name for field in fields(output)) if is_dataclass(output) else (),

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache
+
+from penstock.modeling.graph.loss import set_field
 
 # A shape for each tensor of an output, in the output's own nesting.
 Shapes = Mapping[str, Any]
@@ -32,7 +35,7 @@ def merge_outputs(
     """
     first = outputs[0]
     if len(outputs) == 1:
-        return type(first)(**{name: value for name, value in first.items() if not isinstance(value, Cache)})
+        return output_of(type(first), {name: v for name, v in first.items() if not isinstance(v, Cache)})
     known: list[Shapes] = []
 
     def resolve(path: Sequence[Any], shape: torch.Size) -> int:
@@ -54,7 +57,16 @@ def merge_outputs(
             merged[name] = sum(values)
         else:
             merged[name] = _merge(values, sizes, resolve, (name,))
-    return type(first)(**merged)
+    return output_of(type(first), merged)
+
+
+def output_of(kind: Any, values: Mapping[str, Any]) -> Any:
+    """An output of class `kind`; a criterion may have given a loss to one that has no such field."""
+    known = {field.name for field in fields(kind)} if is_dataclass(kind) else values.keys()
+    output = kind(**{name: value for name, value in values.items() if name in known})
+    for name in values.keys() - known:
+        set_field(output, name, values[name])
+    return output
 
 
 def shapes_of(output: Mapping[str, Any]) -> Shapes:

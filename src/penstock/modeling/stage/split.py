@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from penstock.modeling.graph.dataflow import ReachedInside
-from penstock.modeling.graph.loss import Criterion, loss_of, with_loss
+from penstock.modeling.graph.loss import Criterion, loss_by, with_loss
 from penstock.modeling.graph.plan import (
     Plan,
     StagePlan,
@@ -229,7 +229,15 @@ class SplitModel:
 
     def output_shapes(self, inputs: Mapping[str, Any]) -> Shapes:
         """The shapes of the model's output for `inputs`, found without computing it. Raises what `plan` raises."""
-        return self._trace(inputs, None, None)[0].output_shapes
+        left_out = self._for_criterion(inputs)
+        return self._trace({n: value for n, value in inputs.items() if n not in left_out}, None, None)[0].output_shapes
+
+    def _for_criterion(self, inputs: Mapping[str, Any]) -> Collection[str]:
+        """Names of inputs that the model's forward does not take, so that they can only be a criterion's."""
+        taken = self._signature.parameters
+        if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in taken.values()):
+            return ()
+        return inputs.keys() - taken.keys()
 
     def _make_plan(self, key: Any, inputs: Mapping[str, Any], call: Any, criterion: Any) -> Plan:
         known = self._traces.get(key)  # a trace knows nothing of stages
@@ -253,8 +261,9 @@ class SplitModel:
             arguments, function = {**inputs, **dict(defaults)}, call or self._call
             floating = set(self._floating)
             return trace(
-                self.model, self._functions, floating, self._interceptor, arguments, function, criterion
-            ), defaults
+                self.model, self._functions, floating, self._interceptor, arguments, function, criterion,
+                for_criterion=() if criterion is None else self._for_criterion(inputs),
+            ), defaults  # fmt: skip
         except (Untraceable, ReachedInside, NotImplementedError) as error:
             raise refusal(self.model, str(error)) from error
 
@@ -317,6 +326,8 @@ class SplitModel:
                 hand_over(relayed)
             return None, relayed
         arguments = {**inputs, **dict(plan.defaults)} if plan.defaults else inputs
+        if criterion is not None and (left_out := self._for_criterion(inputs)):
+            arguments = {name: value for name, value in arguments.items() if name not in left_out}
         if plan.written_inputs:
             arguments = {**arguments, **{name: _copied(arguments[name]) for name in plan.written_inputs}}
         weigh = plan.loss is not None and shares is not None and stage == self.num_stages - 1
@@ -371,7 +382,7 @@ class SplitModel:
         assert plan.loss is not None
         with plan.loss.weighing(shares):
             output = function(**arguments)
-            loss = loss_of(output) if criterion is None else criterion(output, inputs)
+            loss = loss_by(criterion, output, inputs)
         if loss is None:
             return output
         for name in plan.loss.fields:
