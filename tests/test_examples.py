@@ -80,3 +80,14 @@ def test_the_demo_gives_the_same_curve_for_any_number_of_stages_and_replicas(tmp
     assert result.returncode == 0, result.stderr
     assert "three: loss 6." in result.stdout and "largest difference from one: " in result.stdout
     assert (tmp_path / "loss.png").stat().st_size > 5000
+
+
+@pytest.mark.slow
+def test_the_trainers_example_resumes(tmp_path: Path) -> None:
+    arguments = [str(EXAMPLES / "run_trainer.py"), "--output", str(tmp_path), "--steps"]
+    for steps, *more in (("10",), ("12", "--resume")):
+        result = torchrun(2, *arguments, steps, *more, timeout=200)
+        assert result.returncode == 0, result.stderr[-4000:]
+    history = json.loads((tmp_path / "checkpoint-12/trainer_state.json").read_text())["log_history"]
+    assert [entry["step"] for entry in history if "loss" in entry] == [5, 10]
+    AutoModelForCausalLM.from_pretrained(tmp_path / "final")
