@@ -64,8 +64,9 @@ def _times(units: Sequence[UnitCost], cluster: Cluster, counts: Counts, microbat
         seconds = [sum(unit.forward + unit.backward + unit.weight for unit in run) for run in runs]
         needs = [
             sum(unit.weights + unit.gradients + unit.optimizer for unit in run)
-            + min(depth - stage, microbatches) * sum(unit.kept for unit in run)
-            + max(unit.working for unit in run)
+            + (min(depth - stage, microbatches) - 1) * sum(unit.kept for unit in run)
+            # A backward: the unit at work and those below it hold what they kept, those above do not any more.
+            + max(sum(below.kept for below in run[: place + 1]) + unit.working for place, unit in enumerate(run))
             for stage, run in enumerate(runs)
         ]
         for order in orders:

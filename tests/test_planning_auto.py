@@ -63,7 +63,7 @@ def test_little_memory_makes_deeper_pipelines(pool: Pool) -> None:
     with pytest.raises(Infeasible, match="no plan: "):
         auto_pipelines(build(), 2, 8, 1, "1f1b", memory=0.3 * whole)
     assert auto_pipeline_size(build(), 4, 8, 1, "1f1b") == 1
-    assert auto_pipeline_size(build(), 4, 8, 1, "1f1b", memory=0.8 * whole) == 2
+    assert auto_pipeline_size(build(), 4, 8, 1, "1f1b", memory=0.9 * whole) == 2
 
 
 def initialize_auto() -> tuple[float, int]:

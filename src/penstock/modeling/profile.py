@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -22,12 +22,14 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.cache_utils import Cache
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from penstock.modeling.check import build_on_meta, check
 from penstock.modeling.graph.dummy_inputs import dummy_inputs
 from penstock.modeling.graph.shapes import ShapeFunctions, flatten
 from penstock.modeling.graph.units import trace_units
 from penstock.planning.profile import Profile, UnitCost
+from penstock.runtime.gradients.weight_gradients import Deferred, WeightGradientQueues, install, uninstall
 
 # A measurement is repeated until it has taken so long, and at least so often; the median counts.
 LEAST_SECONDS, LEAST_TIMES = 0.2, 3
@@ -72,16 +74,16 @@ def profile_model(
         key = (_shapes(module), *(_key(call) for call in calls.get(name, ())), is_last)
         if key not in known:
             runs = [_run(module, call, device, is_last, operations_per_second) for call in calls.get(name, ())]
-            *sums, working = [sum(column) for column in zip(*runs, strict=True)] if runs else [0.0] * 6
-            known[key] = (*sums, max((run[-1] for run in runs), default=working))
-        forward, backward, weight, kept, kept_checkpointed, working = known[key]
+            *sums, _, _ = [sum(column) for column in zip(*runs, strict=True)] if runs else [0.0] * 9
+            known[key] = (*sums, *(max((run[which] for run in runs), default=0.0) for which in (-2, -1)))
+        forward, backward, weight, kept, kept_checkpointed, deferred, output, working, splitting = known[key]
         size = float(sum(parameter.nbytes for parameter in module.parameters()))
         boundary = report.boundaries[index] if index < len(report.boundaries) else None
         units.append(
             UnitCost(
                 name, forward, backward, weight, size, size, optimizer_states * size, kept, kept_checkpointed, working,
                 float(sum(crossing.num_bytes for crossing in boundary.crossing)) if boundary else 0.0,
-                bool(boundary and boundary.reason),
+                bool(boundary and boundary.reason), deferred, splitting, output,
             )
         )  # fmt: skip
     where = "estimated" if device is None else str(device)
@@ -147,7 +149,8 @@ def _key(call: tuple[list[Any], Any]) -> Any:
 def _run(
     module: nn.Module, call: tuple[list[Any], Any], device: torch.device | str | None, is_last: bool, speed: float
 ) -> tuple[float, ...]:
-    """Seconds of F, B and W; bytes kept, kept under checkpointing, and working besides."""
+    """Seconds of F, B and W; bytes kept, kept under checkpointing, deferred, of the model's output, and working
+    besides, without and with weight gradients that are put off."""
     where = torch.device("meta" if device is None else device)
     unit = copy.deepcopy(module).to_empty(device=where).train()
     for tensor in (*unit.parameters(), *unit.buffers()):
@@ -161,22 +164,35 @@ def _run(
     sources = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     parameters = [parameter for parameter in unit.parameters() if parameter.requires_grad]
 
+    returned: list[torch.Tensor] = []
+
     def forward() -> list[torch.Tensor]:
         output = unit(*args, **kwargs)
         found = [x for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor) and x.requires_grad]
         if is_last and found and found[0].dim() > 1:  # the loss, which is outside of all units
+            returned[:] = found[:1]  # the caller has them
             logits = found[0].float().flatten(0, -2)
             found[0] = functional.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.long, device=where))
         return found[:1] if is_last else found
 
     # Masks and the like are one for all units.
     shared = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.requires_grad]
-    kept, peak, counted = _memory(forward, parameters, shared)
-    checkpointed = float(sum(source.nbytes for source in sources))
-    memory = (kept, min(kept, checkpointed), max(0.0, peak - kept))
+    kept, working, counted = _memory(forward, parameters, shared, sources, returned)
+    queue = _Queue()
+    install(unit, queue)
+    _, splitting, _ = _memory(forward, parameters, shared, sources, returned)
+    uninstall(unit)
+    checkpointed = float(sum(source.nbytes for source in sources)) if _is_checkpointed(unit) else kept
+    output = float(sum(tensor.nbytes for tensor in returned))
+    memory = (kept, min(kept, checkpointed), queue.num_bytes(parameters), output, working, splitting)
     if device is None:
         return (*(operations / (REACHED * speed) for operations in counted), *memory)
     return (*_seconds(forward, sources, parameters, where), *memory)
+
+
+def _is_checkpointed(unit: nn.Module) -> bool:
+    """Whether `gradient_checkpointing_enable` has the unit run its forward again; a model's ends do not."""
+    return any(isinstance(module, GradientCheckpointingLayer) for module in unit.modules())
 
 
 def _is_hidden(leaf: Any) -> bool:
@@ -239,12 +255,42 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+class _Queue(WeightGradientQueues):
+    """Keeps what a backward leaves for its weight gradients, for good."""
+
+    deferring = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._left: list[Deferred] = []
+
+    def defer(self, deferred: Deferred) -> None:
+        self._left.append(deferred)
+
+    def num_bytes(self, parameters: list[nn.Parameter]) -> float:
+        """Of what was left; the parameters are there anyway."""
+        owned = {parameter.untyped_storage()._cdata for parameter in parameters}
+        left = [leaf for entry in self._left for leaf in pytree.tree_leaves(cast(partial[None], entry.compute).args)]
+        storages = {
+            one.untyped_storage()._cdata: one.untyped_storage() for one in left if isinstance(one, torch.Tensor)
+        }
+        return float(sum(storage.nbytes() for key, storage in storages.items() if key not in owned))
+
+
 def _memory(
-    forward: Callable[[], list[torch.Tensor]], parameters: list[nn.Parameter], shared: list[torch.Tensor]
+    forward: Callable[[], list[torch.Tensor]],
+    parameters: list[nn.Parameter],
+    shared: list[torch.Tensor],
+    sources: list[torch.Tensor],
+    returned: list[torch.Tensor],
 ) -> tuple[float, float, tuple[float, float, float]]:
-    """Bytes that autograd keeps after a forward, the most that live at once in forward and backward, and operations of
-    F, B and W: of products, and of reading and writing."""
+    """Bytes that live from a forward to its backward, the most besides them at once in either, and operations of F, B
+    and W: of products, and of reading and writing.
+
+    What lives is what autograd keeps and what `forward` leaves in `returned`.
+    """
     owned = {tensor.untyped_storage()._cdata for tensor in (*parameters, *shared)}
+    given = {tensor.untyped_storage()._cdata for tensor in sources}
     kept: dict[int, int] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -257,6 +303,8 @@ def _memory(
     with live, FlopCounterMode(display=False) as flops:
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), _fused_attention() as attention:
             outputs = forward()
+        for tensor in returned:
+            keep(tensor)
         products, traffic = flops.get_total_flops() + attention.operations, live.written
         if outputs:
             torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
@@ -266,7 +314,9 @@ def _memory(
     of_forward = products + OPERATIONS_PER_BYTE * 2 * traffic
     of_backward = backward_products + OPERATIONS_PER_BYTE * 2 * (live.written - traffic)
     share = 0.5 if any(parameter.dim() > 1 for parameter in parameters) else 0.0
-    return float(sum(kept.values())), float(live.peak), (of_forward, of_backward * (1 - share), of_backward * share)
+    made_here = sum(size for key, size in kept.items() if key not in given)
+    working = max(0.0, float(live.peak - made_here))
+    return float(sum(kept.values())), working, (of_forward, of_backward * (1 - share), of_backward * share)
 
 
 class _Attention(torch.autograd.Function):
@@ -291,8 +341,12 @@ class _Counter:
 
 @contextmanager
 def _fused_attention() -> Iterator[_Counter]:
-    """Inside, attention on the meta device keeps what fused kernels keep: queries, keys, values and output."""
+    """Inside, attention on the meta device keeps what fused kernels keep: queries, keys, values and output.
+
+    Who asks whether there is autocast is told that there is none, and no error for a device that never has it.
+    """
     plain, counter = functional.scaled_dot_product_attention, _Counter()
+    is_autocast_enabled = torch.is_autocast_enabled
 
     def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if not query.is_meta:
@@ -301,10 +355,12 @@ def _fused_attention() -> Iterator[_Counter]:
         return _Attention.apply(query, key, value)
 
     functional.scaled_dot_product_attention = attention
+    torch.is_autocast_enabled = lambda kind="cpu": kind != "meta" and is_autocast_enabled(kind)
     try:
         yield counter
     finally:
         functional.scaled_dot_product_attention = plain
+        torch.is_autocast_enabled = is_autocast_enabled
 
 
 class LiveBytes(TorchDispatchMode):

@@ -28,6 +28,13 @@ class MemoryEstimate:
         return ", ".join(f"{name} {readable(getattr(self, name))}" for name in parts)
 
 
+# The runtime's limits of messages under way on a CPU, see `runtime.boundary`: receives of a channel are posted ahead
+# for at least so many messages, and for as many as fit in so many bytes. On an accelerator fewer are posted.
+RECEIVES_AHEAD, BYTES_AHEAD = 2, 1 << 20
+# A sender keeps up to twice so many messages of a channel before it lets go of those that have left.
+SENDS_AHEAD = 8
+
+
 @dataclass(frozen=True)
 class Held:
     """What units hold, in bytes.
@@ -35,9 +42,13 @@ class Held:
     Attributes:
         weights, gradients, optimizer: for as long as the run lasts.
         kept: for each microbatch, from its forward to the end of its backward.
-        working: besides, while an action is under way.
+        working: besides `kept`, while a forward or a backward of a whole microbatch is under way.
         deferred: for each microbatch in place of `kept`, from its input gradient to its weight gradient, where a
             schedule splits the backward: inputs and gradients of the layers.
+        splitting: as `working`, where the backward is split; None if that is the same.
+        received: what comes from the stage below for a microbatch, a part of `kept`; as much goes back.
+        sent: what goes to the stage above for a microbatch, a part of `kept`; as much comes back.
+        output: of the model's output, what the caller holds until it is given the next one; a part of `kept` before.
     """
 
     weights: float = 0.0
@@ -46,6 +57,10 @@ class Held:
     kept: float = 0.0
     working: float = 0.0
     deferred: float = 0.0
+    splitting: float | None = None
+    received: float = 0.0
+    sent: float = 0.0
+    output: float = 0.0
 
     @property
     def state(self) -> float:
@@ -58,44 +73,151 @@ class Held:
 
     @staticmethod
     def together(parts: Iterable[Held]) -> Held:
-        """What units hold on one stage: only one of them works at a time."""
-        weights = gradients = optimizer = kept = working = deferred = 0.0
+        """What units hold on one stage, given in forward order: only one of them works at a time.
+
+        In a backward the units above the one at work have let go of `kept`, or hold `deferred` in its place.
+        """
+        weights = gradients = optimizer = kept = working = deferred = splitting = output = 0.0
         for part in parts:
             weights += part.weights
             gradients += part.gradients
             optimizer += part.optimizer
+            own = part.working if part.splitting is None else part.splitting
+            working = max(working - part.kept, part.working)
+            splitting = max(splitting + part.deferred - part.kept, own)
             kept += part.kept
-            working = max(working, part.working)
             deferred += part.deferred
-        return Held(weights, gradients, optimizer, kept, working, deferred)
+            output = part.output
+        return Held(weights, gradients, optimizer, kept, working, deferred, splitting, output=output)
 
 
 def memory_of_ranks(schedule: Schedule, stages: Sequence[Held]) -> list[MemoryEstimate]:
     """The most that each rank of a pipeline holds at once in a step.
 
-    Activations are followed action by action, as the stages of a rank need not peak together.
+    Activations are followed action by action, as the stages of a rank need not peak together:
+
+    - each microbatch's `kept` from its forward to the end of its backward, and `deferred` from there to its weight
+      gradients;
+    - `working` or `splitting` of the stage whose forward or backward is under way, and the gradient that came for it;
+    - buffers of receives that are posted ahead, and gradients that were sent and not let go of (see `_Messages`);
+    - a gradient that waits on this rank for the backward of the stage below;
+    - what the caller's loop holds until it is given the next loss: the output, and through the loss's graph the value
+      that the rank's top stage received, with its gradient.
+
+    Where two neighbouring stages are on one rank, what crosses is handed over and not copied.
 
     Args:
         stages: for each stage of the schedule.
     """
     found = []
+    last = schedule.num_stages - 1
     for rank, actions in enumerate(schedule.actions):
-        held = peak = 0.0
-        for action in actions:
-            stage = stages[action.stage]
+        own = schedule.stages_of(rank)
+        count = schedule.num_microbatches
+        from_here = {stage for stage in own if stage and schedule.is_local(stage - 1, stage)}
+        to_here = {stage for stage in own if stage < last and schedule.is_local(stage, stage + 1)}
+        kept = {stage: stages[stage].kept - (stages[stage].received if stage in from_here else 0.0) for stage in own}
+        messages = {
+            stage: _Messages(
+                0.0 if stage in from_here else stages[stage].received, 0.0 if stage in to_here else stages[stage].sent,
+                count,
+            )
+            for stage in own
+        }  # fmt: skip
+        # Backwards whose weight gradients follow at once are not split.
+        whole = schedule.whole_backwards(rank)
+        deferred: set[tuple[int, int]] = set()
+        held = peak = of_caller = 0.0
+        under_way = sum(one.num_bytes for one in messages.values())
+        for position, action in enumerate(actions):
+            stage, index = stages[action.stage], action.stage
+            if action.kind is Kind.W:
+                if (index, action.microbatch) in deferred:
+                    held -= stage.deferred
+                continue
+            splits = schedule.splits_backward and position not in whole
+            working = stage.working
+            under_way -= messages[index].num_bytes
             if action.kind is Kind.F:
-                held += stage.kept
-            peak = max(peak, held + stage.working)
+                held += kept[index]
+                messages[index].forward()
+            else:
+                if stage.splitting is not None and splits:
+                    working = stage.splitting
+                working += stage.sent
+                messages[index].backward()
+                if index == own[-1]:
+                    of_caller = 0.0
+            under_way += messages[index].num_bytes
+            peak = max(peak, held + under_way + of_caller + working)
             if action.kind is Kind.B:
-                held -= stage.kept
-                if schedule.splits_backward:
+                held -= kept[index]
+                if splits:
                     held += stage.deferred
-                    peak = max(peak, held)
-            elif action.kind is Kind.W:
-                held -= stage.deferred
-        own = Held.together(stages[stage] for stage in schedule.stages_of(rank))
-        found.append(MemoryEstimate(own.weights, own.gradients, own.optimizer, peak))
+                    deferred.add((index, action.microbatch))
+                if index in from_here:
+                    held += stage.received
+                if index in to_here:
+                    held -= stage.sent
+                if index == own[-1]:
+                    of_caller = stage.output + stage.received * (2 if index in from_here else 1)
+                under_way -= messages[index].num_bytes
+                messages[index].answer()
+                under_way += messages[index].num_bytes
+                peak = max(peak, held + under_way + of_caller)
+        state = Held.together(stages[stage] for stage in own)
+        found.append(MemoryEstimate(state.weights, state.gradients, state.optimizer, peak))
     return found
+
+
+def messages_at_most(received: float, sent: float, num_microbatches: int) -> float:
+    """A bound of the bytes of messages under way around one stage, and of the gradient it works on."""
+    posted = min(num_microbatches, _ahead(received) + 2 * SENDS_AHEAD) * received
+    return posted + min(num_microbatches, _ahead(sent) + 1) * sent
+
+
+class _Messages:
+    """Bytes of messages around one stage that its microbatches do not hold themselves.
+
+    Receives are posted ahead, of activations as of gradients, for the microbatches that are left. An activation that
+    was sent is held by its microbatch anyway, as its gradient is awaited. A gradient that was sent is the sender's
+    until so many were that it looks which have left.
+    """
+
+    def __init__(self, received: float, sent: float, num_microbatches: int) -> None:
+        self._received, self._sent = received, sent
+        self._ahead = _ahead(received), _ahead(sent)
+        self._to_receive = self._to_come_back = num_microbatches
+        self._answered = 0
+        self.num_bytes = 0.0
+        self._count()
+
+    def forward(self) -> None:
+        self._to_receive -= 1
+        self._count()
+
+    def backward(self) -> None:
+        self._to_come_back -= 1
+        self._count()
+
+    def answer(self) -> None:
+        """The gradient of what was received is on its way."""
+        self._answered += 1
+        if self._answered > 2 * SENDS_AHEAD:
+            self._answered = SENDS_AHEAD
+        self._count()
+
+    def _count(self) -> None:
+        activations, gradients = self._ahead
+        self.num_bytes = (
+            self._received * (min(self._to_receive, activations) + self._answered)
+            + self._sent * min(self._to_come_back, gradients)
+        )  # fmt: skip
+
+
+def _ahead(num_bytes: float) -> int:
+    """Receives posted ahead, of messages of so many bytes."""
+    return max(RECEIVES_AHEAD, int(BYTES_AHEAD // max(1.0, num_bytes)))
 
 
 def readable(num_bytes: float) -> str:

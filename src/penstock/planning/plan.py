@@ -10,7 +10,7 @@ from itertools import accumulate, groupby, pairwise
 from penstock.planning.cluster import Cluster, DeviceClass
 from penstock.planning.memory import Held, MemoryEstimate, memory_of_ranks, readable
 from penstock.planning.partition import partition, split_microbatches
-from penstock.planning.profile import Profile, UnitCost, held_by, sums
+from penstock.planning.profile import Profile, UnitCost, held_by_stages, sums
 from penstock.planning.search import Cut, Template, find_cuts, layouts
 from penstock.planning.simulate import LayoutSimulation, Reduction, simulate_layout
 from penstock.schedule import Costs, Schedule, build, schedule_names, simulate
@@ -558,4 +558,4 @@ def _costs(stages: Sequence[Sequence[UnitCost]], speeds: Sequence[float]) -> Cos
 
 
 def _memory_of(pipeline: PlannedPipeline) -> list[MemoryEstimate]:
-    return memory_of_ranks(pipeline.schedule, [held_by(stage) for stage in pipeline.stages])
+    return memory_of_ranks(pipeline.schedule, held_by_stages(pipeline.stages))

@@ -24,11 +24,13 @@ class UnitCost:
         forward, backward, weight: seconds of a forward, of the input's gradient, and of the weights' gradients.
         weights, gradients, optimizer: bytes, whatever the microbatches.
         kept: bytes that a microbatch keeps from its forward to the end of its backward.
-        kept_checkpointed: the same with gradient checkpointing: the unit's input.
+        kept_checkpointed: the same with gradient checkpointing: a block's input; `kept` where nothing is recomputed.
         working: bytes that exist only while the unit is at work.
         crossing: bytes that the next stage receives if this unit is a stage's last.
         joined: whether no stage may end with this unit.
-        deferred: bytes that a weight gradient which is put off keeps in place of `kept`; about as many.
+        deferred: bytes that a weight gradient which is put off keeps in place of `kept`; None: as many.
+        splitting: as `working`, if the weight gradient is put off; None: as much.
+        output: of `kept`, bytes of the model's output, which the caller is given; 0 below the last unit.
     """
 
     name: str
@@ -44,6 +46,8 @@ class UnitCost:
     crossing: float = 0.0
     joined: bool = False
     deferred: float | None = None
+    splitting: float | None = None
+    output: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -52,14 +56,26 @@ class UnitCost:
     @property
     def held(self) -> Held:
         deferred = self.kept if self.deferred is None else self.deferred
-        return Held(self.weights, self.gradients, self.optimizer, self.kept, self.working, deferred)
+        return Held(
+            self.weights,
+            self.gradients,
+            self.optimizer,
+            self.kept,
+            self.working,
+            deferred,
+            self.splitting,
+            output=self.output,
+        )
 
     def checkpointed(self) -> UnitCost:
         """With gradient checkpointing: the backward runs the forward again, and its activations exist only then."""
-        extra = max(0.0, self.kept - self.kept_checkpointed)
+        extra = self.kept - self.kept_checkpointed
+        if extra <= 0:
+            return self
         return replace(
             self, backward=self.backward + self.forward, kept=self.kept_checkpointed, working=self.working + extra,
             deferred=self.kept if self.deferred is None else self.deferred,
+            splitting=None if self.splitting is None else self.splitting + extra,
         )  # fmt: skip
 
 
@@ -124,17 +140,26 @@ class Profile:
             raise ValueError(f"{path} is no profile that `penstock profile` wrote: {error}") from error
 
 
-# Of what crosses a boundary, copies on their way: outputs until they are sent, gradients until they are used.
-COPIES_UNDER_WAY = 6
+# Of a stage's step in a pipeline, bytes that no unit counts: losses, positions and the like.
+SMALL_VALUES = 4096.0
 
 
-def held_by(units: Sequence[UnitCost]) -> Held:
-    """What units hold together on one stage, with the messages at its end.
+def held_by_stages(stages: Sequence[Sequence[UnitCost]]) -> list[Held]:
+    """What the units of each stage hold together, with what crosses between the stages.
 
-    A stage keeps its output for each microbatch until the gradient comes back.
+    A stage keeps its output for each microbatch until the gradient comes back, beside what its units keep.
     """
-    held, crossing = Held.together(unit.held for unit in units), units[-1].crossing
-    return replace(held, kept=held.kept + crossing, working=held.working + COPIES_UNDER_WAY * crossing)
+    found = []
+    received = 0.0
+    for number, units in enumerate(stages):
+        held, sent = Held.together(unit.held for unit in units), units[-1].crossing if number < len(stages) - 1 else 0.0
+        # What was received is held, though its first unit may not keep it.
+        small = SMALL_VALUES if received or sent else 0.0
+        kept, working = max(held.kept, received) + sent, held.working + small
+        splitting = None if held.splitting is None else held.splitting + small
+        found.append(replace(held, kept=kept, working=working, splitting=splitting, received=received, sent=sent))
+        received = sent
+    return found
 
 
 def sums(units: Sequence[UnitCost]) -> tuple[float, float, float]:

@@ -23,9 +23,9 @@ from itertools import product
 import numpy as np
 
 from penstock.planning.cluster import Cluster, Link
-from penstock.planning.memory import Held
+from penstock.planning.memory import Held, messages_at_most
 from penstock.planning.partition import ROUNDING, run_sums, split_microbatches
-from penstock.planning.profile import COPIES_UNDER_WAY, UnitCost
+from penstock.planning.profile import UnitCost
 
 Counts = tuple[int, ...]
 # Mixed pipelines are looked at up to the depth at which there are so many multisets of device classes.
@@ -95,7 +95,7 @@ def find_cuts(
         deepest: no pipeline has more stages.
         mixtures: whether a pipeline may have devices of several classes.
     """
-    problem = _Chain(parts, cluster)
+    problem = _Chain(parts, cluster, most_microbatches)
     num_classes, num_parts = len(cluster.classes), len(parts)
     width = max(1, min(MOST_ALTERNATIVES, ALTERNATIVES_BUDGET // (num_classes * num_parts**2)))
     deepest = min(num_parts, cluster.size, deepest or num_parts)
@@ -148,24 +148,29 @@ def find_cuts(
 class _Chain:
     """Times and memory of every run of parts as a stage."""
 
-    def __init__(self, parts: Sequence[Sequence[UnitCost]], cluster: Cluster) -> None:
+    def __init__(self, parts: Sequence[Sequence[UnitCost]], cluster: Cluster, most_microbatches: int) -> None:
         held = [Held.together(unit.held for unit in part) for part in parts]
         self.cluster = cluster
         self.seconds = run_sums([sum(unit.seconds for unit in part) for part in parts])
         self.state = run_sums([one.state for one in held])
         self.kept = run_sums([one.kept for one in held])
-        working = np.array([one.working for one in held])
+        # See `Held.together`: what a part works with, when those above it have let go of what they kept.
+        before = np.cumsum([one.kept for one in held])
+        working = before + np.array([one.working for one in held])
         self.working = np.zeros_like(self.state)
         for start in range(len(parts)):
-            self.working[start, start + 1 :] = np.maximum.accumulate(working[start:])
+            self.working[start, start + 1 :] = np.maximum.accumulate(working[start:]) - before[start:]
         # What crosses before each end; nothing at the model's own ends.
         self.crossing = np.array([0.0, *(part[-1].crossing for part in parts[:-1]), 0.0])
+        below = np.array([messages_at_most(size, 0.0, most_microbatches) for size in self.crossing[:-1]])
+        above = np.array([messages_at_most(0.0, size, most_microbatches) for size in self.crossing])
+        self.messages = below[:, None] + above
         self.largest_node = max(cluster.node_sizes, default=cluster.size)
 
     def stage_times(self, device_class: int, live: int, depth: int) -> tuple[np.ndarray, np.ndarray]:
         """Of every run of parts on a device: its seconds or its message's, if they are longer; and both together."""
         kind = self.cluster.classes[device_class]
-        activations = live * (self.kept + self.crossing) + self.working + COPIES_UNDER_WAY * self.crossing
+        activations = live * (self.kept + self.crossing) + self.working + self.messages
         fits = self.state + activations <= kind.memory
         times = np.where(fits, self.seconds / kind.speed, np.inf)
         link = self.cluster.inside if depth <= self.largest_node else self.cluster.between
