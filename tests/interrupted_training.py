@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -19,6 +20,8 @@ from families import FAMILIES, batch
 
 
 def main() -> None:
+    # As in a terminal: whoever started the tests may have had it ignored, as shells do in the background.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     folder, seconds = Path(sys.argv[1]), float(sys.argv[2])
     stages = int(sys.argv[3])
     model = FAMILIES["gpt2"].build(n_layer=4, n_embd=64, n_head=4)
