@@ -208,7 +208,9 @@ def test_what_was_traced_stays_traced(monkeypatch: pytest.MonkeyPatch) -> None:
 
     traced = []
     original = split_module.trace
-    monkeypatch.setattr(split_module, "trace", lambda *args: traced.append(args) or original(*args))
+    monkeypatch.setattr(
+        split_module, "trace", lambda *args, **options: traced.append(args) or original(*args, **options)
+    )
     whole = FAMILIES["gpt2"].build()
     units = list_units(whole)
     part = SplitModel(whole, cut(units, 2), [0])

@@ -11,12 +11,12 @@ import torch
 import penstock
 from families import FAMILIES
 from penstock import PipelineTemplate
-from penstock.modeling.profile import LiveBytes, profile_model
 from penstock.planning import memory
 from penstock.planning.memory import Held, memory_of_ranks
 from penstock.planning.pipelines import num_stages_on
 from penstock.planning.profile import Profile, held_by_stages
 from penstock.runtime.boundary import boundaries, p2p
+from penstock.runtime.profiling import LiveBytes, profile_model
 from penstock.schedule import build
 from pool import Pool
 

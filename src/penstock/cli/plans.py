@@ -46,10 +46,10 @@ def profile(
 
     import torch
 
-    from penstock.modeling.profile import profile_model
     from penstock.planning.memory import readable
     from penstock.runtime.comm.bootstrap import ensure_process_group, find_place
     from penstock.runtime.comm.devices import local_device
+    from penstock.runtime.profiling import profile_model
 
     inside = between = None
     rank = 0
@@ -163,8 +163,8 @@ def _job(
 
 
 def _estimate(model: str, microbatch: int, length: int, dtype: str, optimizer: str, names: list[str]) -> Profile:
-    from penstock.modeling.profile import profile_model
     from penstock.planning.cluster import KNOWN_DEVICES
+    from penstock.runtime.profiling import profile_model
 
     fastest = max((KNOWN_DEVICES[name][0] for name in names if name in KNOWN_DEVICES), default=312e12)
     return profile_model(

@@ -97,7 +97,7 @@ def auto_pipeline_size(
 
 
 def _estimate(model: PreTrainedModel, microbatch_size: int) -> Profile:
-    from penstock.modeling.profile import profile_model  # here, because this room is usable without torch
+    from penstock.runtime.profiling import profile_model  # here, because this room is usable without torch
 
     return profile_model(model, microbatch_size)
 

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from families import FAMILIES
 from penstock.modeling.graph.units import list_units
-from penstock.modeling.profile import profile_model
+from penstock.runtime.profiling import profile_model
 from pool import Pool
 
 BATCH, LENGTH = 2, 24
