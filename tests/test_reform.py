@@ -227,15 +227,24 @@ def test_values_may_come_from_elsewhere(pool: Pool, tmp_path: Path) -> None:
     assert pool.run(2, from_a_checkpoint, tmp_path, init=False) == [0.0, 0.0]
 
 
-def test_a_layout_for_another_world_is_refused(pool: Pool) -> None:
-    for message in pool.run(2, refused):
-        assert "the layout is of 1 ranks, but the world has 2" in message
+def test_a_layout_that_does_not_fit_is_refused_and_nothing_changes(pool: Pool) -> None:
+    for world, units, order, shards in pool.run(2, refused):
+        assert "the layout is of 1 ranks, but the world has 2" in world
+        assert "must place the same units in the same order: transformer.h.0" in units
+        assert "the order differs" in order
+        assert "a tensor_parallel_size of 2 cannot be taken up" in shards
 
 
-def refused() -> str:
+def refused() -> list[str]:
     model = FAMILIES["gpt2"].build()
     penstock.initialize(model, {"model_parallelism": {"pipeline_parallel_size": 2}})
-    with pytest.raises(ValueError) as caught:
-        model.pipeline.reform(place(model.pipeline.layout.units, (1,)))
+    units = list(model.pipeline.layout.units)
+    without = [unit for unit in units if unit != "transformer.h.0"]
+    wrong = [place(units, (1,)), place(without, (2,)), place(units[::-1], (2,)), Layout.place([[units]], None, 2)]
+    messages = []
+    for layout in wrong:
+        with pytest.raises(ValueError) as caught:
+            model.pipeline.reform(layout)
+        messages.append(str(caught.value))
     run_step(model, batch("causal", 8))  # as before
-    return str(caught.value)
+    return messages

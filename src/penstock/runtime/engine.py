@@ -2,6 +2,7 @@
 
 `parallelize` is the one function that turns a model and a layout into a running engine. An engine is *formed* by the
 ranks of a layout, and can be *re-formed* by other ranks, or in another layout, with the same model: see `reform`.
+What is formed is what the calls below use, in one object; that makes the file long.
 """
 
 from __future__ import annotations
@@ -277,22 +278,30 @@ class Engine:
     ) -> None:
         """Take up another layout with the same model, the same parameters and the same optimizer.
 
-        The ranks of torch's default process group call this together: those that remain of the old layout, after
-        `dissolve()`, `destroy_process_group()` and a new `init_process_group()`, and new ones, whose engines have just
-        been made for any layout of theirs. Units that are held no longer give up their storage; those that are held
-        newly get storage on the same `Parameter` objects.
+        The ranks that remain of the old layout call this together, after `dissolve()`, `destroy_process_group()` and a
+        new `init_process_group()`; ranks that come new call `parallelize(..., values=...)` meanwhile. Units that are
+        held no longer give up their storage; those that are held newly get storage on the same `Parameter` objects.
 
         Args:
             layout: of all ranks; its tensor-parallel size is the one before.
             make_schedule: for this rank's pipeline; by default the present one, if it fits.
             values: fills in what is held newly, see `Values`: from a checkpoint, or `from_live_ranks(optimizer)`. By
-                default every rank gets the values of the first rank that had them.
+                default they come from the ranks that have them, without an optimizer's state.
 
         Raises:
-            ValueError: the layout does not fit the model or the world. PipelineFailure: a rank was lost meanwhile.
+            ValueError: the layout does not fit the model or the world; nothing has changed then.
+            PipelineFailure: a rank was lost meanwhile.
         """
         if layout.world_size != dist.get_world_size():
             raise ValueError(f"the layout is of {layout.world_size} ranks, but the world has {dist.get_world_size()}")
+        if layout.units != self.layout.units:
+            other = ", ".join(sorted({*layout.units} ^ {*self.layout.units})) or "the order differs"
+            raise ValueError(f"another layout must place the same units in the same order: {other}")
+        if layout.tensor_parallel_size != self.layout.tensor_parallel_size:
+            raise ValueError(
+                f"weights are sharded over {self.layout.tensor_parallel_size} ranks, and a layout with a "
+                f"tensor_parallel_size of {layout.tensor_parallel_size} cannot be taken up: split a new model for it"
+            )
         self.dissolve()
         place = layout.place_of(dist.get_rank())
         mine = layout.pipelines[place.pipeline]
