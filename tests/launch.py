@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -83,3 +84,10 @@ def torchrun(
     """Run ``script`` under torchrun on this machine with ``num_processes`` ranks. Options: see run_command."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}"]
     return run_python(*launcher, script, *arguments, timeout=timeout, environment=environment, cwd=cwd, fresh=fresh)
+
+
+def free_port() -> int:
+    """A TCP port nobody listens on, on this machine."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 from torch.distributed.run import get_args_parser
 
-from launch import ROOT, run_command
+from launch import ROOT, free_port, run_command
 from penstock.bench.options import World, read_options
-from penstock.runtime.comm.bootstrap import free_port
 
 FOLDER = ROOT / "benchmark"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]

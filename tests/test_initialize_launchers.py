@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +10,12 @@ import pytest
 import torch.distributed as dist
 
 from families import FAMILIES, batch
-from launch import run_python
+from launch import free_port, run_python
 from penstock.runtime.comm.bootstrap import find_place, first_host
 from pool import Pool
 from training import EXACT, kept_in_double, parallelize, run_step, unsplit_step
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_", "OMPI_", "TORCHELASTIC_")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def variables(kind: str, rank: int, world_size: int, port: int) -> dict[str, str]:

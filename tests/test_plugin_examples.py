@@ -13,8 +13,7 @@ import torch
 from torch.distributed.run import get_args_parser
 from transformers import AutoModelForCausalLM, AutoModelForImageClassification, AutoModelForSequenceClassification
 
-from launch import ROOT, run_command, run_python, torchrun
-from penstock.runtime.comm.bootstrap import free_port
+from launch import ROOT, free_port, run_command, run_python, torchrun
 from pool import Pool
 
 sys.path.insert(0, str(ROOT / "examples"))

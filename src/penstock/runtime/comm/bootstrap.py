@@ -7,7 +7,6 @@ import contextlib
 import datetime
 import os
 import re
-import socket
 import sys
 from collections.abc import Mapping
 from functools import partial
@@ -135,10 +134,3 @@ def default_store() -> dist.Store | None:
     with contextlib.suppress(Exception):
         return dist.distributed_c10d._get_default_store()
     return None
-
-
-def free_port() -> int:
-    """A TCP port nobody listens on, on this machine."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
