@@ -19,10 +19,11 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from turns import Figures, Step, serve
 
+from penstock.modeling.tensor_spec import TensorSpec
 from penstock.planning.layout import Layout
 from penstock.runtime.boundary.boundaries import LOSS_DTYPE, Boundaries
 from penstock.runtime.boundary.p2p import Message, P2PChannel, P2PChannels
-from penstock.runtime.boundary.tensors import TensorSpec, encode_header
+from penstock.runtime.boundary.tensors import encode_header
 from penstock.runtime.comm.totals import Totals
 from penstock.runtime.context import RankContext
 from penstock.runtime.failures.board import FailureBoard

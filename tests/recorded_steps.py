@@ -19,10 +19,11 @@ import torch.distributed as dist
 from torch import nn
 
 from device_order import Do, Event
+from penstock.modeling.tensor_spec import TensorSpec
 from penstock.planning.layout import Layout
 from penstock.runtime.boundary.boundaries import Boundaries
 from penstock.runtime.boundary.p2p import TAGS_PER_CHANNEL, Message, P2PChannels
-from penstock.runtime.boundary.tensors import TensorSpec, encode_header
+from penstock.runtime.boundary.tensors import encode_header
 from penstock.runtime.comm.groups import Groups
 from penstock.runtime.comm.totals import Totals
 from penstock.runtime.context import RankContext

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from penstock.runtime.boundary.tensors import TensorSpec, decode_header, encode_header
+from penstock.modeling.tensor_spec import TensorSpec
+from penstock.runtime.boundary.tensors import decode_header, encode_header
 from penstock.runtime.failures.board import FailureBoard
 from penstock.runtime.gradients.reduction import GradientReducer, make_buckets
 from pool import Pool

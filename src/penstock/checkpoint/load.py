@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from penstock.modeling.tensor_parallel import take_shards
 from penstock.modeling.weights.load import load_stage
+from penstock.random_state import restored
 
 from .comm import Comm, together
 from .files import check_archive, open_tensors
@@ -275,7 +276,7 @@ def load_ordinary(
         if model.can_generate():
             given["generation_config"] = model.generation_config
         try:
-            with torch.random.fork_rng(devices=[]):  # what the folder lacks is drawn at random
+            with restored([torch.default_generator]):  # what the folder lacks is drawn at random
                 fresh, info = load_stage(
                     model_class, directory, stages, local_stages, tensor_parallel_of(model), **given
                 )

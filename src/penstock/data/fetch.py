@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from penstock.data.sampler import Share
+from penstock.random_state import seeded
 
 CollateFunction = Callable[[list[Any]], Any]
 # The inputs' names, the microbatches, the samples of the whole global batch and of the epoch before it, and the
@@ -87,20 +85,3 @@ def collate_samples(samples: Sequence[Any]) -> Mapping[str, Any]:
             f"Samples of one microbatch cannot be stacked ({error}). If their lengths differ, give a collate_fn that "
             "pads them, such as transformers.DataCollatorWithPadding(tokenizer)."
         ) from error
-
-
-@contextlib.contextmanager
-def seeded(*entropy: int) -> Iterator[None]:
-    """Seed Python's, numpy's and torch's CPU random generators inside the block; restore them after it."""
-    seed = int(np.random.SeedSequence(entropy).generate_state(1)[0])
-    generator = torch.default_generator  # not torch.manual_seed, which would reseed the accelerators as well
-    states = random.getstate(), np.random.get_state(), generator.get_state()
-    random.seed(seed)
-    np.random.seed(seed)
-    generator.manual_seed(seed)
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        generator.set_state(states[2])

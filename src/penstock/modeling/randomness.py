@@ -7,13 +7,9 @@ Before each unit runs, the random generators are set from (seed, unit, call), an
 from __future__ import annotations
 
 import hashlib
-import random
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import nn
 
 _MASK = (1 << 64) - 1
@@ -56,46 +52,3 @@ def mixed(seed: int, key: int) -> int:
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
     return z ^ (z >> 31)
-
-
-class Generators:
-    """The default random generators that a model on `device` draws from: the CPU's, and the accelerator's."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._generators = [torch.default_generator, *accelerator_generator(device)]
-
-    def seed(self, seed: int) -> None:
-        """Seed all of them."""
-        for generator in self._generators:
-            generator.manual_seed(seed)
-
-    @contextmanager
-    def restored(self) -> Iterator[Callable[[int], None]]:
-        """Yields `seed`, and leaves the generators as they were found."""
-        states = [generator.get_state() for generator in self._generators]
-        try:
-            yield self.seed
-        finally:
-            for generator, state in zip(self._generators, states, strict=True):
-                generator.set_state(state)
-
-
-def accelerator_generator(device: torch.device) -> list[torch.Generator]:
-    """An accelerator's default generator; none for the CPU."""
-    if device.type in ("cpu", "meta"):
-        return []
-    module = torch.get_device_module(device)
-    module.init()
-    return [module.default_generators[device.index if device.index is not None else module.current_device()]]
-
-
-@contextmanager
-def untouched_random_state() -> Iterator[None]:
-    """Leaves Python's and torch's random generators as they were found."""
-    state = random.getstate()
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices=devices):
-        try:
-            yield
-        finally:
-            random.setstate(state)

@@ -22,8 +22,10 @@ from penstock.modeling.graph.units import refusal
 from penstock.modeling.placeholders.caches import past_length
 from penstock.modeling.randomness import mixed
 from penstock.modeling.stage.caches import StageCaches
-from penstock.runtime.boundary.tensors import TensorSpec, broadcast_specs, broadcast_tensor
-from penstock.runtime.comm.random_state import adopt_random_state, set_random_state
+from penstock.modeling.tensor_spec import TensorSpec
+from penstock.random_state import generators_of, set_states
+from penstock.runtime.boundary.tensors import broadcast_specs, broadcast_tensor
+from penstock.runtime.comm.forming import adopt_random_state
 from penstock.runtime.context import RankContext
 from penstock.runtime.failures.board import PipelineFailure
 from penstock.runtime.stages import StageExecutor
@@ -138,7 +140,7 @@ class Decoding:
             yield
         finally:
             if own is not None:
-                set_random_state(own, self._device)
+                set_states(generators_of(self._device), own)
 
     # -- a forward -------------------------------------------------------------------------------------------------
 
@@ -234,7 +236,7 @@ class Decoding:
         specs = self._results.get(key)
         with self._board.guard("broadcasting the result", self.ranks):
             if specs is None:  # a placeholder's dtype may be wrong, under autocast
-                own = [TensorSpec(tuple(t.shape), t.dtype) for t in tensors] if is_source else None
+                own = [TensorSpec.shape_of(t) for t in tensors] if is_source else None
                 specs = tuple(broadcast_specs(own, len(tensors), source, self._groups.pipeline_control))
                 if len(self._results) >= MAX_REMEMBERED:
                     self._results.clear()

@@ -31,9 +31,8 @@ from penstock.runtime.boundary.boundaries import Boundaries
 from penstock.runtime.boundary.p2p import P2PChannels
 from penstock.runtime.comm.collectives import GroupCollectives
 from penstock.runtime.comm.devices import local_device
-from penstock.runtime.comm.forming import forming, job_board, shared_progress
+from penstock.runtime.comm.forming import adopt_random_state, forming, job_board, shared_progress
 from penstock.runtime.comm.groups import Groups
-from penstock.runtime.comm.random_state import adopt_random_state
 from penstock.runtime.comm.rollcall import Call, RollCall
 from penstock.runtime.comm.settings import (
     FrozenParameters,

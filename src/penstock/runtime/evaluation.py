@@ -14,7 +14,8 @@ from penstock.data.microbatch import rows_of
 from penstock.modeling.graph.loss import Criterion
 from penstock.modeling.stage.outputs import Shapes, merge_outputs, output_of
 from penstock.modeling.stage.split import SplitModel
-from penstock.runtime.boundary.tensors import TensorSpec, broadcast_specs, broadcast_tensor
+from penstock.modeling.tensor_spec import TensorSpec
+from penstock.runtime.boundary.tensors import broadcast_specs, broadcast_tensor
 from penstock.runtime.context import RankContext
 from penstock.runtime.inputs import StepInputs
 from penstock.runtime.program import Program

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from penstock.runtime.boundary.tensors import TensorSpec
+from penstock.modeling.tensor_spec import TensorSpec
 from penstock.runtime.comm.groups import Groups
 from penstock.runtime.gradients.ownership import HeldParameter
 from penstock.runtime.gradients.reduction import make_buckets

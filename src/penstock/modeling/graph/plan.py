@@ -14,10 +14,11 @@ from transformers.cache_utils import Cache
 
 from penstock.modeling.graph.dataflow import Altered, Drawn, Sources, Value
 from penstock.modeling.graph.loss import LossRule
-from penstock.modeling.graph.shapes import OutputShape, TensorShape
+from penstock.modeling.graph.shapes import OutputShape
 from penstock.modeling.graph.trace import Trace
 from penstock.modeling.placeholders.caches import cache_kind
 from penstock.modeling.randomness import key_of
+from penstock.modeling.tensor_spec import TensorSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +267,7 @@ def make_stage_plan(plan: Plan, stage: int) -> StagePlan:
 
 def _values_of_call(call: PlannedCall) -> list[Value]:
     """The tensors that a call makes: those it returns, and side outputs that are not among them."""
-    leaves: list[int | str] = [i for i, leaf in enumerate(call.output.leaves) if isinstance(leaf, TensorShape)]
+    leaves: list[int | str] = [i for i, leaf in enumerate(call.output.leaves) if isinstance(leaf, TensorSpec)]
     leaves += [entry.leaf for entry in call.output.captured if isinstance(entry.leaf, str)]
     return [Value(call.unit, call.index, leaf) for leaf in leaves]
 

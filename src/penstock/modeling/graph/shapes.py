@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from transformers.utils import output_capturing
 from penstock.modeling.graph.meta_operations import RememberedOperations
 from penstock.modeling.placeholders.caches import CacheUse, shape_cache
 from penstock.modeling.placeholders.ghosts import meta_placeholder, sync_capture_hooks
+from penstock.modeling.tensor_spec import TensorSpec
 
 # Output shapes are remembered per unit and argument shapes; the memory is emptied when it grows beyond this.
 MAX_REMEMBERED = 4096
@@ -25,27 +26,8 @@ MAX_REMEMBERED = 4096
 MAX_RETRIES = 8
 
 
-class TensorShape(NamedTuple):
-    """Shape and dtype of one tensor."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> TensorShape:
-        return cls(tuple(tensor.shape), tensor.dtype)
-
-    def zeros(self, device: torch.device) -> torch.Tensor:
-        """A placeholder that occupies a single element, whatever its shape."""
-        return torch.zeros((), dtype=self.dtype, device=device).expand(self.shape)
-
-    def writable_zeros(self, device: torch.device) -> torch.Tensor:
-        """A placeholder that in-place operations may write to."""
-        return torch.zeros(self.shape, dtype=self.dtype, device=device)
-
-
 # Stands for a tensor where shape and dtype do not matter.
-SOME_TENSOR = TensorShape((), torch.float32)
+SOME_TENSOR = TensorSpec((), torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +42,7 @@ class Captured:
 
     key: str
     leaf: int | str | None
-    shape: TensorShape | None
+    shape: TensorSpec | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +50,7 @@ class OutputShape:
     """The structure of what a unit's call returns.
 
     Attributes:
-        leaves: for each leaf of the output a `TensorShape`, or the leaf itself if it is no tensor.
+        leaves: for each leaf of the output a `TensorSpec`, or the leaf itself if it is no tensor.
         spec: how the leaves are put together.
         captured: side outputs in the order in which they are appended.
         cache_layers: indices of the cache layers that the call lengthens.
@@ -88,7 +70,7 @@ class OutputShape:
 
     def without_shapes(self) -> OutputShape:
         """The same structure for tensors of any shape."""
-        leaves = tuple(SOME_TENSOR if isinstance(leaf, TensorShape) else leaf for leaf in self.leaves)
+        leaves = tuple(SOME_TENSOR if isinstance(leaf, TensorSpec) else leaf for leaf in self.leaves)
         captured = tuple(replace(entry, shape=entry.shape and SOME_TENSOR) for entry in self.captured)
         return replace(self, leaves=leaves, captured=captured)
 
@@ -224,7 +206,7 @@ def _captured(key: str, index: int, value: Any, output_leaves: list[Any]) -> Cap
 
 
 def _shape_of(leaf: Any) -> Any:
-    return TensorShape.of(leaf) if isinstance(leaf, torch.Tensor) else leaf
+    return TensorSpec.shape_of(leaf) if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _shape_key(leaf: Any) -> Any:

@@ -29,12 +29,13 @@ from penstock.modeling.graph.dataflow import (
 )
 from penstock.modeling.graph.loss import CriterionError, LossRule, loss_by
 from penstock.modeling.graph.loss_trace import LossTrace, label_placeholder
-from penstock.modeling.graph.shapes import OutputShape, ShapeFunctions, TensorShape, flatten, side_outputs
+from penstock.modeling.graph.shapes import OutputShape, ShapeFunctions, flatten, side_outputs
 from penstock.modeling.instrumentation import Intercepted, Interceptor
 from penstock.modeling.placeholders.caches import advance_cache, cache_placeholder
-from penstock.modeling.randomness import untouched_random_state
 from penstock.modeling.stage.outputs import Shapes, shapes_of
+from penstock.modeling.tensor_spec import TensorSpec
 from penstock.modeling.weights.names import unit_of
+from penstock.random_state import all_restored, generators_in_use
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,7 @@ class Trace:
     written_inputs: tuple[str, ...]
     asks_inputs: bool
     loss: LossRule | None
-    shapes: Mapping[Value, TensorShape]
+    shapes: Mapping[Value, TensorSpec]
     output_shapes: Shapes
     fields: tuple[str, ...]
 
@@ -126,7 +127,7 @@ def trace(
     with (
         torch.inference_mode(False),
         torch.no_grad(),
-        untouched_random_state(),
+        all_restored(generators_in_use()),
         _real_outside(model, functions, device),
     ):
         arguments = {name: _placeholder(name, value) for name, value in inputs.items()}
@@ -171,7 +172,7 @@ class _Planner:
 
     def __init__(self, functions: ShapeFunctions, floating: Collection[str], device: torch.device) -> None:
         self.calls: list[TracedCall] = []
-        self.shapes: dict[Value, TensorShape] = {}
+        self.shapes: dict[Value, TensorSpec] = {}
         self.flow = DataFlow(lambda: len(self.calls))
         self._functions = functions
         self._floating = floating
@@ -193,7 +194,7 @@ class _Planner:
             if isinstance(tensor, torch.Tensor):
                 value = Value(name, index, leaf)
                 self.flow.mark_value(tensor, value)
-                self.shapes[value] = TensorShape.of(tensor)
+                self.shapes[value] = TensorSpec.shape_of(tensor)
         first = args[0] if args else next(iter(kwargs.values()), None)
         like_input = tuple(
             leaf
@@ -213,7 +214,7 @@ class _Planner:
         leaves, spec = flatten(output)
         # A clone, because a dropout in evaluation returns its argument itself.
         leaves = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        shapes = tuple(TensorShape.of(x) if isinstance(x, torch.Tensor) else x for x in leaves)
+        shapes = tuple(TensorSpec.shape_of(x) if isinstance(x, torch.Tensor) else x for x in leaves)
         return pytree.tree_unflatten(leaves, spec), OutputShape(shapes, spec)
 
     def _run_shape_function(
@@ -221,8 +222,7 @@ class _Planner:
     ) -> tuple[Any, OutputShape]:
         shape = self._functions(name, args, kwargs)
         outputs = [
-            leaf.writable_zeros(self._device) if isinstance(leaf, TensorShape) else _known(name, leaf)
-            for leaf in shape.leaves
+            leaf.zeros(self._device) if isinstance(leaf, TensorSpec) else _known(name, leaf) for leaf in shape.leaves
         ]
         lists = side_outputs()
         for entry in shape.captured:
@@ -230,7 +230,7 @@ class _Planner:
             if isinstance(entry.leaf, int):
                 tensor = outputs[entry.leaf]
             elif entry.leaf is not None and entry.shape is not None:
-                tensor = entry.shape.writable_zeros(self._device)
+                tensor = entry.shape.zeros(self._device)
                 value = Value(name, index, entry.leaf)
                 self.flow.mark_value(tensor, value)
                 self.shapes[value] = entry.shape

@@ -12,11 +12,12 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from penstock.modeling.graph.plan import PlannedCall, StageCall, StagePlan
-from penstock.modeling.graph.shapes import ShapeFunctions, TensorShape, flatten, lengths, side_outputs
+from penstock.modeling.graph.shapes import ShapeFunctions, flatten, lengths, side_outputs
 from penstock.modeling.instrumentation import Intercepted
 from penstock.modeling.placeholders.caches import advance_cache, frozen_cache
 from penstock.modeling.randomness import key_of, mixed
 from penstock.modeling.stage.host_values import HostValues
+from penstock.modeling.tensor_spec import TensorSpec
 
 _NOTHING = nullcontext()
 _START = key_of("the code before the first unit")
@@ -119,7 +120,7 @@ class StageRun:
     def _expected(self, call: PlannedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """What ghosts of a unit take the shapes of its output to be."""
         if call.output.spec.is_leaf() and call.like_input:
-            return (TensorShape.of(_first(args, kwargs)),)
+            return (TensorSpec.shape_of(_first(args, kwargs)),)
         return self._functions(call.unit, args, kwargs).leaves
 
     def _answer(
@@ -163,23 +164,23 @@ class StageRun:
             return self._functions(call.unit, *pytree.tree_unflatten(frozen, structure)).leaves
 
         def leaf(index: int, shape: Any) -> Any:
-            if not isinstance(shape, TensorShape):
+            if not isinstance(shape, TensorSpec):
                 return shape
             if index in planned.received:
                 return self._value(planned.received[index])
             if index in call.like_input:
                 return _first(args, kwargs)
-            return LazyPlaceholder(lambda: shapes()[index].zeros(self._device))
+            return LazyPlaceholder(lambda: shapes()[index].expanded_zeros(self._device))
 
         return [leaf(index, shape) for index, shape in enumerate(call.output.leaves)]
 
     def _leaf(self, planned: StageCall, leaf: int | str | None, shape: Any) -> Any:
-        if not isinstance(shape, TensorShape):
+        if not isinstance(shape, TensorSpec):
             return shape
         received = None if leaf is None else planned.received.get(leaf)
         if received is not None:
             return self._value(received)
-        return shape.writable_zeros(self._device) if planned.writable else shape.zeros(self._device)
+        return shape.zeros(self._device) if planned.writable else shape.expanded_zeros(self._device)
 
     def _value(self, received: tuple[int, bool]) -> torch.Tensor:
         position, copied = received
@@ -222,7 +223,7 @@ def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _check_assumption(call: PlannedCall, output: Any, expected: tuple[Any, ...]) -> None:
     """A part of the unit was taken for shape-preserving; see that the real output has the shapes that follow."""
     real = [tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None for leaf in flatten(output)[0]]
-    planned = [leaf.shape if isinstance(leaf, TensorShape) else None for leaf in expected]
+    planned = [leaf.shape if isinstance(leaf, TensorSpec) else None for leaf in expected]
     if real != planned:
         raise RuntimeError(
             f"The unit {call.unit} returned tensors of shapes {real}, but {planned} was expected of it: part of it "

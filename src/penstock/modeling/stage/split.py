@@ -36,12 +36,13 @@ from penstock.modeling.placeholders.ghosts import (
     restore,
     strip,
 )
-from penstock.modeling.randomness import Generators, draws_random_numbers
+from penstock.modeling.randomness import draws_random_numbers
 from penstock.modeling.stage.host_values import HostValues
 from penstock.modeling.stage.outputs import Shapes
 from penstock.modeling.stage.run import StageDone, StageRun
 from penstock.modeling.tensor_parallel import TensorParallel
 from penstock.modeling.weights.names import alias_groups
+from penstock.random_state import generators_of, restored, seed_all
 
 
 class SplitModel:
@@ -111,7 +112,7 @@ class SplitModel:
         self._interceptor.install({**self._modules, **self._floating})
         self._signature = inspect.signature(model.forward)
         self._stage_plans: dict[tuple[str, int], StagePlan] = {}
-        self._generators: Generators | None = None
+        self._generators: list[torch.Generator] | None = None
 
     def reform(
         self,
@@ -351,9 +352,9 @@ class SplitModel:
         if seeded:
             assert seed is not None
             if self._generators is None:
-                self._generators = Generators(self.device)
-            with self._generators.restored() as seed_generators:
-                run.seed_with(seed_generators, seed)
+                self._generators = generators_of(self.device)
+            with restored(self._generators):
+                run.seed_with(partial(seed_all, self._generators), seed)
                 output = self._handled(run, evaluate)
         else:
             output = self._handled(run, evaluate)

@@ -15,9 +15,9 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from penstock.modeling.randomness import accelerator_generator
 from penstock.modeling.tensor_parallel.region import Region
 from penstock.modeling.tensor_parallel.shard import Sharding
+from penstock.random_state import accelerator_generator, restored
 
 HEADS = Sharding(1)
 FEATURES = Sharding(-1)
@@ -92,9 +92,6 @@ class ShardedDropout(TorchFunctionMode):
 def _own_random_numbers(index: int, device: torch.device) -> Iterator[None]:
     """Inside, an accelerator's generator draws numbers of this rank's own; afterwards it is where it was."""
     (generator,) = accelerator_generator(device)
-    state = generator.get_state()
-    generator.manual_seed((generator.initial_seed() + (index + 1) * 0x9E3779B97F4A7C15) & ((1 << 63) - 1))
-    try:
+    with restored([generator]):
+        generator.manual_seed((generator.initial_seed() + (index + 1) * 0x9E3779B97F4A7C15) & ((1 << 63) - 1))
         yield
-    finally:
-        generator.set_state(state)

@@ -5,12 +5,12 @@ Used where shapes are not known beforehand: the first microbatch of a new signat
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+
+from penstock.modeling.tensor_spec import TensorSpec
 
 DTYPES = (
     torch.float32,
@@ -29,28 +29,6 @@ DTYPES = (
 MAX_DIMENSIONS = 8
 # dtype, gradient flag, number of dimensions, dimensions
 HEADER_WIDTH = 3 + MAX_DIMENSIONS
-
-
-class TensorSpec(NamedTuple):
-    """What a receive buffer must look like, and whether a gradient will travel back for it."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool = False
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> TensorSpec:
-        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
-
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    def empty(self, device: torch.device) -> torch.Tensor:
-        return torch.empty(self.shape, dtype=self.dtype, device=device)
-
-    def zeros(self, device: torch.device) -> torch.Tensor:
-        return torch.zeros(self.shape, dtype=self.dtype, device=device)
 
 
 def encode_header(specs: Sequence[TensorSpec]) -> torch.Tensor:

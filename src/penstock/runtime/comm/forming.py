@@ -1,4 +1,4 @@
-"""What the ranks agree on before their first step: the model, equal weights, and the seed of the run's dropout."""
+"""What the ranks agree on before their first step: the model, equal weights, and random numbers."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
+from penstock.random_state import generators_of, set_states, states_of
 from penstock.runtime.comm.bootstrap import default_store, ensure_process_group
 from penstock.runtime.comm.devices import refuse_shared_devices
 from penstock.runtime.comm.groups import Groups, abort_groups
@@ -120,3 +121,19 @@ def shared_progress(groups: Groups, seed: int | None, step_number: int) -> tuple
     first = next((rank for rank, (is_live, _, _) in enumerate(told) if is_live), None)
     _, shared, steps = told[first or 0]
     return first, shared, steps
+
+
+def adopt_random_state(first_rank: int, group: dist.ProcessGroup, device: torch.device) -> torch.Tensor | None:
+    """Go on from torch's random state on `first_rank`, for models on `device`; every rank of `group` calls this.
+
+    Returns:
+        This rank's state before, for `set_states`; None if it was the same.
+    """
+    generators = generators_of(device)
+    own = states_of(generators)
+    shared = own.clone()
+    dist.broadcast(shared, first_rank, group=group)
+    if torch.equal(own, shared):
+        return None
+    set_states(generators, shared)
+    return own
