@@ -49,6 +49,7 @@ def test_defaults_are_the_documented_ones() -> None:
         "patience": 10.0,
         "timeout": None,
         "trace": None,
+        "trace_steps": None,
     }
     configuration = Configuration.from_any({"model_parallelism": {"pipeline_parallel_size": 3}})
     assert dataclasses.asdict(configuration) == expected
@@ -57,6 +58,7 @@ def test_defaults_are_the_documented_ones() -> None:
 def test_every_key_arrives() -> None:
     values = {"enable": False, "pipeline_parallel_size": 3, "tensor_parallel_size": 1, "micro_batch_size": 2}
     values |= {"num_microbatches": None, "schedule": "gpipe", "patience": 2.5, "timeout": 60, "trace": "timeline.json"}
+    values |= {"trace_steps": (3, 5)}
     assert dataclasses.asdict(Configuration.from_any({"model_parallelism": values})) == values
 
 
@@ -95,7 +97,10 @@ def test_a_configuration_does_not_change() -> None:
         ({"model_parallelism": 2}, r"model_parallelism must be a dict, got 2 \(int\)"),
         ({"model_parallelism": {}}, r"pipeline_parallel_size is missing"),
         (section(pipeline_paralel_size=2), r"unknown key 'pipeline_paralel_size'.*mean \"pipeline_parallel_size\"\?"),
-        (section(frobnicate=2), r"unknown key 'frobnicate' in model_parallelism: known are enable, .*trace$"),
+        (
+            section(frobnicate=2),
+            r"unknown key 'frobnicate' in model_parallelism: known are enable, .*trace, trace_steps$",
+        ),
         (section(enable=1), r"enable must be true or false, got 1 \(int\)"),
         (section(enable="true"), r"enable must be true or false, got 'true' \(str\)"),
         (section(pipeline_parallel_size=0), r"pipeline_parallel_size must be a positive integer, got 0 \(int\)"),
@@ -116,6 +121,9 @@ def test_a_configuration_does_not_change() -> None:
         (section(timeout=True), r"timeout must be a positive number of seconds, or null, got True"),
         (section(trace=True), r"trace must be the path of an .svg or .json file, or null, got True"),
         (section(trace="steps.txt"), r"trace must be the path of an .svg or .json file, or null, got 'steps.txt'"),
+        (section(trace="a.svg", trace_steps=[5, 3]), r"trace_steps must be the first and the last step, .*\[5, 3\]"),
+        (section(trace="a.svg", trace_steps=3), r"trace_steps must be the first and the last step, .* got 3"),
+        (section(trace_steps=[3, 5]), r"trace_steps needs model_parallelism.trace, the file for the timeline"),
     ],
 )
 def test_mistakes_are_named_with_what_was_expected(config: dict[str, object], message: str, tmp_path: Path) -> None:

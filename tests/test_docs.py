@@ -354,6 +354,37 @@ arguments = Seq2SeqTrainingArguments(output_dir="run", max_steps=1, report_to="n
         after="assert trainer.state.global_step == 1",
     ),
     Run(
+        "docs/logging.md",
+        ("What is in use", "What a step took", "torch's profiler"),
+        2,
+        before=IMPORTS + "model, batch = whole(), batch_of(8)",
+        after="""
+assert model.pipeline.last_step.num_tokens == 64
+name = f"penstock: F stage {os.environ['RANK']} microbatch 3"
+assert any(event.name == name for event in profiler.events())
+""",
+    ),
+    Run(
+        "docs/logging.md",
+        ("A timeline of steps",),
+        2,
+        before=IMPORTS + "model, batches = whole(), [batch_of(8)] * 4",
+        after="""
+import json
+torch.distributed.barrier()
+events = json.load(open("steps.json"))["traceEvents"]
+assert {event["args"]["step"] for event in events if event["ph"] == "X"} == {1, 2}
+""",
+    ),
+    Run(
+        "docs/every_rank.md",
+        ("What must be the same",),
+        2,
+        before=IMPORTS
+        + "model, batches = split(2), [batch_of(8)]\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)",
+        after=TRAINED + "assert_trained('best')",
+    ),
+    Run(
         "docs/exactness.md",
         ("What you need to do",),
         2,

@@ -44,6 +44,8 @@ class Configuration:
             torch's default process group.
         trace: file for the timeline of the latest step, or None. It ends in .svg (a chart) or .json (for
             ui.perfetto.dev).
+        trace_steps: the first and the last training step, counted from 0, that the timeline covers in place of the
+            latest one; no others are recorded.
 
     Raises:
         ConfigurationError: a value of the wrong type or outside its range.
@@ -58,6 +60,7 @@ class Configuration:
     patience: float = 10.0
     timeout: float | None = None
     trace: str | None = None
+    trace_steps: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.enable, bool):
@@ -86,6 +89,13 @@ class Configuration:
             raise _wrong("schedule", self.schedule, f"one of {names}, a .csv file or rows", hint)
         if self.trace is not None and not (isinstance(self.trace, str) and self.trace.endswith((".svg", ".json"))):
             raise _wrong("trace", self.trace, "the path of an .svg or .json file, or null")
+        if self.trace_steps is not None:
+            if not _is_range(self.trace_steps):
+                raise _wrong("trace_steps", self.trace_steps, "the first and the last step, such as [10, 12], or null")
+            if self.trace is None:
+                raise ConfigurationError(f"{SECTION}.trace_steps needs {SECTION}.trace, the file for the timeline")
+            first, last = self.trace_steps
+            object.__setattr__(self, "trace_steps", (int(first), int(last)))
 
     @property
     def time_limit(self) -> datetime.timedelta | None:
@@ -137,6 +147,13 @@ def _is_positive_integer(value: object) -> bool:
 
 def _is_positive_number(value: object) -> bool:
     return type(value) is not bool and isinstance(value, int | float) and 0 < value < math.inf
+
+
+def _is_range(value: object) -> bool:
+    if not (isinstance(value, list | tuple) and len(value) == 2):
+        return False
+    whole = all(isinstance(step, Integral) and not isinstance(step, bool) for step in value)
+    return whole and 0 <= value[0] <= value[1]
 
 
 def _is_own_schedule(schedule: object) -> bool:

@@ -20,13 +20,15 @@ from penstock.modeling.weights.initialise import init_stage, meta_model, resolve
 from penstock.modeling.weights.load import forget_ties, load_config, load_stage
 from penstock.modeling.weights.names import alias_groups
 from penstock.pipeline_model import PipelineModel, attach
+from penstock.planning.announce import announce
 from penstock.planning.auto import auto_pipeline_size
 from penstock.planning.layout import Layout
 from penstock.planning.partition import partition
 from penstock.runtime.comm.devices import device_memory
 from penstock.runtime.comm.forming import facts_of, forming, gather_from_all, require_agreement
-from penstock.runtime.engine import parallelize
+from penstock.runtime.engine import DEFAULT_MICROBATCHES_PER_STAGE, parallelize
 from penstock.runtime.failures.board import FailureBoard
+from penstock.schedule import Schedule
 from penstock.schedule.text import own_or_named, summary, written_schedule
 
 T = TypeVar("T")
@@ -150,14 +152,27 @@ def choose_layout(model: PreTrainedModel, configuration: Configuration, board: F
     require_agreement({**facts_of(model), **settings}, board)
     configuration = _with_size(model, configuration, board)
     units = list_units(model)
-    stages, stage_to_rank, num_pipelines = plan_stages(configuration, units, unit_costs(model, units))
+    costs = unit_costs(model, units)
+    stages, stage_to_rank, num_pipelines = plan_stages(configuration, units, costs)
     size = configuration.tensor_parallel_size
     if size > 1:
         try:
             TensorParallel(model, 0, size, alias_groups(model))
         except ValueError as error:
             raise ConfigurationError(f"model_parallelism.{error}") from error
-    return Layout.place([stages] * num_pipelines, [stage_to_rank] * num_pipelines, size)
+    layout = Layout.place([stages] * num_pipelines, [stage_to_rank] * num_pipelines, size)
+    if dist.get_rank() == 0:
+        schedule = str(configuration.schedule) if written is None else written.name
+        split = [_microbatches_in_words(configuration, written, len(stages))] * num_pipelines
+        announce(type(model).__name__, layout, [schedule] * num_pipelines, split, dict(zip(units, costs, strict=True)))
+    return layout
+
+
+def _microbatches_in_words(configuration: Configuration, written: Schedule | None, num_stages: int) -> str:
+    if configuration.micro_batch_size is not None:
+        return f"microbatches of {configuration.micro_batch_size}"
+    number = written.num_microbatches if written is not None else DEFAULT_MICROBATCHES_PER_STAGE * num_stages
+    return f"{configuration.num_microbatches or number} microbatches in a batch"
 
 
 def _with_size(model: PreTrainedModel, configuration: Configuration, board: FailureBoard) -> Configuration:
@@ -282,6 +297,7 @@ def distribute(
         num_microbatches=num_microbatches,
         micro_batch_size=configuration.micro_batch_size,
         trace=configuration.trace,
+        trace_steps=configuration.trace_steps,
         timeout=configuration.time_limit,
         patience=float(configuration.patience),
     )

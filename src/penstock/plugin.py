@@ -17,6 +17,7 @@ from penstock.data.loader import HeterogeneousDataLoader
 from penstock.modeling.graph.loss import Criterion
 from penstock.optimizer import PipelineOptimizer
 from penstock.pipeline_model import PipelineModel, attach
+from penstock.planning.announce import announce
 from penstock.planning.auto import auto_pipelines
 from penstock.planning.describe import LayoutDescription, describe_layout
 from penstock.planning.layout import Layout
@@ -324,6 +325,10 @@ class HeterogeneousParallelPlugin:
         self._description = self._describe(model)
         with forming(self.time_limit) as board:
             require_agreement({**facts_of(model), **self._facts()}, board)
+            if dist.get_rank() == 0:
+                schedules = [schedule.name for schedule in self._schedules]
+                split = [f"{count} microbatches of {self.microbatch_size}" for count in self.num_microbatches]
+                announce(type(model).__name__, layout, schedules, split, self._description.costs or {})
             model = self._parallelise(model, layout, board)
         wrapped = None if optimizer is None else self._wrap(optimizer, model)
         return model, wrapped, criterion, dataloader, lr_scheduler

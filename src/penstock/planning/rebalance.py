@@ -99,7 +99,8 @@ def rebalance(profile: Profile, trace: str | Path, sizes: Sequence[int] | None =
 def read_step(path: str | Path) -> tuple[Schedule, list[list[float]], float]:
     """The schedule of a recorded step, the median seconds of F, B and W on each stage, and those of the whole step.
 
-    Where the backward is not split, half of it counts as W.
+    Where the backward is not split, half of it counts as W. Of several steps in the file the schedule is the first
+    one's, and the step's seconds are the median.
 
     Raises:
         ValueError: the file is no timeline of a step.
@@ -108,12 +109,17 @@ def read_step(path: str | Path) -> tuple[Schedule, list[list[float]], float]:
         events = [
             event for event in json.loads(Path(path).read_text())["traceEvents"] if event.get("cat") in tuple("FBW")
         ]
+        spans: dict[int, list[float]] = defaultdict(list)
         durations: dict[tuple[str, int], list[float]] = defaultdict(list)
         rows: dict[int, list[Action]] = defaultdict(list)
         rank_of: dict[int, int] = {}
         for event in sorted(events, key=lambda event: event["ts"]):
             stage, rank = event["args"]["stage"], event["tid"] // 2
             durations[event["cat"], stage].append(event["dur"] * 1e-6)
+            step = event["args"].get("step", 0)
+            spans[step] += [event["ts"] * 1e-6, (event["ts"] + event["dur"]) * 1e-6]
+            if step != min(spans):
+                continue
             rows[rank].append(Action(Kind(event["cat"]), stage, event["args"]["microbatch"]))
             rank_of[stage] = rank
         splits = any(kind == "W" for kind, _ in durations)
@@ -126,12 +132,11 @@ def read_step(path: str | Path) -> tuple[Schedule, list[list[float]], float]:
         times = []
         for stage in range(len(rank_of)):
             forward, backward = (statistics.median(durations[kind, stage]) for kind in "FB")
-            weight = sum(durations["W", stage]) / count if splits else backward / 2
+            weight = sum(durations["W", stage]) / count / len(spans) if splits else backward / 2
             times.append([forward, backward - (0 if splits else weight), weight])
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise ValueError(f"{path} is no recorded step (trace=step.json writes one): {error!r}") from error
-    measured = max(event["ts"] + event["dur"] for event in events) - min(event["ts"] for event in events)
-    return schedule, times, measured * 1e-6
+    return schedule, times, statistics.median(max(span) - min(span) for span in spans.values())
 
 
 def _mean_shares(times: Sequence[Sequence[float]]) -> list[float]:

@@ -28,6 +28,7 @@ from penstock.runtime.boundary.tensors import broadcast_specs, broadcast_tensor
 from penstock.runtime.comm.forming import adopt_random_state
 from penstock.runtime.context import RankContext
 from penstock.runtime.failures.board import PipelineFailure
+from penstock.runtime.labels import label
 from penstock.runtime.stages import StageExecutor
 
 # Shapes of results that are remembered. All ranks see the same forwards, so all forget at the same time.
@@ -184,14 +185,15 @@ class Decoding:
         caches = StageCaches(plan, self._own_stages, inputs) if len(self._own_stages) > 1 else None
         output = None
         for stage in self._own_stages:
-            output = self._stages.walk(
-                plan,
-                stage,
-                inputs if caches is None else caches.inputs(stage),
-                seed=seed,
-                early_exit=stage != self._own_stages[-1],
-                call=call,
-            )
+            with label(f"F stage {stage}"):
+                output = self._stages.walk(
+                    plan,
+                    stage,
+                    inputs if caches is None else caches.inputs(stage),
+                    seed=seed,
+                    early_exit=stage != self._own_stages[-1],
+                    call=call,
+                )
         if caches is not None:
             caches.merge(output)
         return output

@@ -68,8 +68,9 @@ from penstock.runtime.loop import OpenStep, TrainingLoop
 from penstock.runtime.moving import copy_from_first_holders, from_live_ranks, had_by
 from penstock.runtime.program import Program
 from penstock.runtime.recorder import Recorder
+from penstock.runtime.report import StepReport
 from penstock.runtime.stages import StageExecutor
-from penstock.runtime.training import Begun, StepReport, TrainingStep
+from penstock.runtime.training import Begun, TrainingStep
 from penstock.schedule import Schedule, check_trains
 
 # (number of microbatches) -> the schedule of this rank's pipeline
@@ -125,6 +126,8 @@ class Engine:
         last_step: what the last training step took.
         trace: a path; while it is set, each training step's timeline is written there (.svg or .json), that of the
             first pipeline. Set it on all ranks alike.
+        trace_steps: the first and the last training step, counted from 0, that the timeline covers; None for the latest
+            one. Set it on all ranks alike.
         autocast: the type in which stages run their matrix products, None for that of the weights.
         loss_scale: what losses are multiplied with in the backward, so that half-precision gradients do not vanish. The
             gradients between steps do not have it.
@@ -150,6 +153,7 @@ class Engine:
         num_microbatches: int | None = None,
         micro_batch_size: int | None = None,
         trace: str | os.PathLike[str] | None = None,
+        trace_steps: tuple[int, int] | None = None,
         board: FailureBoard | None = None,
         timeout: datetime.timedelta | None = None,
         patience: float = PATIENCE_SECONDS,
@@ -160,7 +164,7 @@ class Engine:
         self.num_microbatches = num_microbatches
         self.micro_batch_size = micro_batch_size
         self.last_step: StepReport | None = None
-        self.trace = trace
+        self.trace, self.trace_steps = trace, trace_steps
         self.autocast: torch.dtype | None = None
         self.loss_scale = 1.0
         self.step_number = 0
@@ -419,13 +423,14 @@ class Engine:
                 criterion=criterion,
                 reduce_gradients=self._synchronising,
                 loss_scale=self.loss_scale,
-                recorder=self._recorder if self.trace is not None else None,
             )
             settings = self._settings(digest, inputs)
         return TrainingLoop(step, partial(self._run, step, settings), self._open_step, self.context.interrupts)
 
     def _run(self, step: TrainingStep, settings: Settings) -> Generator[Any, None, None]:
-        step.number(self.step_number)
+        number, steps = self.step_number, self.trace_steps
+        recorder = self._recorder if self.trace and (steps is None or steps[0] <= number <= steps[1]) else None
+        step.prepare(number, recorder)
         roll_call = self.roll_call.begin(Call.TRAIN, settings)
 
         def all_begin() -> Begun:
@@ -436,12 +441,12 @@ class Engine:
             states = states_of_stages(said, self.context, training=True)
             return Begun(self.roll_call.number, states, settled=said is not told)
 
-        if self.trace is None:
+        if recorder is None:
             yield from step.run(all_begin)
         else:
-            path = self.trace if self.rank == 0 else None
-            yield from self._recorder.recording(
-                step.run(all_begin), self._channels, self.board, self.groups.pipeline_control, path
+            path, goes_on = self.trace if self.rank == 0 else None, steps is not None and number > steps[0]
+            yield from recorder.recording(
+                step.run(all_begin), self._channels, self.board, self.groups.pipeline_control, path, number, goes_on
             )
         self.last_step = step.report
         self._updates.end_step()
@@ -471,7 +476,7 @@ class Engine:
         with self._evaluation(inputs, criterion, over_all_pipelines=True) as output:
             own = torch.zeros((), device=self.device) if output is None else output.loss.detach()
             self._totals.start(own.to(torch.float64), False)
-            loss, _, _ = self._totals.finish()
+            loss, *_ = self._totals.finish()
             return float(loss), self._share(output) if share_outputs else output
 
     @contextlib.contextmanager

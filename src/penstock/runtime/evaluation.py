@@ -18,6 +18,7 @@ from penstock.modeling.tensor_spec import TensorSpec
 from penstock.runtime.boundary.tensors import broadcast_specs, broadcast_tensor
 from penstock.runtime.context import RankContext
 from penstock.runtime.inputs import StepInputs
+from penstock.runtime.labels import labelled, profiling
 from penstock.runtime.program import Program
 from penstock.runtime.stages import StageExecutor
 
@@ -54,7 +55,8 @@ def evaluate(
     with torch.no_grad():
         num_values = [len(values) for values in inputs.plans[0].boundaries] if inputs.plans else []
         boundaries.begin(program.orders, inputs.signatures, num_values, states)
-        for position, action in enumerate(program.actions):
+        actions = enumerate(program.actions)
+        for position, action in labelled(actions) if profiling() else actions:
             stage, microbatch = action.stage, action.microbatch
             if program.posts:
                 boundaries.post(program.posts[position].before)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -83,10 +84,26 @@ class StepInputs:
         """`counts`, summed over the microbatches."""
         return [sum(column) for column in zip(*self.counts, strict=True)]
 
+    def num_tokens(self) -> int:
+        """Tokens of all microbatches, padding counted; 0 if the model is given none."""
+        total, previous, tokens = 0, None, 0
+        for microbatch, signature in zip(self.microbatches, self.signatures, strict=True):
+            if signature is not previous:  # nearly always it is
+                previous, tokens = signature, _tokens(microbatch)
+            total += tokens
+        return total
+
     def seed(self, base: int, microbatch: int) -> int:
         """The seed of a microbatch's dropout: of the step and its place in the global batch, not of the layout."""
         index = self.first_microbatch + microbatch
         return (base + self.number * STEP_STRIDE + index * MICROBATCH_STRIDE) & SEED_MASK
+
+
+def _tokens(microbatch: Mapping[str, Any]) -> int:
+    ids, embedded = microbatch.get("input_ids"), microbatch.get("inputs_embeds")
+    if isinstance(ids, torch.Tensor):
+        return ids.numel()
+    return math.prod(embedded.shape[:-1]) if isinstance(embedded, torch.Tensor) else 0
 
 
 def refuse_tuples(model: PreTrainedModel, microbatches: Sequence[Mapping[str, Any]]) -> None:

@@ -1,4 +1,4 @@
-"""Recording a step as it ran: every action, wait and reduction of every rank, drawn like the simulator's."""
+"""Recording steps as they ran: every action, wait and reduction of every rank, drawn like the simulator's."""
 
 from __future__ import annotations
 
@@ -21,12 +21,15 @@ SHORTEST_WAIT = 20e-6
 
 
 class Recorder:
-    """Collects one rank's events of one step. Times are this process's monotonic clock, in seconds."""
+    """Collects one rank's events, step by step. Times are this process's monotonic clock, in seconds."""
 
     def __init__(self, pipeline_rank: int):
         self._rank = pipeline_rank
         self._events: list[TimedEvent] = []
         self._waited_until = 0.0
+        # Where the file is written, the events of all ranks in the steps that are in it.
+        self._written: list[TimedEvent] = []
+        self._began: float | None = None
 
     def recording(
         self,
@@ -35,8 +38,14 @@ class Recorder:
         board: FailureBoard,
         group: dist.ProcessGroup,
         path: str | os.PathLike[str] | None,
+        number: int,
+        goes_on: bool = False,
     ) -> Generator[Any, None, None]:
-        """Run `step` and record it; if a path is given, write there what all ranks of `group` recorded."""
+        """Run `step`, the training step `number`, and record it.
+
+        If a path is given, write there what all ranks of `group` recorded, after the steps that are there already if
+        it `goes_on`.
+        """
         self._events.clear()
         channels.on_wait = self.wait
         try:
@@ -44,9 +53,19 @@ class Recorder:
         finally:
             channels.on_wait = None
         with board.aborting():
-            events = self._gather(group)
+            events, began = self._gather(group)
             if path is not None:
-                _write(events, path, f"{dist.get_world_size(group)} ranks, as they ran")
+                if not goes_on:
+                    self._written, self._began = [], None
+                if self._began is None:
+                    self._began = began
+                later = began - self._began
+                self._written += [
+                    replace(event, start=event.start + later, end=event.end + later, step=number) for event in events
+                ]
+                numbers = sorted({event.step for event in self._written if event.step is not None})
+                which = f"steps {numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else "a step"
+                _write(self._written, path, f"{which} on {dist.get_world_size(group)} ranks, as run")
 
     def action(self, kind: str, stage: int, microbatch: int, start: float, end: float) -> None:
         """An action that ran from `start` to `end`; what it waited for its input is not counted as its own."""
@@ -61,13 +80,14 @@ class Recorder:
         """Buckets of gradients that were under way in these intervals."""
         self._events += [TimedEvent(self._rank, EventKind.REDUCTION, start, end) for start, end in intervals]
 
-    def _gather(self, group: dist.ProcessGroup) -> list[TimedEvent]:
-        """All ranks' events of the step, from time 0. Every rank of the pipeline calls this.
+    def _gather(self, group: dist.ProcessGroup) -> tuple[list[TimedEvent], float]:
+        """All ranks' events of the step, from time 0, and when that was. Every rank of the pipeline calls this.
 
         On one machine the clocks are one. Between machines they are not, so there each machine's events begin at 0.
         """
         gathered: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(gathered, (socket.gethostname(), self._events), group=group)
+        here = socket.gethostname()
+        dist.all_gather_object(gathered, (here, self._events), group=group)
         origins: dict[str, float] = {}
         for host, events in gathered:
             for event in events:
@@ -77,11 +97,11 @@ class Recorder:
             for host, events in gathered
             for event in events
         ]
-        return with_waits(shifted, SHORTEST_WAIT)
+        return with_waits(shifted, SHORTEST_WAIT), origins.get(here, 0.0)
 
 
 def _write(events: list[TimedEvent], path: str | os.PathLike[str], title: str) -> None:
-    """Write a step's timeline whole or not at all: .svg for a chart, .json for a Chrome trace."""
+    """Write a timeline whole or not at all: .svg for a chart, .json for a Chrome trace."""
     path = Path(path)
     draft = path.with_name(f".{path.stem}.draft{path.suffix}")
     write_timeline(events, draft, title)

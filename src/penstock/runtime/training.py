@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Generator, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -33,8 +33,10 @@ from penstock.runtime.gradients.gradients import Gradients
 from penstock.runtime.gradients.precision import autocast_now, multiply_gradients
 from penstock.runtime.gradients.reduction import ReductionReport
 from penstock.runtime.inputs import StepInputs
+from penstock.runtime.labels import labelled, profiling
 from penstock.runtime.program import Program
 from penstock.runtime.recorder import Recorder
+from penstock.runtime.report import StepReport
 from penstock.runtime.stages import (
     LiveMicrobatch,
     StageExecutor,
@@ -72,40 +74,6 @@ class Begun(NamedTuple):
     settled: bool = False
 
 
-@dataclass(frozen=True)
-class StepReport:
-    """A training step as this rank saw it.
-
-    The losses are tensors of shape () where the stage computes, so that no host waits for them until it reads `loss` or
-    `global_loss`.
-
-    Attributes:
-        own_sum: sum of the losses it yielded (this pipeline's share of the global batch's loss).
-        global_sum: the global batch's loss, over all pipelines; the same on every rank.
-        seconds: duration.
-        bubble: share of it this rank spent waiting for other stages; None on an accelerator, whose host does not wait.
-        num_microbatches: microbatches of this pipeline.
-        reduction: what gradient reduction took; None under `no_sync` or where nothing is shared.
-    """
-
-    own_sum: torch.Tensor
-    global_sum: torch.Tensor
-    seconds: float
-    bubble: float | None
-    num_microbatches: int
-    reduction: ReductionReport | None
-
-    @property
-    def loss(self) -> float:
-        """The value of `own_sum`."""
-        return float(self.own_sum)
-
-    @property
-    def global_loss(self) -> float:
-        """The value of `global_sum`."""
-        return float(self.global_sum)
-
-
 class TrainingStep:
     """One training step of one rank. Iterate over `run()`; then read `report`.
 
@@ -128,7 +96,6 @@ class TrainingStep:
         criterion: Criterion | None = None,
         reduce_gradients: bool = True,
         loss_scale: float = 1.0,
-        recorder: Recorder | None = None,
     ):
         self._context, self._board, self._interrupts = context, context.board, context.interrupts
         self._stages, self._channels = stages, stages.boundaries.channels
@@ -145,7 +112,7 @@ class TrainingStep:
         # Whether the queues or the reducer want to know which backward is under way.
         self._marks_backwards = program.splits_backward or self._anything_shared
         self._loss_scale = loss_scale
-        self._recorder = recorder
+        self._recorder: Recorder | None = None
         self._live: dict[tuple[int, int], LiveMicrobatch] = {}
         self._total_counts: Sequence[int] | None = None
         self._position = 0
@@ -183,9 +150,10 @@ class TrainingStep:
         action = next(iter(self._program.actions[self._position :]), None)
         return self.num_microbatches if action is None else action.microbatch
 
-    def number(self, number: int) -> None:
-        """Which training step this is, counted from 0 alike on all ranks: it seeds dropout."""
+    def prepare(self, number: int, recorder: Recorder | None) -> None:
+        """Which training step this is, counted from 0 alike on all ranks (it seeds dropout), and what records it."""
         self._inputs = replace(self._inputs, number=number)
+        self._recorder = recorder
 
     def run(self, all_begin: Callable[[], Begun]) -> Generator[Any, None, None]:
         """Run the step, yielding each microbatch's output when its backward is due.
@@ -201,7 +169,8 @@ class TrainingStep:
         name = "training step" if self._reduce else "training step under no_sync()"
         board.position.enter(name, world=True, detail=self)
         try:
-            for position, action in enumerate(self._program.actions):
+            actions = enumerate(self._program.actions)
+            for position, action in labelled(actions) if profiling() else actions:
                 kind, stage, microbatch = action.kind, action.stage, action.microbatch
                 self._position = position
                 if self._posts:
@@ -423,30 +392,30 @@ class TrainingStep:
 
     def _finish(self, waited: float) -> None:
         waited = self._channels.seconds_waited - waited
-        loss, global_loss, reduction = self._conclude(left=False)
+        loss, global_loss, reduction, sizes = self._conclude(left=False)
         if reduction is not None and self._recorder is not None:
             self._recorder.reductions(reduction.intervals)
         seconds = time.perf_counter() - self._started
         on_cpu = self._context.device.type == "cpu"
         bubble = waited / seconds if on_cpu and seconds > 0 else None
-        self.report = StepReport(loss, global_loss, seconds, bubble, len(self._losses), reduction)
+        self.report = StepReport(loss, global_loss, seconds, bubble, len(self._losses), *sizes, reduction)
 
-    def _conclude(self, left: bool) -> tuple[torch.Tensor, torch.Tensor, ReductionReport | None]:
+    def _conclude(self, left: bool) -> tuple[torch.Tensor, torch.Tensor, ReductionReport | None, tuple[int, int]]:
         """Meet all ranks at the end of the step, which this one may have left early."""
         if self._total_counts is None and self._program.top == self._program.last:
             # Not a single microbatch here, but the other pipelines need to hear so.
             self._total_counts = self._totals.counts(())
         self._channels.flush()
         scaled = self._gradients.scaling.note(self._incoming, self._in_half)
-        own, loss, reduction, num_left = self._sum_over_pipelines(scaled, left)
+        own, loss, reduction, num_left, sizes = self._sum_over_pipelines(scaled, left)
         self._concluded = True
         if 0 < num_left < len(self._context.everyone):
             self._settle(left)
-        return own, loss, reduction
+        return own, loss, reduction, sizes
 
     def _sum_over_pipelines(
         self, scaled: bool, left: bool
-    ) -> tuple[torch.Tensor, torch.Tensor, ReductionReport | None, int]:
+    ) -> tuple[torch.Tensor, torch.Tensor, ReductionReport | None, int, tuple[int, int]]:
         """Complete the gradients, and sum the loss. Every rank does this, also one without any microbatch.
 
         Args:
@@ -455,25 +424,25 @@ class TrainingStep:
 
         Returns:
             This pipeline's loss and that of the global batch (shape (), where the stage computes), what the reduction
-            took (None without one), and how many ranks left the step early.
+            took (None without one), how many ranks left the step early, and samples and tokens of the global batch.
         """
         totals, reducer, report = self._totals, self._reducer, None
         if self._reduce:
             reducer.launch_rest()
         nothing = torch.zeros((), dtype=LOSS_DTYPE, device=self._context.device)
         own = loss = torch.stack(self._losses).sum() if self._losses else nothing
-        num_left = int(left)
+        num_left, sizes = int(left), (sum(self._inputs.sizes), self._inputs.num_tokens())
         if totals.shared:
             # Behind every bucket, which is one order on all ranks, and under way while they are waited for.
-            totals.start(loss, scaled, left)
+            totals.start(loss, scaled, left, sizes)
         if self._reduce and reducer.active:
             report = reducer.finish()
         if totals.shared:
-            loss, scaled, num_left = totals.finish()
+            loss, scaled, num_left, sizes = totals.finish()
         multiply_gradients(self._gradients.parameters, 1.0 / self._loss_scale)
         if self._reduce and scaled and not num_left:
             self._gradients.norm.share_overflow()
-        return own, loss, report, num_left
+        return own, loss, report, num_left, sizes
 
     def _settle(self, left: bool) -> None:
         """Some ranks left the step and others came to its end: all leave it if what ended it reaches them now."""

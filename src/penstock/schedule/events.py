@@ -22,7 +22,8 @@ class EventKind(StrEnum):
 class TimedEvent:
     """`kind` on `rank` from `start` to `end`, in seconds since the step began.
 
-    `stage` and `microbatch` are ``None`` where they say nothing (a wait, the reduction of a whole rank).
+    `stage` and `microbatch` are ``None`` where they say nothing (a wait, the reduction of a whole rank), `step` where
+    there is only one.
     """
 
     rank: int
@@ -31,6 +32,7 @@ class TimedEvent:
     end: float
     stage: int | None = None
     microbatch: int | None = None
+    step: int | None = None
 
     @property
     def duration(self) -> float:

@@ -46,7 +46,7 @@ def chrome_trace(events: Iterable[TimedEvent], title: str = "") -> str:
         is_reduction = event.kind is EventKind.REDUCTION
         track = 2 * event.rank + is_reduction
         tracks[track] = f"rank {event.rank} reduction" if is_reduction else f"rank {event.rank}"
-        arguments = {"stage": event.stage, "microbatch": event.microbatch}
+        arguments = {"step": event.step, "stage": event.stage, "microbatch": event.microbatch}
         records.append(
             {
                 "name": _name(event),

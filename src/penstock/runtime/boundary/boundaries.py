@@ -20,6 +20,7 @@ import torch
 from penstock.modeling.tensor_spec import TensorSpec
 from penstock.runtime.boundary.p2p import Message, P2PChannels
 from penstock.runtime.boundary.tensors import decode_header, encode_header, header_buffer
+from penstock.runtime.labels import profiling
 from penstock.schedule.actions import Kind
 from penstock.schedule.communication import Step, carries_loss
 
@@ -75,6 +76,7 @@ class Boundaries:
             states: for each stage of the pipeline, what decides types and gradient flags of what it sends besides the
                 inputs: autocast, and which parameters are trainable up to there.
         """
+        self.channels.labels = profiling()
         if self._signatures.begin(signatures):
             for boundary in (*self.below.values(), *self.above.values()):
                 boundary.forget()

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from penstock.runtime.boundary.tensors import carried
 from penstock.runtime.failures.board import FailureBoard
+from penstock.runtime.labels import label
 
 
 class Message(IntEnum):
@@ -137,7 +138,11 @@ class P2PChannel:
         channels = self._channels
         start = time.perf_counter()
         try:
-            work.wait()
+            if channels.labels:
+                with label(f"receive {self._name}"):
+                    work.wait()
+            else:
+                work.wait()
         except RuntimeError as error:
             del work
             raise self._lost("receiving", error) from None
@@ -149,9 +154,14 @@ class P2PChannel:
 
     def send(self, tensors: Sequence[torch.Tensor]) -> None:
         """Send `tensors` as the next message, and let go of older ones if many are under way (see `SENDS_AHEAD`)."""
+        work: Waitable
         sent, peer, tag = list(map(torch.Tensor.contiguous, tensors)), self._peer_in_group, self._tag
         try:
-            work = self._send(sent, peer, tag) if len(sent) == 1 else self._send_each(sent, peer, tag)
+            if self._channels.labels:
+                with label(f"send {self._name}"):
+                    work = self._send_each(sent, peer, tag)
+            else:
+                work = self._send(sent, peer, tag) if len(sent) == 1 else self._send_each(sent, peer, tag)
         except RuntimeError as error:
             raise self._lost("sending", error) from None
         self._in_flight.append((sent, work))
@@ -201,6 +211,7 @@ class P2PChannels:
             the device: there the program says where each is posted (see `penstock.schedule.communication`).
         seconds_waited: for messages, so far.
         on_wait: called with the beginning and the end of each such wait, if set.
+        labels: whether messages get names in torch's profiler.
     """
 
     def __init__(
@@ -220,6 +231,7 @@ class P2PChannels:
         self.converts = device.type != "cpu"
         self.seconds_waited = 0.0
         self.on_wait: Callable[[float, float], None] | None = None
+        self.labels = False
 
     def channel(self, boundary: int, kind: Message, upper: bool) -> P2PChannel:
         """That of `kind` over `boundary`; `upper` if this rank holds the stage above it, `boundary + 1`."""

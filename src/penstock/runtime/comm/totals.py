@@ -1,4 +1,4 @@
-"""What the pipelines of a layout sum up in a step besides gradients: the loss, and the terms of its means."""
+"""What the pipelines of a layout sum up in a step besides gradients: the loss, the terms of its means, samples."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Totals:
         self._everyone = context.everyone
         self._groups = context.groups
         self._board = context.board
-        self._sums = torch.zeros(3, dtype=torch.float64)
+        self._sums = torch.zeros(5, dtype=torch.float64)
         self._work: dist.Work | None = None
         self._on_host = context.device.type == "cpu"
         self._loss = torch.zeros(())
@@ -49,16 +49,18 @@ class Totals:
             dist.all_reduce(totals, group=self._groups.last_stages)
         return totals.tolist()[: len(counts)]
 
-    def start(self, loss: torch.Tensor, flag: bool, left: bool = False) -> None:
+    def start(self, loss: torch.Tensor, flag: bool, left: bool = False, sizes: tuple[int, int] = (0, 0)) -> None:
         """Begin to sum `loss` over the pipelines, and to ask whether any rank raises `flag`; `finish` gives both.
 
         Args:
             loss: this pipeline's share of the global batch's loss, shape (), float64. Only the last stage's counts. On
                 an accelerator it is summed there, and no host waits for it.
             left: whether this rank left the step early; `finish` gives how many ranks did.
+            sizes: this pipeline's numbers of samples and tokens; `finish` gives those of all pipelines.
         """
         value = float(loss) if self._on_host and self._speaks else 0.0
-        self._sums = torch.tensor([value, float(flag), float(left)], dtype=torch.float64)
+        own = sizes if self._speaks else (0, 0)
+        self._sums = torch.tensor([value, flag, left, *own], dtype=torch.float64)
         self._loss = loss
         with self._board.guard("summing losses", self._everyone):
             if not self._on_host:
@@ -66,16 +68,16 @@ class Totals:
                 self._loss_work = dist.all_reduce(self._loss, group=self._groups.world, async_op=True)
             self._work = dist.all_reduce(self._sums, group=self._groups.world_control, async_op=True)
 
-    def finish(self) -> tuple[torch.Tensor, bool, int]:
-        """What `start` began; the loss is where it was."""
+    def finish(self) -> tuple[torch.Tensor, bool, int, tuple[int, int]]:
+        """What `start` began: the loss, where it was; whether any flag was raised; how many ranks left; the sizes."""
         with self._board.guard("summing losses", self._everyone):
             for work in (self._work, self._loss_work):
                 if work is not None:
                     work.wait()
         self._work = self._loss_work = None
-        value, flag, left = self._sums.tolist()
+        value, flag, left, samples, tokens = self._sums.tolist()
         loss = torch.tensor(value, dtype=torch.float64) if self._on_host else self._loss
-        return loss, bool(flag), int(left)
+        return loss, bool(flag), int(left), (int(samples), int(tokens))
 
     def ask(self, number: int) -> list[int]:
         """Every rank's `number`. All ranks call this together."""

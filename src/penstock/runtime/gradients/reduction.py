@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from penstock.runtime.failures.board import FailureBoard
 from penstock.runtime.gradients.weight_gradients import knows_deferral
+from penstock.runtime.labels import label
 from penstock.runtime.stages import requires_grad
 
 
@@ -213,10 +214,10 @@ class GradientReducer:
         num_bytes = 0
         for bucket in self._buckets:
             start = time.perf_counter()
-            with self._board.guard("summing gradients", bucket.ranks):
+            with self._board.guard("summing gradients", bucket.ranks), label("wait for the sum of", bucket):
                 bucket.finish()
             waited += time.perf_counter() - start
-            num_bytes += sum(p.numel() * p.element_size() for p in bucket.parameters)
+            num_bytes += bucket.num_bytes
         self._summed.update(self._bucket_of)
         self._unsummed.clear()
         intervals = tuple((bucket.launched_at, bucket.finished_at) for bucket in self._buckets)
@@ -236,7 +237,7 @@ class GradientReducer:
 
     def _launch(self, bucket: Bucket) -> None:
         self._next += 1
-        with self._board.guard("summing gradients", bucket.ranks):
+        with self._board.guard("summing gradients", bucket.ranks), label("reduce", bucket):
             bucket.launch(self._groups[bucket.ranks])
 
 
@@ -274,6 +275,14 @@ class Bucket:
     _flat: torch.Tensor | None = None
     _views: list[torch.Tensor] = field(default_factory=list)
     _absent: list[int] = field(default_factory=list)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the gradients."""
+        return sum(parameter.numel() * parameter.element_size() for parameter in self.parameters)
+
+    def __str__(self) -> str:
+        return f"{self.num_bytes / 1e6:.3g} MB of gradients over ranks {', '.join(map(str, self.ranks))}"
 
     def reset(self) -> None:
         """Expect every trainable parameter's gradient again."""

@@ -1,0 +1,73 @@
+"""What a training step took, as one rank saw it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from penstock.runtime.gradients.reduction import ReductionReport
+
+
+@dataclass(frozen=True, repr=False)
+class StepReport:
+    """A training step as this rank saw it.
+
+    The losses are tensors of shape () where the stage computes, so that no host waits for them until it reads `loss` or
+    `global_loss`.
+
+    Attributes:
+        own_sum: sum of the losses it yielded (this pipeline's share of the global batch's loss).
+        global_sum: the global batch's loss, over all pipelines; the same on every rank.
+        seconds: duration, with the loop's body.
+        bubble: share of it this rank spent waiting for other stages; None on an accelerator, whose host does not wait.
+        num_microbatches: microbatches of this pipeline.
+        num_samples, num_tokens: of the global batch, over all pipelines, padding counted. A token is an element of
+            `input_ids`, or a position of `inputs_embeds`; 0 where the model is given neither.
+        reduction: what gradient reduction took; None under `no_sync` or where nothing is shared.
+    """
+
+    own_sum: torch.Tensor
+    global_sum: torch.Tensor
+    seconds: float
+    bubble: float | None
+    num_microbatches: int
+    num_samples: int
+    num_tokens: int
+    reduction: ReductionReport | None
+
+    @property
+    def loss(self) -> float:
+        """The value of `own_sum`."""
+        return float(self.own_sum)
+
+    @property
+    def global_loss(self) -> float:
+        """The value of `global_sum`."""
+        return float(self.global_sum)
+
+    @property
+    def samples_per_second(self) -> float:
+        """Samples of the global batch a second."""
+        return self.num_samples / self.seconds
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens of the global batch a second; None where there are none."""
+        return self.num_tokens / self.seconds if self.num_tokens else None
+
+    def __repr__(self) -> str:
+        """On one line. Reads the losses."""
+        parts = [f"loss {self.global_loss:.6g}"]
+        if self.loss != self.global_loss:
+            parts[0] += f" ({self.loss:.6g} of it here)"
+        parts.append(f"{self.seconds:.4g} s")
+        if self.tokens_per_second is not None:
+            parts.append(f"{self.tokens_per_second:,.0f} tokens/s")
+        parts.append(f"{self.samples_per_second:,.4g} samples/s")
+        parts.append(f"{self.num_microbatches} microbatch" + "es" * (self.num_microbatches != 1))
+        if self.bubble is not None:
+            parts.append(f"bubble {self.bubble:.1%}")
+        if self.reduction is not None:
+            parts.append(f"{self.reduction.num_bytes / 1e6:.3g} MB reduced, {self.reduction.hidden:.0%} of it hidden")
+        return f"<step: {', '.join(parts)}>"

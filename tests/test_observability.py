@@ -1,0 +1,201 @@
+"""What a run tells about itself: the last step's figures, names in torch's profiler, timelines, the log."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import re
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from families import FAMILIES, batch
+from penstock.planning.rebalance import read_step
+from penstock.schedule import build
+from pool import Pool
+from training import parallelize
+
+MICROBATCHES, SAMPLES, TOKENS = 3, 6, 9
+SCHEDULE = "zb-h1"
+
+
+@dataclass
+class Told:
+    """What one rank said of three steps, of which the last two are in the timeline and the last is profiled."""
+
+    samples: int
+    tokens: int
+    tokens_per_second: float | None
+    seconds: float
+    words: str
+    evaluation: list[str]
+    step: list[str]
+    generation: list[str]
+    log: list[str]
+
+
+class Kept(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def observed(path: str) -> Told:
+    """On a worker: two pipelines of two stages."""
+    handler, logger = Kept(), logging.getLogger("penstock")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        model = parallelize(
+            FAMILIES["gpt2"].build(),
+            2,
+            num_microbatches=MICROBATCHES,
+            schedule=SCHEDULE,
+            trace=path,
+            trace_steps=[1, 2],
+        )
+        names: dict[str, list[str]] = {}
+
+        def step() -> None:
+            for output in model(**batch("causal", SAMPLES, TOKENS, seed=model.data_parallel_rank)):
+                output.loss.backward()
+
+        def evaluation() -> None:
+            with torch.no_grad():
+                model(**batch("causal", SAMPLES, TOKENS))
+
+        def generation() -> None:
+            model.generate(batch("causal", 2, 4)["input_ids"], max_new_tokens=3, do_sample=False)
+
+        step()
+        step()
+        for run in (evaluation, generation, step):
+            with profile(activities=[ProfilerActivity.CPU]) as profiler:
+                run()
+            names[run.__name__] = [e.name for e in profiler.events() if e.name.startswith("penstock: ")]
+        last = model.pipeline.last_step
+        return Told(
+            last.num_samples,
+            last.num_tokens,
+            last.tokens_per_second,
+            last.seconds,
+            repr(last),
+            log=handler.lines,
+            **names,
+        )
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)
+
+
+@functools.cache
+def told(pool: Pool, folder: Path) -> list[Told]:
+    return pool.run(4, observed, str(folder / "steps.json"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("observed")
+
+
+def test_the_last_step_counts_samples_and_tokens_of_all_pipelines(pool: Pool, folder: Path) -> None:
+    for each in told(pool, folder):
+        assert (each.samples, each.tokens) == (2 * SAMPLES, 2 * SAMPLES * TOKENS)
+        assert each.tokens_per_second == each.tokens / each.seconds
+
+
+def test_the_last_step_reads_as_a_sentence(pool: Pool, folder: Path) -> None:
+    for each in told(pool, folder):
+        assert re.fullmatch(
+            r"<step: loss [\d.]+ \([\d.]+ of it here\), [\d.e-]+ s, [\d,]+ tokens/s, [\d,.e+]+ samples/s, "
+            r"3 microbatches, bubble [\d.]+%, [\d.e-]+ MB reduced, \d+% of it hidden>",
+            each.words,
+        ), each.words
+
+
+def test_a_profile_names_every_action_message_and_sum_of_a_step(pool: Pool, folder: Path) -> None:
+    for rank, each in enumerate(told(pool, folder)):
+        place = rank % 2
+        counts = Counter(each.step)
+        expected = Counter(
+            f"penstock: {action.kind.value} stage {action.stage} microbatch {action.microbatch}"
+            for action in build(SCHEDULE, 2, MICROBATCHES).actions_of(place)
+        )
+        down, up = ("send", "receive") if place == 0 else ("receive", "send")
+        expected[f"penstock: {down} activations between stages 0 and 1"] = MICROBATCHES
+        expected[f"penstock: {up} gradients between stages 0 and 1"] = MICROBATCHES
+        expected[f"penstock: {up} losses between stages 0 and 1"] = MICROBATCHES
+        reductions = {name: count for name, count in counts.items() if " of gradients over ranks " in name}
+        assert counts - Counter(reductions) == expected
+        # The tied embedding is on all ranks, everything else of this stage on two.
+        both = f"{place}, {place + 2}"
+        for words in ("reduce", "wait for the sum of"):
+            over = {name.rpartition("ranks ")[2] for name in reductions if name.startswith(f"penstock: {words} ")}
+            assert over == {both, "0, 1, 2, 3"}
+
+
+def test_evaluation_and_generation_are_named_too(pool: Pool, folder: Path) -> None:
+    for rank, each in enumerate(told(pool, folder)):
+        stage = rank % 2
+        forwards = [f"penstock: F stage {stage} microbatch {number}" for number in range(MICROBATCHES)]
+        assert [name for name in each.evaluation if ": F " in name] == forwards
+        assert [name for name in each.generation if ": F " in name] == [f"penstock: F stage {stage}"] * 3
+        assert any("activations" in name for name in each.generation)
+
+
+def test_the_timeline_covers_the_steps_asked_for_and_no_others(pool: Pool, folder: Path) -> None:
+    told(pool, folder)
+    records = json.loads((folder / "steps.json").read_text())["traceEvents"]
+    events = [record for record in records if record["ph"] == "X"]
+    actions = Counter((e["args"]["step"], e["cat"]) for e in events if e["cat"] in "FBW")
+    assert actions == {(step, kind): 2 * MICROBATCHES for step in (1, 2) for kind in "FBW"}
+    ends = [max(e["ts"] + e["dur"] for e in events if e["args"]["step"] == step) for step in (1, 2)]
+    begins = [min(e["ts"] for e in events if e["args"]["step"] == step) for step in (1, 2)]
+    assert begins[0] == 0 and ends[0] <= begins[1]
+    assert records[0]["args"]["name"] == "steps 1 to 2 on 2 ranks, as run"
+    # The planner takes it as it takes a step.
+    schedule, _, measured = read_step(folder / "steps.json")
+    assert [Counter(schedule.actions_of(rank)) for rank in range(2)] == [
+        Counter(build(SCHEDULE, 2, MICROBATCHES).actions_of(rank)) for rank in range(2)
+    ]
+    assert measured * 1e6 <= max(end - begin for begin, end in zip(begins, ends, strict=True)) + 1
+
+
+def test_rank_0_alone_says_once_what_is_in_use(pool: Pool, folder: Path) -> None:
+    first, *others = told(pool, folder)
+    head, *lines = first.log
+    assert head == "GPT2LMHeadModel on 4 ranks: 2 pipelines"
+    assert [line for line in lines if line.startswith("pipeline")] == [
+        line
+        for line in lines
+        if re.fullmatch(
+            rf"pipeline [01]: schedule {SCHEDULE}, 3 microbatches in a batch, slowest .* times the mean", line
+        )
+    ]
+    shares = [float(share) for share in re.findall(r"on rank \d: ([\d.]+)% of the cost", "\n".join(lines))]
+    assert len(shares) == 4 and sum(shares) == pytest.approx(200, abs=0.3)
+    assert any(re.search(r"stage 1 on rank 3: .*lm_head$", line) for line in lines)
+    assert all(each.log == [] for each in others)
+
+
+def test_without_a_profiler_nothing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cost of names is one question a step; tests/test_executor_cost.py bounds what an action takes."""
+    from penstock.runtime import labels
+
+    def refuse(text: str) -> Any:
+        raise AssertionError(text)
+
+    monkeypatch.setattr(labels, "record_function", refuse)
+    with labels.label("reduce", "nothing"):
+        pass
+    with profile(activities=[ProfilerActivity.CPU]), pytest.raises(AssertionError, match="penstock: reduce nothing"):
+        labels.label("reduce", "nothing")
