@@ -22,7 +22,6 @@ from penstock.checkpoint import (
     TrainingState,
     is_parallelized,
     load_object,
-    load_ordinary,
     load_training_state,
     restore_object,
     save_object,
@@ -33,7 +32,7 @@ from penstock.data.loader import HeterogeneousDataLoader
 from penstock.modeling.graph.loss import Criterion
 from penstock.modeling.stage.outputs import merge_outputs
 from penstock.optimizer import PipelineOptimizer
-from penstock.pipeline_model import PipelineModel, checkpoint_comms, own_class, saving_rank
+from penstock.pipeline_model import PipelineModel, checkpoint_comms, saving_rank
 from penstock.plugin import Configured, HeterogeneousParallelPlugin
 from penstock.runtime.comm.rollcall import Call
 from penstock.runtime.engine import Engine
@@ -185,15 +184,10 @@ class Booster:
         Raises:
             CheckpointError: the folder holds no checkpoint of this model. No weight has changed then.
         """
-        pipeline = _pipeline_of(model)
-        world, _ = checkpoint_comms(pipeline)
+        _pipeline_of(model)
         if is_parallelized(checkpoint):
             return model.from_parallelized(checkpoint)
-        split = pipeline.split
-        with pipeline.together(Call.LOAD_MODEL):
-            load_ordinary(
-                model, checkpoint, own_class(model), split.stages, split.local_stages, world_comm=world, strict=strict
-            )
+        model.load_ordinary(checkpoint, strict)
         return model
 
     def save_optimizer(self, optimizer: PipelineOptimizer, checkpoint: PathLike, shard: bool = False) -> None:

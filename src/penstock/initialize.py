@@ -12,6 +12,7 @@ import torch.distributed as dist
 from transformers import PretrainedConfig, PreTrainedModel
 
 from penstock.config import SECTION, Configuration, ConfigurationError
+from penstock.modeling.adapters import is_peft_model
 from penstock.modeling.graph.costs import unit_costs
 from penstock.modeling.graph.loss import Criterion
 from penstock.modeling.graph.units import list_units
@@ -43,7 +44,7 @@ def initialize(model: PreTrainedModel, config: ConfigLike, criterion: Criterion 
     calls this with an equal model. torch.distributed is initialised from the environment unless it is already.
 
     Args:
-        model: a whole transformers model, on any device; it is moved to this rank's.
+        model: a whole transformers model, or a PeftModel of one, on any device; it is moved to this rank's.
         config: see `penstock.config.Configuration`, or the path of a JSON file.
         criterion: `criterion(outputs, inputs)` gives the mean loss of a microbatch, from the model's outputs and the
             keyword arguments it was called with, some of which may be for the criterion alone. With an attribute
@@ -60,6 +61,11 @@ def initialize(model: PreTrainedModel, config: ConfigLike, criterion: Criterion 
     """
     configuration = Configuration.from_any(config)
     if not configuration.enable:
+        return model
+    if is_peft_model(model):
+        from penstock.integrations.peft import initialize_peft
+
+        initialize_peft(model, lambda base: initialize(base, configuration, criterion))
         return model
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"initialize() takes a transformers PreTrainedModel, got {type(model).__name__}")

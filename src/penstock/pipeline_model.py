@@ -7,21 +7,32 @@ import inspect
 import math
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedModel
 
-from penstock.checkpoint import GroupComm, SavingRank, from_parallelized, save_parallelized
+from penstock.checkpoint import (
+    AdapterFolder,
+    GroupComm,
+    SavingRank,
+    from_parallelized,
+    load_ordinary,
+    save_adapter,
+    save_parallelized,
+)
+from penstock.checkpoint.adapters import load_adapters
 from penstock.checkpoint.comm import OnceLost
+from penstock.checkpoint.save_pretrained import SaveOptions
 from penstock.checkpoint.tensors import whole_shape, whole_state
 from penstock.config import Configuration
 from penstock.data.loader import prepare_dataloader
 from penstock.generation import generate
 from penstock.modeling.graph.loss import Criterion
-from penstock.modeling.instrumentation import mix_in, original_class, record_of
+from penstock.modeling.instrumentation import known_of, mix_in, original_class, record_of
+from penstock.modeling.placeholders.ghosts import absent_parameters
 from penstock.runtime.comm.rollcall import Call
 from penstock.runtime.engine import Engine
 
@@ -34,6 +45,9 @@ class PipelineModel:
 
     `parameters()`, `state_dict()` and `num_parameters()` are of this rank's stages; `save_pretrained` and
     `num_parameters(whole=True)` are of the whole model.
+
+    Optimizers take no empty list of parameters. On a rank that has nothing to train while others have, `parameters()`
+    and `named_parameters()` therefore end with a parameter that stands in: one number that nothing reads or saves.
     """
 
     @property
@@ -75,6 +89,19 @@ class PipelineModel:
         if torch.is_grad_enabled():
             return self.pipeline.train(inputs, criterion)
         return self.pipeline.evaluate(inputs, criterion)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """As of any module, of this rank's stages; see the class for what may stand at the end."""
+        trainable = False
+        own = super().named_parameters(prefix, recurse, remove_duplicate)  # type: ignore[misc]  # the model's
+        for name, parameter in own:
+            trainable = trainable or parameter.requires_grad
+            yield name, parameter
+        # Whoever asks for every name of tied weights wants what is in the model.
+        if not trainable and recurse and remove_duplicate and (stand_in := stand_in_of(self)) is not None:
+            yield f"{prefix}{'.' if prefix else ''}{STAND_IN}", stand_in
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """transformers' `generate`, over stages: on every rank the result of the unsplit model."""
@@ -119,6 +146,9 @@ class PipelineModel:
         Takes `save_pretrained`'s arguments. Every rank calls it. See `penstock.checkpoint.save_parallelized`.
         """
         pipeline = self.pipeline
+        if merge_checkpoints and getattr(self, "_hf_peft_config_loaded", False):
+            self._save_injected(save_directory, kwargs)
+            return
         world, ranks = checkpoint_comms(pipeline)
         with pipeline.saving():
             save_parallelized(
@@ -145,6 +175,41 @@ class PipelineModel:
             ValueError: `push_to_hub` or `distributed_checkpoint` is asked for.
         """
         self.save_parallelized(save_directory, merge_checkpoints=True, **{"safe_serialization": True, **kwargs})
+
+    def save_adapter(
+        self,
+        save_directory: str | os.PathLike[str],
+        name: str,
+        select: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]],
+        write: Callable[[str, Mapping[str, torch.Tensor]], None],
+    ) -> None:
+        """Save one adapter as one ordinary folder; see `penstock.checkpoint.AdapterFolder`. Every rank calls it."""
+        pipeline = self.pipeline
+        world, ranks = checkpoint_comms(pipeline)
+        model = cast(PreTrainedModel, self)
+        with pipeline.saving():
+            save_adapter(
+                model,
+                save_directory,
+                AdapterFolder(model, name, select, write),
+                place=saving_rank(pipeline),
+                world_comm=world,
+                pipeline_comm=ranks,
+            )
+
+    def _save_injected(self, save_directory: str | os.PathLike[str], arguments: dict[str, Any]) -> None:
+        """Save the active adapter of transformers' `add_adapter`, as transformers' `save_pretrained` does."""
+        SaveOptions.parse({name: value for name, value in arguments.items() if name != "state_dict"})
+        model: Any = self
+        if len(active := model.active_adapters()) != 1:
+            raise ValueError(f"one adapter is saved at a time, but {', '.join(active) or 'none'} are active")
+
+        def write(folder: str, state: Mapping[str, torch.Tensor]) -> None:
+            super(PipelineModel, self).save_pretrained(folder, state_dict=dict(state), **arguments)  # type: ignore[misc]
+
+        self.save_adapter(
+            save_directory, active[0], lambda state: model.get_adapter_state_dict(state_dict=dict(state)), write
+        )
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> str:
         """Refused: the weights are on several ranks.
@@ -197,6 +262,27 @@ class PipelineModel:
         )
         return f"{said}\n{part}" if said else part
 
+    def load_ordinary(self, directory: str | os.PathLike[str], strict: bool = True) -> None:
+        """Load the weights of an ordinary checkpoint, as `save_pretrained` writes it. Every rank calls it and reads its
+        own part only.
+
+        Args:
+            strict: refuse a folder that lacks weights of the model, or has others.
+
+        Raises:
+            CheckpointError: the folder holds no checkpoint of this model. No weight has changed then.
+        """
+        pipeline, model = self.pipeline, cast(Any, self)
+        comm, _ = checkpoint_comms(pipeline)
+        with pipeline.together(Call.LOAD_MODEL):
+            if getattr(model, "_hf_peft_config_loaded", False):
+                load_adapters(
+                    model, dict.fromkeys(model.active_adapters(), os.fspath(directory)), world_comm=comm, strict=strict
+                )
+                return
+            stages, local = pipeline.split.stages, pipeline.split.local_stages
+            load_ordinary(model, directory, own_class(model), stages, local, world_comm=comm, strict=strict)
+
     def from_parallelized(self, directory: str | os.PathLike[str], variant: str | None = None) -> PipelineModel:
         """Load what `save_parallelized` wrote, from any number of stages and tensor-parallel ranks, into this model;
         returns it. `variant` is the one it was saved with."""
@@ -214,6 +300,20 @@ class PipelineModel:
             return {**args[0], **kwargs}
         names = list(inspect.signature(self.forward).parameters)  # type: ignore[attr-defined]  # the model's own
         return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+STAND_IN = "nothing_to_train_on_this_rank"
+
+
+def stand_in_of(model: Any) -> torch.nn.Parameter | None:
+    """What stands in for parameters on a rank that has none to train; None if no rank has any."""
+    record = known_of(model)
+    if record.engine is None or not any(one.requires_grad for _, one in absent_parameters(model)):
+        return None
+    if record.stand_in is None:
+        record.stand_in = torch.nn.Parameter(torch.zeros(1, device=record.engine.device))
+    record.stand_in.requires_grad_(True)
+    return record.stand_in
 
 
 def checkpoint_comms(pipeline: Engine) -> tuple[GroupComm, GroupComm]:

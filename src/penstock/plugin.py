@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel
 
 from penstock.data.loader import HeterogeneousDataLoader
+from penstock.modeling.adapters import base_of, is_peft_model
 from penstock.modeling.graph.loss import Criterion
 from penstock.optimizer import PipelineOptimizer
 from penstock.pipeline_model import PipelineModel, attach
@@ -192,7 +193,7 @@ class HeterogeneousParallelPlugin:
         if not isinstance(self.schedule, str):
             raise TypeError(f'pipelines "auto" need the name of one schedule, but the plugin has {self.schedule!r}')
         return auto_pipelines(
-            model,
+            base_of(model),
             rank_and_world_size()[1] // self.tp_size,
             num_microbatches,
             self.microbatch_size,
@@ -238,7 +239,7 @@ class HeterogeneousParallelPlugin:
             model: a whole model to count the parameters of; not needed after `configure`.
             plot: also draw the layout, and the schedule's timeline as the modules' costs predict it, to this .svg file.
         """
-        description = self._description or self._describe(model)
+        description = self._description or self._describe(base_of(model))
         if rank_and_world_size()[0] == 0:
             print(description)
             if plot is not None:
@@ -313,6 +314,15 @@ class HeterogeneousParallelPlugin:
                 `dataloader` was not prepared by this plugin.
         """
         layout = self.layout
+        if is_peft_model(model):
+            from penstock.integrations.peft import initialize_peft
+
+            configured: list[Configured] = []
+            initialize_peft(
+                model,
+                lambda base: configured.append(self.configure(base, optimizer, criterion, dataloader, lr_scheduler)),
+            )
+            return (model, *configured[0][1:])
         if not isinstance(model, PreTrainedModel):
             raise TypeError(f"configure() takes a transformers PreTrainedModel, got {type(model).__name__}")
         if isinstance(model, PipelineModel):

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
@@ -25,7 +25,7 @@ from penstock.modeling.tensor_parallel import Sharding
 from .comm import Comm
 from .files import write_bytes, write_tensors
 from .names import EXTENSIONS, FINAL_INDEX, STAGED_INDEX, is_shard, weight_file_names
-from .save_pretrained import SaveOptions
+from .save_pretrained import SaveOptions, write_side_files
 from .staging import Operation
 from .tensors import (
     dtype_name,
@@ -85,6 +85,45 @@ class MergePlan:
         return range(self.holders[name], self.holders[name] + (self.num_slices if name in self.slicings else 1))
 
 
+class MergedFolder(Protocol):
+    """A kind of folder that one rank's files do not make up: how the ranks of a pipeline write it together."""
+
+    def describe(self, folder: str) -> tuple[list[str], list[str]]:
+        """On the rank that leads: write the small files; their names, and those of the tensors that are needed."""
+
+    def plan(self, ranks: Sequence[Mapping[str, Holding]], needed: Collection[str]) -> MergePlan:
+        """What each rank gathers and writes; the same plan on every rank, from what all hold and the leader needs."""
+
+    def assemble(self, gathered: dict[str, torch.Tensor], shard: Shard, folder: str) -> None:
+        """Write a shard from its tensors."""
+
+    def operations(self, directory: str, folder: str, plan: MergePlan, sides: Sequence[str]) -> list[Operation]:
+        """The renames that put what was written to `folder` in its place in `directory`; see `staging`."""
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """The folder that `save_pretrained` writes for the unsplit model."""
+
+    model: PreTrainedModel
+    options: SaveOptions
+
+    def describe(self, folder: str) -> tuple[list[str], list[str]]:
+        return write_side_files(self.model, folder), []
+
+    def plan(self, ranks: Sequence[Mapping[str, Holding]], needed: Collection[str]) -> MergePlan:
+        return plan_merge(self.model, ranks, self.options)
+
+    def assemble(self, gathered: dict[str, torch.Tensor], shard: Shard, folder: str) -> None:
+        reverted = self.options.save_original_format
+        tensors = revert_weight_conversion(self.model, gathered) if reverted else gathered
+        wanted = to_cpu({name: tensors[name] for name in shard.outputs})
+        write_tensors(os.path.join(folder, shard.file_name), wanted, self.options.save_function)
+
+    def operations(self, directory: str, folder: str, plan: MergePlan, sides: Sequence[str]) -> list[Operation]:
+        return merged_operations(directory, folder, plan, sides, self.options)
+
+
 def describe_holdings(model: PreTrainedModel, state: Mapping[str, torch.Tensor]) -> dict[str, Holding]:
     """What this rank can contribute, or its tensor-parallel group together."""
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -103,8 +142,7 @@ def plan_merge(model: PreTrainedModel, ranks: Sequence[Mapping[str, Holding]], o
     Raises:
         RuntimeError: from transformers, if weights are tied that the model does not declare as tied.
     """
-    holders = {name: rank for rank in reversed(range(len(ranks))) for name in ranks[rank]}
-    holdings = {name: ranks[rank][name] for name, rank in holders.items()}
+    holders, holdings = first_holders(ranks)
     order = {name: place for place, name in enumerate(whole_state(model))}
     names = sorted(holdings, key=lambda name: order.get(name, len(order)))
     total_parameters = _count_parameters(model, holdings)
@@ -115,7 +153,7 @@ def plan_merge(model: PreTrainedModel, ranks: Sequence[Mapping[str, Holding]], o
     }
     outputs, origin = dict(inputs), {name: frozenset({name}) for name in names}
     if options.save_original_format:
-        with _Provenance(inputs) as provenance:
+        with Provenance(inputs) as provenance:
             outputs = {name: tensor.contiguous() for name, tensor in revert_weight_conversion(model, inputs).items()}
         origin = {name: provenance.origin(tensor) for name, tensor in outputs.items()}
 
@@ -145,6 +183,12 @@ def plan_merge(model: PreTrainedModel, ranks: Sequence[Mapping[str, Holding]], o
     )
 
 
+def first_holders(ranks: Sequence[Mapping[str, Holding]]) -> tuple[dict[str, int], dict[str, Holding]]:
+    """For each tensor the first rank that holds it, and what it is."""
+    holders = {name: rank for rank in reversed(range(len(ranks))) for name in ranks[rank]}
+    return holders, {name: ranks[rank][name] for name, rank in holders.items()}
+
+
 def _saved_names(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
     """`names` without those that `save_pretrained` leaves out: the ignored ones, and all but one of tied ones."""
     ignored = set(model._keys_to_ignore_on_save or ())
@@ -166,7 +210,7 @@ def _count_parameters(model: PreTrainedModel, holdings: Mapping[str, Holding]) -
     return sum(sizes.values())
 
 
-class _Provenance(TorchDispatchMode):
+class Provenance(TorchDispatchMode):
     """Follows which inputs the memory of each meta tensor was made from."""
 
     def __init__(self, inputs: Mapping[str, torch.Tensor]) -> None:
@@ -197,12 +241,7 @@ class _Provenance(TorchDispatchMode):
 
 
 def write_merged(
-    model: PreTrainedModel,
-    state: Mapping[str, torch.Tensor],
-    plan: MergePlan,
-    folder: str,
-    options: SaveOptions,
-    comm: Comm,
+    form: MergedFolder, state: Mapping[str, torch.Tensor], plan: MergePlan, folder: str, comm: Comm
 ) -> None:
     """Assemble and write this rank's shards into `folder`, and send what others need for theirs.
 
@@ -211,7 +250,7 @@ def write_merged(
     """
     failure: Exception | None = None
     for shard in plan.shards:
-        failure = _write_shard(model, state, plan, shard, folder, options, comm, failure)
+        failure = _write_shard(form, state, plan, shard, folder, comm, failure)
     if failure is None and plan.index_name is not None and comm.rank == 0:
         _write_indices(plan, folder)
     if failure is not None:
@@ -219,12 +258,11 @@ def write_merged(
 
 
 def _write_shard(
-    model: PreTrainedModel,
+    form: MergedFolder,
     state: Mapping[str, torch.Tensor],
     plan: MergePlan,
     shard: Shard,
     folder: str,
-    options: SaveOptions,
     comm: Comm,
     failure: Exception | None,
 ) -> Exception | None:
@@ -257,18 +295,10 @@ def _write_shard(
             gathered[name] = slices[0] if slicing is None else slicing.join(slices)
     if comm.rank == shard.assembler and failure is None:
         try:
-            _assemble(model, gathered, shard, folder, options)
+            form.assemble(gathered, shard, folder)
         except Exception as error:
             return error
     return failure
-
-
-def _assemble(
-    model: PreTrainedModel, gathered: dict[str, torch.Tensor], shard: Shard, folder: str, options: SaveOptions
-) -> None:
-    tensors = revert_weight_conversion(model, gathered) if options.save_original_format else gathered
-    wanted = to_cpu({name: tensors[name] for name in shard.outputs})
-    write_tensors(os.path.join(folder, shard.file_name), wanted, options.save_function)
 
 
 def _write_indices(plan: MergePlan, folder: str) -> None:
@@ -290,7 +320,7 @@ def merged_operations(
     they are there. A configuration that changed is replaced a moment before: the one step that is not atomic with the
     rest, and only seen when another model, or a resized one, is saved into the same folder.
     """
-    changed = [name for name in sides if not _same(os.path.join(folder, name), os.path.join(directory, name))]
+    changed = [name for name in sides if not same_files(os.path.join(folder, name), os.path.join(directory, name))]
     operations: list[Operation] = [("replace", name, name) for name in changed]
     search_order = [
         *weight_file_names(".safetensors", options.variant),
@@ -323,7 +353,7 @@ def _old_shards(directory: str, plan: MergePlan, options: SaveOptions) -> list[s
     )
 
 
-def _same(one: str, other: str) -> bool:
+def same_files(one: str, other: str) -> bool:
     """Whether two files exist with the same content."""
     try:
         with open_plain(one) as first, open_plain(other) as second:

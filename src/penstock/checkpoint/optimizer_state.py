@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from penstock.modeling.instrumentation import known_of
+
 from .manifest import Manifest
 from .reader import Resharding, saved_sharding
 from .tensors import shards_of, tensor_parallel_place, tied_groups, whole_shape
@@ -63,7 +65,7 @@ def collect_optimizer(model: nn.Module, optimizer: Optimizer) -> OptimizerState:
         for parameter in group["params"]:
             name = names.get(id(parameter))
             if name is None:
-                if parameter.numel():
+                if parameter.numel() and parameter is not known_of(model).stand_in:
                     shape = list(parameter.shape)
                     raise CheckpointError(f"the optimizer has a parameter of shape {shape} that is not the model's")
                 continue

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from .adapters import AdapterFolder
 from .comm import Comm, together
 from .files import write_bytes, write_tensors
 from .manifest import MODEL, TRAINING, FileEntry, Manifest, read_manifest
-from .merge import Holding, MergePlan, describe_holdings, merged_operations, plan_merge, write_merged
+from .merge import Holding, MergedFolder, MergePlan, ModelFolder, describe_holdings, write_merged
 from .names import STAGED_MANIFEST, common_file_name, manifest_name, rank_file_name
-from .save_pretrained import SaveOptions, refuse_unsupported, write_side_files
+from .save_pretrained import SaveOptions, refuse_unsupported
 from .staging import Operation, commit, discard, prepare
 from .tensors import TensorInfo, held_state, shards_of, tensor_parallel_place, tied_groups, to_cpu
 from .training_state import RankTrainingState, TrainingState, collect_training_state, common_content
@@ -90,7 +91,23 @@ def save_parallelized(
         raise ValueError("a merged checkpoint has no place for training_state; save it without merge_checkpoints")
     _check_shards(model, place)
     directory = os.path.abspath(save_directory)
-    _Save(model, directory, place, world_comm, pipeline_comm, merge_checkpoints, training_state, options).run()
+    form = ModelFolder(model, options) if merge_checkpoints else None
+    _Save(model, directory, place, world_comm, pipeline_comm, form, training_state, options).run()
+
+
+def save_adapter(
+    model: PreTrainedModel,
+    save_directory: str | os.PathLike[str],
+    adapter: AdapterFolder,
+    *,
+    place: SavingRank,
+    world_comm: Comm,
+    pipeline_comm: Comm,
+) -> None:
+    """Save one adapter of a split model as one ordinary folder. Else as `save_parallelized`."""
+    refuse_unsupported(model)
+    directory, options = os.path.abspath(save_directory), SaveOptions(variant=adapter.name)
+    _Save(model, directory, place, world_comm, pipeline_comm, adapter, None, options).run()
 
 
 def save_training_state(
@@ -108,7 +125,7 @@ def save_training_state(
     """
     _check_shards(model, place)
     directory, options = os.path.abspath(save_directory), SaveOptions(variant=TRAINING_VARIANT)
-    _Save(model, directory, place, world_comm, pipeline_comm, False, training_state, options, with_model=False).run()
+    _Save(model, directory, place, world_comm, pipeline_comm, None, training_state, options, with_model=False).run()
 
 
 def _check_shards(model: PreTrainedModel, place: SavingRank) -> None:
@@ -127,6 +144,7 @@ class _Report:
 
     place: SavingRank
     sides: list[str]
+    needed: list[str]
     holdings: dict[str, Holding]
     training: dict[str, Any] | None
 
@@ -140,7 +158,7 @@ class _Save:
     place: SavingRank
     world: Comm
     pipeline: Comm
-    merge: bool
+    form: MergedFolder | None
     training_state: TrainingState | None
     options: SaveOptions
     with_model: bool = True
@@ -181,7 +199,13 @@ class _Save:
         """What must be the same on all ranks."""
         options = self.options
         with_training_state = self.training_state is not None
-        return self.directory, self.merge, with_training_state, options.safe_serialization, options.variant
+        return (
+            self.directory,
+            type(self.form).__name__,
+            with_training_state,
+            options.safe_serialization,
+            options.variant,
+        )
 
     def _prepare(self) -> tuple[Any, str | None]:
         return self._call, prepare(self.directory) if self.place.is_leader else None
@@ -191,24 +215,27 @@ class _Save:
             if call != self._call:
                 raise CheckpointError(f"was asked for {self._call}, but rank {rank} for {call}")
         sides: list[str] = []
+        needed: list[str] = []
         if self.training_state is not None:
             self.training = collect_training_state(self.model, self.training_state)
         if self.place.is_writer and not os.path.isdir(folder):
             raise CheckpointError(f"{folder} is not visible here; all ranks must share the file system")
         if self.place.is_writer and self.with_model:
             self.state = held_state(self.model, self.options.state_dict)
-            sides = write_side_files(self.model, folder) if self.place.is_leader else []
-        holdings = describe_holdings(self.model, self.state) if self.merge else {}
-        return _Report(self.place, sides, holdings, None if self.training is None else self.training.report)
+            if self.place.is_leader:
+                sides, needed = (self.form or ModelFolder(self.model, self.options)).describe(folder)
+        holdings = describe_holdings(self.model, self.state) if self.form else {}
+        return _Report(self.place, sides, needed, holdings, None if self.training is None else self.training.report)
 
     def _write(self, folder: str, reports: list[_Report]) -> dict[str, FileEntry]:
         if not self.place.is_writer:
             return {}
         writers = [report for report in reports if report.place.is_writer]
         writers.sort(key=lambda report: (report.place.pipeline_rank, report.place.tensor_parallel_rank))
-        if self.merge:
-            self.plan = plan_merge(self.model, [report.holdings for report in writers], self.options)
-            write_merged(self.model, self.state, self.plan, folder, self.options, self.pipeline)
+        if self.form is not None:
+            needed = [name for report in writers for name in report.needed]
+            self.plan = self.form.plan([report.holdings for report in writers], needed)
+            write_merged(self.form, self.state, self.plan, folder, self.pipeline)
             return {}
         files = _write_model_file(self.state, folder, self.place, self.options) if self.with_model else {}
         if self.training is not None and self.training_state is not None:
@@ -224,8 +251,8 @@ class _Save:
             return
         folder = os.path.join(self.directory, staging)
         sides = [name for report in reports for name in report.sides]
-        if self.plan is not None:
-            operations = merged_operations(self.directory, folder, self.plan, sides, self.options)
+        if self.form is not None and self.plan is not None:
+            operations = self.form.operations(self.directory, folder, self.plan, sides)
         else:
             manifest = Manifest(
                 model_class=type(self.model).__name__,

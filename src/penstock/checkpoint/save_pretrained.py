@@ -80,12 +80,10 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
     """Raise for a model whose weights `save_pretrained` would treat specially.
 
     Raises:
-        CheckpointError: the model is quantized or has adapters.
+        CheckpointError: the model is quantized.
     """
     if getattr(model, "hf_quantizer", None) is not None:
         raise CheckpointError("cannot save a quantized model in parallel")
-    if getattr(model, "_hf_peft_config_loaded", False):
-        raise CheckpointError("cannot save a model with adapters in parallel; merge them into the model first")
 
 
 def write_side_files(model: PreTrainedModel, directory: str) -> list[str]:

@@ -15,7 +15,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from penstock.checkpoint import (
     TRAINING_VARIANT,
     TrainingState,
-    load_ordinary,
     load_training_state,
     restore_object,
     save_training_state,
@@ -259,16 +258,8 @@ class PipelineTrainerMixin:
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Load the weights of this rank's stages; the folder may be of any number of stages, or of a plain Trainer."""
-        engine = self._engine
-        with engine.together(Call.LOAD_MODEL):
-            load_ordinary(
-                self.model,
-                resume_from_checkpoint,
-                own_class(self.model),
-                engine.split.stages,
-                engine.split.local_stages,
-                world_comm=checkpoint_comms(engine)[0],
-            )
+        self._engine.check_open()
+        self.model.load_ordinary(resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
         self._load_from_checkpoint(self.state.best_model_checkpoint)  # type: ignore[attr-defined]  # the Trainer's

@@ -32,6 +32,7 @@ class Record:
         engine: of a whole model, what runs it over pipelines.
         configuration: of a whole model, what `initialize()` was asked for.
         criterion: of a whole model, what gives its loss; None for the model's own.
+        stand_in: of a whole model, what its optimizer is given on a rank that has nothing to train.
     """
 
     intercepted: Intercepted | None = None
@@ -43,6 +44,7 @@ class Record:
     engine: Any = None
     configuration: Any = None
     criterion: Any = None
+    stand_in: nn.Parameter | None = None
 
     def __reduce__(self) -> Any:
         # Copies and pickles of a module are not intercepted, and nothing runs them.

@@ -69,8 +69,10 @@ class PipelineTemplate:
                 last stage count as one.
             NotImplementedError: the model cannot be split.
         """
-        from penstock.modeling.graph.costs import unit_costs  # here, because this file is usable without torch
+        from penstock.modeling.adapters import base_of  # here, because this file is usable without torch
+        from penstock.modeling.graph.costs import unit_costs
 
+        model = base_of(model)
         modules = cls.get_modules(model)
         first, last = end_modules(modules)
         # What must stay together in the first and in the last stage is placed like one module.
@@ -110,6 +112,9 @@ class PipelineTemplate:
                 raise TypeError("validate(model_name, modules) needs the model's modules beside its name.")
             names, label = {model}, model
         else:
+            from penstock.modeling.adapters import base_of
+
+            model = base_of(model)
             modules = self.get_modules(model) if modules is None else modules
             names, label = _names_of(model), type(model).__name__
         if _contradicts(self.model_name, names):

@@ -25,6 +25,7 @@ from penstock.data.batch import PerMicrobatch, microbatches_of
 from penstock.data.fingerprint import fingerprint
 from penstock.data.placing import place
 from penstock.modeling.graph.loss import Criterion
+from penstock.modeling.instrumentation import known_of
 from penstock.modeling.stage.split import SplitModel
 from penstock.planning.layout import Layout, Place
 from penstock.runtime.boundary.boundaries import Boundaries
@@ -235,7 +236,7 @@ class Engine:
         boundaries = Boundaries(channels, context.pipeline.stage_to_rank, context.place.pipeline_rank, self.device)
         self._channels = channels
         self._stages = StageExecutor(split, boundaries)
-        self._gradients = Gradients(self.held, context)
+        self._gradients = Gradients(self.held, context, lambda: known_of(split.model).stand_in)
         self._totals = Totals(context)
         for give_up in (self._open_step.end, self._totals.clear, channels.clear, self._gradients.clear):
             board.on_abort(give_up)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.modeling.adapters import base_of, is_adapter_layer, modules_inside
 from penstock.modeling.graph.dataflow import ReachedInside
 from penstock.modeling.graph.dummy_inputs import dummy_inputs
 from penstock.modeling.graph.shapes import ShapeFunctions
@@ -25,13 +26,14 @@ def list_units(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> lis
     on every stage. Nothing is computed: the model's own code runs with shape functions in place of its units.
 
     Args:
-        model: a whole model, or one built on the meta device. It is left as it was.
+        model: a whole model, or one built on the meta device. It is left as it was. Of a PeftModel, the names are those
+            in the model inside.
         inputs: arguments of a forward, for a model that does not run on dummy inputs made from its configuration.
 
     Raises:
         NotImplementedError: "Auto policy for <class> is not implemented..." with the reason, if it cannot be split.
     """
-    return list(traced_units(model, inputs)[0])
+    return list(traced_units(base_of(model), inputs)[0])
 
 
 def traced_units(
@@ -130,7 +132,9 @@ def _candidates(model: nn.Module) -> list[str]:
             full = f"{prefix}.{name}" if prefix else name
             if not _has_parameters(child):
                 continue
-            if _is_block_list(child):
+            if is_adapter_layer(child):  # in one piece, as merging adapters takes all its weights
+                found.append(full)
+            elif _is_block_list(child):
                 descend(full, child)
             elif _is_block(model, child) or not _holds_blocks(model, child, _is_block_list(module)):
                 found.append(full)
@@ -146,7 +150,7 @@ def _holds_blocks(model: nn.Module, module: nn.Module, in_list: bool) -> bool:
 
     A list inside an entry of a list is no list of blocks (experts, heads), unless transformers names its entries.
     """
-    inner = list(module.modules())[1:]
+    inner = list(modules_inside(module))
     lists = list(filter(_is_block_list, inner))
     if in_list:
         return any(_is_block(model, entry) for entries in lists for entry in entries.children())

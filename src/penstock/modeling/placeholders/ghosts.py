@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
 
@@ -163,6 +164,29 @@ def stripped_tensors(module: nn.Module, kind: str = "parameter") -> Iterator[tup
             held = name in child._parameters or name in child._buffers
             if absent.kind == kind and absent.tensor is not None and not held:
                 yield (f"{prefix}.{name}" if prefix else name), vars(child)[name]
+
+
+@contextmanager
+def shown_whole(model: nn.Module) -> Iterator[None]:
+    """Inside, the parameters and buffers of ghosts are in the model again, as meta tensors.
+
+    For code that asks for names and shapes only, such as that of `state_dict()`.
+    """
+    shown: list[tuple[dict[str, Any], str]] = []
+    for child in model.modules():
+        for name, absent in absent_of(child).items():
+            if absent.kind == "temporary" or absent.tensor is None or name in child._parameters:
+                continue
+            registry: dict[str, Any] = child._parameters if absent.kind == "parameter" else child._buffers
+            if name not in registry:
+                tensor = vars(child)[name]
+                registry[name] = nn.Parameter(tensor, False) if absent.kind == "parameter" else tensor
+                shown.append((registry, name))
+    try:
+        yield
+    finally:
+        for registry, name in shown:
+            del registry[name]
 
 
 def all_parameter_names(model: nn.Module) -> list[str]:

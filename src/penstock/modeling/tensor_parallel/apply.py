@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from penstock.modeling.adapters import has_adapters
 from penstock.modeling.instrumentation import known_of, record_of
 from penstock.modeling.placeholders.ghosts import replace_parameters, stripped_tensors
 from penstock.modeling.randomness import draws_random_numbers
@@ -37,11 +38,16 @@ class TensorParallel:
         partial: names of whole parameters that are used on shards, so that each rank has a part of their gradient.
 
     Raises:
-        NotImplementedError: there is no plan for this model, or it cannot be followed.
+        NotImplementedError: there is no plan for this model, or it cannot be followed, or the model has adapters.
         ValueError: the group's size does not divide the heads, the vocabulary or a layer's width; says what would.
     """
 
     def __init__(self, model: nn.Module, index: int, size: int, aliases: Sequence[tuple[str, ...]]) -> None:
+        if has_adapters(model):
+            raise NotImplementedError(
+                "tensor_parallel_size works on the model's own layers, and PEFT has put adapters around some: leave it "
+                "out, or merge the adapters first"
+            )
         self.region = Region(index, size)
         self._plan = plan_of(model)
         self._styles = layer_styles(model, self._plan)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+import torch
 
 from penstock.runtime.context import RankContext
 from penstock.runtime.gradients.norm import GradientNorm
@@ -23,7 +25,12 @@ class Gradients:
         scaling: whether losses are scaled.
     """
 
-    def __init__(self, held: Sequence[HeldParameter], context: RankContext):
+    def __init__(
+        self,
+        held: Sequence[HeldParameter],
+        context: RankContext,
+        stand_in: Callable[[], torch.nn.Parameter | None] = lambda: None,
+    ):
         layout, rank = context.layout, context.rank
         self.parameters = [one.parameter for one in held]
         self.queues = WeightGradientQueues()
@@ -31,7 +38,7 @@ class Gradients:
             [(one.parameter, one.ranks) for one in held], context.groups.reduction, rank, context.board,
             self.queues.awaits, layout.are_of_several_stages, layout.has_several_stages(rank),
         )  # fmt: skip
-        self.norm = GradientNorm(held, context)
+        self.norm = GradientNorm(held, context, stand_in)
         self.scaling = ScaleWatch()
 
     def begin(self, loss_scale: float) -> None:

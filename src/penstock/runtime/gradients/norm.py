@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -15,10 +15,16 @@ from penstock.runtime.gradients.ownership import HeldParameter
 class GradientNorm:
     """Norms over all ranks' gradients; every rank of the layout makes the same calls.
 
-    `held` is what this rank holds.
+    `held` is what this rank holds. `stand_in()` gives what its optimizer has in place of parameters, if it has none.
     """
 
-    def __init__(self, held: Sequence[HeldParameter], context: RankContext):
+    def __init__(
+        self,
+        held: Sequence[HeldParameter],
+        context: RankContext,
+        stand_in: Callable[[], torch.nn.Parameter | None] = lambda: None,
+    ):
+        self._stand_in = stand_in
         self._parameters = [parameter.parameter for parameter in held]
         # Each logical parameter is counted by one rank.
         tensor_parallel_rank = context.place.tensor_parallel_rank
@@ -68,9 +74,14 @@ class GradientNorm:
         """Make a gradient overflow on one rank an overflow on all ranks.
 
         A GradScaler looks only at its own rank's gradients. When another rank's are not finite, one of this rank's is
-        made infinite, so that all scalers skip the step and lower their scale together.
+        made infinite, so that all scalers skip the step and lower their scale together. A scaler takes no optimizer
+        without gradients, so that what stands in for parameters gets one.
         """
+        if (stand_in := self._stand_in()) is not None:
+            stand_in.grad = torch.zeros_like(stand_in)
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        if stand_in is not None and stand_in.grad is not None:
+            gradients.append(stand_in.grad)
         mine = torch.zeros((), device=self._device)
         if gradients:
             # A sum of finite norms is finite unless it overflows by itself, which float64 cannot here.

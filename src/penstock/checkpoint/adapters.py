@@ -1,0 +1,127 @@
+"""One ordinary adapter folder from the ranks of a pipeline: what PEFT's, or transformers', own save writes.
+
+Adapters are small. So the rank that leads gathers the tensors of one, and lets that save write them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from penstock.modeling.placeholders.ghosts import shown_whole
+
+from .comm import Comm, together
+from .files import flush_file, writing
+from .merge import Holding, MergePlan, Provenance, Shard, first_holders, same_files
+from .names import EXTENSIONS
+from .staging import Operation
+from .tensors import to_cpu, whole_state
+from .untrusted import CheckpointError, cannot_read, kind_of
+
+State = Mapping[str, torch.Tensor]
+_STEM = "adapter_model"
+# Names in an error.
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class AdapterFolder:
+    """The folder of one adapter.
+
+    Attributes:
+        model: the model that has it.
+        name: the adapter's.
+        select: gives what the adapter's file holds, from the state of the whole model, also of meta tensors.
+        write: writes the files into a folder, given those tensors of the model's state that `select` reads.
+    """
+
+    model: PreTrainedModel
+    name: str
+    select: Callable[[State], State]
+    write: Callable[[str, State], None]
+
+    def describe(self, folder: str) -> tuple[list[str], list[str]]:
+        state = {name: torch.empty_like(tensor, device="meta") for name, tensor in whole_state(self.model).items()}
+        with shown_whole(self.model), Provenance(state) as provenance:
+            origins = [provenance.origin(tensor) for tensor in self.select(state).values()]
+        needed = frozenset[str]().union(*origins)
+        return [], [name for name in state if name in needed]
+
+    def plan(self, ranks: Sequence[Mapping[str, Holding]], needed: Collection[str]) -> MergePlan:
+        holders, holdings = first_holders(ranks)
+        shard = Shard(f"{_STEM} of {self.name}", (), tuple(needed), assembler=0)
+        return MergePlan((shard,), holders, holdings, None, {}, {}, 1)
+
+    def assemble(self, gathered: dict[str, torch.Tensor], shard: Shard, folder: str) -> None:
+        with writing(folder, shard.file_name, sum(tensor.nbytes for tensor in gathered.values())):
+            with shown_whole(self.model):
+                self.write(folder, to_cpu(gathered))
+            for name in os.listdir(folder):
+                flush_file(os.path.join(folder, name))
+
+    def operations(self, directory: str, folder: str, plan: MergePlan, sides: Sequence[str]) -> list[Operation]:
+        """The configuration is put in place before the weights. Weights in the format that would be read first go."""
+        written = sorted(os.listdir(folder), key=lambda name: (name.startswith(_STEM), name))
+        operations: list[Operation] = [
+            ("replace", name, name)
+            for name in written
+            if not same_files(os.path.join(folder, name), os.path.join(directory, name))
+        ]
+        first, second = (f"{_STEM}{extension}" for extension in EXTENSIONS)
+        if second in written and first not in written and kind_of(os.path.join(directory, first)):
+            operations.append(("remove", "", first))
+        return operations
+
+
+def load_adapters(model: nn.Module, folders: Mapping[str, str], *, world_comm: Comm, strict: bool = True) -> None:
+    """Copy the weights of ordinary adapter folders into the adapters that a model has on this rank.
+
+    Args:
+        model: a PeftModel, or a model with transformers' `add_adapter`, whose units are split.
+        folders: for each adapter its folder.
+        strict: refuse a folder that lacks weights of the adapter. Otherwise these stay.
+
+    Raises:
+        CheckpointError: a folder cannot be read on some rank, or does not fit. No rank's model has changed then.
+    """
+    from peft import get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
+
+    found: dict[str, dict[str, torch.Tensor]] = {}
+
+    def read() -> None:
+        for name, folder in folders.items():
+            if not any(kind_of(os.path.join(folder, f"{_STEM}{extension}")) for extension in EXTENSIONS):
+                raise CheckpointError(f"{folder} has no weights of the adapter {name}: no {_STEM}{EXTENSIONS[0]}")
+            try:
+                state = load_peft_weights(folder, device="cpu")
+            except Exception as error:
+                raise cannot_read(folder, error) from None
+            with shown_whole(model):
+                whole = {key: torch.empty_like(value, device="meta") for key, value in model.state_dict().items()}
+                wanted = get_peft_model_state_dict(model, whole, name, save_embedding_layers=False)
+            state = _under_names_of(wanted, state)
+            lacking = [key for key in wanted if key not in state] if strict else []
+            if lacking:
+                raise CheckpointError(f"{folder} lacks weights of the adapter {name}: {', '.join(lacking[:_SHOWN])}")
+            for key, tensor in wanted.items():
+                if key in state and state[key].shape != tensor.shape:
+                    shapes = f"{list(state[key].shape)} in the file, {list(tensor.shape)} in the model"
+                    raise CheckpointError(f"{folder} has another shape of {key}: {shapes}")
+            found[name] = state
+
+    together(world_comm, f"load {', '.join(folders.values())}", "reading the adapters", read)
+    for name, state in found.items():
+        set_peft_model_state_dict(model, state, adapter_name=name)
+
+
+def _under_names_of(wanted: Collection[str], state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """`state` as the model names it: a file has the names in a PeftModel."""
+    prefix = "base_model.model."
+    if any(name.startswith(prefix) for name in wanted):
+        return dict(state)
+    return {name.removeprefix(prefix): tensor for name, tensor in state.items()}

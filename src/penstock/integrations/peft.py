@@ -1,0 +1,266 @@
+"""PEFT over pipeline stages: a PeftModel whose transformers model is parallelised.
+
+PEFT puts adapters into the layers of a model, and a PeftModel around it that hands its calls on. So the model inside,
+adapters and all, is what is split, and the PeftModel hands on to it as before. What is written here is what concerns
+the whole model: counting, saving, merging, and what cannot be done to a model of which each rank has a part.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal, TypeVar, cast
+
+import torch
+from peft import PeftModel, get_peft_model_state_dict
+from peft.tuners.tuners_utils import BaseTuner
+from transformers import PreTrainedModel
+
+from penstock.checkpoint.adapters import load_adapters
+from penstock.modeling.instrumentation import mix_in, original_class, record_of
+from penstock.pipeline_model import STAND_IN, PipelineModel, checkpoint_comms, stand_in_of
+from penstock.runtime.comm.rollcall import Call
+
+T = TypeVar("T")
+
+# Arguments of a PeftModel's call that choose adapters sample by sample.
+PER_SAMPLE = ("adapter_names", "alora_offsets")
+
+# Arguments of PEFT's save that need the whole model, or the hub.
+REFUSED_IN_SAVES = ("path_initial_model_for_weight_conversion", "push_to_hub", "state_dict")
+CARD = "README.md"
+
+
+class PipelinePeftModel(PipelineModel):
+    """Mixed into the class of a PeftModel that `initialize()` or the plugin has parallelised.
+
+    Calls, `generate`, `set_adapter` and `disable_adapter` are as on one process. `save_pretrained` writes one ordinary
+    adapter folder; it, counting and merging are of the whole model, and every rank calls them.
+    """
+
+    @property
+    def base(self) -> Any:
+        """The parallelised transformers model inside."""
+        return cast(PeftModel, self).get_base_model()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As `PipelineModel`'s: a training step's iterator, or with gradients disabled one output.
+
+        Raises:
+            NotImplementedError: adapters are chosen sample by sample (`adapter_names`).
+        """
+        _refuse_per_sample(kwargs)
+        return self.base(**self._bind(args, kwargs))
+
+    def _bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        own = inspect.signature(original_class(type(self)).forward).parameters.values()  # type: ignore[attr-defined]
+        names = [one.name for one in own if one.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD][1:]
+        if not args or isinstance(args[0], Mapping) or not names:
+            bound: dict[str, Any] = self.base._bind(args, kwargs)
+            return bound
+        return {**dict(zip(names, args, strict=False)), **kwargs}
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        trainable = False
+        for name, parameter in super(PipelineModel, self).named_parameters(prefix, recurse, remove_duplicate):  # type: ignore[misc]
+            trainable = trainable or parameter.requires_grad
+            yield name, parameter
+        if not trainable and recurse and remove_duplicate and (stand_in := stand_in_of(self.base)) is not None:
+            yield f"{prefix}{'.' if prefix else ''}{STAND_IN}", stand_in
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """PEFT's `generate`, over stages: on every rank the result of the unsplit model."""
+        _refuse_per_sample(kwargs)
+        return super(PipelineModel, self).generate(*args, **kwargs)  # type: ignore[misc]  # the PeftModel's own
+
+    def add_adapter(self, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        """Refused.
+
+        Raises:
+            NotImplementedError: says what to do.
+        """
+        raise NotImplementedError(f"add the adapter {adapter_name} before penstock.initialize() splits the model")
+
+    def delete_adapter(self, adapter_name: str) -> None:
+        """Refused.
+
+        Raises:
+            NotImplementedError: says what to do.
+        """
+        raise NotImplementedError(f"delete the adapter {adapter_name} before penstock.initialize() splits the model")
+
+    def extra_repr(self) -> str:
+        """The model inside says which part of it this rank holds."""
+        return torch.nn.Module.extra_repr(cast(torch.nn.Module, self))
+
+    # -- the whole model -------------------------------------------------------------------------------------------
+
+    def get_nb_trainable_parameters(self) -> tuple[int, int]:
+        """How many parameters of the unsplit model are trainable, and how many it has. Every rank calls it."""
+        return self.base.num_parameters(only_trainable=True, whole=True), self.base.num_parameters(whole=True)
+
+    def print_trainable_parameters(self) -> None:
+        """Print what `get_nb_trainable_parameters` counts, on rank 0. Every rank calls it."""
+        trainable, number = self.get_nb_trainable_parameters()
+        if self.pipeline.rank == 0:
+            print(
+                f"trainable params: {trainable:,d} || all params: {number:,d} || "
+                f"trainable%: {100 * trainable / number:.4f}"
+            )
+
+    def num_parameters(
+        self, only_trainable: bool = False, exclude_embeddings: bool = False, *, whole: bool = False
+    ) -> int:
+        """See `PipelineModel.num_parameters`."""
+        number: int = self.base.num_parameters(only_trainable, exclude_embeddings, whole=whole)
+        return number
+
+    def save_pretrained(  # type: ignore[override]  # its arguments are PEFT's, in PEFT's order
+        self,
+        save_directory: str | os.PathLike[str],
+        safe_serialization: bool = True,
+        selected_adapters: Sequence[str] | None = None,
+        save_embedding_layers: bool | Literal["auto"] = "auto",
+        is_main_process: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        """PEFT's `save_pretrained`: one ordinary folder for each adapter, of all stages. Every rank calls it.
+
+        `PeftModel.from_pretrained` loads it in one process. The arguments are PEFT's; `is_main_process` has no effect.
+
+        Raises:
+            ValueError: there is no such adapter, or an argument cannot be honoured.
+            CheckpointError: some rank could not write; names the rank and the path.
+        """
+        for name in REFUSED_IN_SAVES:
+            if kwargs.get(name):
+                raise ValueError(f"{name} does not work on a parallelised model: load the saved folder in one process")
+        known = self._configurations
+        adapters = list(known if selected_adapters is None else selected_adapters)
+        if unknown := [name for name in adapters if name not in known]:
+            raise ValueError(f"there is no adapter {', '.join(unknown)}: the model has {', '.join(known)}")
+
+        def select(adapter: str, state: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+            selected: Mapping[str, torch.Tensor] = get_peft_model_state_dict(
+                self, _prefixed(state), adapter, save_embedding_layers=save_embedding_layers
+            )
+            return selected
+
+        options = {"safe_serialization": safe_serialization, "save_embedding_layers": save_embedding_layers}
+        root = os.fspath(save_directory)
+        for adapter in adapters:
+            self.base.save_adapter(
+                self._folder_of(adapter, root),
+                adapter,
+                partial(select, adapter),
+                partial(self._write_adapter, adapter, root, options),
+            )
+
+    def _folder_of(self, adapter: str, directory: str | os.PathLike[str]) -> str:
+        return os.fspath(directory) if adapter == "default" else os.path.join(directory, adapter)
+
+    def _write_adapter(
+        self, adapter: str, root: str, options: Mapping[str, Any], folder: str, state: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Let PEFT write an adapter into `folder`; the model card goes on from the one in `root`."""
+        card, written = os.path.join(root, CARD), os.path.join(folder, CARD)
+        if os.path.isfile(card):
+            shutil.copyfile(card, written)
+        super(PipelineModel, self).save_pretrained(  # type: ignore[misc]  # the PeftModel's own
+            folder, selected_adapters=[adapter], state_dict=_prefixed(state), **options
+        )
+        if adapter != "default":  # PEFT puts these into a folder below that of the model card
+            os.replace(written, card)
+            for name in os.listdir(os.path.join(folder, adapter)):
+                os.replace(os.path.join(folder, adapter, name), os.path.join(folder, name))
+            os.rmdir(os.path.join(folder, adapter))
+
+    def save_parallelized(
+        self, save_directory: str | os.PathLike[str], merge_checkpoints: bool = False, **kwargs: Any
+    ) -> None:
+        """Save the model inside with its adapters: a file per rank; with `merge_checkpoints` as `save_pretrained`."""
+        if merge_checkpoints:
+            self.save_pretrained(save_directory, **kwargs)
+        else:
+            self.base.save_parallelized(save_directory, **kwargs)
+
+    def load_ordinary(self, directory: str | os.PathLike[str], strict: bool = True) -> None:
+        """Load what `save_pretrained` wrote, or PEFT did, into the adapters. Every rank calls it.
+
+        Args:
+            strict: refuse a folder that lacks weights of an adapter. Otherwise these stay.
+
+        Raises:
+            CheckpointError: the folder lacks an adapter of the model, or does not fit. No weight has changed then.
+        """
+        folders = {name: self._folder_of(name, directory) for name in self._configurations}
+        with self.pipeline.together(Call.LOAD_MODEL):
+            load_adapters(cast(Any, self), folders, world_comm=checkpoint_comms(self.pipeline)[0], strict=strict)
+
+    @property
+    def _configurations(self) -> Mapping[str, Any]:
+        configurations: Mapping[str, Any] = cast(PeftModel, self).peft_config
+        return configurations
+
+    def from_parallelized(self, directory: str | os.PathLike[str], variant: str | None = None) -> PipelineModel:
+        """Load what `save_parallelized` wrote, base and adapters; returns this model."""
+        self.base.from_parallelized(directory, variant)
+        return self
+
+
+def _prefixed(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Under the names in the PeftModel."""
+    return {f"base_model.model.{name}": tensor for name, tensor in state.items()}
+
+
+def refuse_peft(model: PeftModel) -> None:
+    """Raise for a PeftModel whose forward is more than that of the model inside.
+
+    Raises:
+        NotImplementedError: names the method of PEFT.
+    """
+    kind = model.active_peft_config.peft_type
+    name = f"the adapters of type {getattr(kind, 'value', kind)}"
+    if model.active_peft_config.is_prompt_learning:
+        raise NotImplementedError(f"{name} put tokens before the input, which pipelines do not support: use LoRA")
+    if type(model.base_model).forward is not BaseTuner.forward:
+        raise NotImplementedError(f"{name} do more in a forward than the model's layers do: use LoRA")
+    if not type(model).__module__.startswith("peft."):
+        own = next((kind for kind in type(model).__mro__ if "forward" in vars(kind)), PeftModel)
+        if not own.__module__.startswith("peft."):
+            raise NotImplementedError(f"{own.__name__}.forward is not PEFT's own, and would not be called")
+    if any(getattr(config, "alora_invocation_tokens", None) for config in model.peft_config.values()):
+        raise NotImplementedError("activated LoRA chooses tokens sample by sample, which pipelines do not support")
+
+
+def initialize_peft(model: PeftModel, parallelize: Callable[[PreTrainedModel], T]) -> T:
+    """Parallelise the transformers model inside of `model`, which is a `PipelineModel` then.
+
+    Args:
+        parallelize: parallelises a transformers model in place. What it returns is returned.
+
+    Raises:
+        NotImplementedError: the forward of this kind of adapters is more than that of the model inside.
+        what `parallelize` raises.
+    """
+    refuse_peft(model)
+    base = model.get_base_model()
+    if isinstance(base, PipelineModel) and not isinstance(model, PipelineModel):
+        raise NotImplementedError("adapters come first: get_peft_model(model, ...), then penstock.initialize()")
+    result = parallelize(base)
+    if not isinstance(model, PipelinePeftModel):
+        mix_in(model, PipelinePeftModel)
+        record = record_of(model)
+        record.engine, record.configuration = base.pipeline, base.configuration
+    return result
+
+
+def _refuse_per_sample(arguments: Mapping[str, Any]) -> None:
+    for name in PER_SAMPLE:
+        if arguments.get(name) is not None:
+            raise NotImplementedError(f"{name} chooses adapters sample by sample, which pipelines do not support")
