@@ -6,6 +6,8 @@ STAMP := $(VENV)/.installed
 RUN := runs/demo
 STAGES ?= 2
 STEPS ?= 120
+# Sessions of pytest at once, each with its own workers. Most tests wait or compute on one core for much of their time.
+SESSIONS ?= 2
 # One thread per process: several processes share the machine, and results do not depend on the number of cores.
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
@@ -34,10 +36,10 @@ demo: $(STAMP)
 	$(BIN)/python examples/compare_curves.py $(RUN)/1-stage $(RUN)/$(STAGES)-stage
 
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(SESSIONS) --dist loadfile
 
 test-fast: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -n $(SESSIONS) --dist loadfile -m "not slow"
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -7,6 +7,8 @@ import shlex
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +33,16 @@ def port() -> int:
     return 5678
 
 
-def launch(line: str, *arguments: str, timeout: float = 150, fresh: bool = False) -> subprocess.CompletedProcess[str]:
+def launch(line: str, *arguments: str, timeout: float = 150) -> subprocess.CompletedProcess[str]:
     """A line of the document, typed in the folder benchmark/."""
     words = shlex.split(line.replace("localhost:5678", f"localhost:{port()}"))
     assert words.pop(0) == "torchrun"
-    return run_command([*TORCHRUN, *words, *arguments], timeout=timeout, cwd=FOLDER, fresh=fresh)
+    return run_command([*TORCHRUN, *words, *arguments], timeout=timeout, cwd=FOLDER)
 
 
 def test_the_documents_line_for_ddp_works_unchanged() -> None:
     line = 'torchrun --nnodes=1 --nproc_per_node=2 --rdzv_id=100 --rdzv_endpoint="localhost:5678" trainer.py'
-    result = launch(line, fresh=True)
+    result = launch(line)
     assert result.returncode == 0, result.stderr[-3000:]
     assert "ddp: GPTTiny" in result.stdout and "tokens/s" in result.stdout
 
@@ -65,24 +67,12 @@ def test_the_documents_line_for_pdp_works_and_a_trace_and_the_figures_are_writte
 def test_two_agents_on_loopback_train_one_pipeline(tmp_path: Path) -> None:
     rendezvous = ["--nnodes=2", "--nproc_per_node=1", "--master_addr=127.0.0.1", f"--master_port={free_port()}"]
     command = [*TORCHRUN, *rendezvous, "--node_rank={}", "trainer.py", "--mode=pp", "--pipelines=2x8", *QUICK]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
     output = tmp_path / "results.json"
-    second = subprocess.Popen(
-        [word.format(1) for word in command],
-        cwd=FOLDER,
-        env=environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        command_of_first = [*(word.format(0) for word in command), f"--output={output}"]
-        first = run_command(command_of_first, timeout=150, cwd=FOLDER, fresh=True)
-        _, errors = second.communicate(timeout=60)
-    finally:
-        second.kill()
-        second.wait()
-    assert (first.returncode, second.returncode) == (0, 0), first.stderr[-2000:] + errors[-2000:]
+    commands = [[word.format(rank) for word in command] for rank in range(2)]
+    commands[0].append(f"--output={output}")
+    with ThreadPoolExecutor() as threads:
+        first, second = threads.map(partial(run_command, timeout=150, cwd=FOLDER), commands)
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr[-2000:] + second.stderr[-2000:]
     content = json.loads(output.read_text())
     assert content["world"]["size"] == 2 and content["world"]["local_size"] == 1
     assert content["options"]["pipelines"] == [[2, 8]]
@@ -97,7 +87,7 @@ def test_a_users_mistake_is_one_line_and_status_2() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)  # three runs, each in processes that import everything anew
+@pytest.mark.timeout(300)  # three runs
 def test_bench_prints_one_table_and_writes_everything(tmp_path: Path) -> None:
     modes = [word for mode in ("ddp", "pdp", "pp=1x4,1x4") for word in ("--mode", mode)]
     command = [sys.executable, "-m", "penstock.cli", "bench", "--devices", "2", "-o", str(tmp_path), *modes, *QUICK]

@@ -47,6 +47,14 @@ def test_blocks_are_the_texts_in_order_with_their_ends() -> None:
     assert blocks.shape[1] == 2
 
 
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    """A file with less text than the examples would read, from where they take it themselves."""
+    file = tmp_path / "text.txt"
+    file.write_text("".join(read_texts(None, 60_000)))
+    return file
+
+
 def demo(tmp_path: Path, num_processes: int, *options: object, timeout: float = 300) -> tuple[list[float], str]:
     """The loss curve of a run of demo.py, and what it printed."""
     arguments = [EXAMPLES / "demo.py", "--output", tmp_path, "--steps", 4, *options]
@@ -60,13 +68,13 @@ def demo(tmp_path: Path, num_processes: int, *options: object, timeout: float = 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_demo_gives_the_same_curve_for_any_number_of_stages_and_replicas(tmp_path: Path) -> None:
+def test_the_demo_gives_the_same_curve_for_any_number_of_stages_and_replicas(tmp_path: Path, text: Path) -> None:
     folders = [tmp_path / name for name in ("one", "three", "two-twice")]
-    whole, printed = demo(folders[0], 1, "--pipeline-parallel-size", 1)
+    whole, printed = demo(folders[0], 1, "--text", text, "--pipeline-parallel-size", 1)
     assert "the pipeline of 1 stage(s) generates the same tokens: True" in printed
-    staged, printed = demo(folders[1], 3, "--pipeline-parallel-size", 3, "--schedule", "gpipe")
+    staged, printed = demo(folders[1], 3, "--text", text, "--pipeline-parallel-size", 3, "--schedule", "gpipe")
     assert "the pipeline of 3 stage(s) generates the same tokens: True" in printed
-    replicated, _ = demo(folders[2], 4, "--pipeline-parallel-size", 2)
+    replicated, _ = demo(folders[2], 4, "--text", text, "--pipeline-parallel-size", 2)
     assert whole[-1] < whole[0] - 0.2
     assert staged == pytest.approx(whole, abs=1e-5)
     assert replicated == pytest.approx(whole, abs=1e-5)
@@ -83,8 +91,8 @@ def test_the_demo_gives_the_same_curve_for_any_number_of_stages_and_replicas(tmp
 
 
 @pytest.mark.slow
-def test_the_trainers_example_resumes(tmp_path: Path) -> None:
-    arguments = [str(EXAMPLES / "run_trainer.py"), "--output", str(tmp_path), "--steps"]
+def test_the_trainers_example_resumes(tmp_path: Path, text: Path) -> None:
+    arguments = [str(EXAMPLES / "run_trainer.py"), "--dataset", str(text), "--output", str(tmp_path), "--steps"]
     for steps, *more in (("10",), ("12", "--resume")):
         result = torchrun(2, *arguments, steps, *more, timeout=200)
         assert result.returncode == 0, result.stderr[-4000:]
