@@ -17,11 +17,13 @@ if TYPE_CHECKING:
     from penstock.planning.template import PipelineTemplate
     from penstock.plugin import HeterogeneousParallelPlugin
     from penstock.runtime.failures.board import PipelineFailure
+    from penstock.training_checkpoints import Checkpoint, finish_saving, load_checkpoint, save_checkpoint
 
 __version__ = "0.1.0.dev0"
 
 __all__ = [
     "Booster",
+    "Checkpoint",
     "Configuration",
     "ConfigurationError",
     "HeterogeneousParallelPlugin",
@@ -30,16 +32,20 @@ __all__ = [
     "PipelineOptimizer",
     "PipelineTemplate",
     "TensorParallelPlan",
+    "finish_saving",
     "from_config",
     "from_pretrained",
     "initialize",
+    "load_checkpoint",
     "register_tensor_parallel_plan",
+    "save_checkpoint",
 ]
 
 # Public name: the module that defines it, imported at the name's first use, because `penstock.schedule` and the command
 # line shall start without torch and transformers.
 _HOMES = {
     "Booster": "penstock.booster",
+    "Checkpoint": "penstock.training_checkpoints",
     "Configuration": "penstock.config",
     "ConfigurationError": "penstock.config",
     "HeterogeneousParallelPlugin": "penstock.plugin",
@@ -48,10 +54,13 @@ _HOMES = {
     "PipelineOptimizer": "penstock.optimizer",
     "PipelineTemplate": "penstock.planning.template",
     "TensorParallelPlan": "penstock.modeling.tensor_parallel",
+    "finish_saving": "penstock.training_checkpoints",
     "from_config": "penstock.initialize",
     "from_pretrained": "penstock.initialize",
     "initialize": "penstock.initialize",
+    "load_checkpoint": "penstock.training_checkpoints",
     "register_tensor_parallel_plan": "penstock.modeling.tensor_parallel",
+    "save_checkpoint": "penstock.training_checkpoints",
 }
 
 

@@ -330,6 +330,7 @@ def saving_rank(pipeline: Engine) -> SavingRank:
         place.pipeline_rank,
         pipeline.context.pipeline.num_ranks,
         is_writer=place.pipeline == 0,
+        pipeline=place.pipeline,
         tensor_parallel_rank=place.tensor_parallel_rank,
         tensor_parallel_size=pipeline.layout.tensor_parallel_size,
     )

@@ -1,10 +1,27 @@
 """Saving and loading models, and the training around them, from all ranks of any layout."""
 
 from .adapters import AdapterFolder
+from .background import HostMemory, PendingSave
 from .comm import Comm, GroupComm, OnceLost, SoloComm
-from .load import from_parallelized, is_parallelized, load_ordinary
-from .save import TRAINING_VARIANT, SavingRank, save_adapter, save_parallelized, save_training_state
-from .training_state import TrainingState, load_object, load_training_state, restore_object, save_object
+from .folder import find_checkpoints, remove_older, step_folder
+from .load import WeightsLoad, from_parallelized, is_parallelized, load_ordinary
+from .save import (
+    TRAINING_VARIANT,
+    SavingRank,
+    save_adapter,
+    save_checkpoint,
+    save_parallelized,
+    save_training_state,
+)
+from .training_state import (
+    Run,
+    TrainingState,
+    TrainingStateLoad,
+    load_object,
+    load_training_state,
+    restore_object,
+    save_object,
+)
 from .untrusted import CheckpointError
 
 __all__ = [
@@ -13,18 +30,27 @@ __all__ = [
     "CheckpointError",
     "Comm",
     "GroupComm",
+    "HostMemory",
     "OnceLost",
+    "PendingSave",
+    "Run",
     "SavingRank",
     "SoloComm",
     "TrainingState",
+    "TrainingStateLoad",
+    "WeightsLoad",
+    "find_checkpoints",
     "from_parallelized",
     "is_parallelized",
     "load_object",
     "load_ordinary",
     "load_training_state",
+    "remove_older",
     "restore_object",
     "save_adapter",
+    "save_checkpoint",
     "save_object",
     "save_parallelized",
     "save_training_state",
+    "step_folder",
 ]

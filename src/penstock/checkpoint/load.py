@@ -63,37 +63,53 @@ def from_parallelized(
         CheckpointError: a file is missing, truncated or not the one that was saved, or the checkpoint is of another
             class, or of a model with other names or shapes. The message names the file, or the tensors.
     """
-    directory = os.path.abspath(directory)
-    targets = _targets(model)
-    sources: dict[str, tuple[str, Resharding]] = {}
+    load = WeightsLoad(model, directory, variant)
+    doing = f"load {load.directory}"
+    try:
+        together(world_comm, doing, "checking the files", load.check)
+        together(world_comm, doing, "copying the weights", load.apply)
+    finally:
+        load.close()
+    return model
 
-    def check() -> None:
-        manifest = read_manifest(directory, variant)
+
+class WeightsLoad:
+    """What `from_parallelized` does on one rank, in two steps: nothing has changed before `apply`."""
+
+    def __init__(self, model: PreTrainedModel, directory: str | os.PathLike[str], variant: str | None = None) -> None:
+        self.directory = os.path.abspath(directory)
+        self._model = model
+        self._variant = variant
+        self._targets = _targets(model)
+        self._sources: dict[str, tuple[str, Resharding]] = {}
+        self._reader: ShardReader | None = None
+
+    def check(self) -> None:
+        """Check that the checkpoint is whole and of this model. Raises CheckpointError."""
+        model, directory = self._model, self.directory
+        manifest = read_manifest(directory, self._variant)
         check_class(manifest, directory, type(model).__name__)
         manifest.check_files(directory)
-        opened.append(reader := ShardReader(directory, manifest, MODEL, tensor_parallel_place(model)))
+        self._reader = reader = ShardReader(directory, manifest, MODEL, tensor_parallel_place(model))
         every_source, held = _match(model, manifest, reader.readers[0], directory), shards_of(model)
         locations = reader.readers[0].locations
-        for name in targets:
+        for name in self._targets:
             source = every_source[name]
             saved = saved_sharding(manifest, source, locations[source].info.shape)
-            sources[name] = source, Resharding(saved, held.get(name))
-        reader.verify(dict(sources.values()))
+            self._sources[name] = source, Resharding(saved, held.get(name))
+        reader.verify(dict(self._sources.values()))
 
     @torch.no_grad()
-    def copy() -> None:
-        for name, target in targets.items():
-            target.copy_(opened[0].read(*sources[name]))
+    def apply(self) -> None:
+        """Copy the values."""
+        assert self._reader is not None
+        for name, target in self._targets.items():
+            target.copy_(self._reader.read(*self._sources[name]))
 
-    doing = f"load {directory}"
-    opened: list[ShardReader] = []
-    try:
-        together(world_comm, doing, "checking the files", check)
-        together(world_comm, doing, "copying the weights", copy)
-    finally:
-        for reader in opened:
-            reader.close()
-    return model
+    def close(self) -> None:
+        """Close the files."""
+        if self._reader is not None:
+            self._reader.close()
 
 
 def check_class(manifest: Manifest, directory: str, model_class: str) -> None:

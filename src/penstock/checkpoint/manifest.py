@@ -168,7 +168,7 @@ def _parse(content: Field, variant: str | None) -> Manifest:
         allowed += [common_file_name(variant)] if part == TRAINING else []
         if name not in allowed:
             entry.refuse(f"it under a name that Penstock gives such a file: one of {allowed}")
-        files[name] = _parse_file(entry, part, pipeline_rank, rank)
+        files[name] = parse_file(entry, part, pipeline_rank, rank)
         if (files[name].checksum is None) == (name == common_file_name(variant)):
             entry.refuse("a checksum for the file that every rank reads whole, and for no other")
     held = {(entry.stage, entry.tensor_parallel_rank) for entry in files.values() if entry.part == MODEL}
@@ -199,7 +199,8 @@ def _parse(content: Field, variant: str | None) -> Manifest:
     )
 
 
-def _parse_file(entry: Field, part: str, pipeline_rank: int, tensor_parallel_rank: int) -> FileEntry:
+def parse_file(entry: Field, part: str, pipeline_rank: int, tensor_parallel_rank: int) -> FileEntry:
+    """A file's entry. Raises CheckpointError for an absurd one."""
     size = entry["size"].integer(0, _MOST)
     tensors = {name: _parse_tensor(info, size) for name, info in entry["tensors"].items()}
     aliases = {}

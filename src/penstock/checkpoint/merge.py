@@ -252,7 +252,7 @@ def write_merged(
     for shard in plan.shards:
         failure = _write_shard(form, state, plan, shard, folder, comm, failure)
     if failure is None and plan.index_name is not None and comm.rank == 0:
-        _write_indices(plan, folder)
+        write_indices(plan.index["weight_map"], plan.index["metadata"], folder)
     if failure is not None:
         raise failure
 
@@ -301,11 +301,12 @@ def _write_shard(
     return failure
 
 
-def _write_indices(plan: MergePlan, folder: str) -> None:
+def write_indices(weight_map: Mapping[str, str], metadata: Mapping[str, Any], folder: str) -> None:
+    """Stage the two indices of a save: one leads to the files where they are staged, one to their final names."""
     staging = os.path.basename(folder)
-    staged = {name: f"{staging}/{file_name}" for name, file_name in plan.index["weight_map"].items()}
-    for name, weight_map in ((STAGED_INDEX, staged), (FINAL_INDEX, plan.index["weight_map"])):
-        content = {"metadata": plan.index["metadata"], "weight_map": weight_map}
+    staged = {name: f"{staging}/{file_name}" for name, file_name in weight_map.items()}
+    for name, places in ((STAGED_INDEX, staged), (FINAL_INDEX, weight_map)):
+        content = {"metadata": metadata, "weight_map": places}
         write_bytes(os.path.join(folder, name), (json.dumps(content, indent=2, sort_keys=True) + "\n").encode())
 
 

@@ -19,7 +19,7 @@ from .tensors import shards_of, tensor_parallel_place, tied_groups, whole_shape
 from .untrusted import CheckpointError
 
 # Between a parameter's name and the name of one of its states, in a file of tensors. No module name contains it.
-_SEPARATOR = "//"
+SEPARATOR = "//"
 
 
 @dataclass
@@ -72,7 +72,7 @@ def collect_optimizer(model: nn.Module, optimizer: Optimizer) -> OptimizerState:
             found.members[-1].append(name)
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, torch.Tensor):
-                    found.tensors[f"{name}{_SEPARATOR}{key}"] = value
+                    found.tensors[f"{name}{SEPARATOR}{key}"] = value
                 elif value is None or isinstance(value, (bool, int, float, str)):
                     found.values.setdefault(name, {})[key] = value
                 else:
@@ -106,10 +106,13 @@ def restore_optimizer(
             f"the optimizer has {len(optimizer.param_groups)} parameter groups, the saved one had {len(saved_groups)}"
         )
     states: dict[str, dict[str, Any]] = {name: dict(state) for name, state in values.items()}
+    parameters = {
+        names[id(one)]: one for group in optimizer.param_groups for one in group["params"] if id(one) in names
+    }
     for key, tensor in tensors:
-        name, _, state = key.partition(_SEPARATOR)
+        name, _, state = key.partition(SEPARATOR)
         # A copy: the optimizer writes into it, and the file's pages should be given back.
-        states.setdefault(name, {})[state] = tensor.clone()
+        states.setdefault(name, {})[state] = _laid_out_like(parameters.get(name), tensor)
     content: dict[str, Any] = {"state": {}, "param_groups": []}
     index = 0
     for number, (group, saved) in enumerate(zip(optimizer.param_groups, saved_groups, strict=True)):
@@ -127,6 +130,14 @@ def restore_optimizer(
         _check_settings(number, saved, group)
         content["param_groups"].append({**saved, "params": indices})
     optimizer.load_state_dict(content)
+
+
+def _laid_out_like(parameter: torch.Tensor | None, saved: torch.Tensor) -> torch.Tensor:
+    """A copy of a saved state, in the strides in which the optimizer would have made it: with others, a kernel may
+    take another path, whose last digits differ."""
+    if parameter is None or parameter.shape != saved.shape:
+        return saved.clone()
+    return torch.empty_like(parameter, dtype=saved.dtype, device=saved.device, requires_grad=False).copy_(saved)
 
 
 def _check_settings(number: int, saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
@@ -176,7 +187,7 @@ def reshardings_of(
     }
     found: dict[str, Resharding] = {}
     for key, shape in saved_shapes.items():
-        name = key.partition(_SEPARATOR)[0]
+        name = key.partition(SEPARATOR)[0]
         if name not in parameters:
             continue
         whole = whole_shape(model, name, parameters[name])

@@ -2,27 +2,41 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from transformers import PreTrainedModel
 
 from .adapters import AdapterFolder
+from .background import HostMemory, PendingSave, leaving_word, word_name, words_of
 from .comm import Comm, together
 from .files import write_bytes, write_tensors
 from .manifest import MODEL, TRAINING, FileEntry, Manifest, read_manifest
-from .merge import Holding, MergedFolder, MergePlan, ModelFolder, describe_holdings, write_merged
-from .names import STAGED_MANIFEST, common_file_name, manifest_name, rank_file_name
+from .merge import Holding, MergedFolder, MergePlan, ModelFolder, describe_holdings, write_indices, write_merged
+from .names import (
+    FINAL_INDEX,
+    STAGED_INDEX,
+    STAGED_MANIFEST,
+    common_file_name,
+    manifest_name,
+    rank_file_name,
+    weight_file_names,
+)
+from .optimizer_state import SEPARATOR
 from .save_pretrained import SaveOptions, refuse_unsupported
 from .staging import Operation, commit, discard, prepare
 from .tensors import TensorInfo, held_state, shards_of, tensor_parallel_place, tied_groups, to_cpu
 from .training_state import RankTrainingState, TrainingState, collect_training_state, common_content
-from .untrusted import CheckpointError
+from .untrusted import CheckpointError, kind_of
+
+Result = TypeVar("Result")
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +53,7 @@ class SavingRank:
         pipeline_rank: its index in its pipeline, which has `num_pipeline_ranks`; it may hold several stages.
         is_writer: whether this pipeline is the one that writes; replicas hold the same weights and only wait.
         tensor_parallel_rank: its index among the `tensor_parallel_size` ranks that hold shards of the same stages.
+        pipeline: the index of its pipeline.
     """
 
     pipeline_rank: int
@@ -46,6 +61,7 @@ class SavingRank:
     is_writer: bool = True
     tensor_parallel_rank: int = 0
     tensor_parallel_size: int = 1
+    pipeline: int = 0
 
     @property
     def is_leader(self) -> bool:
@@ -128,6 +144,42 @@ def save_training_state(
     _Save(model, directory, place, world_comm, pipeline_comm, None, training_state, options, with_model=False).run()
 
 
+def save_checkpoint(
+    model: PreTrainedModel,
+    save_directory: str | os.PathLike[str],
+    training_state: TrainingState,
+    *,
+    place: SavingRank,
+    world_comm: Comm,
+    pipeline_comm: Comm,
+    memory: HostMemory | None = None,
+    given_up: Callable[[], str | None] = lambda: None,
+    afterwards: Callable[[], None] = lambda: None,
+) -> PendingSave | None:
+    """Save the model and the training state in safetensors files, each weight and each state of it once.
+
+    Plain transformers loads the folder as it is, unless tensor parallelism has cut the weights. Else as
+    `save_parallelized`.
+
+    Args:
+        memory: return once everything is copied there; the files are written meanwhile.
+        given_up: while they are: says why this can come to no end any more.
+        afterwards: called on the rank that puts the files in place, once they are.
+
+    Returns:
+        With `memory` what is under way, to be finished by every rank together.
+    """
+    _check_shards(model, place)
+    directory, options = os.path.abspath(save_directory), SaveOptions(safe_serialization=True)
+    save = _Save(
+        model, directory, place, world_comm, pipeline_comm, None, training_state, options, once=True, after=afterwards
+    )
+    if memory is not None:
+        return save.run_in_background(memory, given_up)
+    save.run()
+    return None
+
+
 def _check_shards(model: PreTrainedModel, place: SavingRank) -> None:
     """Files must not say something else than what the model holds."""
     index, size = tensor_parallel_place(model)
@@ -147,6 +199,7 @@ class _Report:
     needed: list[str]
     holdings: dict[str, Holding]
     training: dict[str, Any] | None
+    names: frozenset[str]
 
 
 @dataclass
@@ -162,37 +215,84 @@ class _Save:
     training_state: TrainingState | None
     options: SaveOptions
     with_model: bool = True
+    # Whether what several ranks hold is written by the first of them only.
+    once: bool = False
+    after: Callable[[], None] = lambda: None
     # Known as the save goes on.
     state: Mapping[str, torch.Tensor] = field(default_factory=dict)
     training: RankTrainingState | None = None
+    common: bytes | None = None
     plan: MergePlan | None = None
 
     def run(self) -> None:
-        doing = f"save to {self.directory}"
-        intact = f"the checkpoint that was in {self.directory} before, if any, is intact"
-        prepared = together(self.world, doing, "preparing the folder", self._prepare, unchanged=intact)
+        with self._staged() as (staging, reports):
+            folder = os.path.join(self.directory, staging)
+            written = self._together("writing the files", lambda: self._write(folder, reports), self._intact)
+            self._together(
+                "putting the files in place",
+                lambda: self._commit(staging, reports, written),
+                f"{self.directory} holds a whole checkpoint: the previous one, or already this one",
+            )
+
+    def run_in_background(self, memory: HostMemory, given_up: Callable[[], str | None]) -> PendingSave:
+        """Copy everything to host memory, and write it in a thread. No rank talks to another there: each leaves word of
+        what it has written in the staging folder, and the one that puts the files in place waits for that."""
+
+        def copy() -> None:
+            self._collect(reports)
+            self.state = memory.copy("model", self.state)
+            if self.training is not None:
+                self.training = replace(self.training, tensors=memory.copy("training", self.training.tensors))
+
+        with self._staged() as (staging, reports):
+            self._together("copying to host memory", copy, self._intact)
+        return PendingSave(self.directory, partial(self._finish_alone, staging, reports, given_up))
+
+    def _finish_alone(self, staging: str, reports: list[_Report], given_up: Callable[[], str | None]) -> None:
+        if not self.place.is_writer:
+            return
+        folder = os.path.join(self.directory, staging)
+        names = [
+            word_name(report.place.pipeline_rank, report.place.tensor_parallel_rank) for report in _writers(reports)
+        ]
+        try:
+            own = word_name(self.place.pipeline_rank, self.place.tensor_parallel_rank)
+            with leaving_word(folder, own, self.world.rank) as word:
+                word.update(self._write_files(folder))
+            if self.place.is_leader:
+                self._commit(staging, reports, words_of(folder, names, given_up))
+        except BaseException:
+            # The others may still write, so what they leave behind is removed by the next save.
+            if self.place.is_leader:
+                discard(self.directory, staging)
+            raise
+        finally:
+            self.state, self.training, self.common = {}, None, None
+
+    @contextlib.contextmanager
+    def _staged(self) -> Iterator[tuple[str, list[_Report]]]:
+        """A staging folder, and what every rank is going to save; the folder is removed if the save fails."""
+        prepared = self._together("preparing the folder", self._prepare, self._intact)
         staging = next(name for _, name in prepared if name is not None)
         folder = os.path.join(self.directory, staging)
         try:
             calls = [call for call, _ in prepared]
-            reports = together(
-                self.world, doing, "comparing what ranks hold", lambda: self._describe(folder, calls), unchanged=intact
-            )
-            written = together(
-                self.world, doing, "writing the files", lambda: self._write(folder, reports), unchanged=intact
-            )
-            together(
-                self.world,
-                doing,
-                "putting the files in place",
-                lambda: self._commit(staging, reports, written),
-                unchanged=f"{self.directory} holds a whole checkpoint: the previous one, or already this one",
+            yield (
+                staging,
+                self._together("comparing what ranks hold", lambda: self._describe(folder, calls), self._intact),
             )
         except CheckpointError:
             # After the exchange nobody writes any more.
             if self.place.is_leader:
                 discard(self.directory, staging)
             raise
+
+    def _together(self, phase: str, work: Callable[[], Result], unchanged: str) -> list[Result]:
+        return together(self.world, f"save to {self.directory}", phase, work, unchanged=unchanged)
+
+    @property
+    def _intact(self) -> str:
+        return f"the checkpoint that was in {self.directory} before, if any, is intact"
 
     @property
     def _call(self) -> tuple[Any, ...]:
@@ -217,7 +317,7 @@ class _Save:
         sides: list[str] = []
         needed: list[str] = []
         if self.training_state is not None:
-            self.training = collect_training_state(self.model, self.training_state)
+            self.training = collect_training_state(self.model, self.training_state, self.place.pipeline)
         if self.place.is_writer and not os.path.isdir(folder):
             raise CheckpointError(f"{folder} is not visible here; all ranks must share the file system")
         if self.place.is_writer and self.with_model:
@@ -225,28 +325,45 @@ class _Save:
             if self.place.is_leader:
                 sides, needed = (self.form or ModelFolder(self.model, self.options)).describe(folder)
         holdings = describe_holdings(self.model, self.state) if self.form else {}
-        return _Report(self.place, sides, needed, holdings, None if self.training is None else self.training.report)
+        names = frozenset[str]()
+        if self.once and self.place.is_writer:
+            names = frozenset(self.state) | frozenset(self.training.tensors if self.training is not None else ())
+        training = None if self.training is None else self.training.report
+        return _Report(self.place, sides, needed, holdings, training, names)
+
+    def _collect(self, reports: list[_Report]) -> None:
+        """Settle what this rank writes."""
+        if self.once:
+            earlier = _first_holders(self.model, reports, self.place)
+            self.state = {name: tensor for name, tensor in self.state.items() if name not in earlier}
+            if self.training is not None:
+                tensors = self.training.tensors if self.place.is_writer else {}
+                own = {name: tensor for name, tensor in tensors.items() if name not in earlier}
+                self.training = replace(self.training, tensors=own)
+        if self.training_state is not None and self.place.is_leader:
+            every = [report.training or {} for report in reports]
+            pipeline = [report.training or {} for report in _writers(reports)]
+            self.common = common_content(self.training_state, every, pipeline)
 
     def _write(self, folder: str, reports: list[_Report]) -> dict[str, FileEntry]:
         if not self.place.is_writer:
             return {}
-        writers = [report for report in reports if report.place.is_writer]
-        writers.sort(key=lambda report: (report.place.pipeline_rank, report.place.tensor_parallel_rank))
         if self.form is not None:
+            writers = _writers(reports)
             needed = [name for report in writers for name in report.needed]
             self.plan = self.form.plan([report.holdings for report in writers], needed)
             write_merged(self.form, self.state, self.plan, folder, self.pipeline)
             return {}
+        self._collect(reports)
+        return self._write_files(folder)
+
+    def _write_files(self, folder: str) -> dict[str, FileEntry]:
         files = _write_model_file(self.state, folder, self.place, self.options) if self.with_model else {}
-        if self.training is not None and self.training_state is not None:
-            common = None
-            if self.place.is_leader:
-                every = [report.training or {} for report in reports]
-                common = common_content(self.training_state, every, [report.training or {} for report in writers])
-            files |= _write_training_files(self.training.tensors, common, folder, self.place, self.options)
+        if self.training is not None:
+            files |= _write_training_files(self.training.tensors, self.common, folder, self.place, self.options)
         return files
 
-    def _commit(self, staging: str, reports: list[_Report], written: list[dict[str, FileEntry]]) -> None:
+    def _commit(self, staging: str, reports: list[_Report], written: Sequence[Mapping[str, FileEntry]]) -> None:
         if not self.place.is_leader:
             return
         folder = os.path.join(self.directory, staging)
@@ -264,8 +381,37 @@ class _Save:
                 shards={name: (shard.dim, shard.blocks) for name, shard in shards_of(self.model).items()},
             )
             _warn_of_drift(manifest)
-            operations = _parallel_operations(self.directory, folder, manifest, sides, self.options)
+            operations = _parallel_operations(self.directory, folder, manifest, sides, self.options, self.once)
         commit(self.directory, staging, operations)
+        self.after()
+
+
+def _writers(reports: Sequence[_Report]) -> list[_Report]:
+    """The reports of the ranks that write, in order of pipeline rank, then of tensor-parallel rank."""
+    writers = [report for report in reports if report.place.is_writer]
+    return sorted(writers, key=lambda report: (report.place.pipeline_rank, report.place.tensor_parallel_rank))
+
+
+def _first_holders(model: PreTrainedModel, reports: Sequence[_Report], place: SavingRank) -> set[str]:
+    """Names of the tensors and states that a rank before this one writes: the first of those that hold them.
+
+    Of what is sharded, each tensor-parallel rank holds another part.
+    """
+    representative = {name: group[0] for group in tied_groups(model) for name in group}
+    shards = {representative.get(name, name) for name in shards_of(model)}
+
+    def key(name: str) -> tuple[str, str]:
+        parameter, _, state = name.partition(SEPARATOR)
+        return representative.get(parameter, parameter), state
+
+    whole, sharded = set[tuple[str, str]](), set[tuple[str, str]]()
+    for report in _writers(reports):
+        if report.place == place:
+            return {name for name in report.names if key(name) in (sharded if key(name)[0] in shards else whole)}
+        keys = {key(name) for name in report.names}
+        whole |= keys
+        sharded |= keys if report.place.tensor_parallel_rank == place.tensor_parallel_rank else set()
+    return set()
 
 
 # ---------------------------------------------------------------- the files of a parallel checkpoint
@@ -316,17 +462,32 @@ def _write_tensors(
 
 
 def _parallel_operations(
-    directory: str, folder: str, manifest: Manifest, sides: Sequence[str], options: SaveOptions
+    directory: str, folder: str, manifest: Manifest, sides: Sequence[str], options: SaveOptions, with_index: bool
 ) -> list[Operation]:
     """Stage the table of contents, and list the renames that make `manifest` the checkpoint in `directory`.
 
     Replacing the table of contents comes first and decides; files whose turn has not come are found where they were
     staged. Files of the previous parallel checkpoint that the new one has not are removed last.
+
+    Args:
+        with_index: plain transformers shall find the weights as well. For it an index leads first to the staged files,
+            and to their final names only when they are there. A tensor-parallel model's files have none.
     """
-    name = manifest_name(options.variant)
+    name, (_, index) = manifest_name(options.variant), weight_file_names(options.extension, options.variant)
     write_bytes(os.path.join(folder, STAGED_MANIFEST), manifest.dump())
     operations: list[Operation] = [("replace", STAGED_MANIFEST, name)]
-    operations += [("replace", file_name, file_name) for file_name in [*manifest.files, *sides]]
+    with_index = with_index and manifest.tensor_parallel_size == 1
+    if with_index:
+        weights = {
+            name: file for file, entry in manifest.files.items() if entry.part == MODEL for name in entry.tensors
+        }
+        write_indices(weights, {}, folder)
+        operations.append(("replace", STAGED_INDEX, index))
+    elif kind_of(os.path.join(directory, index)) is not None and not options.variant:
+        operations.append(("remove", "", index))
+    operations += [("publish" if with_index else "replace", file_name, file_name) for file_name in manifest.files]
+    operations += [("replace", file_name, file_name) for file_name in sides]
+    operations += [("replace", FINAL_INDEX, index)] if with_index else []
     try:
         previous = read_manifest(directory, options.variant)
     except CheckpointError:

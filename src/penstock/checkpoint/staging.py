@@ -26,7 +26,7 @@ import contextlib
 import json
 import os
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -53,6 +53,7 @@ from .untrusted import CheckpointError, Field, is_directory, kind_of, read_json
 Operation = tuple[Literal["replace", "publish", "remove"], str, str]
 
 _JOURNAL = "journal.json"
+_INDICES = (STAGED_INDEX, FINAL_INDEX)
 
 
 def prepare(directory: str) -> str:
@@ -147,14 +148,12 @@ class _Table:
     """A table of contents, or an index, that readers start from and that names a staging folder.
 
     Attributes:
-        name: its own.
-        sources: what it can come from in the staging folder.
+        replaced: its own name, and that of an index beside it, each with what it can come from in the staging folder.
         files: what it says the checkpoint consists of.
         may_remove: whether a file of this name can be one of an earlier checkpoint that this one replaces.
     """
 
-    name: str
-    sources: tuple[str, ...]
+    replaced: Mapping[str, Collection[str]]
     files: frozenset[str]
     may_remove: Callable[[str], bool]
 
@@ -174,8 +173,12 @@ def _manifest_naming(directory: str, name: str, staging: str) -> _Table | None:
     is_manifest, variant = variant_of_manifest(name)
     if not is_manifest or (manifest := read_manifest(directory, variant)).staging != staging:
         return None
-    files = frozenset(manifest.files)
-    return _Table(name, (STAGED_MANIFEST,), files, lambda old: is_rank_file(old, variant) and old not in files)
+    files, index = frozenset(manifest.files), weight_file_names(".safetensors", variant)[1]
+
+    def may_remove(old: str) -> bool:
+        return (is_rank_file(old, variant) and old not in files) or old == index
+
+    return _Table({name: (STAGED_MANIFEST,), index: _INDICES}, files, may_remove)
 
 
 def _index_naming(directory: str, name: str, staging: str) -> _Table | None:
@@ -192,7 +195,7 @@ def _index_naming(directory: str, name: str, staging: str) -> _Table | None:
     def may_remove(old: str) -> bool:
         return old in whole or (old not in files and any(is_shard(old, end, variant) for end in EXTENSIONS))
 
-    return _Table(name, (STAGED_INDEX, FINAL_INDEX), files, may_remove)
+    return _Table({name: _INDICES}, files, may_remove)
 
 
 def _read_journal(directory: str, staging: str, table: _Table) -> list[Operation]:
@@ -219,7 +222,7 @@ def _read_journal(directory: str, staging: str, table: _Table) -> list[Operation
             operations.append(("remove", "", target))
         elif kind == "publish" and moves:
             operations.append(("publish", source, target))
-        elif kind == "replace" and (moves or (target == table.name and source in table.sources)):
+        elif kind == "replace" and (moves or source in table.replaced.get(target, ())):
             operations.append(("replace", source, target))
         elif kind == "replace" and source == target and is_side_file(target) and not variant_of_manifest(target)[0]:
             # The save that goes on from here writes its own. One of these may also be the user's: it stays.

@@ -12,9 +12,9 @@ import os
 import re
 import uuid
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import nn
@@ -26,12 +26,23 @@ from penstock.random_state import capture_random_state, check_random_state, rest
 from .comm import Comm, together
 from .files import flush_file, load_data, write_bytes, writing
 from .load import check_class
-from .manifest import TRAINING, Manifest, read_manifest
+from .manifest import MAX_RANKS, TRAINING, Manifest, read_manifest
 from .names import check_variant
 from .optimizer_state import collect_optimizer, reshardings_of, restore_optimizer
 from .reader import Resharding, ShardReader
 from .tensors import tensor_parallel_place
 from .untrusted import CheckpointError, Field, describe, is_regular, open_plain, refused_global
+
+# Of objects that may have no saved state: the float16 loss scale of a run that was in another precision.
+LOSS_SCALE = "optimizer.loss_scale"
+OPTIONAL = frozenset({LOSS_SCALE})
+
+
+class Run(TypedDict):
+    """What decides a run's dropout."""
+
+    seed: int
+    steps_begun: int
 
 
 @dataclass(frozen=True)
@@ -44,12 +55,14 @@ class TrainingState:
             schedulers, a GradScaler, a data loader.
         step: how many steps were done.
         extra: values of your own, of simple types or tensors, the same on all ranks.
+        run: what decides the run's dropout: its seed, and how many training steps were begun.
     """
 
     optimizer: Optimizer | None = None
     objects: Mapping[str, Any] = field(default_factory=dict)
     step: int = 0
     extra: Mapping[str, Any] = field(default_factory=dict)
+    run: Run | None = None
 
 
 @dataclass(frozen=True)
@@ -60,9 +73,9 @@ class RankTrainingState:
     tensors: dict[str, torch.Tensor]
 
 
-def collect_training_state(model: nn.Module, state: TrainingState) -> RankTrainingState:
-    """Read this rank's share. See `optimizer_state.collect_optimizer` for what is refused."""
-    report: dict[str, Any] = {"random": capture_random_state()}
+def collect_training_state(model: nn.Module, state: TrainingState, pipeline: int = 0) -> RankTrainingState:
+    """Read the share of a rank of this pipeline. See `optimizer_state.collect_optimizer` for what is refused."""
+    report: dict[str, Any] = {"random": capture_random_state(), "pipeline": pipeline}
     if state.optimizer is None:
         return RankTrainingState(report, {})
     collected = collect_optimizer(model, state.optimizer)
@@ -95,9 +108,11 @@ def common_content(
         "extra": dict(state.extra),
         "objects": {name: stateful.state_dict() for name, stateful in state.objects.items()},
         "random": [report["random"] for report in reports],
+        "pipelines": [report["pipeline"] for report in reports],
         "groups": pipeline[0].get("groups"),
         "members": members,
         "values": values,
+        "run": state.run,
     }
     return _plain_data(content, "the training state")
 
@@ -123,11 +138,16 @@ def load_training_state(
     *,
     world_comm: Comm,
     variant: str | None = None,
+    pipeline: int = 0,
 ) -> TrainingState:
     """Load the training state that `save_parallelized(..., training_state=...)` saved, into the objects of `state`.
 
     The number of stages and the tensor-parallel size may differ. Each rank's random generators continue where they were
-    if the number of ranks is that of the saving run; otherwise all continue as the first rank's.
+    if the ranks are spread over pipelines as in the saving run; otherwise those of a pipeline continue as its first
+    rank's, or as the first rank's of all if there was no such pipeline.
+
+    Args:
+        pipeline: the index of this rank's.
 
     Returns:
         `state` with the saved `step` and `extra`.
@@ -136,57 +156,112 @@ def load_training_state(
         CheckpointError: a file is missing, truncated or foreign, the optimizer's groups are not the saved ones, or
             something of its state cannot be sharded for another tensor-parallel size.
     """
-    directory = os.path.abspath(directory)
-    readers: list[ShardReader] = []
-    contents: list[dict[str, Any]] = []
-    mine: dict[str, Resharding] = {}
+    load = TrainingStateLoad(model, directory, state, variant, pipeline)
+    doing = f"load {load.directory}"
+    try:
+        load.held = together(world_comm, doing, "checking the training state", load.check)
+        with load.undone_if_it_fails():
+            together(world_comm, doing, "restoring the training state", lambda: load.apply(world_comm))
+    finally:
+        load.close()
+    return load.result()
 
-    def check() -> list[str]:
-        check_variant(variant)
-        manifest = read_manifest(directory, variant)
+
+class TrainingStateLoad:
+    """What `load_training_state` does on one rank, in two steps: nothing has changed before `apply`.
+
+    Attributes:
+        held: what `check` returned on each rank; to be set before `apply`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        directory: str | os.PathLike[str],
+        state: TrainingState,
+        variant: str | None = None,
+        pipeline: int = 0,
+    ) -> None:
+        self.directory = os.path.abspath(directory)
+        self.held: Sequence[tuple[int, Sequence[str]]] = ()
+        self._pipeline = pipeline
+        self._model = model
+        self._state = state
+        self._variant = variant
+        self._content: dict[str, Any] = {}
+        self._reader: ShardReader | None = None
+        self._mine: dict[str, Resharding] = {}
+
+    def check(self) -> tuple[int, list[str]]:
+        """Check that the training state is whole and fits; raises CheckpointError.
+
+        Returns:
+            the rank's pipeline, and the names of the parameters that its optimizer has.
+        """
+        check_variant(self._variant)
+        model, directory, state = self._model, self.directory, self._state
+        manifest = read_manifest(directory, self._variant)
         check_class(manifest, directory, type(model).__name__)
         manifest.check_files(directory)
-        contents.append(_read_common(manifest, directory))
-        if missing := sorted(state.objects.keys() - contents[0]["objects"].keys()):
-            raise CheckpointError(f"{directory} has no state for {missing}; it has {sorted(contents[0]['objects'])}")
+        self._content = content = _read_common(manifest, directory)
+        if missing := sorted(state.objects.keys() - content["objects"].keys() - OPTIONAL):
+            raise CheckpointError(f"{directory} has no state for {missing}; it has {sorted(content['objects'])}")
         if state.optimizer is None:
-            return []
-        if contents[0]["groups"] is None:
+            return self._pipeline, []
+        if content["groups"] is None:
             raise CheckpointError(f"{directory} has no optimizer state")
-        readers.append(ShardReader(directory, manifest, TRAINING, tensor_parallel_place(model)))
-        first = readers[0].readers[0]
+        self._reader = ShardReader(directory, manifest, TRAINING, tensor_parallel_place(model))
+        first = self._reader.readers[0]
         saved_shapes = {key: location.info.shape for key, location in first.locations.items()}
-        mine.update(reshardings_of(model, state.optimizer, manifest, saved_shapes))
-        readers[0].verify(mine)
-        return [name for group in collect_optimizer(model, state.optimizer).members for name in group]
+        self._mine = reshardings_of(model, state.optimizer, manifest, saved_shapes)
+        self._reader.verify(self._mine)
+        return self._pipeline, [name for group in collect_optimizer(model, state.optimizer).members for name in group]
 
-    def apply() -> None:
-        content = contents[0]
+    def apply(self, world_comm: Comm) -> None:
+        """Give everything its saved state."""
+        content, state = self._content, self._state
         if state.optimizer is not None:
+            assert self._reader is not None
+            reader = self._reader
             saved = {name for group in content["members"] for name in group}
-            if lost := sorted(saved - {name for names in held for name in names}):
+            if lost := sorted(saved - {name for _, names in self.held for name in names}):
                 raise CheckpointError(f"the optimizer lacks parameters that it had when it was saved: {lost[:5]}")
-            tensors = ((key, readers[0].read(key, sharding)) for key, sharding in mine.items())
+            tensors = ((key, reader.read(key, sharding)) for key, sharding in self._mine.items())
             groups = (content["groups"], content["members"], content["values"])
-            restore_optimizer(model, state.optimizer, *groups, tensors)
+            restore_optimizer(self._model, state.optimizer, *groups, tensors)
         for name, stateful in state.objects.items():
-            restore_object(stateful, content["objects"][name], f"the state of {name!r} in {directory}")
-        generators = content["random"]
-        restore_random_state(generators[world_comm.rank if len(generators) == world_comm.size else 0])
+            if name in content["objects"]:
+                restore_object(stateful, content["objects"][name], f"the state of {name!r} in {self.directory}")
+        restore_random_state(content["random"][self._generators_of(world_comm.rank)])
 
-    doing = f"load {directory}"
-    try:
-        held = together(world_comm, doing, "checking the training state", check)
-        before = _Snapshot(state)
+    def _generators_of(self, rank: int) -> int:
+        """The rank of the saving run whose random generators this one continues."""
+        here, saved = [pipeline for pipeline, _ in self.held], self._content.get("pipelines")
+        if saved is None:
+            saved = here if len(here) == len(self._content["random"]) else [0]
+        if saved == here:
+            return rank
+        return saved.index(self._pipeline) if self._pipeline in saved else 0
+
+    @contextlib.contextmanager
+    def undone_if_it_fails(self) -> Iterator[None]:
+        """Around `apply`, here and elsewhere: everything is put back as it was."""
+        before = _Snapshot(self._state)
         try:
-            together(world_comm, doing, "restoring the training state", apply)
+            yield
         except BaseException:
             before.put_back()
             raise
-    finally:
-        for reader in readers:
-            reader.close()
-    return TrainingState(state.optimizer, state.objects, contents[0]["step"], contents[0]["extra"])
+
+    def result(self) -> TrainingState:
+        """The state with the saved numbers."""
+        content, state = self._content, self._state
+        return TrainingState(state.optimizer, state.objects, content["step"], content["extra"], content.get("run"))
+
+    def close(self) -> None:
+        """Close the files."""
+        if self._reader is not None:
+            self._reader.close()
 
 
 class _Snapshot:
@@ -241,6 +316,9 @@ def _read_common(manifest: Manifest, directory: str) -> dict[str, Any]:
                 raise CheckpointError(f"{path} is not the file that was saved")
         content = Field(load_data(path), path)
         content["step"].integer(0, 2**63 - 1)
+        if (run := content.get("run")) is not None:
+            for name in Run.__annotations__:
+                run[name].integer(0, 2**63 - 1)
         for part in ("extra", "objects", "values"):
             for _, value in content[part].items():
                 if part == "values":
@@ -259,6 +337,11 @@ def _read_common(manifest: Manifest, directory: str) -> dict[str, Any]:
                     check_random_state(name, states[name].value)
                 except ValueError:
                     states[name].refuse(f"the state of {name}'s random generator")
+        pipelines = content.get("pipelines")
+        for pipeline in () if pipelines is None else pipelines.elements():
+            pipeline.integer(0, MAX_RANKS)
+        if pipelines is not None and len(pipelines.value) != len(generators):
+            pipelines.refuse(f"a pipeline for each of the {len(generators)} ranks")
         found: dict[str, Any] = content.value
         return found
     raise CheckpointError(f"{directory} has no training state")

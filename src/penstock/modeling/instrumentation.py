@@ -33,6 +33,7 @@ class Record:
         configuration: of a whole model, what `initialize()` was asked for.
         criterion: of a whole model, what gives its loss; None for the model's own.
         stand_in: of a whole model, what its optimizer is given on a rank that has nothing to train.
+        saver: of a whole model, what writes its checkpoints in the background.
     """
 
     intercepted: Intercepted | None = None
@@ -45,6 +46,7 @@ class Record:
     configuration: Any = None
     criterion: Any = None
     stand_in: nn.Parameter | None = None
+    saver: Any = None
 
     def __reduce__(self) -> Any:
         # Copies and pickles of a module are not intercepted, and nothing runs them.

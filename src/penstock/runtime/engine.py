@@ -132,7 +132,7 @@ class Engine:
         autocast: the type in which stages run their matrix products, None for that of the weights.
         loss_scale: what losses are multiplied with in the backward, so that half-precision gradients do not vanish. The
             gradients between steps do not have it.
-        step_number: how many training steps were begun. It decides the dropout of the next one.
+        step_number: how many training steps were begun. It decides the dropout of the next one, as `seed` does.
         context: what this rank knows about itself in the present formation.
         held: the parameters this rank holds, with the other ranks that do.
         decoding: single forwards, for generation.
@@ -169,7 +169,7 @@ class Engine:
         self.autocast: torch.dtype | None = None
         self.loss_scale = 1.0
         self.step_number = 0
-        self._seed: int | None = None
+        self.seed: int | None = None
         self._timeout, self._patience = timeout, patience
         self._synchronising = True
         self._main_input_name = getattr(split.model, "main_input_name", None)
@@ -252,7 +252,7 @@ class Engine:
         """Connect to the neighbours, and start alike: how far the run is, weights, random numbers."""
         context, board = self.context, self.context.board
         with board.guard("agreeing on the run's seed", context.everyone):
-            first, self._seed, self.step_number = shared_progress(context.groups, self._seed, self.step_number)
+            first, self.seed, self.step_number = shared_progress(context.groups, self.seed, self.step_number)
         with board.guard("sharing weights and random numbers before the first step", context.everyone):
             if self.device.type != "cpu":
                 context.groups.warm_up()
@@ -412,7 +412,7 @@ class Engine:
         if microbatches:
             check_trains(schedule)
         with autocast(self.device, self.autocast):
-            assert self._seed is not None
+            assert self.seed is not None
             step = TrainingStep(
                 self.context,
                 self._stages,
@@ -420,7 +420,7 @@ class Engine:
                 self._totals,
                 self._program(len(microbatches)),
                 inputs,
-                seed=self._seed,
+                seed=self.seed,
                 criterion=criterion,
                 reduce_gradients=self._synchronising,
                 loss_scale=self.loss_scale,
@@ -591,14 +591,14 @@ class Engine:
                 self.together(call, settings, over_all_pipelines) as said,
                 self.board.guard("evaluating", self.context.pipeline_ranks),
             ):
-                assert self._seed is not None
+                assert self.seed is not None
                 yield evaluate(
                     self._stages,
                     self._program(len(microbatches), forwards=True),
                     prepared,
                     states_of_stages(said, self.context, training=False),
                     self._totals.counts if over_all_pipelines else None,
-                    seed=self._seed,
+                    seed=self.seed,
                     criterion=criterion,
                 )
 

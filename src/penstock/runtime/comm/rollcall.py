@@ -52,6 +52,8 @@ class Call(IntEnum):
     SAVE_OPTIMIZER = 9
     LOAD_OPTIMIZER = 10
     COUNT = 11
+    SAVE_CHECKPOINT = 12
+    LOAD_CHECKPOINT = 13
 
     def __str__(self) -> str:
         return _CALLS[self]
@@ -70,6 +72,8 @@ _CALLS = {
     Call.LOAD_MODEL: "load_model",
     Call.SAVE_OPTIMIZER: "save_optimizer",
     Call.LOAD_OPTIMIZER: "load_optimizer",
+    Call.SAVE_CHECKPOINT: "save_checkpoint",
+    Call.LOAD_CHECKPOINT: "load_checkpoint",
 }
 
 

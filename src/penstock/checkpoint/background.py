@@ -1,0 +1,202 @@
+"""Writing a checkpoint while training goes on: the copy in host memory, the thread, and how ranks hear of each other.
+
+A thread that wrote and talked to other ranks would need process groups of its own, which end when a rank is lost or the
+program destroys its groups. So the ranks' threads leave word in the staging folder, which all of them see: a small file
+each, which says what was written, or what went wrong. The rank that puts the files in place waits for them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import logging
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+
+import torch
+
+from .files import write_bytes, writing
+from .manifest import MAX_RANKS, FileEntry, parse_file
+from .untrusted import CheckpointError, Field, describe, read_json
+
+logger = logging.getLogger(__name__)
+
+# How often the staging folder is looked at, and how long nothing may happen there while it is waited for, in seconds.
+PAUSE = 0.02
+STANDSTILL = 600.0
+
+
+class HostMemory:
+    """Copies of tensors on the CPU, in memory that the next copy uses again. Pinned for those of an accelerator."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, str], torch.Tensor] = {}
+
+    def copy(self, part: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Copy tensors, contiguous and each in memory of its own size; names of one tensor get one copy."""
+        done: dict[tuple[int, torch.device, torch.Size, tuple[int, ...], torch.dtype], torch.Tensor] = {}
+        copies: dict[str, torch.Tensor] = {}
+        kept: dict[tuple[str, str], torch.Tensor] = {}
+        devices = set[torch.device]()
+        for name, tensor in tensors.items():
+            key = tensor.data_ptr(), tensor.device, tensor.shape, tensor.stride(), tensor.dtype
+            if not tensor.numel() or key not in done:
+                buffer = self._buffers.get((part, name))
+                if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+                    pinned = tensor.device.type == "cuda"
+                    buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+                kept[part, name] = done[key] = buffer.copy_(tensor.detach(), non_blocking=True)
+                devices.add(tensor.device)
+            copies[name] = done[key]
+        self._buffers = {key: buffer for key, buffer in self._buffers.items() if key[0] != part} | kept
+        for device in devices:
+            if device.type != "cpu":
+                torch.get_device_module(device).synchronize(device)
+        return copies
+
+
+class PendingSave:
+    """A save whose files are being written by a thread.
+
+    Attributes:
+        directory: what is written.
+    """
+
+    def __init__(self, directory: str, write: Callable[[], None]) -> None:
+        self.directory = directory
+        self._error: BaseException | None = None
+        self._write: Callable[[], None] | None = write
+        # Python waits at its end for threads that are no daemons, whatever they wait for.
+        self._thread = threading.Thread(target=self._run, name="penstock-save", daemon=True)
+        _pending.add(self)
+        self._thread.start()
+
+    @property
+    def done(self) -> bool:
+        """Whether this rank's part is over."""
+        return not self._thread.is_alive()
+
+    def finish(self) -> None:
+        """Wait for this rank's part; raises, once, what went wrong with it."""
+        self._thread.join()
+        _pending.discard(self)
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _run(self) -> None:
+        assert self._write is not None
+        try:
+            self._write()
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._write = None
+
+
+# What nobody has finished yet lives until the program ends.
+_pending: set[PendingSave] = set()
+
+
+@atexit.register
+def _finish_all() -> None:
+    """Wait for what is being written. A failure that nobody was told of ends the program with status 1."""
+    failed = False
+    for save in list(_pending):
+        try:
+            save.finish()
+        except BaseException:
+            failed = True
+            print(f"the checkpoint {save.directory} could not be written:", file=sys.stderr)
+            traceback.print_exc()
+    if failed:
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+# -- words in the staging folder ---------------------------------------------------------------------------------------
+
+
+def word_name(pipeline_rank: int, tensor_parallel_rank: int) -> str:
+    """The file in which a rank says that it has written its files."""
+    return f"written_tp_{tensor_parallel_rank}_pp_{pipeline_rank}.json"
+
+
+@contextlib.contextmanager
+def leaving_word(folder: str, name: str, rank: int) -> Iterator[dict[str, FileEntry]]:
+    """Around the writing of a rank's files: put what was written into what this yields. The word says what went wrong
+    if something does."""
+    files: dict[str, FileEntry] = {}
+    try:
+        yield files
+    except Exception as error:
+        with contextlib.suppress(Exception):  # there may be no room for it either: the others wait in vain then
+            _leave(folder, name, {"rank": rank, "error": describe(error)})
+        raise
+    _leave(folder, name, {"files": {file: asdict(entry) for file, entry in files.items()}})
+
+
+def _leave(folder: str, name: str, content: object) -> None:
+    path = os.path.join(folder, name)
+    write_bytes(path + ".draft", json.dumps(content).encode())
+    with writing(path, "a small file"):
+        os.replace(path + ".draft", path)
+
+
+def words_of(
+    folder: str, names: Sequence[str], given_up: Callable[[], str | None] = lambda: None
+) -> list[dict[str, FileEntry]]:
+    """Wait for the words of these names, and return what each says.
+
+    Args:
+        given_up: says why one of them will not come any more; None as long as all may.
+
+    Raises:
+        CheckpointError: one of the ranks could not write, or has left no word and nothing happens any more.
+    """
+    found: dict[str, dict[str, FileEntry]] = {}
+    since, seen = time.monotonic(), -1
+    while True:
+        for name in names:
+            path = os.path.join(folder, name)
+            if name not in found and os.path.exists(path):
+                content = read_json(path)
+                if (error := content.get("error")) is not None:
+                    raise CheckpointError(f"rank {content['rank'].value}: {error.value}")
+                found[name] = {file: _entry(fields) for file, fields in content["files"].items()}
+        if len(found) == len(names):
+            return [found[name] for name in names]
+        missing = ", ".join(sorted(set(names) - found.keys()))
+        if (reason := given_up()) is not None:
+            raise CheckpointError(f"{missing} will not come to {folder}: {reason}")
+        size = _size_of(folder)
+        if size != seen:
+            since, seen = time.monotonic(), size
+        elif time.monotonic() - since > STANDSTILL:
+            raise CheckpointError(f"{missing} did not come to {folder}, where nothing has changed for {STANDSTILL:g} s")
+        time.sleep(PAUSE)
+
+
+def _entry(fields: Field) -> FileEntry:
+    ranks = (fields[name].integer(0, MAX_RANKS) for name in ("stage", "tensor_parallel_rank"))
+    return parse_file(fields, fields["part"].text(), *ranks)
+
+
+def _size_of(folder: str) -> int:
+    """Bytes in a folder's files; -1 if it is gone."""
+    total = 0
+    try:
+        for entry in os.scandir(folder):
+            with contextlib.suppress(FileNotFoundError):
+                total += entry.stat(follow_symlinks=False).st_size
+    except OSError:
+        return -1
+    return total
