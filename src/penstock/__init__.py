@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from penstock.booster import Booster
+    from penstock.checkpoint_manager import CheckpointManager
     from penstock.config import Configuration, ConfigurationError
     from penstock.initialize import from_config, from_pretrained, initialize
     from penstock.modeling.tensor_parallel import TensorParallelPlan, register_tensor_parallel_plan
@@ -24,6 +25,7 @@ __version__ = "0.1.0.dev0"
 __all__ = [
     "Booster",
     "Checkpoint",
+    "CheckpointManager",
     "Configuration",
     "ConfigurationError",
     "HeterogeneousParallelPlugin",
@@ -46,6 +48,7 @@ __all__ = [
 _HOMES = {
     "Booster": "penstock.booster",
     "Checkpoint": "penstock.training_checkpoints",
+    "CheckpointManager": "penstock.checkpoint_manager",
     "Configuration": "penstock.config",
     "ConfigurationError": "penstock.config",
     "HeterogeneousParallelPlugin": "penstock.plugin",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -105,7 +105,7 @@ def save_checkpoint(
     """
     if keep_last is not None and keep_last < 1:
         raise ValueError(f"keep_last must be at least 1, got {keep_last}")
-    run = _Participants(model)
+    run = Participants(model)
     number = run.steps_begun if step is None else step
     if isinstance(number, bool) or not isinstance(number, int) or number < 0:
         raise ValueError(f"step must be a whole number of steps done, got {number!r}")
@@ -163,7 +163,7 @@ def load_checkpoint(
         CheckpointError: there is none that can be loaded; says why of each. Nothing has changed then.
         PipelineFailure: a rank was lost.
     """
-    run = _Participants(model)
+    run = Participants(model)
     if which != LATEST and (isinstance(which, bool) or not isinstance(which, int)):
         raise ValueError(f'which must be "latest" or the number of a step, got {which!r}')
     state = TrainingState(
@@ -184,7 +184,7 @@ def finish_saving(model: PreTrainedModel) -> None:
     Raises:
         CheckpointError: some rank could not write.
     """
-    run, saver = _Participants(model), _saver_of(model)
+    run, saver = Participants(model), _saver_of(model)
     with run.saving():
         saver.finish(run.comms()[0])
 
@@ -194,7 +194,7 @@ def has_checkpoint(folder: PathLike, model: PreTrainedModel) -> bool:
 
     Checkpoints whose save did not come to its end do not count. Every rank calls it.
     """
-    run = _Participants(model)
+    run = Participants(model)
     with run.loading():
         return bool(_candidates(os.path.abspath(folder), LATEST, run.comms()[0]))
 
@@ -215,7 +215,7 @@ def _candidates(folder: str, which: str | int, world: Comm) -> list[tuple[str, s
 
 
 def _load_newest(
-    folder: str, which: str | int, model: PreTrainedModel, state: TrainingState, run: _Participants, world: Comm
+    folder: str, which: str | int, model: PreTrainedModel, state: TrainingState, run: Participants, world: Comm
 ) -> Checkpoint:
     damaged: dict[str, str] = {}
     for path, fault in _candidates(folder, which, world):
@@ -253,7 +253,7 @@ def _load_newest(
 # -- who takes part ----------------------------------------------------------------------------------------------------
 
 
-class _Participants:
+class Participants:
     """The ranks that save or load a model's run: those of its pipelines, or a single process."""
 
     def __init__(self, model: Any) -> None:
@@ -271,6 +271,13 @@ class _Participants:
 
     def loading(self) -> AbstractContextManager[Any]:
         return nullcontext() if self.engine is None else self.engine.together(Call.LOAD_CHECKPOINT)
+
+    def compare(self, *numbers: int) -> Mapping[int, Sequence[int]]:
+        """Every rank's numbers."""
+        if self.engine is None:
+            return {0: numbers}
+        with self.engine.together(Call.COMPARE_STEPS, numbers) as said:
+            return {rank: list(facts[: len(numbers)]) for rank, facts in said.items()}
 
     def comms(self) -> tuple[Comm, Comm]:
         return (SoloComm(), SoloComm()) if self.engine is None else checkpoint_comms(self.engine)

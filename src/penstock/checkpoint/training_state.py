@@ -203,7 +203,7 @@ class TrainingStateLoad:
         manifest = read_manifest(directory, self._variant)
         check_class(manifest, directory, type(model).__name__)
         manifest.check_files(directory)
-        self._content = content = _read_common(manifest, directory)
+        self._content = content = read_common(manifest, directory)
         if missing := sorted(state.objects.keys() - content["objects"].keys() - OPTIONAL):
             raise CheckpointError(f"{directory} has no state for {missing}; it has {sorted(content['objects'])}")
         if state.optimizer is None:
@@ -301,7 +301,7 @@ def restore_object(stateful: Any, content: Any, what: str) -> None:
         raise CheckpointError(f"{what} does not fit: {describe(error)}") from error
 
 
-def _read_common(manifest: Manifest, directory: str) -> dict[str, Any]:
+def read_common(manifest: Manifest, directory: str) -> dict[str, Any]:
     """The content of the file that every rank reads whole.
 
     Raises:

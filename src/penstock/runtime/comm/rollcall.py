@@ -54,6 +54,7 @@ class Call(IntEnum):
     COUNT = 11
     SAVE_CHECKPOINT = 12
     LOAD_CHECKPOINT = 13
+    COMPARE_STEPS = 14
 
     def __str__(self) -> str:
         return _CALLS[self]
@@ -74,6 +75,7 @@ _CALLS = {
     Call.LOAD_OPTIMIZER: "load_optimizer",
     Call.SAVE_CHECKPOINT: "save_checkpoint",
     Call.LOAD_CHECKPOINT: "load_checkpoint",
+    Call.COMPARE_STEPS: "CheckpointManager.save",
 }
 
 

@@ -1,0 +1,244 @@
+"""A parallel checkpoint without its run: what is in it, whether it is whole, and one ordinary folder made of it."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+
+from penstock.modeling.weights.initialise import meta_model, resolve_model_class
+
+from .comm import SoloComm
+from .files import open_tensors, write_bytes
+from .folder import Found, contents_of, find_checkpoints
+from .manifest import MODEL, TRAINING, Manifest
+from .merge import Holding, ModelFolder, write_merged
+from .names import is_configuration
+from .optimizer_state import SEPARATOR
+from .reader import Resharding, ShardReader, saved_sharding
+from .save_pretrained import SaveOptions
+from .staging import commit, discard, prepare
+from .tensors import DTYPES, TensorInfo, dtype_of
+from .training_state import read_common
+from .untrusted import CheckpointError, describe, open_plain
+
+MAX_SIDE_BYTES = 16 * 1024**2
+
+
+# -- which one ---------------------------------------------------------------------------------------------------------
+
+
+def newest_checkpoint(folder: str | os.PathLike[str]) -> str:
+    """The folder itself if it is a checkpoint, else its newest whole one. Raises CheckpointError if there is none."""
+    found = find_checkpoints(folder)
+    for one in found:
+        if one.fault is None:
+            return one.path
+    reasons = "".join(f"; {one.path}: {one.fault}" for one in found)
+    raise CheckpointError(f"{os.path.abspath(folder)} holds no whole checkpoint{reasons}")
+
+
+# -- what is in it -----------------------------------------------------------------------------------------------------
+
+
+def inspect_folder(folder: str | os.PathLike[str], values: bool = True) -> list[dict[str, Any]]:
+    """What each checkpoint in a folder holds, the newest first; plain data, see `inspect_checkpoint`.
+
+    Raises:
+        CheckpointError: there is no such folder, or nothing in it.
+    """
+    found = find_checkpoints(folder)
+    if not found:
+        raise CheckpointError(f"{os.path.abspath(folder)} holds no checkpoint")
+    return [_inspect(one, values) for one in found]
+
+
+def _inspect(found: Found, values: bool) -> dict[str, Any]:
+    if found.fault is not None:
+        return {"path": found.path, "step": found.step, "whole": False, "faults": [found.fault]}
+    return inspect_checkpoint(found.path, values)
+
+
+def inspect_checkpoint(path: str, values: bool = True) -> dict[str, Any]:
+    """What a checkpoint holds, as plain data.
+
+    Args:
+        values: compare every value with its checksum, which reads all files. Otherwise only sizes are compared.
+    """
+    manifest = contents_of(path)
+    faults = [fault for name in manifest.files for fault in _faults_of(path, manifest, name)] if values else []
+    training: dict[str, Any] | None = None
+    if any(entry.part == TRAINING for entry in manifest.files.values()):
+        try:
+            common = read_common(manifest, path)
+        except CheckpointError as error:
+            faults = list(dict.fromkeys([*faults, str(error)]))
+        else:
+            training = {
+                "step": common["step"],
+                "objects": sorted(common["objects"]),
+                "ranks": len(common["random"]),
+                "pipelines": len(set(common.get("pipelines") or [0])),
+                "parameter_groups": len(common["groups"] or []),
+            }
+    return {
+        "path": path,
+        "step": None if training is None else training["step"],
+        "whole": not faults,
+        "faults": faults,
+        "model_class": manifest.model_class,
+        "stages": manifest.num_stages,
+        "tensor_parallel_size": manifest.tensor_parallel_size,
+        "bytes": sum(entry.size for entry in manifest.files.values()),
+        "bytes_of_weights": sum(entry.size for entry in manifest.files.values() if entry.part == MODEL),
+        "training": training,
+        "files": [
+            {"name": name, "part": entry.part, "stage": entry.stage, "bytes": entry.size, "tensors": len(entry.tensors)}
+            for name, entry in manifest.files.items()
+        ],
+        "parameters": list(_parameters(manifest)),
+    }
+
+
+def _parameters(manifest: Manifest) -> Iterator[dict[str, Any]]:
+    """Each weight once, in its whole shape, with the states that an optimizer keeps of it."""
+    states: dict[str, set[str]] = {}
+    for _, entry in manifest.entries(TRAINING, 0):
+        for key in entry.tensors:
+            name, _, state = key.partition(SEPARATOR)
+            states.setdefault(name, set()).add(state)
+    ties = {name: group for group in manifest.tied for name in group}
+    seen = set[str]()
+    for file, entry in manifest.entries(MODEL, 0):
+        for name, info in entry.tensors.items():
+            if seen & {name, *ties.get(name, ())}:
+                continue
+            seen.add(name)
+            sharding = saved_sharding(manifest, name, info.shape)
+            shape = info.shape if sharding is None else sharding.whole_shape(info.shape, manifest.tensor_parallel_size)
+            own = set[str]().union(*(states.get(one, set()) for one in {name, *ties.get(name, ())}))
+            yield {
+                "name": name,
+                "shape": list(shape),
+                "dtype": info.dtype,
+                "bytes": math.prod(shape) * DTYPES[info.dtype].itemsize,
+                "file": file,
+                "sharded": sharding is not None,
+                "tied_to": [other for other in ties.get(name, ()) if other != name],
+                "optimizer_states": sorted(own),
+            }
+
+
+def _faults_of(path: str, manifest: Manifest, name: str) -> Iterator[str]:
+    """What is wrong with the values in a file: the first tensor that is not as it was saved."""
+    entry = manifest.files[name]
+    try:
+        place = manifest.path_of(path, name)
+        if entry.checksum is not None:
+            read_common(manifest, path)
+            return
+        with open_tensors(place, name) as file:
+            for tensor_name, info in entry.tensors.items():
+                if tensor_name not in file.names:
+                    raise CheckpointError(f"{place} is not the file that was saved: it has no {tensor_name}")
+                tensor = file.read(tensor_name)
+                if not info.fits(tensor) or TensorInfo.of(tensor) != info:
+                    raise CheckpointError(f"{place} is not the file that was saved: {tensor_name} differs")
+    except Exception as error:
+        yield describe(error)
+
+
+# -- one ordinary folder -----------------------------------------------------------------------------------------------
+
+
+def merge_checkpoint(
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    *,
+    safe_serialization: bool = True,
+    max_shard_size: int | str = "5GB",
+) -> list[str]:
+    """Make of a parallel checkpoint, or of the newest one in a folder, the folder that `save_pretrained` would write.
+
+    No more than one shard is in memory at a time. Values are compared with their checksums as they are read.
+
+    Returns:
+        the names of the files of weights.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or `destination` cannot be written. A checkpoint that was there
+            is intact then. ValueError: transformers does not have the model's class.
+    """
+    path, directory = newest_checkpoint(source), os.path.abspath(destination)
+    manifest = contents_of(path)
+    options = SaveOptions(safe_serialization=safe_serialization, max_shard_size=max_shard_size)
+    config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    model = meta_model(resolve_model_class(config), config)
+    if type(model).__name__ != manifest.model_class:
+        raise CheckpointError(
+            f"{path} holds a {manifest.model_class}, but its config.json is of {type(model).__name__}"
+        )
+    state = _WholeTensors(path, manifest)
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    holdings = {name: Holding(*state.describe(name), name in parameters) for name in state}
+    form = ModelFolder(model, options)
+    try:
+        plan = form.plan([holdings], [])
+        staging = prepare(directory)
+        try:
+            folder = os.path.join(directory, staging)
+            sides = [name for name in sorted(os.listdir(path)) if is_configuration(name)]
+            for name in sides:
+                with open_plain(os.path.join(path, name)) as file:
+                    write_bytes(os.path.join(folder, name), file.read(MAX_SIDE_BYTES))
+            write_merged(form, state, plan, folder, SoloComm())
+            commit(directory, staging, form.operations(directory, folder, plan, sides))
+        except BaseException:
+            discard(directory, staging)
+            raise
+    finally:
+        state.close()
+    return [shard.file_name for shard in plan.shards]
+
+
+class _WholeTensors(Mapping[str, torch.Tensor]):
+    """The weights of a checkpoint by all of their names, each read and joined from its shards when it is asked for."""
+
+    def __init__(self, path: str, manifest: Manifest) -> None:
+        self._manifest = manifest
+        self._reader = ShardReader(path, manifest, MODEL, (0, 1))
+        self._first = self._reader.readers[0]
+        self._sources = {name: name for name in self._first.locations}
+        for group in manifest.tied:
+            if present := [name for name in group if name in self._first.locations]:
+                self._sources.update(dict.fromkeys(group, present[0]))
+
+    def describe(self, name: str) -> tuple[tuple[int, ...], str]:
+        """A tensor's whole shape, and its dtype."""
+        info, sharding = self._first.locations[self._sources[name]].info, self._sharding(name)
+        size = self._manifest.tensor_parallel_size
+        shape = info.shape if sharding.saved is None else tuple(sharding.saved.whole_shape(info.shape, size))
+        dtype_of(info.dtype)
+        return shape, info.dtype
+
+    def close(self) -> None:
+        self._reader.close()
+
+    def _sharding(self, name: str) -> Resharding:
+        source = self._sources[name]
+        return Resharding(saved_sharding(self._manifest, source, self._first.locations[source].info.shape))
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        source, sharding = self._sources[name], self._sharding(name)
+        self._reader.verify({source: sharding})
+        return self._reader.read(source, sharding)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._sources)
+
+    def __len__(self) -> int:
+        return len(self._sources)

@@ -1,0 +1,102 @@
+"""`penstock inspect` and `penstock merge`: checkpoints, without the run that wrote them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+_SHOWN = 12
+
+
+def inspect(
+    folder: Annotated[
+        Path, typer.Argument(help="What save_checkpoint or save_parallelized wrote: a checkpoint, or a folder of them.")
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+    quick: Annotated[bool, typer.Option(help="Compare the files' sizes only, and do not read them.")] = False,
+    parameters: Annotated[bool, typer.Option(help="List every weight.")] = False,
+) -> None:
+    """Show what checkpoints hold: layout, step, sizes, weights, and whether they are whole.
+
+    Reads every file, and runs nothing in them. The status is 0 if the newest checkpoint is whole and 1 if not.
+
+    Example: penstock inspect runs/gpt2
+    """
+    from penstock.checkpoint.contents import inspect_folder
+    from penstock.checkpoint.untrusted import CheckpointError
+
+    try:
+        found = inspect_folder(folder, values=not quick)
+    except CheckpointError as error:
+        raise ValueError(str(error)) from error
+    if as_json:
+        print(json.dumps(found, indent=1))
+    else:
+        for one in found:
+            print("\n".join(_lines(one, parameters)))
+    if not found[0]["whole"]:
+        raise typer.Exit(1)
+
+
+def _lines(found: dict[str, Any], parameters: bool) -> list[str]:
+    """What is said of one checkpoint."""
+    lines = [f"{found['path']}: {'whole' if found['whole'] else 'NOT WHOLE'}"]
+    lines += [f"  {fault}" for fault in found["faults"]]
+    if "files" not in found:
+        return lines
+    shards = found["tensor_parallel_size"]
+    layout = f"{found['stages']} pipeline rank(s)" + (f" of {shards} tensor-parallel ranks each" if shards > 1 else "")
+    lines.append(f"  {found['model_class']}, written by {layout}")
+    if (training := found["training"]) is not None:
+        lines.append(
+            f"  step {training['step']}, with the state of {', '.join(training['objects']) or 'no object'}, and of "
+            f"{training['parameter_groups']} parameter group(s) of an optimizer; {training['ranks']} rank(s) in "
+            f"{training['pipelines']} pipeline(s)"
+        )
+    weights = found["parameters"]
+    lines.append(
+        f"  {found['bytes']:,} bytes in {len(found['files'])} files, {found['bytes_of_weights']:,} of them weights"
+    )
+    lines.append(f"  {len(weights)} weights, {sum(_count(one['shape']) for one in weights):,} numbers")
+    for one in weights if parameters else weights[:_SHOWN]:
+        notes = [f"tied to {', '.join(one['tied_to'])}"] if one["tied_to"] else []
+        notes += ["sharded"] if one["sharded"] else []
+        notes += [f"with {', '.join(one['optimizer_states'])}"] if one["optimizer_states"] else []
+        lines.append(f"    {one['name']} {one['shape']} {one['dtype']}" + (f" ({'; '.join(notes)})" if notes else ""))
+    if not parameters and len(weights) > _SHOWN:
+        lines.append(f"    and {len(weights) - _SHOWN} more (--parameters shows all)")
+    return lines
+
+
+def _count(shape: list[int]) -> int:
+    number = 1
+    for size in shape:
+        number *= size
+    return number
+
+
+def merge(
+    folder: Annotated[Path, typer.Argument(help="A checkpoint, or a folder of them, of which the newest is taken.")],
+    out: Annotated[Path, typer.Argument(help="The folder to write.")],
+    safetensors: Annotated[bool, typer.Option(help="Write .safetensors files, or else .bin.")] = True,
+    max_shard_size: Annotated[str, typer.Option(help="The largest file, and what is in memory at a time.")] = "5GB",
+    as_json: Annotated[bool, typer.Option("--json", help="Print what was written as JSON.")] = False,
+) -> None:
+    """Make the folder that plain transformers loads, in one process, with one shard in memory at a time.
+
+    Example: penstock merge runs/gpt2 gpt2-trained --max-shard-size 2GB
+    """
+    from penstock.checkpoint.contents import merge_checkpoint
+    from penstock.checkpoint.untrusted import CheckpointError
+
+    try:
+        files = merge_checkpoint(folder, out, safe_serialization=safetensors, max_shard_size=max_shard_size)
+    except CheckpointError as error:
+        raise ValueError(str(error)) from error
+    if as_json:
+        print(json.dumps({"folder": str(out), "files": files}))
+    else:
+        print(f"{out}: {', '.join(files)}")

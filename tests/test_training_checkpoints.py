@@ -1,0 +1,300 @@
+"""Folders of checkpoints: whole or not there after a kill, rotated, passed over when damaged, written meanwhile."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from typer.testing import CliRunner
+
+import penstock
+from audit import only_within
+from checkpoint_ranks import assert_hold_together, assert_holds, in_fork, on_ranks, raised, scramble, split_copies
+from families import FAMILIES
+from launch import run_python
+from penstock.checkpoint import CheckpointError, SavingRank, TrainingState, files, from_parallelized, save_checkpoint
+from penstock.checkpoint.contents import inspect_folder
+from penstock.cli import app
+from test_checkpoint_atomic import die_before_change, kill_everywhere
+
+
+def build(seed: int, **settings: Any) -> Any:
+    return scramble(FAMILIES["gpt2"].build(dtype=torch.float32, n_layer=2, **settings), seed)
+
+
+def trained(seed: int) -> tuple[Any, torch.optim.Optimizer]:
+    """A model and an optimizer that has state."""
+    model = build(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    step(model, optimizer, seed)
+    return model, optimizer
+
+
+def step(model: Any, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+    optimizer.step()
+
+
+def loaded(folder: Path, which: str | int = "latest") -> tuple[penstock.Checkpoint, Any, torch.optim.Optimizer]:
+    model, optimizer = trained(99)
+    return penstock.load_checkpoint(folder, which, model=model, optimizer=optimizer), model, optimizer
+
+
+def assert_same_state(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> None:
+    for mine, theirs in zip(one.param_groups[0]["params"], other.param_groups[0]["params"], strict=True):
+        for name, value in one.state[mine].items():
+            assert torch.equal(value, other.state[theirs][name])
+
+
+# -- kills -------------------------------------------------------------------------------------------------------------
+
+
+def save_on_two_ranks(folder: Path, model: Any) -> None:
+    models = split_copies(model, 2)
+
+    def work(rank: int, comm: Any) -> None:
+        place = SavingRank(rank, 2)
+        save_checkpoint(models[rank], folder, TrainingState(step=3), place=place, world_comm=comm, pipeline_comm=comm)
+
+    raised(on_ranks(2, work))
+
+
+@pytest.mark.parametrize("plain", [True, False], ids=["plain transformers", "penstock"])
+def test_a_kill_at_every_change_leaves_a_whole_checkpoint_for_every_reader(plain: bool, tmp_path: Path) -> None:
+    """Where a step is saved again into the folder that it has."""
+
+    def read(folder: Path) -> Any:
+        if plain:
+            return transformers.GPT2LMHeadModel.from_pretrained(folder)
+        (model,) = split_copies(build(9), 1)
+        raised(on_ranks(1, lambda rank, comm: from_parallelized(model, folder, world_comm=comm)))
+        return model
+
+    kill_everywhere(tmp_path, save_on_two_ranks, save_on_two_ranks, read)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_kill_at_every_change_leaves_the_previous_step_or_this_one(asynchronous: bool, tmp_path: Path) -> None:
+    old, new = trained(1), trained(2)
+    seen, status, number = [], -signal.SIGKILL, 0
+    while status:
+        folder = tmp_path / str(number)
+        for earlier in (1, 2):
+            penstock.save_checkpoint(folder, model=old[0], optimizer=old[1], step=earlier)
+
+        def attempt(folder: Path = folder, number: int = number) -> None:
+            die_before_change(number)
+            model, optimizer = new
+            penstock.save_checkpoint(
+                folder, model=model, optimizer=optimizer, step=3, keep_last=1, asynchronous=asynchronous
+            )
+            penstock.finish_saving(model)
+
+        status = in_fork(attempt)
+        assert status in (0, -signal.SIGKILL)
+        found, model, optimizer = loaded(folder)
+        assert not found.damaged
+        seen.append(found.step)
+        assert_holds(model, (new if found.step == 3 else old)[0])
+        assert_same_state(optimizer, (new if found.step == 3 else old)[1])
+        number += 1
+    assert seen == sorted(seen) and set(seen) == {2, 3}
+    assert os.listdir(folder) == ["step-00000003"], "older ones are removed once the newer is whole"
+
+
+# -- which one is loaded -----------------------------------------------------------------------------------------------
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def test_the_newest_whole_one_is_loaded_and_damaged_ones_are_named(tmp_path: Path) -> None:
+    pairs = {}
+    for number in (10, 20, 30, 40):
+        pairs[number] = model, optimizer = trained(number)
+        path = penstock.save_checkpoint(tmp_path, model=model, optimizer=optimizer, step=number, keep_last=3)
+        assert path == str(tmp_path / f"step-{number:08d}")
+    (tmp_path / "step-00000050").mkdir()  # a save that was killed
+    (tmp_path / "notes.txt").write_text("mine")
+    found, model, _ = loaded(tmp_path)
+    assert (found.step, found.damaged) == (40, {})
+
+    flip(tmp_path / "step-00000040" / "optimizer_tp_0_pp_0.safetensors")
+    (tmp_path / "step-00000030" / "training_state.bin").unlink()
+    found, model, optimizer = loaded(tmp_path)
+    assert found.step == 20 and found.path == str(tmp_path / "step-00000020")
+    assert_holds(model, pairs[20][0])
+    assert_same_state(optimizer, pairs[20][1])
+    damaged = {os.path.basename(path): reason for path, reason in found.damaged.items()}
+    assert "optimizer_tp_0_pp_0.safetensors is not the file that was saved" in damaged["step-00000040"]
+    assert "training_state.bin is missing" in damaged["step-00000030"]
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* can be loaded: .*step-00000040"):
+        loaded(tmp_path, 40)
+    with pytest.raises(CheckpointError, match="holds no checkpoint of step 10"):
+        loaded(tmp_path, 10)
+    with pytest.raises(CheckpointError, match="holds no whole checkpoint"):
+        loaded(tmp_path / "nowhere")
+    assert loaded(tmp_path / "step-00000020")[0].step == 20
+
+    (tmp_path / "step-00000020" / "mine.txt").write_text("mine")
+    penstock.save_checkpoint(tmp_path, model=model, step=60, keep_last=1)
+    assert sorted(os.listdir(tmp_path)) == ["notes.txt", "step-00000020", "step-00000060"]
+    assert os.listdir(tmp_path / "step-00000020") == ["mine.txt"]
+
+
+def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    model, optimizer = trained(1)
+    loader = torch.utils.data.DataLoader([1, 2])
+    for options, message in (
+        (
+            {"dataloader": loader},
+            r"dataloader cannot be saved or loaded: a DataLoader has no state; make it with model",
+        ),
+        ({"mine": 3}, r"mine cannot be saved or loaded: a int has no state"),
+        ({"optimizer": "adam"}, "optimizer must be a torch optimizer, got str"),
+    ):
+        for function in (penstock.save_checkpoint, penstock.load_checkpoint):
+            with pytest.raises(TypeError, match=message):
+                function(tmp_path, model=model, **options)
+    with pytest.raises(TypeError, match="model must be a transformers model, got Linear"):
+        penstock.save_checkpoint(tmp_path, model=torch.nn.Linear(1, 1))
+    with pytest.raises(ValueError, match="keep_last must be at least 1, got 0"):
+        penstock.save_checkpoint(tmp_path, model=model, keep_last=0)
+    with pytest.raises(ValueError, match="step must be a whole number of steps done, got -1"):
+        penstock.save_checkpoint(tmp_path, model=model, step=-1)
+    assert not os.listdir(tmp_path)
+    penstock.save_checkpoint(tmp_path, model=model, optimizer=optimizer, step=1, lr_scheduler=None)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    with pytest.raises(CheckpointError, match=r"has no state for \['lr_scheduler'\]"):
+        penstock.load_checkpoint(tmp_path, model=model, lr_scheduler=scheduler)
+
+
+# -- asynchronous ------------------------------------------------------------------------------------------------------
+
+
+def test_an_asynchronous_save_holds_the_values_of_its_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = trained(1)
+    before = copy.deepcopy(model), copy.deepcopy(optimizer.state_dict())
+    go_on, original = threading.Event(), files.save_file
+    monkeypatch.setattr(files, "save_file", lambda *args, **options: (go_on.wait(60), original(*args, **options)))
+    penstock.save_checkpoint(tmp_path, model=model, optimizer=optimizer, step=1, asynchronous=True)
+    step(model, optimizer, 5)  # while nothing is written yet
+    assert not (tmp_path / "step-00000001" / "parallel_checkpoint.json").exists()
+    go_on.set()
+    penstock.finish_saving(model)
+    found, again, adam = loaded(tmp_path)
+    assert found.step == 1
+    assert_holds(again, before[0])
+    assert torch.equal(adam.state_dict()["state"][0]["exp_avg"], before[1]["state"][0]["exp_avg"])
+
+
+def test_what_goes_wrong_meanwhile_is_raised_by_the_next_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = trained(1)
+    penstock.save_checkpoint(tmp_path, model=model, optimizer=optimizer, step=1)
+
+    def full(*args: Any, **options: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "save_file", full)
+        penstock.save_checkpoint(tmp_path, model=model, optimizer=optimizer, step=2, asynchronous=True)
+        with pytest.raises(CheckpointError, match=r"step-00000002.*No space left on device"):
+            penstock.save_checkpoint(tmp_path, model=model, optimizer=optimizer, step=3, asynchronous=True)
+    assert loaded(tmp_path)[0].step == 1
+    penstock.save_checkpoint(tmp_path, model=model, optimizer=optimizer, step=4, asynchronous=True)
+    penstock.finish_saving(model)
+    assert loaded(tmp_path)[0].step == 4
+
+
+def test_what_goes_wrong_at_the_very_end_ends_the_program_with_an_error(tmp_path: Path) -> None:
+    code = """
+import sys, penstock, transformers
+from penstock.checkpoint import files
+if sys.argv[2] == "fail":
+    files.save_file = lambda *args, **options: 1 / 0
+config = transformers.GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=5, n_positions=4)
+penstock.save_checkpoint(sys.argv[1], model=transformers.GPT2LMHeadModel(config), step=1, asynchronous=True)
+"""
+    (tmp_path / "script.py").write_text(code)
+    for fate, status in (("fail", 1), ("write", 0)):
+        ended = run_python(tmp_path / "script.py", tmp_path / fate, fate, timeout=120)
+        assert ended.returncode == status, ended.stderr
+        assert ("ZeroDivisionError" in ended.stderr) == (fate == "fail")
+    assert (tmp_path / "write" / "step-00000001" / "parallel_checkpoint.json").exists()
+
+
+# -- what is in them ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["gpt2", "t5", "mixtral"])
+def test_plain_transformers_loads_the_folder_and_everything_is_in_it_once(family: str, tmp_path: Path) -> None:
+    """Tied weights, several names of one weight, and a family whose files are converted when they are loaded."""
+    reference = scramble(FAMILIES[family].build(dtype=torch.float32), 1)
+    models = split_copies(reference, 3)
+    optimizers = [torch.optim.AdamW(model.parameters()) for model in models]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+    reference.load_state_dict({name: value for model in models for name, value in model.state_dict().items()})
+
+    def work(rank: int, comm: Any) -> None:
+        state, place = TrainingState(optimizers[rank], step=3), SavingRank(rank, 3)
+        save_checkpoint(models[rank], tmp_path, state, place=place, world_comm=comm, pipeline_comm=comm)
+
+    raised(on_ranks(3, work))
+    again = type(reference).from_pretrained(tmp_path)
+    assert_holds(again, reference)
+    (found,) = inspect_folder(tmp_path)
+    assert found["whole"] and found["training"]["step"] == 3
+    held = {value.data_ptr() for value in reference.state_dict().values()}
+    stored = [name for file in found["files"] if file["part"] == "model" for name in range(file["tensors"])]
+    assert len(stored) == len(found["parameters"]) == len(held)
+    states = sum(file["tensors"] for file in found["files"] if file["part"] == "training")
+    assert states == 3 * len(list(reference.parameters())), "exp_avg, exp_avg_sq and step of each"
+
+    fresh = split_copies(scramble(copy.deepcopy(reference), 5), 2)
+    raised(on_ranks(2, lambda rank, comm: from_parallelized(fresh[rank], tmp_path, world_comm=comm)))
+    assert_hold_together(fresh, reference)
+
+    runner = CliRunner()
+    shown = runner.invoke(app, ["inspect", str(tmp_path), "--json"])
+    assert shown.exit_code == 0 and json.loads(shown.stdout)[0]["parameters"] == found["parameters"]
+    for options, extension in ((["--no-safetensors"], ".bin"), ([], ".safetensors")):
+        out = tmp_path / f"merged{extension}"
+        merged = runner.invoke(app, ["merge", str(tmp_path), str(out), "--max-shard-size", "30KB", "--json", *options])
+        assert merged.exit_code == 0, merged.output
+        files_written = json.loads(merged.stdout)["files"]
+        assert len(files_written) > 1 and all(name.endswith(extension) for name in files_written)
+        assert_holds(type(reference).from_pretrained(out), reference)
+
+
+def test_inspect_names_what_is_damaged_and_merge_refuses_it(tmp_path: Path) -> None:
+    model, optimizer = trained(1)
+    for number in (1, 2):
+        penstock.save_checkpoint(tmp_path, model=model, optimizer=optimizer, step=number)
+    newest = tmp_path / "step-00000002"
+    flip(newest / "pytorch_model_tp_0_pp_0.safetensors")
+    runner = CliRunner()
+    with only_within(tmp_path):
+        shown = runner.invoke(app, ["inspect", str(tmp_path)])
+    assert shown.exit_code == 1
+    assert "step-00000002: NOT WHOLE" in shown.stdout and "step-00000001: whole" in shown.stdout
+    assert "pytorch_model_tp_0_pp_0.safetensors is not the file that was saved" in shown.stdout
+    assert runner.invoke(app, ["inspect", str(tmp_path), "--quick"]).exit_code == 0, "the sizes are right"
+    refused = runner.invoke(app, ["merge", str(newest), str(tmp_path / "out")])
+    assert refused.exit_code == 1 and not list((tmp_path / "out").glob("*"))
+    assert runner.invoke(app, ["inspect", str(tmp_path / "nowhere")]).exit_code == 1
