@@ -331,6 +331,21 @@ for name, parameter in model.named_parameters():
         after="assert plugin.num_microbatches == (4, 4)\nassert len(model.pipeline.layout.pipelines) == 2",
     ),
     Run(
+        "docs/elastic.md",
+        ("In your script",),
+        2,
+        before=IMPORTS
+        + """
+from penstock import Elastic
+os.environ["STORE"] = "file://" + os.path.abspath("store")
+os.environ.pop("LOCAL_RANK", None)
+model, dataset, num_steps = whole(), samples(128), 3
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+""",
+        after="assert loss.isfinite() and booster.step == 3 and loader.epoch == 1 and not booster.changes",
+    ),
+    Run(
         "docs/trainer.md",
         ("One import, one argument", "Checkpoints"),
         2,

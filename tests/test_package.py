@@ -18,6 +18,7 @@ BELOW = {
     "modeling": {"planning", "random_state"},
     "checkpoint": {"modeling", "random_state"},
     "runtime": {"data", "modeling", "planning", "schedule", "random_state"},
+    "elastic": {"modeling", "planning", "runtime"},
 }
 
 

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from penstock.booster import Booster
     from penstock.checkpoint_manager import CheckpointManager
     from penstock.config import Configuration, ConfigurationError
+    from penstock.elastic.settings import Elastic
     from penstock.initialize import from_config, from_pretrained, initialize
     from penstock.modeling.tensor_parallel import TensorParallelPlan, register_tensor_parallel_plan
     from penstock.optimizer import PipelineOptimizer
@@ -28,6 +29,7 @@ __all__ = [
     "CheckpointManager",
     "Configuration",
     "ConfigurationError",
+    "Elastic",
     "HeterogeneousParallelPlugin",
     "PipelineFailure",
     "PipelineModel",
@@ -51,6 +53,7 @@ _HOMES = {
     "CheckpointManager": "penstock.checkpoint_manager",
     "Configuration": "penstock.config",
     "ConfigurationError": "penstock.config",
+    "Elastic": "penstock.elastic.settings",
     "HeterogeneousParallelPlugin": "penstock.plugin",
     "PipelineFailure": "penstock.runtime.failures.board",
     "PipelineModel": "penstock.pipeline_model",

@@ -28,13 +28,15 @@ from penstock.checkpoint import (
     save_training_state,
 )
 from penstock.data.batch import MicrobatchedBatch, microbatches_of
-from penstock.data.loader import HeterogeneousDataLoader
+from penstock.data.loader import Batches, HeterogeneousDataLoader
+from penstock.elastic.events import Change
+from penstock.elastic.run import Call, ElasticRun
 from penstock.modeling.graph.loss import Criterion
 from penstock.modeling.stage.outputs import merge_outputs
 from penstock.optimizer import PipelineOptimizer
 from penstock.pipeline_model import PipelineModel, checkpoint_comms, saving_rank
 from penstock.plugin import Configured, HeterogeneousParallelPlugin
-from penstock.runtime.comm.rollcall import Call
+from penstock.runtime.comm.rollcall import Call as RollCall
 from penstock.runtime.engine import Engine
 
 PathLike = str | os.PathLike[str]
@@ -64,6 +66,39 @@ class Booster:
     ) -> Configured:
         """Parallelise a model and what goes with it; see `HeterogeneousParallelPlugin.configure`."""
         return self.plugin.configure(model, optimizer, criterion, dataloader, lr_scheduler)
+
+    # -- elastic runs ----------------------------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        """With `elastic=`, how many optimizer steps the run has made: where a process that joins begins."""
+        return self._run().step
+
+    @property
+    def changes(self) -> list[Change]:
+        """With `elastic=`, what happened to the run's members, as this process saw it."""
+        return self._run().changes
+
+    def register(self, name: str, one: Any) -> None:
+        """With `elastic=`, give the state of an object of your own to each process that joins.
+
+        Args:
+            one: has `state_dict()` and `load_state_dict()`. The scheduler and the loader that were given to `boost` are
+                registered already.
+
+        Raises:
+            TypeError: it lacks one of the two. ValueError: the name is taken.
+        """
+        self._run().register(name, one)
+
+    def leave(self) -> None:
+        """With `elastic=`, leave the run at the end of the step: the process then ends with status 0."""
+        self._run().leave()
+
+    def _run(self) -> ElasticRun:
+        if self.plugin.run is None:
+            raise RuntimeError("this is of runs with HeterogeneousParallelPlugin(elastic=...), after boost")
+        return self.plugin.run
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
@@ -100,6 +135,35 @@ class Booster:
             ValueError: there is nothing to compute a loss from.
             PipelineFailure: a rank of the job was lost or failed; names the rank and its cause.
         """
+        run = self.plugin.run
+        if run is None:
+            return self._execute(data_iter, model, criterion, optimizer, return_loss, return_outputs)
+        if not isinstance(data_iter, Batches):
+            raise TypeError(
+                f"with elastic= the data iterator must be iter(dataloader) itself, which can be set back, got a "
+                f"{type(data_iter).__name__}"
+            )
+        position, trains = data_iter.position, torch.is_grad_enabled()
+        synchronises = _pipeline_of(model).synchronises
+
+        def execute() -> dict[str, Any]:
+            data_iter.seek(position)
+            pause = contextlib.nullcontext() if synchronises else _pipeline_of(model).no_sync()
+            with torch.set_grad_enabled(trains), pause:
+                return self._execute(data_iter, model, criterion, optimizer, return_loss, return_outputs)
+
+        result: dict[str, Any] = run.perform(Call(execute, trains))
+        return result
+
+    def _execute(
+        self,
+        data_iter: Iterator[Any],
+        model: PreTrainedModel,
+        criterion: Criterion | None,
+        optimizer: PipelineOptimizer | None,
+        return_loss: bool,
+        return_outputs: bool,
+    ) -> dict[str, Any]:
         pipeline = _pipeline_of(model)
         batch = next(data_iter)
         if not isinstance(batch, MicrobatchedBatch):
@@ -201,7 +265,7 @@ class Booster:
         pipeline = _checked(optimizer).pipeline
         scale = optimizer.loss_scale
         world, ranks = checkpoint_comms(pipeline)
-        with pipeline.saving(Call.SAVE_OPTIMIZER):
+        with pipeline.saving(RollCall.SAVE_OPTIMIZER):
             save_training_state(
                 pipeline.split.model,
                 checkpoint,
@@ -223,7 +287,7 @@ class Booster:
             CheckpointError: the folder holds no optimizer state of this model.
         """
         pipeline = _checked(optimizer).pipeline
-        with pipeline.together(Call.LOAD_OPTIMIZER):
+        with pipeline.together(RollCall.LOAD_OPTIMIZER):
             state = load_training_state(
                 pipeline.split.model,
                 checkpoint,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from penstock.elastic.run import Call, ElasticRun
 from penstock.runtime.engine import Engine
 from penstock.runtime.gradients.precision import LossScale
 
@@ -22,6 +24,7 @@ class PipelineOptimizer(Optimizer):
         max_norm: `step` clips the norm of the whole model's gradients to this; 0 does not clip.
         loss_scale: what float16 training multiplies losses with; None in other precisions.
         num_skipped_steps: how many steps were skipped because gradients overflowed.
+        run: with `elastic=`, what makes each step on all ranks or on none, however many are lost.
     """
 
     def __init__(
@@ -34,6 +37,7 @@ class PipelineOptimizer(Optimizer):
         self.loss_scale = loss_scale
         self.num_skipped_steps = 0
         self._grad_norm: torch.Tensor | None = None
+        self.run: ElasticRun | None = None
         if loss_scale is not None:
             pipeline.loss_scale = loss_scale.scale
 
@@ -73,6 +77,8 @@ class PipelineOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.optim.zero_grad(set_to_none)
+        if self.run is not None:
+            self.run.drop()
 
     def backward(self, loss: torch.Tensor) -> None:
         """The backward of a yielded loss."""
@@ -85,11 +91,18 @@ class PipelineOptimizer(Optimizer):
 
         Returns the norm before clipping, shape ().
         """
-        return self.pipeline.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
+        return self._together(partial(self.pipeline.clip_grad_norm_, max_norm, norm_type, error_if_nonfinite))
 
     def clip_grad_by_value(self, clip_value: float) -> None:
         """Clip every element of the gradients to [-clip_value, clip_value]."""
+        self._together(partial(self._clip_by_value, clip_value))
+
+    def _clip_by_value(self, clip_value: float) -> None:
         torch.nn.utils.clip_grad_value_([p for group in self.param_groups for p in group["params"]], clip_value)
+
+    def _together(self, change: Callable[[], Any]) -> Any:
+        """Change the gradients, which is repeated where they are computed again."""
+        return change() if self.run is None else self.run.perform(Call(change, trains=True))
 
     def get_grad_norm(self) -> float | None:
         """The norm of the whole model's gradients before the last `step`; None if it did not need to know."""
@@ -102,12 +115,21 @@ class PipelineOptimizer(Optimizer):
         """
         if closure is not None:
             raise ValueError("an optimizer's step over pipelines takes no closure: run the step's forwards before it")
+        if self.run is not None:
+            return self.run.commit(self._prepare)
+        return self._prepare()()
+
+    def _prepare(self) -> Callable[[], Any]:
+        """What needs other ranks before an update; the update itself needs none."""
         self._grad_norm = None
         if self.loss_scale is not None or self.max_norm > 0:
             self._grad_norm = self.pipeline.grad_norm()
+        return self._update
+
+    def _update(self) -> Any:
         if self.loss_scale is not None and self._overflowed(self.loss_scale):
             self.num_skipped_steps += 1
-            self.zero_grad()
+            self.optim.zero_grad()
             return None
         if self._grad_norm is not None and self.max_norm > 0:
             parameters = [held.parameter for held in self.pipeline.held]

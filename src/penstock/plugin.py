@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, cast
 
@@ -14,6 +16,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel
 
 from penstock.data.loader import HeterogeneousDataLoader
+from penstock.elastic.formations import Formations
+from penstock.elastic.protocol import Decision
+from penstock.elastic.run import ElasticRun
+from penstock.elastic.settings import Elastic
 from penstock.modeling.adapters import base_of, is_peft_model
 from penstock.modeling.graph.loss import Criterion
 from penstock.optimizer import PipelineOptimizer
@@ -36,7 +42,7 @@ from penstock.planning.template import PipelineTemplate
 from penstock.runtime.comm.bootstrap import rank_and_world_size
 from penstock.runtime.comm.devices import device_memory
 from penstock.runtime.comm.forming import facts_of, forming, require_agreement
-from penstock.runtime.engine import parallelize
+from penstock.runtime.engine import Values, parallelize
 from penstock.runtime.failures.board import PATIENCE_SECONDS, FailureBoard
 from penstock.runtime.gradients.precision import LossScale
 from penstock.schedule import DEFAULT_SCHEDULE, Schedule, check_trains
@@ -67,6 +73,9 @@ class HeterogeneousParallelPlugin:
             scale, see `penstock.runtime.gradients.precision.LossScale`.
         patience: seconds that a rank waits for others before it logs what it waits for and where the others are.
         timeout: seconds that a transfer between ranks may take; None for that of torch's default process group.
+        elastic: lets training survive the loss of processes and take in new ones; see docs/elastic.md. There is no
+            `set_pipelines` then: the pipelines are chosen for the processes that are there.
+        global_batch_size: with `elastic`, the samples in a step, over all pipelines: a multiple of `microbatch_size`.
 
     Raises:
         TypeError, ValueError: an argument that cannot be used.
@@ -88,6 +97,8 @@ class HeterogeneousParallelPlugin:
         hysteresis: int = 2,
         patience: float = PATIENCE_SECONDS,
         timeout: float | None = None,
+        elastic: Elastic | None = None,
+        global_batch_size: int | None = None,
     ) -> None:
         for name, value in (("tp_size", tp_size), ("microbatch_size", microbatch_size)):
             if isinstance(value, bool) or not isinstance(value, int):
@@ -120,12 +131,35 @@ class HeterogeneousParallelPlugin:
             growth_interval=growth_interval,
             hysteresis=hysteresis,
         )
+        self._check_elastic(elastic, global_batch_size)
+        self.elastic = elastic
+        self._global_batch_size = global_batch_size
+        # With elastic=, this process's part in the run, once there is one; and the loaders that follow the pipelines.
+        self.run: ElasticRun | None = None
+        self._loaders: weakref.WeakSet[HeterogeneousDataLoader] = weakref.WeakSet()
         self._pipelines: tuple[PipelineTemplate, ...] = ()
         self._makers: Sequence[Callable[[int], Schedule]] = ()
         self._schedules: tuple[Schedule, ...] = ()
         self._layout: Layout | None = None
         self._description: LayoutDescription | None = None
         self._model: PreTrainedModel | None = None
+
+    def _check_elastic(self, elastic: Elastic | None, global_batch_size: int | None) -> None:
+        if elastic is None:
+            if global_batch_size is not None:
+                raise ValueError(
+                    "global_batch_size goes with elastic=; otherwise set_pipelines says how many microbatches"
+                )
+            return
+        if not isinstance(elastic, Elastic):
+            raise TypeError(f"elastic must be a penstock.Elastic, got {elastic!r}")
+        if isinstance(global_batch_size, bool) or not isinstance(global_batch_size, int):
+            raise TypeError(f"elastic= needs global_batch_size, an integer, got {global_batch_size!r}")
+        if global_batch_size < 1 or global_batch_size % self.microbatch_size:
+            raise ValueError(
+                f"global_batch_size must be a multiple of microbatch_size ({self.microbatch_size}), got "
+                f"{global_batch_size}"
+            )
 
     # -- the pipelines ---------------------------------------------------------------------------------------------
 
@@ -161,6 +195,11 @@ class HeterogeneousParallelPlugin:
                 schedule is not for a template's stages, or is written for another number of microbatches.
             RuntimeError: a model is configured already.
         """
+        if self.elastic is not None:
+            raise RuntimeError(
+                "with elastic= the pipelines are chosen for the processes that are there: leave set_pipelines out, and "
+                "give Elastic(templates=...) to choose from your own"
+            )
         if self._model is not None:
             raise RuntimeError("set_pipelines must come before configure: this plugin has parallelised a model already")
         if isinstance(pipelines, str):
@@ -168,7 +207,11 @@ class HeterogeneousParallelPlugin:
         checked = check_templates(pipelines)
         makers = [schedule_maker(template, self.schedule) for template in checked]
         check_ranks([make(1).num_ranks for make in makers], self.tp_size, rank_and_world_size()[1])
-        counts = check_microbatches(checked, cast(Microbatches, num_microbatches))
+        self._set(checked, cast(Microbatches, num_microbatches))
+
+    def _set(self, checked: tuple[PipelineTemplate, ...], num_microbatches: Microbatches) -> None:
+        makers = [schedule_maker(template, self.schedule) for template in checked]
+        counts = check_microbatches(checked, num_microbatches)
         schedules = tuple(make(count) for make, count in zip(makers, counts, strict=True))
         for index, schedule in enumerate(schedules):
             check_trains(schedule, f"pipeline {index}")
@@ -223,6 +266,8 @@ class HeterogeneousParallelPlugin:
     @property
     def global_batch_size(self) -> int:
         """Samples in a step, over all pipelines."""
+        if self._global_batch_size is not None:
+            return self._global_batch_size
         return sum(self.num_microbatches) * self.microbatch_size
 
     @property
@@ -263,11 +308,13 @@ class HeterogeneousParallelPlugin:
         Raises:
             RuntimeError: before `set_pipelines`. TypeError, ValueError: see `HeterogeneousDataLoader`.
         """
-        return HeterogeneousDataLoader(
+        # With elastic= nobody knows the pipelines yet; the loader follows them.
+        alone = self.elastic is not None and self.run is None
+        loader = HeterogeneousDataLoader(
             dataset,
-            self.num_microbatches,
+            [self.global_batch_size // self.microbatch_size] if alone else self.num_microbatches,
             self.microbatch_size,
-            self.pipeline_index,
+            0 if alone else self.pipeline_index,
             shuffle=shuffle,
             seed=seed,
             drop_last=drop_last,
@@ -275,6 +322,9 @@ class HeterogeneousParallelPlugin:
             num_workers=num_workers,
             **arguments,
         )
+        if self.elastic is not None:
+            self._loaders.add(loader)
+        return loader
 
     def check_dataloader(self, dataloader: Any) -> None:
         """Raise TypeError or ValueError unless a loader gives each pipeline its own share of each global batch."""
@@ -313,7 +363,6 @@ class HeterogeneousParallelPlugin:
             NotImplementedError: the model cannot be split. TypeError: `model` is no transformers model, or
                 `dataloader` was not prepared by this plugin.
         """
-        layout = self.layout
         if is_peft_model(model):
             from penstock.integrations.peft import initialize_peft
 
@@ -323,6 +372,9 @@ class HeterogeneousParallelPlugin:
                 lambda base: configured.append(self.configure(base, optimizer, criterion, dataloader, lr_scheduler)),
             )
             return (model, *configured[0][1:])
+        if self.elastic is not None:
+            return self._configure_elastic(self.elastic, model, optimizer, criterion, dataloader, lr_scheduler)
+        layout = self.layout
         if not isinstance(model, PreTrainedModel):
             raise TypeError(f"configure() takes a transformers PreTrainedModel, got {type(model).__name__}")
         if isinstance(model, PipelineModel):
@@ -339,25 +391,92 @@ class HeterogeneousParallelPlugin:
                 schedules = [schedule.name for schedule in self._schedules]
                 split = [f"{count} microbatches of {self.microbatch_size}" for count in self.num_microbatches]
                 announce(type(model).__name__, layout, schedules, split, self._description.costs or {})
-            model = self._parallelise(model, layout, board)
+            model = self._parallelise(model, layout, board, self._makers[layout.place_of(dist.get_rank()).pipeline])
         wrapped = None if optimizer is None else self._wrap(optimizer, model)
         return model, wrapped, criterion, dataloader, lr_scheduler
 
+    def _configure_elastic(
+        self,
+        elastic: Elastic,
+        model: PreTrainedModel,
+        optimizer: Optimizer | None,
+        criterion: Criterion | None,
+        dataloader: HeterogeneousDataLoader | None,
+        lr_scheduler: LRScheduler | None,
+    ) -> Configured:
+        """`configure` for as many processes as come, or for one that joins them."""
+        if not isinstance(model, PreTrainedModel):
+            raise TypeError(f"configure() takes a transformers PreTrainedModel, got {type(model).__name__}")
+        if isinstance(model, PipelineModel) or self.run is not None:
+            raise ValueError("with elastic= a plugin configures one whole model, once")
+        if optimizer is None:
+            raise ValueError("with elastic= configure() needs the optimizer: its steps are what is survived")
+        if dataloader is not None and dataloader not in self._loaders:
+            raise TypeError("the dataloader was not made by this plugin: make it with plugin.prepare_dataloader(...)")
+        num_microbatches = self.global_batch_size // self.microbatch_size
+        formations = Formations(
+            model, elastic, self.schedule, num_microbatches, self.microbatch_size, self.tp_size
+        )  # fmt: skip
+        facts = {**facts_of(model), **self._facts(), "the global batch size": self.global_batch_size}
+        digest = hashlib.sha256(repr(sorted((name, repr(value)) for name, value in facts.items())).encode())
+        run = self.run = ElasticRun(elastic, formations, self.tp_size, digest.hexdigest())
+        run.on_layout = self._take_layout
+        inner = optimizer.unwrap() if isinstance(optimizer, PipelineOptimizer) else optimizer
+        run.optimizer = inner
+        for name, one in (("dataloader", dataloader), ("lr_scheduler", lr_scheduler)):
+            if one is not None:
+                run.register(name, one)
+        if self.precision == "fp16":
+            run.register("loss scale", self._loss_scale)
+        now = run.enter()
+        run.meet(now)
+        layout, make_schedule = self._take_layout(now)
+        with forming(self.time_limit, run.on_board) as board:
+            if run.begins(now):
+                require_agreement(facts, board)
+            values = None if run.begins(now) else run.values(now)
+            model = self._parallelise(model, layout, board, make_schedule, values)
+        run.formed(model.pipeline)
+        wrapped = self._wrap(inner, model)
+        wrapped.run = run
+        return model, wrapped, criterion, dataloader, lr_scheduler
+
+    def _take_layout(self, decision: Decision) -> tuple[Layout, Callable[[int], Schedule]]:
+        """Make a generation's pipelines those of this plugin, and of its loaders."""
+        assert self.run is not None
+        templates, counts = self.run.formations.layout(decision)
+        self._set(check_templates(templates), counts)
+        pipeline = self.layout.place_of(decision.members.index(self.run.number)).pipeline
+        for loader in self._loaders:
+            loader.reshare(self.num_microbatches, pipeline)
+        return self.layout, self._makers[pipeline]
+
     def _facts(self) -> dict[str, Any]:
         """What all ranks must have been given alike."""
-        names = ("tp_size", "microbatch_size", "precision", "max_norm", "pipelines", "num_microbatches")
+        names: tuple[str, ...] = ("tp_size", "microbatch_size", "precision", "max_norm")
+        if self.elastic is not None:
+            return {f"the plugin's {name}": getattr(self, name) for name in (*names, "schedule")}
+        names = (*names, "pipelines", "num_microbatches")
         facts = {f"the plugin's {name}": getattr(self, name) for name in names}
         return {**facts, "the pipelines' schedules": [summary(schedule) for schedule in self._schedules]}
 
-    def _parallelise(self, model: PreTrainedModel, layout: Layout, board: FailureBoard) -> PreTrainedModel:
+    def _parallelise(
+        self,
+        model: PreTrainedModel,
+        layout: Layout,
+        board: FailureBoard,
+        make_schedule: Callable[[int], Schedule],
+        values: Values | None = None,
+    ) -> PreTrainedModel:
         pipeline = parallelize(
             model,
             layout,
-            self._makers[layout.place_of(dist.get_rank()).pipeline],
+            make_schedule,
             board,
             micro_batch_size=self.microbatch_size,
             timeout=self.time_limit,
             patience=self.patience,
+            values=values,
         )
         pipeline.autocast = PRECISIONS[self.precision]
         self._model = attach(model, pipeline)

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from penstock import __version__
-from penstock.cli import bench, checkpoints, layouts, models, plans, schedules
+from penstock.cli import bench, checkpoints, layouts, models, plans, schedules, stores
 
 
 class _Commands(typer.core.TyperGroup):
@@ -62,6 +62,7 @@ app.command()(schedules.simulate)
 app.command()(schedules.draw)
 app.command()(checkpoints.inspect)
 app.command()(checkpoints.merge)
+app.command()(stores.store)
 app.command(context_settings=bench.CONTEXT)(bench.bench)
 
 

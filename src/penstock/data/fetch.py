@@ -21,15 +21,15 @@ class MicrobatchFetcher(torch.utils.data.Dataset[Any]):
     """A data set whose "index" is a `Share`: loads its samples and collates each microbatch by itself.
 
     Random numbers drawn by the data set and by `collate_fn` (augmentation, token masking) from the generators of
-    `random`, `numpy.random` and torch's CPU are seeded by (seed, epoch, place in the epoch, pipeline). So all ranks of
-    a pipeline see one batch, with any number of workers, and a continued run sees the batches of an uninterrupted one.
+    `random`, `numpy.random` and torch's CPU are seeded by (seed, epoch, place in the epoch, microbatch of the global
+    batch). So all ranks of a pipeline see one batch, with any number of workers, and a continued run sees the batches
+    of an uninterrupted one, also on other pipelines.
     """
 
-    def __init__(self, dataset: Any, collate_fn: CollateFunction | None, seed: int, pipeline_index: int) -> None:
+    def __init__(self, dataset: Any, collate_fn: CollateFunction | None, seed: int) -> None:
         self.dataset = dataset
         self.collate_fn = collate_fn or collate_samples
         self.seed = seed
-        self.pipeline_index = pipeline_index
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -38,16 +38,15 @@ class MicrobatchFetcher(torch.utils.data.Dataset[Any]):
         return self.dataset[index]
 
     def __getitems__(self, share: Share) -> Fetched:
-        with seeded(self.seed, share.epoch, share.start, self.pipeline_index):
-            if not share.microbatches:
-                # The names of the inputs are needed even so; a sample that another pipeline trains on tells them.
+        if not share.microbatches:
+            # The names of the inputs are needed even so; a sample that another pipeline trains on tells them.
+            with seeded(self.seed, share.epoch, share.start, share.first_microbatch):
                 names = list(self._collate(self._samples([share.first_sample])))
-                return names, [], share.num_samples, share.start, share.first_microbatch
-            samples = self._samples([index for microbatch in share.microbatches for index in microbatch])
-            microbatches, begin = [], 0
-            for microbatch in share.microbatches:
-                microbatches.append(self._collate(samples[begin : begin + len(microbatch)]))
-                begin += len(microbatch)
+            return names, [], share.num_samples, share.start, share.first_microbatch
+        microbatches = []
+        for number, indices in enumerate(share.microbatches, start=share.first_microbatch):
+            with seeded(self.seed, share.epoch, share.start, number):
+                microbatches.append(self._collate(self._samples(list(indices))))
         return list(microbatches[0]), microbatches, share.num_samples, share.start, share.first_microbatch
 
     def _samples(self, indices: list[int]) -> list[Any]:

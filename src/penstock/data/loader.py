@@ -73,8 +73,9 @@ class HeterogeneousDataLoader(DataLoader[Any]):
         )
         self._position = 0  # samples of this epoch, over all pipelines, that have been given out
         self._resume_at = 0
+        self._num_reshared = 0
         super().__init__(
-            MicrobatchFetcher(dataset, collate_fn, seed, pipeline_index),
+            MicrobatchFetcher(dataset, collate_fn, seed),
             batch_sampler=self._shares,  # type: ignore[arg-type]  # its shares go to the fetcher untouched
             collate_fn=_identity,
             generator=torch.Generator(),  # torch draws a number for its workers; not from the user's random stream
@@ -125,20 +126,36 @@ class HeterogeneousDataLoader(DataLoader[Any]):
         self._shares.epoch = state["epoch"]
         self._position = self._resume_at = state["position"]
 
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch promises its own iterator class
+    def reshare(self, num_microbatches: Sequence[int], pipeline_index: int) -> None:
+        """Share the same global batches out to other pipelines. Iterations under way go on with their next batch.
+
+        Raises ValueError if a global batch would have another size.
+        """
+        before, after = sum(self._shares.num_microbatches), sum(num_microbatches)
+        if before != after:
+            raise ValueError(
+                f"A global batch of this loader has {before} microbatches, but the pipelines take {after}: make the "
+                "loader with the plugin that trains with it."
+            )
+        self._shares.num_microbatches = tuple(num_microbatches)
+        self._shares.pipeline_index = pipeline_index
+        self._num_reshared += 1
+
+    def __iter__(self) -> Batches:  # type: ignore[override]  # torch promises its own iterator class
         if self._at_the_end():
             self.set_epoch(self.epoch + 1)
-        self._shares.start = self._position = self._resume_at
+        self._position = self._resume_at
         self._resume_at = 0
-        return self._batches(super().__iter__(), self.epoch)
+        return Batches(self, self.epoch, self._position)
 
-    def _batches(self, fetched: Iterator[Fetched], epoch: int) -> Iterator[Any]:
-        for names, microbatches, num_samples, start, first_microbatch in fetched:
-            if self.epoch == epoch:
-                self._position = start + num_samples
-            yield self._present(MicrobatchedBatch(microbatches, num_samples, names, first_microbatch))
-        if self.epoch == epoch:
-            self.set_epoch(epoch + 1)
+    def _fetch(self, epoch: int, start: int) -> Iterator[Fetched]:
+        """What workers give from `start` on."""
+        shares, here = self._shares, (self._shares.epoch, self._shares.start)
+        shares.epoch, shares.start = epoch, start
+        try:
+            return super().__iter__()  # it asks for the shares now
+        finally:
+            shares.epoch, shares.start = here
 
     def _at_the_end(self) -> bool:
         """Whether the epoch's last batch was taken, while nobody asked yet whether there is another one."""
@@ -146,6 +163,42 @@ class HeterogeneousDataLoader(DataLoader[Any]):
 
     def _present(self, batch: MicrobatchedBatch) -> Any:
         return batch
+
+
+class Batches(Iterator[Any]):
+    """The batches of an epoch that a loader gives.
+
+    Attributes:
+        position: samples of the epoch before the next batch, over all pipelines.
+    """
+
+    def __init__(self, loader: HeterogeneousDataLoader, epoch: int, position: int) -> None:
+        self.position = position
+        self._loader = loader
+        self._epoch = epoch
+        self._fetched: Iterator[Fetched] | None = loader._fetch(epoch, position)
+        self._shared = loader._num_reshared
+
+    def seek(self, position: int) -> None:
+        """Go on from a position that this iterator had."""
+        if position != self.position:
+            self.position, self._fetched = position, None
+
+    def __next__(self) -> Any:
+        loader = self._loader
+        if self._fetched is None or self._shared != loader._num_reshared:
+            self._fetched = None  # workers of the one before end first
+            self._fetched, self._shared = loader._fetch(self._epoch, self.position), loader._num_reshared
+        try:
+            names, microbatches, num_samples, start, first_microbatch = next(self._fetched)
+        except StopIteration:
+            if loader.epoch == self._epoch:
+                loader.set_epoch(self._epoch + 1)
+            raise
+        self.position = start + num_samples
+        if loader.epoch == self._epoch:
+            loader._position = self.position
+        return loader._present(MicrobatchedBatch(microbatches, num_samples, names, first_microbatch))
 
 
 class ReplicaDataLoader(HeterogeneousDataLoader):

@@ -11,7 +11,7 @@ import contextlib
 import datetime
 import os
 import warnings
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -77,8 +77,9 @@ from penstock.schedule import Schedule, check_trains
 # (number of microbatches) -> the schedule of this rank's pipeline
 ScheduleMaker = Callable[[int], Schedule]
 # Fills in what a rank holds newly after a re-formation: given the engine, these parameters and buffers by their unsplit
-# names, and the values that the rank had before, which are nobody's any more afterwards.
-Values = Callable[["Engine", Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]], None]
+# names, and the values that the rank had before, which are nobody's any more afterwards. What it adds to the latter
+# counts as had if the re-formation fails and another is tried.
+Values = Callable[["Engine", Mapping[str, torch.Tensor], MutableMapping[str, torch.Tensor]], None]
 DEFAULT_MICROBATCHES_PER_STAGE = 4
 
 
@@ -137,6 +138,7 @@ class Engine:
         held: the parameters this rank holds, with the other ranks that do.
         decoding: single forwards, for generation.
         roll_call: what begins each call on all ranks or on none.
+        on_board: is given the failure board of each re-formation when that begins.
     """
 
     context: RankContext
@@ -170,8 +172,14 @@ class Engine:
         self.loss_scale = 1.0
         self.step_number = 0
         self.seed: int | None = None
+        self.on_board: Callable[[FailureBoard], object] = lambda board: None
         self._timeout, self._patience = timeout, patience
         self._synchronising = True
+        # While a re-formation is not complete, the values that were here before it, and what lacks them here.
+        self._had: dict[str, torch.Tensor] | None = None
+        self._lacking: set[str] = set()
+        # Every parameter of the model, by its unsplit name.
+        self._known: dict[str, nn.Parameter] = dict(split.released)
         self._main_input_name = getattr(split.model, "main_input_name", None)
         board = job_board() if board is None else board
         self._form(layout, make_schedule, board, copy_from_first_holders if values is None else self._joining(values))
@@ -208,13 +216,16 @@ class Engine:
             sharding.shards if sharding else (),
             sharding.partial if sharding else (),
         )
+        self._known.update((one.name, one.parameter) for one in self.held)
         return shared
 
     def _meet(self, layout: Layout, board: FailureBoard, shared: set[tuple[int, ...]]) -> RankContext:
         """Make the process groups."""
         rank, interrupts = dist.get_rank(), Interrupts()
         with board.guard("making process groups", range(layout.world_size)):
-            groups = interruptible(partial(Groups, layout, rank, self.device, shared, self._timeout), board)
+            groups = interruptible(
+                partial(Groups, layout, rank, self.device, shared, self._timeout, board.refuse_if_failed), board
+            )
         context = RankContext(layout, rank, self.device, groups, board, interrupts)
         board.mates = frozenset(context.pipeline_ranks)
         board.patience = self._patience
@@ -309,16 +320,34 @@ class Engine:
         self.dissolve()
         place = layout.place_of(dist.get_rank())
         mine = layout.pipelines[place.pipeline]
-        with forming(self._timeout) as board:
-            had, own = had_by(self), mine.stages_of(place.pipeline_rank)
-            self.split.reform(mine.stages, own, place.tensor_parallel_rank, layout.tensor_parallel_size)
+        with forming(self._timeout, self.on_board) as board:
+            # If the last attempt failed, what is held may have no values: those that were there before it count.
+            had = self._had = had_by(self) if self._had is None else self._had
+            lacking = set(self._lacking)
+            self.split.reform(
+                mine.stages,
+                mine.stages_of(place.pipeline_rank),
+                place.tensor_parallel_rank,
+                layout.tensor_parallel_size,
+            )
+            self._lacking = lacking | set(self.split.taken)
             fill = from_live_ranks() if values is None else values
             self._form(
                 layout,
                 make_schedule or self._make_schedule,
                 board,
-                lambda held, groups: fill(self, self.split.taken, had),
+                lambda held, groups: self._fill(fill, had),
             )
+            self._had, self._lacking = None, set()
+
+    def _fill(self, values: Values, had: MutableMapping[str, torch.Tensor]) -> None:
+        """Give everything that is held and lacks its values what it is to have."""
+        lacking = {name: tensor for name, tensor in had_by(self).items() if name in self._lacking}
+        with torch.no_grad():
+            for name in list(lacking):
+                if name in had:  # it was released by an attempt that failed
+                    lacking.pop(name).copy_(had[name])
+        values(self, lacking, had)
 
     def _joining(self, values: Values) -> Callable[[Sequence[HeldParameter], Groups], None]:
         """What fills in everything that is held here, on a rank that comes new to a run."""
@@ -363,6 +392,21 @@ class Engine:
     def holds_output(self) -> bool:
         """Whether this rank holds the pipeline's last stage, which has the model's output."""
         return self.context.holds_output
+
+    @property
+    def synchronises(self) -> bool:
+        """Whether a step now would sum its gradients over their holders: False under `no_sync`."""
+        return self._synchronising
+
+    @property
+    def value_names(self) -> Collection[str]:
+        """The unsplit names of what this rank has the values of, also while a re-formation is not complete."""
+        return had_by(self) if self._had is None else self._had
+
+    @property
+    def known(self) -> Mapping[str, nn.Parameter]:
+        """Every parameter of the model, by its unsplit name, with or without storage here."""
+        return self._known
 
     @property
     def weight_gradients(self) -> WeightGradientQueues:

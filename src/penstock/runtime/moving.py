@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -29,19 +29,24 @@ class _Told(NamedTuple):
     has: dict[str, dict[str, Any]]
 
 
-def from_live_ranks(optimizer: Optimizer | None = None) -> Values:
+def from_live_ranks(optimizer: Optimizer | None = None, *, also: Callable[[Engine], None] | None = None) -> Values:
     """What fills in newly held values from ranks that have them, point to point, spread over all that do.
 
     Args:
         optimizer: of the model's parameters, or what wraps one. Its state moves along; parameters that it does not know
-            join its first group, and the state of those that are held no longer is dropped.
+            join its first group, and the state of those that are held no longer is dropped, once every rank has what it
+            needs.
+        also: moves something else between all ranks.
 
     The function it returns raises RuntimeError, on every rank, if nobody has a value that somebody needs.
     """
 
-    def fill(engine: Engine, taken: Mapping[str, torch.Tensor], had: Mapping[str, torch.Tensor]) -> None:
+    def fill(engine: Engine, taken: Mapping[str, torch.Tensor], had: MutableMapping[str, torch.Tensor]) -> None:
         own = getattr(optimizer, "optim", optimizer)
         _exchange(engine, taken, had, {} if own is None else own.state)
+        if also is not None:
+            also(engine)
+        dist.all_reduce(torch.zeros(1), group=engine.context.groups.world_control)
         if own is not None:
             _fit(own, engine)
 
@@ -63,9 +68,11 @@ def _fit(optimizer: Optimizer, engine: Engine) -> None:
             del optimizer.state[parameter]
 
 
-def _exchange(engine: Engine, taken: Mapping[str, torch.Tensor], had: Mapping[str, torch.Tensor], state: Any) -> None:
+def _exchange(
+    engine: Engine, taken: Mapping[str, torch.Tensor], had: MutableMapping[str, torch.Tensor], state: Any
+) -> None:
     context, group = engine.context, engine.context.groups.world_control
-    parameters = {**engine.split.released, **{one.name: one.parameter for one in engine.held}}
+    parameters = engine.known
     has = {name: _described(state.get(parameters.get(name), {})) for name in had}
     every: list[_Told] = [_Told(0, [], {})] * context.layout.world_size
     dist.all_gather_object(every, _Told(context.place.tensor_parallel_rank, list(taken), has), group=group)
@@ -86,6 +93,7 @@ def _exchange(engine: Engine, taken: Mapping[str, torch.Tensor], had: Mapping[st
                 _send(had[name], state.get(parameters.get(name), {}), to, group)
             elif context.rank == to:
                 _receive(taken[name], parameters.get(name), state, every[source].has[name], source, group)
+                had[name] = taken[name].detach()
 
 
 def _described(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import datetime
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch.distributed as dist
@@ -54,6 +54,50 @@ def _join(timeout: datetime.timedelta | None) -> None:
     limit = timeout or dist.distributed_c10d.default_pg_timeout
     store, rank, world_size = next(dist.rendezvous("env://", timeout=limit))
     store.set_timeout(limit)
+    _meet(store, rank, world_size, timeout)
+
+
+def form_world(
+    store: dist.Store,
+    rank: int,
+    world_size: int,
+    timeout: datetime.timedelta,
+    on_board: Callable[[FailureBoard], object],
+) -> None:
+    """Give up torch's default process group, if there is one, and make a new one with the ranks that meet in `store`.
+
+    Args:
+        timeout: how long they may take to meet.
+        on_board: is given the board on which failures of their meeting are.
+
+    Raises:
+        PipelineFailure: a rank was lost meanwhile.
+    """
+    leave_world()
+    use_local_device()
+    atexit.unregister(_leave_in_order)
+    atexit.register(_leave_in_order)
+    try:
+        _meet(store, rank, world_size, timeout, on_board)
+    except BaseException:
+        watcher.stop()
+        raise
+
+
+def leave_world() -> None:
+    """Give up torch's default process group, if there is one."""
+    watcher.stop()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _meet(
+    store: dist.Store,
+    rank: int,
+    world_size: int,
+    timeout: datetime.timedelta | None,
+    on_board: Callable[[FailureBoard], object] = lambda board: None,
+) -> None:
     join = partial(
         dist.init_process_group, backend(), store=dist.PrefixStore("default_pg", store), rank=rank,
         world_size=world_size, timeout=timeout,
@@ -63,7 +107,9 @@ def _join(timeout: datetime.timedelta | None) -> None:
         join()
         return
     board = FailureBoard(store, rank, "rendezvous", watch)
-    with board.position.call("setting up torch.distributed", world=True), board.guard("setting up torch.distributed"):
+    doing = "setting up torch.distributed"
+    on_board(board)
+    with board.position.call(doing, world=True), board.guard(doing):
         watcher.interruptible(join, board)
     watch.world = dist.group.WORLD
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -34,15 +34,18 @@ def facts_of(model: PreTrainedModel) -> dict[str, Any]:
 
 
 @contextmanager
-def forming(timeout: datetime.timedelta | None = None) -> Iterator[FailureBoard]:
+def forming(
+    timeout: datetime.timedelta | None = None, on_board: Callable[[FailureBoard], object] = lambda board: None
+) -> Iterator[FailureBoard]:
     """Around all that ranks do together until a pipeline stands; gives the board on which its failures will be.
 
     torch.distributed is initialised from the environment unless it is already. From here on a rank that is lost is an
     error on every rank. The board is the pipeline's; without one, after an error, it is given up here. `timeout` is
-    that of torch's default process group, if it is initialised here.
+    that of torch's default process group, if it is initialised here. `on_board` is given the board first of all.
     """
     ensure_process_group(timeout)
     board = job_board()
+    on_board(board)
     try:
         with board.position.call("initialize()", world=True):
             refuse_shared_devices(default_store(), board)

@@ -10,7 +10,7 @@ import datetime
 import gc
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,8 @@ class Groups:
     objects and barriers (on a CPU they are the same groups). `reduction[ranks]` sums gradients over `ranks`.
     `tensor_parallel` joins the ranks that share this rank's stages (None if there is only this one); `model_parallel`
     and `model_parallel_control` are all ranks of the pipeline. `timeout` is how long a transfer may take; by default as
-    in torch's default group.
+    in torch's default group. `check` is called before each group is made: what it raises ends the construction, as
+    ranks that have given up must make no groups in the world that comes next.
     """
 
     def __init__(
@@ -38,7 +39,9 @@ class Groups:
         device: torch.device,
         reduction: Iterable[tuple[int, ...]],
         timeout: datetime.timedelta | None = None,
+        check: Callable[[], None] = lambda: None,
     ):
+        self._check = check
         self._rank = rank
         self._device = device
         self._timeout = timeout
@@ -138,6 +141,7 @@ class Groups:
         if key not in self._made:
             # Only members hold a usable handle; on the others new_group returns a placeholder.
             timeout = self._timeout or default_timeout(device)
+            self._check()
             self._made[key] = dist.new_group(list(ranks), backend=backend, timeout=timeout)
             if self._rank in ranks:
                 self._mine.append(self._made[key])

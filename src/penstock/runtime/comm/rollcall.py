@@ -55,6 +55,7 @@ class Call(IntEnum):
     SAVE_CHECKPOINT = 12
     LOAD_CHECKPOINT = 13
     COMPARE_STEPS = 14
+    UPDATE = 15
 
     def __str__(self) -> str:
         return _CALLS[self]
@@ -68,6 +69,7 @@ _CALLS = {
     Call.CLIP: "clip_grad_norm_",
     Call.NORM: "grad_norm",
     Call.COUNT: "num_parameters",
+    Call.UPDATE: "the optimizer's step",
     Call.SAVE: "save_parallelized",
     Call.LOAD: "from_parallelized",
     Call.LOAD_MODEL: "load_model",

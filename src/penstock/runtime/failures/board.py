@@ -61,6 +61,7 @@ class FailureBoard:
         failed: the error to raise, once there is one. The watcher may set it at any moment.
         position: where this rank is, see `Position`.
         patience: how many seconds this rank waits for others before it asks where they are.
+        detail_wait: how many seconds this rank waits to learn more of a failure before it raises.
         resume: the calls that load what this run has saved last: of "model", of "optimizer".
 
     Args:
@@ -83,6 +84,7 @@ class FailureBoard:
         self.patience = PATIENCE_SECONDS
         self.mates: Collection[int] = mates
         self.resume: dict[str, str] = {}
+        self.detail_wait = DETAIL_WAIT.total_seconds()
         self.failed: PipelineFailure | None = None
         # For the watcher: what it saw of this rank last.
         self.last_mark: Any = None
@@ -149,6 +151,11 @@ class FailureBoard:
         """Raise the job's failure if there is one. Every wait of the host is followed by this look."""
         if self.failed is not None:
             raise self._settled()
+
+    def refuse_if_failed(self) -> None:
+        """`check` for any thread, which waits for nothing."""
+        if self.failed is not None:
+            raise self.failed
 
     def abort(self, cause: str, *, suspects: Sequence[int] | None = None) -> PipelineFailure:
         """Record `cause` unless an earlier failure is known, end it all on every rank, and return the error to raise.
@@ -281,6 +288,16 @@ class FailureBoard:
         except Exception:
             return False
 
+    @property
+    def failed_at(self) -> float:
+        """When this rank learned of the failure, seconds since the epoch; 0 if there is none."""
+        return time.time() - (time.monotonic() - self._failed_at) if self._failed_at else 0.0
+
+    @property
+    def lost(self) -> frozenset[int]:
+        """The ranks whose processes are known to have ended without leave."""
+        return frozenset(self._watch.lost) if self._watch is not None else frozenset()
+
     # -- what is known ---------------------------------------------------------------------------------------------
 
     def _end(self) -> None:
@@ -297,7 +314,7 @@ class FailureBoard:
         """The error to raise, once this rank has given up what it held and as much is known as will be soon."""
         self.close()
         if self._watch is not None:
-            self._watch.wait(self._explained, self._failed_at + DETAIL_WAIT.total_seconds() - time.monotonic())
+            self._watch.wait(self._explained, self._failed_at + self.detail_wait - time.monotonic())
             self._compose()
         assert self.failed is not None
         return self.failed
@@ -360,7 +377,7 @@ class FailureBoard:
                 here = place
             if here and not here.startswith("its own"):
                 message += f"; this was in {here} of rank {self._rank}"
-            self.failed = PipelineFailure(f"{message}. {self._advice()}", rank)
+            self.failed = PipelineFailure(f"{message}. {self.advice()}", rank)
 
     def _end_of(self, rank: int | None) -> str:
         """How a rank ended, as far as known."""
@@ -372,7 +389,8 @@ class FailureBoard:
             return f"{KILLED}; "
         return f"{LEFT}; " if rank in self._watch.left else ""
 
-    def _advice(self) -> str:
+    def advice(self) -> str:
+        """How to go on after the end of this job."""
         if self.resume:
             calls = " and ".join(self.resume.values())
             return f"To go on, start the job again and load the last checkpoint: {calls}"

@@ -17,7 +17,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +110,7 @@ class Ring:
         _open_rings.add(self)
         mine = {
             "hosts": _own_addresses(), "port": self._listener.getsockname()[1], "secret": self._secret,
-            "machine": _machine(), "process": os.getpid(),
+            "machine": machine(), "process": os.getpid(),
         }  # fmt: skip
         self._store.set(str(rank), json.dumps(mine))
 
@@ -212,7 +212,7 @@ class Ring:
             self._untried = []
         elif self._next in self._gone:
             return
-        elif not self._untried and _has_ended(address):
+        elif not self._untried and has_ended(address):
             self._lose(self._next)
             return
         if not self._untried:
@@ -337,7 +337,7 @@ def _own_addresses() -> list[str]:
     return list(dict.fromkeys([*found, "127.0.0.1"]))
 
 
-def _machine() -> str:
+def machine() -> str:
     """What tells apart the places in which process numbers mean the same."""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -345,9 +345,9 @@ def _machine() -> str:
     return ""
 
 
-def _has_ended(address: dict[str, Any]) -> bool:
-    """Whether the process that wrote an address runs no more, as far as can be told from here."""
-    if not address["machine"] or address["machine"] != _machine():
+def has_ended(address: Mapping[str, Any]) -> bool:
+    """Whether a process, told by its "machine" and number, runs no more, as far as can be told from here."""
+    if not address["machine"] or address["machine"] != machine():
         return False
     try:
         # The state stands behind the name in brackets: Z is one that ended and nobody has asked after.

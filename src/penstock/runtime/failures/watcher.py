@@ -262,6 +262,13 @@ def start(store: dist.Store | None, rank: int, world_size: int) -> Watch | None:
         return _watch
 
 
+def stop() -> None:
+    """Watch nobody any more, as the world that was watched is given up."""
+    with _lock:
+        if _watch is not None:
+            _close(_watch)
+
+
 def _close(watch: Watch, leave: bool = True) -> None:
     global _watch
     with _lock:

@@ -1,0 +1,103 @@
+"""The members' way from one generation to the next, through the store. What they do is decided by `protocol`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from penstock.elastic.meeting import Meeting
+from penstock.elastic.membership import Membership, Pulse
+from penstock.elastic.protocol import Decision, Move, Report, View, next_move
+
+# Between two looks at the store.
+PAUSE = 0.01
+# Numbers that nobody came with (a process that ended while it came) before the list of members is taken to be over.
+LONGEST_GAP = 16
+
+# (what the decider sees) -> the next generation
+Plan = Callable[[View], Decision]
+
+
+class LeftOut(RuntimeError):
+    """The others go on without this member."""
+
+
+def agree(membership: Membership, now: Decision, report: Report, plan: Plan, announce: bool = True) -> Decision:
+    """End a generation and return the next one.
+
+    Args:
+        now: the generation that ends.
+        report: this member's last word in it.
+        plan: makes the next generation, on the member that decides.
+        announce: whether the others need to be told that the generation ends.
+
+    Raises:
+        LeftOut: this member is not part of it.
+    """
+    meeting, pulse = membership.meeting, membership.pulse
+    pulse.forget()
+    reports: dict[int, Report] = {}
+    lost: set[int] = set()
+    while True:
+        decided = decision(meeting, now.generation + 1)
+        if decided is None:
+            _read_reports(meeting, now, reports)
+            suspects = {suspect for one in reports.values() for suspect in one.suspects}
+            lost = pulse.lost([m for m in now.members if m != membership.id], suspects, membership.hang)
+        view = View(membership.id, now.members, reports, lost, decided)
+        move = next_move(view)
+        if move is Move.REPORT:
+            meeting.create(f"report/{now.generation}/{membership.id}", report.to_json())
+            if announce:
+                meeting.put(f"ending/{now.generation}", "1")
+        elif move is Move.DECIDE:
+            meeting.create(f"decision/{now.generation + 1}", plan(view).to_json())
+        elif move is Move.ENTER:
+            assert decided is not None
+            return decided
+        elif move is Move.END and not report.leaving:
+            raise LeftOut(
+                f"member {membership.id} was taken for lost, and the others went on without it (generation "
+                f"{now.generation + 1}): it ends. Start it again to join them"
+            )
+        elif move is Move.END:
+            assert decided is not None
+            return decided
+        else:
+            time.sleep(PAUSE)
+
+
+def decision(meeting: Meeting, generation: int) -> Decision | None:
+    """What was decided on a generation, None if nothing yet."""
+    text = meeting.get(f"decision/{generation}")
+    return None if text is None else Decision.from_json(text)
+
+
+def latest(meeting: Meeting, since: int = 0) -> Decision | None:
+    """The last generation that was decided on."""
+    found = None
+    while (following := decision(meeting, since)) is not None:
+        found, since = following, since + 1
+    return found
+
+
+def everyone(meeting: Meeting, pulse: Pulse) -> list[int]:
+    """All members that ever came."""
+    found: list[int] = []
+    number = missed = 0
+    while missed < LONGEST_GAP:
+        if pulse.record(number) is None:
+            missed += 1
+        else:
+            missed = 0
+            found.append(number)
+        number += 1
+    return found
+
+
+def _read_reports(meeting: Meeting, now: Decision, reports: dict[int, Report]) -> None:
+    for member in now.members:
+        if member not in reports:
+            text = meeting.get(f"report/{now.generation}/{member}")
+            if text is not None:
+                reports[member] = Report.from_json(text)

@@ -1,0 +1,164 @@
+"""Where the members of a run meet: a key-value store that outlives any of them, served by `penstock store` or a folder.
+
+Values are strings. What a key holds may be created once and for all, which is what decisions are made with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import re
+import secrets
+from pathlib import Path
+from typing import Protocol
+from urllib.parse import quote
+
+import torch.distributed as dist
+
+from penstock.runtime.failures.ring import peek
+
+# How long an answer of the store may take.
+ANSWER = datetime.timedelta(seconds=10)
+
+
+class Meeting(Protocol):
+    """A store of a run. Every method may raise an error of the store's when it is gone; see `STORE_ERRORS`."""
+
+    address: str
+
+    def put(self, key: str, value: str) -> None:
+        """Set a key."""
+
+    def get(self, key: str) -> str | None:
+        """What a key holds, None if nothing."""
+
+    def create(self, key: str, value: str) -> str:
+        """Set a key that holds nothing; returns what it holds then, which another may have set first."""
+
+    def next_number(self, key: str) -> int:
+        """0, 1, 2, ...: each caller of any member gets another one."""
+
+    def process_store(self, name: str, timeout: datetime.timedelta) -> dist.Store:
+        """A torch store in which a world of processes can meet; `name` is that world's."""
+
+    def clone(self) -> Meeting:
+        """The same store by a connection of its own, for another thread."""
+
+
+STORE_ERRORS = (OSError, RuntimeError)  # torch's are RuntimeErrors
+
+
+class TcpMeeting:
+    """A store that `penstock store` serves. `prefix` keeps runs apart."""
+
+    def __init__(self, host: str, port: int, prefix: str = "", client: dist.Store | None = None) -> None:
+        self.address = f"tcp://{host}:{port}"
+        self._host, self._port, self._prefix = host, port, prefix
+        try:
+            self._client = client or dist.TCPStore(host, port, is_master=False, timeout=ANSWER)
+        except STORE_ERRORS as error:
+            raise ConnectionError(
+                f"no store answers at {self.address}: start one with `penstock store --port {port}` on {host} before "
+                f"the run ({str(error).splitlines()[0]})"
+            ) from None
+        self._store = dist.PrefixStore(prefix, self._client) if prefix else self._client
+
+    def put(self, key: str, value: str) -> None:
+        self._store.set(key, value)
+
+    def get(self, key: str) -> str | None:
+        return peek(self._store, key)
+
+    def create(self, key: str, value: str) -> str:
+        return str(self._store.compare_set(key, "", value).decode())
+
+    def next_number(self, key: str) -> int:
+        return int(self._store.add(key, 1)) - 1
+
+    def process_store(self, name: str, timeout: datetime.timedelta) -> dist.Store:
+        store = dist.PrefixStore(name, self._store)
+        store.set_timeout(timeout)
+        return store
+
+    def clone(self) -> TcpMeeting:
+        return TcpMeeting(self._host, self._port, self._prefix)
+
+    def within(self, prefix: str) -> TcpMeeting:
+        return TcpMeeting(self._host, self._port, "/".join(filter(None, (self._prefix, prefix))), self._client)
+
+
+class FolderMeeting:
+    """A shared folder: a file for each key."""
+
+    def __init__(self, folder: Path) -> None:
+        self.address = folder.as_uri()
+        self._folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def put(self, key: str, value: str) -> None:
+        os.replace(self._written(key, value), self._file(key))
+
+    def get(self, key: str) -> str | None:
+        try:
+            return self._file(key).read_text(encoding="utf-8")
+        except FileNotFoundError:
+            if not self._folder.exists():
+                raise
+            return None
+
+    def create(self, key: str, value: str) -> str:
+        written = self._written(key, value)
+        try:
+            # A link, not a new file: it appears with its content, and only if there is none.
+            with contextlib.suppress(FileExistsError):
+                os.link(written, self._file(key))
+        finally:
+            written.unlink()
+        return self._file(key).read_text(encoding="utf-8")
+
+    def next_number(self, key: str) -> int:
+        token, number = secrets.token_hex(8), 0
+        while self.create(f"{key}/{number}", token) != token:
+            number += 1
+        return number
+
+    def process_store(self, name: str, timeout: datetime.timedelta) -> dist.Store:
+        store = dist.FileStore(str(self._file(f"world {name}")), -1)
+        store.set_timeout(timeout)
+        return store
+
+    def clone(self) -> FolderMeeting:
+        return self
+
+    def within(self, prefix: str) -> FolderMeeting:
+        return FolderMeeting(self._folder / quote(prefix, safe=""))
+
+    def _file(self, key: str) -> Path:
+        return self._folder / quote(key, safe=" ")
+
+    def _written(self, key: str, value: str) -> Path:
+        path = self._folder / f".{secrets.token_hex(8)}"
+        path.write_text(value, encoding="utf-8")
+        return path
+
+
+def parse_address(address: str) -> tuple[str, int] | Path:
+    """Host and port of `tcp://host:port`, or the folder of `file:///folder`. Raises ValueError for anything else."""
+    if match := re.fullmatch(r"tcp://(\[[0-9a-fA-F:]+\]|[^:/\s]+):(\d+)/?", address):
+        return match[1].strip("[]"), int(match[2])
+    if match := re.fullmatch(r"file://(/.+)", address):
+        return Path(match[1])
+    raise ValueError(f"store must be tcp://host:port or file:///folder, got {address!r}")
+
+
+def meet(address: str, run: str) -> TcpMeeting | FolderMeeting:
+    """The store of the run `run` at an address.
+
+    Raises:
+        ValueError: it is no address. ConnectionError: no store is there.
+    """
+    place = parse_address(address)
+    if isinstance(place, Path):
+        return FolderMeeting(place).within(run)
+    return TcpMeeting(*place).within(f"penstock/{run}")

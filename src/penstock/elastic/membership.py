@@ -1,0 +1,224 @@
+"""A member of a run, as the others see it: its record, its heartbeat, and who else is alive.
+
+A thread writes the heartbeat, looks after the next member's, and listens for what the others announce. A member is
+lost if its process has ended on this machine; or if a connection to it closed and its heartbeat stands still for
+`STILL_SECONDS`; or if it is silent for the hang timeout. One that is merely slow still has a heartbeat.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from penstock.elastic.meeting import STORE_ERRORS, Meeting
+from penstock.runtime.failures.ring import has_ended, machine
+
+logger = logging.getLogger("penstock")
+
+BEAT_SECONDS = 0.2
+# How long the heartbeat of a member whose connection closed stands still before it is lost.
+STILL_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a member says of itself when it comes.
+
+    Attributes:
+        group, shard: members of one group share stages, each with a shard of their weights.
+        facts: a digest of its model and settings, which must be everybody's.
+        host: for messages.
+        machine, process: tell whether it has ended, to those on the same machine.
+    """
+
+    member: int
+    group: str
+    shard: int
+    facts: str
+    host: str
+    machine: str
+    process: int
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Record:
+        return cls(**json.loads(text))
+
+
+class Pulse:
+    """What is known of others' heartbeats, from looking at them again and again."""
+
+    def __init__(self, meeting: Meeting) -> None:
+        self._meeting = meeting
+        self._seen: dict[int, tuple[str | None, float]] = {}
+        self._records: dict[int, Record] = {}
+
+    def still(self, member: int) -> float:
+        """For how many seconds a member's heartbeat has stood still, since this was first asked."""
+        now, beat = time.monotonic(), self._meeting.get(f"beat/{member}")
+        before = self._seen.get(member)
+        if before is None or before[0] != beat:
+            self._seen[member] = beat, now
+            return 0.0
+        return now - before[1]
+
+    def forget(self) -> None:
+        """What was not looked at for a while says nothing."""
+        self._seen.clear()
+
+    def record(self, member: int) -> Record | None:
+        """What a member said of itself; None if it has not yet."""
+        if member not in self._records:
+            text = self._meeting.get(f"member/{member}")
+            if text is None:
+                return None
+            self._records[member] = Record.from_json(text)
+        return self._records[member]
+
+    def has_ended(self, member: int) -> bool:
+        """Whether a member said goodbye, or its process has ended on this machine."""
+        record = self.record(member)
+        if record is not None and has_ended({"machine": record.machine, "process": record.process}):
+            return True
+        return self._meeting.get(f"gone/{member}") is not None
+
+    def lost(self, members: Collection[int], suspects: Collection[int], patience: float) -> set[int]:
+        """Those of `members` that are lost; see the top of this file."""
+        found = set()
+        for member in members:
+            still = self.still(member)
+            if still > patience or (member in suspects and still > STILL_SECONDS) or self.has_ended(member):
+                found.add(member)
+        return found
+
+
+class Membership:
+    """This process as a member.
+
+    Args:
+        meeting: the run's store.
+        hang: seconds of silence after which a member is lost, whatever its connections say.
+
+    Attributes:
+        id: its number.
+        wants_to_leave: whether it was asked to.
+        asked: how many requests to change the members there have been, as far as was heard.
+    """
+
+    def __init__(self, meeting: Meeting, hang: float, group: str, shard: int, facts: str) -> None:
+        self.meeting = meeting
+        self.hang = hang
+        self.id = meeting.next_number("members")
+        self.record = Record(self.id, group, shard, facts, socket.gethostname(), machine(), os.getpid())
+        self.pulse = Pulse(meeting)
+        self.wants_to_leave = False
+        self.asked = 0
+        self._generation = -1
+        self._watched: Sequence[int] = ()
+        self._fail: Callable[[str, Sequence[int]], None] | None = None
+        self._patience = hang
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._warned = False
+        meeting.put(f"beat/{self.id}", "0")
+        meeting.put(f"member/{self.id}", self.record.to_json())
+        self._thread = threading.Thread(target=self._live, name="penstock-member", daemon=True)
+        self._thread.start()
+
+    def watch(
+        self, generation: int, members: Sequence[int], fail: Callable[[str, Sequence[int]], None], patience: float
+    ) -> None:
+        """From here on this member is part of a generation: `fail(why, members)` is called, in another thread, when it
+        ends, or a member is lost or silent for `patience` seconds."""
+        with self._lock:
+            self._generation, self._fail, self._patience = generation, fail, patience
+            self._watched = self._after(members)
+
+    def unwatch(self) -> None:
+        """It is part of no generation now."""
+        with self._lock:
+            self._fail = None
+
+    def close(self, goodbye: bool = True) -> None:
+        """End the heartbeat. With `goodbye` the others need not wait to find out."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        if goodbye:
+            with contextlib.suppress(*STORE_ERRORS):
+                self.meeting.put(f"gone/{self.id}", "1")
+
+    def _after(self, members: Sequence[int]) -> Sequence[int]:
+        """The member that this one looks after."""
+        if self.id not in members or len(members) == 1:
+            return ()
+        return (members[(members.index(self.id) + 1) % len(members)],)
+
+    # -- the thread ------------------------------------------------------------------------------------------------
+
+    def _live(self) -> None:
+        meeting, pulse, beat = None, None, 0
+        while not self._closed.wait(BEAT_SECONDS):
+            try:
+                if meeting is None or pulse is None:
+                    meeting = self.meeting.clone()
+                    pulse = Pulse(meeting)
+                beat += 1
+                meeting.put(f"beat/{self.id}", str(beat))
+                self._listen(meeting, pulse)
+                self._warned = False
+            except STORE_ERRORS as error:
+                meeting = None
+                if not self._warned and not self._closed.is_set():
+                    self._warned = True
+                    logger.warning(
+                        "the store at %s does not answer (%s). Training goes on; but a lost member cannot be survived "
+                        "and nobody can join until it is back",
+                        self.meeting.address, str(error).splitlines()[0][:200],
+                    )  # fmt: skip
+
+    def _listen(self, meeting: Meeting, pulse: Pulse) -> None:
+        with self._lock:
+            generation, watched = self._generation, self._watched
+            fail, patience = self._fail, self._patience
+        if fail is None:
+            pulse.forget()
+            return
+        self.asked = int(meeting.get("requests") or 0)
+        if meeting.get(f"ending/{generation}") is not None:
+            self._tell(generation, "the members change", ())
+        for member in watched:
+            if meeting.get(f"gone/{member}") is not None:
+                continue
+            if pulse.has_ended(member):
+                self._tell(generation, f"the process of member {member} has ended", (member,))
+            elif pulse.still(member) > patience:
+                self._tell(generation, f"member {member} has been silent for {patience:g} s", (member,))
+
+    def _tell(self, generation: int, why: str, members: Sequence[int]) -> None:
+        with self._lock:
+            fail, same = self._fail, self._generation == generation
+            if same:
+                self._fail = None
+        if same and fail is not None:
+            fail(why, members)
+
+
+def request_change(meeting: Meeting) -> None:
+    """Ask the members to look for who wants to join, at the end of a step."""
+    meeting.put("requests", str(meeting.next_number("request") + 1))
+
+
+def describe(records: Sequence[Any]) -> str:
+    """`3 on node-a, 4 on node-b`."""
+    return ", ".join(f"{record.member} on {record.host}" for record in records if record is not None)

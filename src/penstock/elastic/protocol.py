@@ -1,0 +1,149 @@
+"""How the members of a run agree on the next generation. Pure: no clock, no store, no torch.
+
+A generation ends for a member with its report, after which it neither votes nor updates in it. The lowest member that
+is not lost decides, once every other one that is not lost has reported; who reported and lives goes on. A decision is
+created in the store once and for all, so that of two members that both take themselves for the lowest one wins, and
+the other follows. A member that finds itself left out ends.
+
+An update is voted on before it is made. The vote passes on any member only if all had their gradients; so if one
+survivor has made update n, every survivor has what it takes to make it now, and does; otherwise nobody has, and the
+step is run again. `Decision.step` says which, to all alike. `tests/test_elastic_protocol.py` goes through all
+interleavings of a few members.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Report:
+    """A member's last word in a generation.
+
+    Attributes:
+        committed: how many updates it has made.
+        calls: how many calls in which all take part it has completed since the last one.
+        leaving: whether it will not be part of the next generation.
+        suspects: members whose connections it saw close.
+        held: the units whose values it has.
+        ready: whether it is between two steps, where others can join.
+    """
+
+    member: int
+    committed: int
+    calls: int = 0
+    leaving: bool = False
+    suspects: tuple[int, ...] = ()
+    held: tuple[str, ...] = ()
+    ready: bool = False
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Report:
+        content = json.loads(text)
+        return cls(**{**content, "suspects": tuple(content["suspects"]), "held": tuple(content["held"])})
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A generation.
+
+    Attributes:
+        members: in the order of their ranks.
+        joining: those of them that are new.
+        step: how many updates all of them have made when it begins.
+        calls: of the calls since then, how many all of them have completed.
+        pipelines: for each pipeline its stages (lists of units) and its microbatches.
+        end: why the run cannot go on; empty if it can.
+        lost, left: the members of the generation before that are not in this one.
+        seconds: that it took to plan.
+        restore: the checkpoint that values come from, empty if they come from the members.
+        fresh: whether all of them are between two steps.
+        requests: how many requests to change the members have been looked at.
+    """
+
+    generation: int
+    members: tuple[int, ...]
+    joining: tuple[int, ...] = ()
+    step: int = 0
+    calls: int = 0
+    pipelines: tuple[tuple[tuple[tuple[str, ...], ...], int], ...] = ()
+    end: str = ""
+    lost: tuple[int, ...] = ()
+    left: tuple[int, ...] = ()
+    seconds: float = 0.0
+    restore: str = ""
+    fresh: bool = False
+    requests: int = 0
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Decision:
+        content: dict[str, Any] = json.loads(text)
+        for name in ("members", "joining", "lost", "left"):
+            content[name] = tuple(content[name])
+        content["pipelines"] = tuple(
+            (tuple(tuple(stage) for stage in stages), count) for stages, count in content["pipelines"]
+        )
+        return cls(**content)
+
+
+class Move(Enum):
+    """What a member does next to get to the next generation."""
+
+    REPORT = "report"
+    WAIT = "wait"
+    DECIDE = "decide"
+    ENTER = "enter"
+    END = "end"  # left out
+
+
+@dataclass(frozen=True)
+class View:
+    """What a member sees.
+
+    Attributes:
+        members: of the generation that ends.
+        reports: by member, those in the store.
+        lost: who is lost as far as this member can tell.
+        decided: the next generation, once it is in the store.
+    """
+
+    me: int
+    members: tuple[int, ...]
+    reports: Mapping[int, Report] = field(default_factory=dict)
+    lost: Collection[int] = ()
+    decided: Decision | None = None
+
+
+def next_move(view: View) -> Move:
+    """What the member does. It decides on `successor(view)`."""
+    if view.decided is not None:
+        return Move.ENTER if view.me in view.decided.members else Move.END
+    if view.me not in view.reports:
+        return Move.REPORT
+    alive = [member for member in view.members if member == view.me or member not in view.lost]
+    if view.me != min(alive) or any(member not in view.reports for member in alive):
+        return Move.WAIT
+    return Move.DECIDE
+
+
+def successor(view: View) -> tuple[list[Report], int, int]:
+    """Who goes on, by their reports; how many updates they will have made; and how many calls since, all of them."""
+    going_on = [
+        report
+        for member, report in sorted(view.reports.items())
+        if member in view.members and not report.leaving and (member == view.me or member not in view.lost)
+    ]
+    step = max((report.committed for report in going_on), default=0)
+    # A member that is still to make the last update has completed no call since.
+    calls = min((report.calls if report.committed == step else 0 for report in going_on), default=0)
+    return going_on, step, calls

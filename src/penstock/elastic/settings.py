@@ -1,0 +1,67 @@
+"""What a user asks of a run that survives lost devices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.elastic.meeting import parse_address
+from penstock.planning.template import PipelineTemplate
+
+
+@dataclass(frozen=True)
+class Elastic:
+    """Training goes on when devices are lost, and takes in new ones; see docs/elastic.md.
+
+    Args:
+        store: where the processes meet: "tcp://host:port" of a store that `penstock store` serves, or
+            "file:///folder" that all of them share.
+        copies: how many devices are to hold each part of the model at least, so that one fewer may be lost at once.
+            With fewer devices than that takes there are as many as possible.
+        start: how many processes begin the run; None: as many as come until none has come for `gather` seconds.
+        gather: see `start`.
+        hang_timeout: seconds of silence after which a process is lost though its connections are open.
+        templates: the pipelines to choose from; none: the planner makes them.
+        memory: bytes of each device that the run may use; None: what a GPU has, no limit on a CPU.
+        bandwidth: of a link, bytes per second; decides with `horizon` how much may move for a faster layout.
+        horizon: seconds that a layout is expected to last.
+        run: the run's name; runs with different names share a store.
+        leave_on_sigterm: SIGTERM makes this process leave at the end of the step, its state moved to the others.
+
+    Raises:
+        TypeError, ValueError: an argument that cannot be used.
+    """
+
+    store: str
+    copies: int = 2
+    start: int | None = None
+    gather: float = 5.0
+    hang_timeout: float = 60.0
+    templates: Sequence[PipelineTemplate] = ()
+    memory: float | None = None
+    bandwidth: float = 1e9
+    horizon: float = 600.0
+    run: str = "run"
+    leave_on_sigterm: bool = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.store, str):
+            raise TypeError(f"store must be a string such as tcp://host:29400, got {self.store!r}")
+        parse_address(self.store)
+        for name in ("copies", "start"):
+            value = getattr(self, name)
+            if value is None and name == "start":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name} must be an integer, got {value!r} ({type(value).__name__})")
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        for name in ("gather", "hang_timeout", "memory", "bandwidth", "horizon"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} must be positive, got {value}")
+        for template in self.templates:
+            if not isinstance(template, PipelineTemplate):
+                raise TypeError(f"templates must be PipelineTemplates, got {template!r}")
+        if not self.run or not isinstance(self.run, str):
+            raise ValueError(f"run must be a name, got {self.run!r}")

@@ -1,0 +1,131 @@
+"""A process of an elastic run, for tests: trains in double precision, notes what it saw, and ends itself where it is
+told to.
+
+    python elastic_script.py STORE FOLDER STEPS START WHAT...
+
+Each WHAT is `action@step/place`: this process does it when it comes there first. Without a STORE ("") the run is the
+undisturbed one, of a single process.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from families import FAMILIES, VOCABULARY
+from penstock import Booster, Elastic, HeterogeneousParallelPlugin, PipelineTemplate
+from training import kept_in_double
+
+NUM_SAMPLES, GLOBAL_BATCH, MICROBATCH = 48, 8, 2
+# What a process does to itself, and where.
+ACTIONS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "leave": signal.SIGTERM}
+
+
+class Samples:
+    """Sequences that tell which they are, by their first two tokens."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(5)
+        self.rows = torch.randint(3, VOCABULARY, (NUM_SAMPLES, 8), generator=generator)
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"input_ids": self.rows[index], "labels": self.rows[index], "index": index}
+
+
+class Noting:
+    """Writes what this process saw, line by line."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("w", buffering=1)
+
+    def __call__(self, **what: Any) -> None:
+        self._file.write(json.dumps(what) + "\n")
+
+
+def main(store: str, folder: str, steps: int, start: int, *orders: str) -> None:
+    faulthandler.enable()
+    torch.manual_seed(0)
+    model: Any = FAMILIES["gpt2"].build(dropout=0.1)
+    whole = list(model.parameters())
+    note = Noting(Path(folder) / (f"{os.getpid()}.jsonl" if store else "undisturbed.jsonl"))
+    options: dict[str, Any] = {"microbatch_size": MICROBATCH, "max_norm": 0.5}
+    if store:
+        templates = [PipelineTemplate.balanced(model, stages) for stages in (1, 2, 3)]
+        elastic = Elastic(store, start=start, hang_timeout=float(os.environ.get("HANG", "60")), templates=templates)
+        plugin = HeterogeneousParallelPlugin(elastic=elastic, global_batch_size=GLOBAL_BATCH, **options)
+    else:
+        plugin = HeterogeneousParallelPlugin(**options)
+        plugin.set_pipelines([PipelineTemplate.balanced(model, 1)], [GLOBAL_BATCH // MICROBATCH])
+    booster = Booster(plugin=plugin)
+    done: set[str] = set()
+
+    def here(place: str) -> None:
+        now = booster.step if plugin.run is not None else -1
+        for order in orders:
+            action, _, where = order.partition("@")
+            if where == f"{now}/{place}" and order not in done:
+                done.add(order)
+                os.kill(os.getpid(), ACTIONS[action])
+
+    def collate(samples: list[dict[str, Any]]) -> dict[str, Any]:
+        here("data")
+        run = plugin.run
+        note(
+            step=0 if run is None else run.step,
+            generation=0 if run is None or run.decision is None else run.decision.generation,
+            pipeline=plugin.pipeline_index,
+            samples=[sample["index"] for sample in samples],
+        )
+        return {name: torch.stack([sample[name] for sample in samples]) for name in ("input_ids", "labels")}
+
+    class AdamW(torch.optim.AdamW):
+        def step(self, closure: Any = None) -> Any:
+            here("update")
+            result = super().step(closure)
+            here("updated")
+            return result
+
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.9)
+    loader = plugin.prepare_dataloader(Samples(), shuffle=True, collate_fn=collate)
+    with kept_in_double():
+        model, wrapped, _, loader, scheduler = booster.boost(model, optimizer, None, loader, scheduler)
+        for block in model.transformer.h:
+            block.register_forward_hook(lambda *_: here("forward"))
+        batches, step = iter(loader), booster.step if store else 0
+        note(begins=step, member=0 if not store else plugin.run.number)
+        while step < steps:
+            here("loop")
+            wrapped.zero_grad()
+            try:
+                loss = booster.execute_pipeline(batches, model, None, wrapped)["loss"]
+            except StopIteration:
+                batches = iter(loader)
+                continue
+            here("between")
+            wrapped.step()
+            scheduler.step()
+            note(done=step, loss=loss.item(), rate=optimizer.param_groups[0]["lr"])
+            step += 1
+            if store:
+                assert booster.step == step, (booster.step, step)
+    ids = {id(parameter) for parameter in whole}
+    assert all(id(parameter) in ids for parameter in model.parameters())
+    sums = {name: float(value.detach().sum()) for name, value in model.named_parameters()}
+    changes = [] if not store else [vars(change) for change in booster.changes]
+    note(parameters=sums, changes=changes, at=time.time())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), *sys.argv[5:])
