@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -233,6 +234,10 @@ class Booster:
         if prefix is not None or not gather_dtensor:
             raise ValueError("save_model writes transformers' own file names: leave prefix and gather_dtensor out")
         _pipeline_of(model)
+        if self.plugin.run is not None and not self.plugin.run.performing:
+            save = partial(self.save_model, model, checkpoint, shard, gather_dtensor, prefix, size_per_shard)
+            self.plugin.run.perform(Call(partial(save, use_safetensors), trains=False))
+            return
         size = {"max_shard_size": f"{size_per_shard}MB"} if shard else {}
         model.save_parallelized(checkpoint, merge_checkpoints=True, safe_serialization=use_safetensors, **size)
         _pipeline_of(model).board.resume["model"] = f"booster.load_model(model, {os.fspath(checkpoint)!r})"
@@ -263,6 +268,9 @@ class Booster:
             CheckpointError: some rank could not write; names the rank and the path.
         """
         pipeline = _checked(optimizer).pipeline
+        if self.plugin.run is not None and not self.plugin.run.performing:
+            self.plugin.run.perform(Call(partial(self.save_optimizer, optimizer, checkpoint, shard), trains=False))
+            return
         scale = optimizer.loss_scale
         world, ranks = checkpoint_comms(pipeline)
         with pipeline.saving(RollCall.SAVE_OPTIMIZER):

@@ -11,6 +11,9 @@ from penstock.elastic.protocol import Decision, Move, Report, View, next_move
 
 # Between two looks at the store.
 PAUSE = 0.01
+# A member that lives has so many times the hang timeout for its report: a step may take long, or its program have left
+# the training loop without an end.
+REPORT_PATIENCE = 5
 # Numbers that nobody came with (a process that ended while it came) before the list of members is taken to be over.
 LONGEST_GAP = 16
 
@@ -38,12 +41,15 @@ def agree(membership: Membership, now: Decision, report: Report, plan: Plan, ann
     pulse.forget()
     reports: dict[int, Report] = {}
     lost: set[int] = set()
+    deadline = time.monotonic() + REPORT_PATIENCE * membership.hang
     while True:
         decided = decision(meeting, now.generation + 1)
         if decided is None:
             _read_reports(meeting, now, reports)
             suspects = {suspect for one in reports.values() for suspect in one.suspects}
             lost = pulse.lost([m for m in now.members if m != membership.id], suspects, membership.hang)
+            if time.monotonic() > deadline:
+                lost |= {member for member in now.members if member not in reports}
         view = View(membership.id, now.members, reports, lost, decided)
         move = next_move(view)
         if move is Move.REPORT:

@@ -35,7 +35,7 @@ from penstock.runtime.comm.bootstrap import form_world, leave_world
 from penstock.runtime.comm.rollcall import Call as RollCallName
 from penstock.runtime.engine import Engine, Values
 from penstock.runtime.failures.board import FailureBoard, PipelineFailure, is_transport_error
-from penstock.runtime.moving import from_live_ranks
+from penstock.runtime.moving import from_live_ranks, hand_over
 
 logger = logging.getLogger("penstock")
 
@@ -78,6 +78,7 @@ class ElasticRun:
         step: how many updates have been made.
         changes: what happened to the members, see `Change`.
         decision: the present generation.
+        performing: whether `perform` is at work.
     """
 
     def __init__(self, settings: Elastic, formations: Formations, tp_size: int, facts: str) -> None:
@@ -92,6 +93,7 @@ class ElasticRun:
         self._received: dict[str, Any] = {}
         self.engine: Engine | None = None
         self.optimizer: Any = None
+        self.performing = False
         self._log: list[Call] = []
         self._todo: list[Call] = []
         self._first_number = 0
@@ -317,12 +319,15 @@ class ElasticRun:
         if call.trains and not any(earlier.trains for earlier in self._log):
             self._change_if_due()
         while True:
+            self.performing = True
             try:
                 self._repeat()
                 result = call.run()
             except Exception as error:
                 self._recover(error)
                 continue
+            finally:
+                self.performing = False
             self._log.append(call)
             self._note_redone()
             return result
@@ -380,6 +385,8 @@ class ElasticRun:
         assert self.decision is not None
         leaving = self._membership.wants_to_leave
         try:
+            assert self.engine is not None
+            hand_over(self.engine, self.optimizer, leaving)
             self._to(self._next("a planned change", (), planned=True, leaving=leaving))
         except Exception as error:
             self._recover(error)
@@ -441,10 +448,10 @@ class ElasticRun:
                 "plan": following.seconds,
             },
         )
+        if leaving:
+            self._say_goodbye()
         if following.end:
             raise RunEnded(f"the run cannot go on: {following.end}. {engine.board.advice()}")
-        if self.number not in following.members:
-            self._say_goodbye()
         self._deciding = following
         self._settle(following)
         return following

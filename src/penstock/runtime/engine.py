@@ -178,6 +178,8 @@ class Engine:
         # While a re-formation is not complete, the values that were here before it, and what lacks them here.
         self._had: dict[str, torch.Tensor] | None = None
         self._lacking: set[str] = set()
+        # What this rank does not hold, but has the values of until the next re-formation; see `moving.hand_over`.
+        self.given: dict[str, torch.Tensor] = {}
         # Every parameter of the model, by its unsplit name.
         self._known: dict[str, nn.Parameter] = dict(split.released)
         self._main_input_name = getattr(split.model, "main_input_name", None)
@@ -322,7 +324,7 @@ class Engine:
         mine = layout.pipelines[place.pipeline]
         with forming(self._timeout, self.on_board) as board:
             # If the last attempt failed, what is held may have no values: those that were there before it count.
-            had = self._had = had_by(self) if self._had is None else self._had
+            had = self._had = had_by(self) | self.given if self._had is None else self._had
             lacking = set(self._lacking)
             self.split.reform(
                 mine.stages,
@@ -338,7 +340,7 @@ class Engine:
                 board,
                 lambda held, groups: self._fill(fill, had),
             )
-            self._had, self._lacking = None, set()
+            self._had, self._lacking, self.given = None, set(), {}
 
     def _fill(self, values: Values, had: MutableMapping[str, torch.Tensor]) -> None:
         """Give everything that is held and lacks its values what it is to have."""
@@ -401,7 +403,7 @@ class Engine:
     @property
     def value_names(self) -> Collection[str]:
         """The unsplit names of what this rank has the values of, also while a re-formation is not complete."""
-        return had_by(self) if self._had is None else self._had
+        return had_by(self) | self.given if self._had is None else self._had
 
     @property
     def known(self) -> Mapping[str, nn.Parameter]:

@@ -58,6 +58,48 @@ def had_by(engine: Engine) -> dict[str, torch.Tensor]:
     return {one.name: one.parameter.detach() for one in engine.held} | dict(engine.split.model.named_buffers())
 
 
+def hand_over(engine: Engine, optimizer: Optimizer, leaving: bool) -> None:
+    """Give the values that only ranks which leave have to ranks that stay. All ranks of the engine call this.
+
+    Args:
+        leaving: whether this rank leaves.
+
+    Raises:
+        PipelineFailure: a rank was lost meanwhile.
+    """
+    context, group = engine.context, engine.context.groups.world_control
+    own, index = had_by(engine), context.place.tensor_parallel_rank
+    state: Any = optimizer.state
+    with engine.board.guard("handing over what leaves", context.everyone):
+        every: list[Any] = [None] * context.layout.world_size
+        leaves = torch.tensor([int(leaving)])
+        dist.all_reduce(leaves, group=group)
+        if not leaves.item() or leaves.item() == len(every):
+            return
+        has = {
+            name: (TensorSpec.of(tensor), _described(state.get(engine.known.get(name), {})))
+            for name, tensor in own.items()
+        }
+        dist.all_gather_object(every, (leaving, index, has), group=group)
+        turn = 0
+        for name in dict.fromkeys(name for _, _, theirs in every for name in theirs):
+            for shard in range(context.layout.tensor_parallel_size):
+                holders = [rank for rank, (_, i, theirs) in enumerate(every) if i == shard and name in theirs]
+                staying = [rank for rank, (leaves, i, _) in enumerate(every) if i == shard and not leaves]
+                if not staying or not holders or any(rank in staying for rank in holders):
+                    continue
+                source, to = holders[0], staying[turn % len(staying)]
+                turn += 1
+                if context.rank == source:
+                    _send(own[name], state.get(engine.known.get(name), {}), to, group)
+                elif context.rank == to:
+                    spec, described = every[source][2][name]
+                    tensor = spec.empty(engine.device)
+                    _receive(tensor, engine.known.get(name), state, described, source, group)
+                    engine.given[name] = tensor
+        dist.all_reduce(leaves, group=group)
+
+
 def _fit(optimizer: Optimizer, engine: Engine) -> None:
     """Make an optimizer's groups and state those of what is held."""
     held = {held.parameter for held in engine.held}
