@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import signal
+import threading
 import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -66,6 +69,74 @@ def generate(family: str, cases: list[dict[str, Any]], num_stages: int = 2, sche
     return run_cases(model, prompt(family), cases, seed=5 if rank() == 0 else 100 + rank())
 
 
+def with_states(
+    model: Any, family: str, cases: list[dict[str, Any]], size: int, **options: Any
+) -> list[tuple[Any, torch.Tensor]]:
+    """The results of generate() with the random states afterwards, each from the same one."""
+    results = []
+    for case in cases:
+        torch.manual_seed(5 + max(0, rank()))
+        results.append((model.generate(**prompt(family, size), **case, **options), torch.get_rng_state()))
+    return results
+
+
+def in_groups(
+    family: str, cases: list[dict[str, Any]], size: int, num_stages: int
+) -> tuple[list[tuple[Any, torch.Tensor]], list[str]]:
+    """A rank's results in as many groups as stages, and why any of them was not."""
+    model = parallel(build(family), num_stages)
+    found = with_states(model, family, cases, size, generation_groups=num_stages)
+    return found, sorted(model.pipeline.decoding.told)
+
+
+# Options with which a batch stays in one group.
+WATCHED: dict[str, dict[str, Any]] = {
+    "processor": {"logits_processor": True},
+    "criterion": {"stopping_criteria": True},
+    "time": {"max_time": 1000.0},
+    "prefixes": {"prefix_allowed_tokens_fn": lambda sample, tokens: [3 + sample, 9, 40]},
+    "chunks": {"prefill_chunk_size": 4},
+    "details": {"return_dict_in_generate": True, "output_scores": True},
+}
+
+
+def watched(model: Any, size: int, options: dict[str, Any], **more: Any) -> torch.Tensor:
+    """Greedy tokens with options of which some are objects."""
+    made = {"logits_processor": [Favour()], "stopping_criteria": [AfterTokens(12)]}
+    options = {name: made[name] if value is True and name in made else value for name, value in options.items()}
+    result = model.generate(**prompt("gpt2", size), **GREEDY, **options, **more)
+    return result if isinstance(result, torch.Tensor) else result.sequences
+
+
+def numbers_of_groups(cases: list[tuple[int, Any, str, int]]) -> tuple[list[tuple[torch.Tensor, int]], list[str]]:
+    """Tokens and numbers of groups, and what was said in the log."""
+    model, found = parallel(build("gpt2")), []
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("penstock")
+    logger.addHandler(handler)
+    level, _ = logger.level, logger.setLevel(logging.INFO)
+    for _ in range(2):
+        found.clear()
+        for size, wanted, name, _ in cases:
+            tokens = watched(model, size, WATCHED[name] if name else {}, generation_groups=wanted)
+            found.append((tokens, len(model.pipeline.decoding.groups)))
+    logger.removeHandler(handler)
+    logger.setLevel(level)
+    return found, said
+
+
+def impossible_groups(numbers: list[Any]) -> list[str]:
+    model, errors = parallel(build("gpt2")), []
+    for number in numbers:
+        try:
+            model.generate(**prompt("gpt2"), **GREEDY, generation_groups=number)
+        except Exception as error:
+            errors.append(type(error).__name__)
+    return errors
+
+
 def with_dropout(num_stages: int) -> tuple[list[Any], bool]:
     """Sampling in training mode, and whether the model was left in it."""
     model = parallel(build("gpt2", dropout=0.3), num_stages).train()
@@ -117,11 +188,15 @@ class Collect(BaseStreamer):
     def end(self) -> None:
         self.tokens.append("end")
 
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.tokens)
 
-def stream(ranks: list[int]) -> tuple[Any, list[Any] | None]:
-    """Greedy tokens, and what the streamer got on the ranks that have one."""
+
+def stream(ranks: list[int], everywhere: bool) -> tuple[Any, list[Any] | None]:
+    """Greedy tokens, and what the streamer got on the ranks that were given one."""
     streamer = Collect() if rank() in ranks else None
-    tokens = parallel(build("gpt2")).generate(**prompt("gpt2", 1), **GREEDY, streamer=streamer)
+    model = parallel(build("gpt2"))
+    tokens = model.generate(**prompt("gpt2", 1), **GREEDY, streamer=streamer, stream_on_all_ranks=everywhere)
     return tokens, streamer and streamer.tokens
 
 
@@ -201,6 +276,67 @@ def failing(num_stages: int = 2, **where: Any) -> float:
         error.add_note(f"seconds: {time.monotonic() - start:.1f}")
         raise
     raise AssertionError("no error")
+
+
+def fail_in_a_group(model: Any, group: int, act: Callable[[], None]) -> None:
+    """Let `act` happen before a group's fourth token."""
+    original = model.prepare_inputs_for_generation
+
+    def prepare(input_ids: torch.Tensor, **kwargs: Any) -> Any:
+        if model.pipeline.decoding.number == group and input_ids.shape[1] == 12:
+            act()
+        return original(input_ids, **kwargs)
+
+    model.__dict__["prepare_inputs_for_generation"] = prepare
+
+
+def divide_by_zero() -> None:
+    raise ZeroDivisionError("in one group")
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def failing_in_a_group(where: int, killed: bool, num_stages: int = 3) -> float:
+    """How long a generation in groups took to end, when one rank fails in its second group."""
+    model = parallel(build("gpt2"), num_stages)
+    model.generate(**prompt("gpt2", 6), **GREEDY)
+    if rank() == where:
+        fail_in_a_group(model, 1, kill if killed else divide_by_zero)
+    start = time.monotonic()
+    try:
+        model.generate(**prompt("gpt2", 6), **GREEDY)
+    except Exception as error:
+        error.add_note(f"seconds: {time.monotonic() - start:.1f}")
+        error.add_note(f"threads: {group_threads()}")
+        raise
+    raise AssertionError("no error")
+
+
+def group_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("group")]
+
+
+def usable_after_errors(num_stages: int = 3) -> tuple[list[str], torch.Tensor, list[str]]:
+    """Errors in a group that all ranks meet, or that one of them has while it chooses tokens; then right tokens."""
+    model, errors = parallel(build("gpt2"), num_stages), []
+
+    def attempt(**options: Any) -> None:
+        try:
+            model.generate(**prompt("gpt2", 6), **{**GREEDY, **options})
+            errors.append("none")
+        except Exception as error:
+            errors.append(f"{type(error).__name__}: {error}")
+
+    fail_in_a_group(model, 1, divide_by_zero)
+    attempt()
+    del model.__dict__["prepare_inputs_for_generation"]
+    with torch.no_grad():
+        bias = model.transformer.ln_f.register_forward_hook(lambda module, args, output: output * float("nan"))
+        attempt(do_sample=True)
+        bias.remove()
+    return errors, model.generate(**prompt("gpt2", 6), **GREEDY), group_threads()
 
 
 def replicas() -> tuple[int, torch.Tensor]:

@@ -159,6 +159,14 @@ RUNS = [
         after=TRAINED + "assert output.logits.shape[:2] == tokens['input_ids'].shape\nassert_trained('./merged_ckpt')",
     ),
     Run(
+        "docs/generation.md",
+        ("All stages at work",),
+        2,
+        before=IMPORTS + "model, prompts = split(2), batch_of(4)['input_ids']",
+        after="expected = whole().generate(prompts, max_new_tokens=8, do_sample=False)\n"
+        "assert torch.equal(tokens, expected) and torch.equal(same, expected)",
+    ),
+    Run(
         "docs/tutorial.md",
         ("Ctrl-C",),
         2,

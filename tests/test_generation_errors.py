@@ -59,3 +59,24 @@ def test_a_killed_rank_is_named_on_all_others(pool: Pool, killed: int) -> None:
         assert isinstance(outcome, PipelineFailure)
         assert f"rank {killed}" in str(outcome)
         assert seconds(outcome) < 10
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_failure_in_one_group_on_one_rank_ends_all_groups_on_all_ranks(pool: Pool, killed: bool) -> None:
+    outcomes = pool.run(3, ranks.failing_in_a_group, 1, killed, outcomes=True)
+    own = outcomes.pop(1)
+    assert isinstance(own, WorkerDied if killed else ZeroDivisionError)
+    for outcome in outcomes:
+        assert isinstance(outcome, PipelineFailure)
+        assert ("rank 1" if killed else "rank 1 failed: ZeroDivisionError: in one group") in str(outcome)
+        assert seconds(outcome) < 10
+        assert "threads: []" in outcome.__notes__
+
+
+def test_the_pipeline_goes_on_after_errors_in_one_group(pool: Pool) -> None:
+    expected = ranks.build("gpt2").generate(**ranks.prompt("gpt2", 6), **ranks.GREEDY)
+    for rank, (errors, tokens, threads) in enumerate(pool.run(3, ranks.usable_after_errors)):
+        assert errors[0] == "ZeroDivisionError: in one group"
+        assert ("probability tensor contains" if rank == 2 else "rank 2, which holds the last stage") in errors[1]
+        assert torch.equal(tokens, expected)
+        assert threads == []

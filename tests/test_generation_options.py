@@ -84,13 +84,18 @@ def test_a_cache_can_be_continued(pool: Pool) -> None:
     assert all(torch.equal(found, expected) for found in pool.run(2, ranks.continued_on_stages))
 
 
-@pytest.mark.parametrize("on", [[0, 1], [0], [1]])
-def test_a_streamer_may_be_given_on_some_ranks(pool: Pool, on: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("given", "everywhere", "heard"), [([0, 1], False, [0]), ([0, 1], True, [0, 1]), ([1], False, [1])]
+)
+def test_one_rank_streams_unless_all_are_asked_to(
+    pool: Pool, given: list[int], everywhere: bool, heard: list[int]
+) -> None:
     streamer = ranks.Collect()
     expected = ranks.build("gpt2").generate(**ranks.prompt("gpt2", 1), **ranks.GREEDY, streamer=streamer)
-    for rank, (tokens, streamed) in enumerate(pool.run(2, ranks.stream, on)):
+    for rank, (tokens, streamed) in enumerate(pool.run(2, ranks.stream, given, everywhere)):
         assert torch.equal(tokens, expected)
-        assert streamed == (streamer.tokens if rank in on else None)
+        # One that is not heard ends all the same, for whoever iterates over it.
+        assert streamed == (streamer.tokens if rank in heard else ["end"] if rank in given else None)
 
 
 def test_a_criterion_met_on_one_rank_stops_all(pool: Pool) -> None:

@@ -2,15 +2,21 @@
 
 Every rank runs the same code, such as generate(), and walks each forward whole. A stage receives its values when the
 walk first needs them, sends its own as soon as they are there, and walks to the end with placeholders; then the last
-stage's result is broadcast. So all ranks have the same values, and what could make them differ is shared: the random
-state, decisions, errors. Nothing is under way between two forwards.
+stage's result goes to every other rank. So all ranks have the same values, and what could make them differ is shared:
+the random state, decisions, errors.
+
+The code may run once for each of several groups of a batch, in threads (see `turns`). A rank passes the turn on as soon
+as it has sent its part of a forward, so that another group's forward is under way while this one's is on other ranks.
+All ranks take the same turns in the same order, so messages of different groups need not be told apart.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,15 +30,32 @@ from penstock.modeling.randomness import mixed
 from penstock.modeling.stage.caches import StageCaches
 from penstock.modeling.tensor_spec import TensorSpec
 from penstock.random_state import generators_of, set_states
-from penstock.runtime.boundary.tensors import broadcast_specs, broadcast_tensor
+from penstock.runtime.boundary.results import Expected, Results
 from penstock.runtime.comm.forming import adopt_random_state
 from penstock.runtime.context import RankContext
 from penstock.runtime.failures.board import PipelineFailure
 from penstock.runtime.labels import label
 from penstock.runtime.stages import StageExecutor
+from penstock.runtime.turns import Turns
 
-# Shapes of results that are remembered. All ranks see the same forwards, so all forget at the same time.
-MAX_REMEMBERED = 4096
+T = TypeVar("T")
+
+# What the rank of the last stage sends in place of tokens that it failed to choose.
+NO_TOKEN = -1
+
+
+@dataclass
+class Group:
+    """What is remembered of one group of a batch while it is decoded.
+
+    Attributes:
+        tokens_only: whether the rank of the last stage alone chooses tokens from logits; the others get the tokens.
+        token: the tokens that were or will be chosen after the last forward, until they are there.
+    """
+
+    tokens_only: bool = False
+    token: TensorSpec | None = None
+    expected: Expected | None = None
 
 
 class Decoding:
@@ -42,29 +65,39 @@ class Decoding:
         begin: gives a context in which all ranks of the pipeline have agreed to generate.
 
     Attributes:
-        ranks: the global ranks, in pipeline order; all that share a stage's weights too.
+        rank: this global rank.
+        ranks: those of the pipeline, in pipeline order; all that share a stage's weights too.
+        chooses: whether this rank holds the last stage.
         running: whether a session is open, so that calling the model means `forward`.
         inside: whether a forward is being planned or run, so that the model's inner calls are its own.
         every_position: whether the logits of all positions are wanted on all ranks, not of the last position only.
         exchanges: how many exchanges this rank has begun in the session.
+        groups: of the batch that is decoded.
+        told: what was said once in the log.
     """
 
     def __init__(
         self, context: RankContext, stages: StageExecutor, begin: Callable[[], AbstractContextManager[Any]]
     ) -> None:
-        self.ranks = context.pipeline_ranks
+        self.rank, self.ranks = context.rank, context.pipeline_ranks
+        self.told: set[str] = set()
+        self.chooses = context.holds_output
         self.running = False
         self.inside = False
         self.every_position = False
         self.exchanges = 0
-        self._context, self._board, self._groups = context, context.board, context.groups
+        self.groups: Sequence[Group] = [Group()]
+        self._context, self._board, self._process_groups = context, context.board, context.groups
         self._device = context.device
         self._stages, self._split = stages, stages.split
+        self._channels = stages.boundaries.channels
+        self._results = Results(self._channels, context)
         self._own_stages = context.stages
         self._begin = begin
+        self._turns: Turns | None = None
         self._num_sessions = 0
-        self._results: dict[Hashable, tuple[TensorSpec, ...]] = {}
         self._seed: int | None = None
+        self._board.on_abort(self._results.clear)
 
     # -- the code that all ranks run -------------------------------------------------------------------------------
 
@@ -72,26 +105,61 @@ class Decoding:
     def session(self) -> Iterator[None]:
         """One generation. All ranks draw the first rank's random numbers in it; an error on one becomes one on all.
 
-        An error that every rank meets at the same point (a wrong argument, say) is only raised: nothing is under way,
-        and the pipeline stays usable. A rank whose random state was not the first rank's has its own again afterwards.
+        An error that every rank meets at the same point (a wrong argument, say) is only raised, and the pipeline stays
+        usable. A rank whose random state was not the first rank's has its own again afterwards.
         """
         with self._begin():
             pass
         self._board.check()
         self.running, self.every_position, self._seed, self.exchanges = True, False, None, 0
+        self.groups, self._turns = [Group()], None
         self._num_sessions += 1
         try:
             with self._board.position.call("generation", world=False, detail=self), self._one_random_state():
                 yield
+                self._settle()
         except PipelineFailure:
             raise
         except BaseException as error:
             # An exchange that failed has closed the pipeline already.
-            if self._board.failed is None and not (isinstance(error, Exception) and self._all_stopped_here()):
-                self._board.abort(f"{type(error).__name__}: {error}")
+            if self._board.failed is None:
+                if isinstance(error, Exception) and self._all_stopped_here():
+                    self._settle()
+                else:
+                    self._board.abort(f"{type(error).__name__}: {error}")
             raise
         finally:
             self.running = False
+
+    def in_groups(self, loops: Sequence[Callable[[], T]]) -> list[T]:
+        """Run one loop for each group of a batch, all of which make their forwards on the stages; return what they do.
+
+        The first error of a loop ends all of them and is raised. Every rank passes equal loops.
+        """
+        self.groups = [Group() for _ in loops]
+        self._turns = Turns(len(loops), self._board.position.follow)
+        settled = [partial(self._completed, loop) for loop in loops]
+        try:
+            return self._turns.run(
+                settled, self._device, lambda error: self._board.abort(f"{type(error).__name__}: {error}")
+            )
+        finally:
+            self._turns = None
+            self._board.position.follow()
+
+    def in_one_group(self, loop: Callable[[], T]) -> T:
+        """Run the loop for the whole batch."""
+        return self._completed(loop)
+
+    @property
+    def group(self) -> Group:
+        """The group whose turn it is."""
+        return self.groups[0 if self._turns is None else self._turns.current]
+
+    @property
+    def number(self) -> int:
+        """Its number."""
+        return 0 if self._turns is None else self._turns.current
 
     @property
     def progress(self) -> int:
@@ -108,7 +176,7 @@ class Decoding:
         mine = torch.tensor(numbers, dtype=torch.int64)
         every = [torch.empty_like(mine) for _ in self.ranks]
         with self._exchange("comparing arguments"):
-            dist.all_gather(every, mine, group=self._groups.model_parallel_control)
+            dist.all_gather(every, mine, group=self._process_groups.model_parallel_control)
         return [theirs.tolist() for theirs in every]
 
     def any(self, flags: torch.Tensor) -> torch.Tensor:
@@ -117,8 +185,16 @@ class Decoding:
             return flags
         numbers = flags.to(self._device, torch.uint8, copy=True)
         with self._exchange("agreeing when to stop"):
-            dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._groups.model_parallel)
+            dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._process_groups.model_parallel)
         return numbers.to(flags.device, torch.bool)
+
+    def adopt_random_state(self) -> None:
+        """Go on from the random state of the rank that chose the tokens."""
+        if len(self.ranks) > 1:
+            pipeline = self._context.pipeline
+            with self._exchange("sharing the random state"):
+                rank = pipeline.global_rank(pipeline.num_stages - 1, 0)
+                adopt_random_state(rank, self._process_groups.model_parallel_control, self._device)
 
     @contextmanager
     def _exchange(self, doing: str) -> Iterator[None]:
@@ -126,6 +202,25 @@ class Decoding:
         self.exchanges += 1
         with self._board.guard(doing, self.ranks):
             yield
+
+    def _completed(self, loop: Callable[[], T]) -> T:
+        """What `loop` returns. If it fails where the other ranks wait for tokens, they hear of it.
+
+        Not on an accelerator, where to look for that would make the host wait: there it ends the pipeline.
+        """
+        try:
+            return loop()
+        except Exception:
+            spec = self.group.token
+            if spec is not None and self.chooses and self._board.failed is None and self._device.type == "cpu":
+                self._give(torch.full(spec.shape, NO_TOKEN, dtype=spec.dtype))
+            raise
+
+    def _settle(self) -> None:
+        """Receive what is on its way and let what was sent arrive: nothing is left for the next session."""
+        with self._board.guard("ending a generation", self.ranks):
+            self._results.drain()
+            self._channels.flush()
 
     def _all_stopped_here(self) -> bool:
         return self._board.agree(f"generation/{self._num_sessions}", str(self.exchanges), self.ranks, patience=0.0)
@@ -136,7 +231,7 @@ class Decoding:
             yield
             return
         with self._exchange("sharing the random state"):
-            own = adopt_random_state(self.ranks[0], self._groups.model_parallel_control, self._device)
+            own = adopt_random_state(self.ranks[0], self._process_groups.model_parallel_control, self._device)
         try:
             yield
         finally:
@@ -154,12 +249,15 @@ class Decoding:
 
         Returns:
             An output of the model's own class. Its tensors are the last stage's on every rank; of logits with several
-            positions only the last one is left, unless `every_position`. A cache in it holds the rank's own layers.
+            positions only the last one is left, unless `every_position`. With `tokens_only`, the logits are the last
+            stage's only, and `tokens` is due on every rank. A cache in it holds the rank's own layers.
 
         Raises:
             NotImplementedError: these inputs cannot be run on these stages; says why.
             PipelineFailure: a rank was lost or failed.
         """
+        group = self.group
+        choosing = group.tokens_only and call is None
         self.inside = True
         try:
             plan = self._split.plan(inputs, call=call)
@@ -167,11 +265,63 @@ class Decoding:
                 raise refusal(self._split.model, "what its code does next depends on values that one stage alone has")
             with self._exchange("exchanging values in generation"), torch.no_grad():
                 output = self._run_stages(plan, inputs, call)
-                self._share(output, plan, inputs)
-                self._stages.boundaries.channels.flush()
-            return output
+                leaves, structure = self._shared_fields(output, inputs, choosing)
+                expected = self._offer(leaves, plan, choosing)
+                if choosing:
+                    self._expect_tokens(output)
+                # What is older has arrived: its answer is here.
+                self._channels.flush(keep=len(self.groups))
         finally:
             self.inside = False
+        if self._turns is not None and not (choosing and self.chooses):
+            self._turns.pass_on()
+        if expected is not None:
+            with self._board.guard("receiving results in generation", self.ranks):
+                taken = iter(self._results.take(expected))
+            leaves = [next(taken) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        for name, value in pytree.tree_unflatten(leaves, structure).items():
+            output[name] = value
+        return output
+
+    def tokens(self, chosen: torch.Tensor) -> torch.Tensor:
+        """After a forward with `tokens_only`: the tokens that the rank of the last stage has chosen.
+
+        Args:
+            chosen: these tokens there, shape (samples,); of no meaning on other ranks.
+
+        Raises:
+            RuntimeError: it has failed to choose any.
+        """
+        group = self.group
+        if self.chooses:
+            self._give(chosen)
+            return chosen
+        expected, group.expected, group.token = group.expected, None, None
+        assert expected is not None
+        with self._board.guard("receiving tokens in generation", self.ranks):
+            (tokens,) = self._results.take(expected)
+        if tokens.is_cpu and bool((tokens == NO_TOKEN).any()):
+            rank = self._context.output_rank
+            raise RuntimeError(f"rank {rank}, which holds the last stage, failed to choose the next tokens: see there")
+        return tokens.to(chosen.device)
+
+    def _expect_tokens(self, output: Any) -> None:
+        """Tokens are due for the last position of the output's logits, which no other rank needs."""
+        group, logits = self.group, output["logits"]
+        group.token = TensorSpec((logits.shape[0],), torch.int64)
+        if not self.chooses:
+            output["logits"] = logits.new_zeros((logits.shape[0], 1, 1))
+            group.expected = self._results.offer([logits], specs=[group.token])
+
+    def _give(self, chosen: torch.Tensor) -> None:
+        """Send the tokens, and pass the turn on."""
+        group = self.group
+        assert group.token is not None
+        with self._board.guard("sending tokens in generation", self.ranks):
+            self._results.offer([chosen.to(self._device, torch.int64)], specs=[group.token])
+        group.token = None
+        if self._turns is not None:
+            self._turns.pass_on()
 
     def _run_stages(self, plan: Plan, inputs: Mapping[str, Any], call: Callable[..., Any] | None) -> Any:
         boundaries = self._stages.boundaries
@@ -180,6 +330,7 @@ class Decoding:
             [(plan.digest, *_shapes(inputs))],
             [len(values) for values in plan.boundaries],
             [("decoding", torch.is_autocast_enabled(self._device.type))] * plan.num_stages,
+            _family(plan, inputs),
         )
         seed = self._forward_seed()
         caches = StageCaches(plan, self._own_stages, inputs) if len(self._own_stages) > 1 else None
@@ -207,49 +358,33 @@ class Decoding:
 
     # -- the result ------------------------------------------------------------------------------------------------
 
-    def _share(self, output: Any, plan: Plan, inputs: Mapping[str, Any]) -> None:
-        """Put the last stage's tensors in place of the others' placeholders."""
+    def _shared_fields(
+        self, output: Any, inputs: Mapping[str, Any], choosing: bool
+    ) -> tuple[list[Any], pytree.TreeSpec]:
+        """The leaves of those fields of an output that every rank needs, and how they are put together."""
         if not isinstance(output, dict):
             raise TypeError(f"generation needs outputs with named fields, not a {type(output).__name__}")
         encoded = inputs.get("encoder_outputs") is not None  # known everywhere, since it was given
         fields = {
             name: value
             for name, value in output.items()
-            if value is not None and not isinstance(value, Cache) and not (encoded and name.startswith("encoder_"))
+            if value is not None
+            and not isinstance(value, Cache)
+            and not (encoded and name.startswith("encoder_"))
+            and not (choosing and name == "logits")
         }
         logits = fields.get("logits")
         if isinstance(logits, torch.Tensor) and logits.dim() == 3 and not self.every_position:
             fields["logits"] = logits[:, -1:]
-        leaves, structure = pytree.tree_flatten(fields)
-        positions = [position for position, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        shared = self._broadcast([leaves[position] for position in positions], plan)
-        for position, tensor in zip(positions, shared, strict=True):
-            leaves[position] = tensor
-        for name, value in pytree.tree_unflatten(leaves, structure).items():
-            output[name] = value
+        return pytree.tree_flatten(fields)
 
-    def _broadcast(self, tensors: Sequence[torch.Tensor], plan: Plan) -> Sequence[torch.Tensor]:
-        """The last stage's tensors, on every rank. The others' are placeholders of the same shapes."""
-        group, source = self._groups.pipeline, self._context.output_rank
-        if dist.get_world_size(group) == 1 or not tensors:
-            return tensors
-        is_source = self._context.rank == source
+    def _offer(self, leaves: Sequence[Any], plan: Plan, choosing: bool) -> Expected | None:
+        """Send the last stage's tensors to the other ranks, whose own are placeholders of the same shapes."""
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if not tensors or not self._results.needed:
+            return None
         key = (plan.digest, torch.is_autocast_enabled(self._device.type), *(tensor.shape for tensor in tensors))
-        specs = self._results.get(key)
-        with self._board.guard("broadcasting the result", self.ranks):
-            if specs is None:  # a placeholder's dtype may be wrong, under autocast
-                own = [TensorSpec.shape_of(t) for t in tensors] if is_source else None
-                specs = tuple(broadcast_specs(own, len(tensors), source, self._groups.pipeline_control))
-                if len(self._results) >= MAX_REMEMBERED:
-                    self._results.clear()
-                self._results[key] = specs
-            shared = [
-                tensor.contiguous() if is_source else spec.empty(self._device)
-                for tensor, spec in zip(tensors, specs, strict=True)
-            ]
-            for tensor in shared:
-                broadcast_tensor(tensor, source, group)
-        return shared
+        return self._results.offer(tensors, None if choosing else key)
 
 
 def _shapes(inputs: Mapping[str, Any]) -> Iterator[Hashable]:
@@ -258,11 +393,36 @@ def _shapes(inputs: Mapping[str, Any]) -> Iterator[Hashable]:
         if isinstance(value, torch.Tensor):
             yield name, value.shape, value.dtype
         elif isinstance(value, Cache):
-            part = value.self_attention_cache if isinstance(value, EncoderDecoderCache) else value
-            limits = {getattr(layer, "max_cache_len", None) for layer in part.layers}
-            yield name, type(value), past_length(value), frozenset(limits)
+            yield name, type(value), past_length(value), _limits(value)
         elif value is not None:
             yield (
                 name,
                 *((x.shape, x.dtype) if isinstance(x, torch.Tensor) else x for x in pytree.tree_leaves(value)),
             )
+
+
+def _family(plan: Plan, inputs: Mapping[str, Any]) -> Hashable | None:
+    """What forwards of one more token each have in common, whatever was cached before; None for other forwards."""
+    cache = next((value for value in inputs.values() if isinstance(value, Cache)), None)
+    new = next((inputs[name] for name in ("decoder_input_ids", "input_ids") if inputs.get(name) is not None), None)
+    if cache is None or new is None or new.shape[1] != 1:
+        return None
+    total = past_length(cache) + 1
+
+    def without_length(name: str, value: Any) -> Hashable:
+        if isinstance(value, Cache):
+            return name, type(value), _limits(value)
+        return name, *(
+            ((*x.shape[:1], *("length" if size == total else size for size in x.shape[1:])), x.dtype)
+            if isinstance(x, torch.Tensor)
+            else x
+            for x in pytree.tree_leaves(value)
+        )
+
+    return (plan.digest, *(without_length(name, value) for name, value in inputs.items() if value is not None))
+
+
+def _limits(cache: Cache) -> Hashable:
+    """How long the layers of a static cache can become."""
+    part = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+    return frozenset(getattr(layer, "max_cache_len", None) for layer in part.layers)

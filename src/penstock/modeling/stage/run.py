@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
+from transformers.cache_utils import Cache
 
 from penstock.modeling.graph.plan import PlannedCall, StageCall, StagePlan
 from penstock.modeling.graph.shapes import ShapeFunctions, flatten, lengths, side_outputs
@@ -129,7 +130,10 @@ class StageRun:
         """What a call of another stage's unit returns: the values received, or placeholders."""
         answer, shape = self._received_or_placeholder(planned, args, kwargs), planned.call.output
         if shape.cache_layers or shape.state_layers:  # afterwards, as shapes depend on the cache's length
-            advance_cache(flatten((args, kwargs))[0], shape.cache_layers, shape.state_layers, self._device)
+            given: Sequence[Any] = (*args, *kwargs.values())
+            if not any(isinstance(each, Cache) for each in given) or not isinstance(given[0], torch.Tensor):
+                given = flatten((args, kwargs))[0]  # which takes longer than the rest of this call
+            advance_cache(given, shape.cache_layers, shape.state_layers, self._device)
         return answer
 
     def _received_or_placeholder(self, planned: StageCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

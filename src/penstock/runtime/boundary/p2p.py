@@ -25,12 +25,15 @@ from penstock.runtime.labels import label
 
 
 class Message(IntEnum):
-    """What a message carries. Headers and activations go down the pipeline, the others up."""
+    """What a message carries. Headers and activations go down the pipeline, losses and gradients up, and results from
+    the rank of the last stage straight to each of the others."""
 
     HEADER = 0
     ACTIVATION = 1
     LOSS = 2
     GRADIENT = 3
+    RESULT_HEADER = 4
+    RESULT = 5
 
     @property
     def downstream(self) -> bool:
@@ -42,6 +45,8 @@ NAMES = {
     Message.ACTIVATION: "activations",
     Message.LOSS: "losses",
     Message.GRADIENT: "gradients",
+    Message.RESULT_HEADER: "headers of results",
+    Message.RESULT: "results",
 }
 # Several tensors of one message get tags of their own.
 TAGS_PER_CHANNEL = 64
@@ -109,7 +114,8 @@ class P2PChannel:
 
     def __init__(self, channels: P2PChannels, boundary: int, kind: Message, group: dist.ProcessGroup, peer: int):
         self._channels = channels
-        self._name = f"{NAMES[kind]} between stages {boundary} and {boundary + 1}"
+        where = f"for pipeline rank {boundary}" if kind >= Message.RESULT_HEADER else None
+        self._name = f"{NAMES[kind]} {where or f'between stages {boundary} and {boundary + 1}'}"
         send: _Transfer = group.send
         recv: _Transfer = group.recv
         if channels.converts:
@@ -233,11 +239,16 @@ class P2PChannels:
         self.on_wait: Callable[[float, float], None] | None = None
         self.labels = False
 
-    def channel(self, boundary: int, kind: Message, upper: bool) -> P2PChannel:
-        """That of `kind` over `boundary`; `upper` if this rank holds the stage above it, `boundary + 1`."""
+    def channel(self, boundary: int, kind: Message, upper: bool, peer: int | None = None) -> P2PChannel:
+        """That of `kind` over `boundary`; `upper` if this rank holds the stage above it, `boundary + 1`.
+
+        Results cross no boundary: in its place stands the pipeline rank that they are for, and `peer` is the global
+        rank at the other end.
+        """
         channel = self._channels.get((boundary, kind))
         if channel is None:
-            peer = self._peer_of(boundary if upper else boundary + 1)
+            if peer is None:
+                peer = self._peer_of(boundary if upper else boundary + 1)
             group = self._group_for(boundary, kind)
             channel = self._channels[boundary, kind] = P2PChannel(self, boundary, kind, group, peer)
         return channel
@@ -261,10 +272,10 @@ class P2PChannels:
                 up.receive()
         self.flush()
 
-    def flush(self) -> None:
-        """Wait until every send has left."""
+    def flush(self, keep: int = 0) -> None:
+        """Wait until every send has left, all but the newest `keep` of each channel."""
         for channel in self._channels.values():
-            channel.release()
+            channel.release(keep)
 
     def clear(self) -> None:
         """Forget everything under way, and the groups."""

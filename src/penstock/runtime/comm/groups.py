@@ -53,6 +53,8 @@ class Groups:
         self.world = self._new(everyone, "world")
         self.world_control = self._new(everyone, "world", control=True)
         self._p2p: dict[tuple[int, bool], dist.ProcessGroup] = {}
+        # By the pipeline rank that results are for.
+        self._results: dict[int, dist.ProcessGroup] = {}
         self.tensor_parallel: dist.ProcessGroup | None = None
         for index, pipeline in enumerate(layout.pipelines):
             model_parallel_control = self._new(pipeline.ranks(), "pipeline", control=True)
@@ -83,6 +85,16 @@ class Groups:
                             group = self._new(tuple(sorted(sides)), f"boundary {boundary} {way}")
                         if mine:
                             self._p2p[boundary, downstream] = group
+                output = pipeline.global_rank(pipeline.num_stages - 1, tensor_parallel_rank)
+                for number, other in enumerate(ranks):
+                    if other == output:
+                        continue
+                    if device.type == "cpu":
+                        group = self._new(ranks, "up", apart=True)
+                    else:
+                        group = self._new(tuple(sorted((other, output))), "results")
+                    if mine:
+                        self._results[number] = group
             size = layout.tensor_parallel_size
             for first in pipeline.ranks(0) if size > 1 else ():
                 together = self._new(tuple(range(first, first + size)), "tensor parallel")
@@ -100,9 +112,11 @@ class Groups:
         self.reduction = {ranks: self._new(ranks, "reduction") for ranks in sorted(set(reduction))}
 
     def p2p_group(self, boundary: int, kind: Message) -> dist.ProcessGroup:
-        """The group that carries messages of `kind` over `boundary`. Headers are read by the host, so they go from CPU
-        to CPU."""
-        return self.pipeline_control if kind is Message.HEADER else self._p2p[boundary, kind.downstream]
+        """The group that carries messages of `kind` over `boundary`, or to that pipeline rank. Headers are read by the
+        host, so they go from CPU to CPU."""
+        if kind in (Message.HEADER, Message.RESULT_HEADER):
+            return self.pipeline_control
+        return self._results[boundary] if kind is Message.RESULT else self._p2p[boundary, kind.downstream]
 
     def warm_up(self) -> None:
         """Make the communicators of all collectives on an accelerator now, in one order on all ranks: one made lazily
@@ -122,6 +136,7 @@ class Groups:
         groups, self._mine = self._mine, []
         self._made.clear()
         self._p2p.clear()
+        self._results.clear()
         self.reduction = {}
         for name in (
             "world", "world_control", "pipeline", "pipeline_control", "last_stages", "tensor_parallel",

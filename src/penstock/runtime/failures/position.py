@@ -72,6 +72,10 @@ class Position:
             if call.world_number is not None:
                 self._num_world_calls = call.world_number
 
+    def follow(self) -> None:
+        """From here on this thread is the one that does the call."""
+        self._thread = threading.get_ident()
+
     def leave(self) -> None:
         """The call has ended, well or badly."""
         self._inside, self._detail = False, None

@@ -1,0 +1,5 @@
+"""generate() over the stages of a pipeline."""
+
+from penstock.generation.generate import generate
+
+__all__ = ["generate"]

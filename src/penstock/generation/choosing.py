@@ -1,0 +1,178 @@
+"""Who chooses the next tokens, and how the other ranks come to have them.
+
+Where only the tokens count (greedy decoding, sampling), the rank of the last stage alone works on the logits: it
+processes them, chooses, and sends the tokens. The other ranks run the same loop on logits of one made-up entry, and put
+the tokens in place of what that chose. Where more than the tokens is looked at (beams, scores, a user's processors),
+every rank gets the logits and does the same with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StopStringCriteria
+
+from penstock.random_state import generators_of
+from penstock.runtime.decoding import Decoding
+
+# Criteria that depend on the tokens alone, and so agree on every rank.
+AGREEING_CRITERIA = (MaxLengthCriteria, EosTokenCriteria, StopStringCriteria)
+
+
+class Choice:
+    """How one group's tokens are chosen; made anew for each generate().
+
+    Args:
+        watched: whether more than the tokens is looked at, or may be.
+        rows: draws what the group's rows would draw in the whole batch; None for the whole batch.
+
+    Attributes:
+        config: of the generation, once transformers has prepared it.
+    """
+
+    def __init__(self, decoding: Decoding, watched: bool, rows: RowsOfBatch | None = None) -> None:
+        self.config: GenerationConfig | None = None
+        self.rows = rows
+        self._decoding, self._watched = decoding, watched
+        self._drawing = False
+
+    @property
+    def sampled(self) -> bool:
+        """Whether random numbers were drawn by the rank that chooses only."""
+        return self._decoding_tokens_only and self.config is not None and bool(self.config.do_sample)
+
+    def begin(self, model: Any, config: GenerationConfig) -> None:
+        """The configuration is prepared, and the first forward is near."""
+        decoding = self._decoding
+        self.config = config
+        self._decoding_tokens_only = decoding.group.tokens_only = (
+            not self._watched
+            and len(decoding.ranks) > 1
+            and type(model)._sample is GenerationMixin._sample
+            and (config.num_beams or 1) == 1
+            and not config.return_dict_in_generate
+            and config.guidance_scale in (None, 1)
+            and config.prefill_chunk_size is None
+            and not config.token_healing
+        )
+        if self.rows is not None and config.do_sample and not self._drawing:
+            self._drawing = True
+            self.rows.__enter__()
+
+    _decoding_tokens_only = False
+
+    def end(self) -> None:
+        """The loop has ended, well or badly."""
+        if self._drawing:
+            self._drawing = False
+            assert self.rows is not None
+            self.rows.__exit__(None, None, None)
+
+
+def processors_where_chosen(
+    decoding: Decoding, choice: Callable[[], Choice], model: Any, original: Callable[..., Any]
+) -> Callable[..., Any]:
+    """`_get_logits_processor`, without processors on ranks that have no logits."""
+
+    def get_logits_processor(generation_config: GenerationConfig, *args: Any, **kwargs: Any) -> LogitsProcessorList:
+        choice().begin(model, generation_config)
+        processors: LogitsProcessorList = original(generation_config, *args, **kwargs)
+        return LogitsProcessorList() if decoding.group.tokens_only and not decoding.chooses else processors
+
+    return get_logits_processor
+
+
+def criteria_of_all_ranks(
+    decoding: Decoding, watched: bool, original: Callable[..., Any]
+) -> Callable[..., StoppingCriteriaList]:
+    """`_get_stopping_criteria`, with criteria that stop all ranks together."""
+
+    def get_stopping_criteria(*args: Any, **kwargs: Any) -> StoppingCriteriaList:
+        criteria: StoppingCriteriaList = original(*args, **kwargs)
+        own = any(type(criterion) not in AGREEING_CRITERIA for criterion in criteria)
+        if watched and len(decoding.ranks) > 1:  # otherwise all ranks have the same
+            own = any(rank[0] for rank in decoding.gather([own]))
+        if own:
+            criteria = SharedCriteria(criteria, decoding)
+        return AfterTokens(criteria, decoding) if decoding.group.tokens_only else criteria
+
+    return get_stopping_criteria
+
+
+class SharedCriteria(StoppingCriteriaList):
+    """Stopping criteria that may differ between ranks (by the clock, or a user's own): met on one is met on all."""
+
+    def __init__(self, criteria: StoppingCriteriaList, decoding: Decoding) -> None:
+        super().__init__(criteria)
+        self._decoding = decoding
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return self._decoding.any(super().__call__(input_ids, scores, **kwargs))
+
+
+class AfterTokens(StoppingCriteriaList):
+    """Stopping criteria that see the tokens chosen on the last stage, and put them in their place.
+
+    They are called once the loop has appended what it chose.
+    """
+
+    def __init__(self, criteria: StoppingCriteriaList, decoding: Decoding) -> None:
+        super().__init__(criteria)
+        self._criteria, self._decoding = criteria, decoding
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        tokens = self._decoding.tokens(input_ids[:, -1])
+        if not self._decoding.chooses:
+            input_ids[:, -1] = tokens
+        stop: torch.Tensor = self._criteria(input_ids, scores, **kwargs)
+        return stop
+
+
+class RowsOfBatch(TorchFunctionMode):
+    """While active, torch.multinomial over some rows of a batch draws what it would give these rows in the batch.
+
+    It draws for the whole batch from generators of its own, which begin where the process's are.
+
+    Args:
+        start, stop, total: of the samples. There may be several rows for each.
+
+    Attributes:
+        num_draws: how often it has drawn.
+    """
+
+    def __init__(self, start: int, stop: int, total: int, device: torch.device) -> None:
+        super().__init__()
+        self.num_draws = 0
+        self._start, self._samples, self._total = start, stop - start, total
+        self._originals = {each.device.type: each for each in generators_of(device)}
+        self._generators = {kind: each.clone_state() for kind, each in self._originals.items()}
+        self._batch: torch.Tensor | None = None
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.multinomial and kwargs.get("generator") is None:
+            return self._draw(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def adopt(self) -> None:
+        """Let the process's generators go on from where these are."""
+        for kind, generator in self._generators.items():
+            self._originals[kind].set_state(generator.get_state())
+
+    def _draw(self, input: torch.Tensor, num_samples: int, replacement: bool = False, **kwargs: Any) -> torch.Tensor:
+        each = input.shape[0] // self._samples
+        batch, start = self._batch, self._start * each
+        shape = (self._total * each, *input.shape[1:])
+        if batch is None or batch.shape != shape or batch.dtype != input.dtype:
+            batch = self._batch = torch.ones(shape, dtype=input.dtype, device=input.device)
+        rows = slice(start, start + input.shape[0])
+        batch[rows] = input
+        self.num_draws += 1
+        generator = self._generators[input.device.type]
+        return torch.multinomial(batch, num_samples, replacement, generator=generator)[rows]

@@ -1,0 +1,267 @@
+"""generate() over the stages of a pipeline: transformers' own, run by every rank on the same values.
+
+Each rank runs generate() itself, for each group of the batch; what it would call, the model and its encoder, runs on
+all stages and gives every rank the same result. So every decision that follows is the same on every rank, and what
+could make them differ is shared: the random state, chosen tokens, the verdicts of stopping criteria, errors.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GenerationConfig
+from transformers.cache_utils import Cache
+from transformers.generation.streamers import BaseStreamer
+
+from penstock.data.fingerprint import fingerprint
+from penstock.generation import groups
+from penstock.generation.choosing import Choice, RowsOfBatch, criteria_of_all_ranks, processors_where_chosen
+from penstock.generation.groups import MANY_POSITIONS, setting
+from penstock.modeling.placeholders.caches import past_length
+from penstock.runtime.decoding import Decoding
+
+# Arguments in which the ranks may differ.
+INDIVIDUAL_ARGUMENTS = ("streamer", "stopping_criteria")
+# Decoding that uses parts of the model by themselves, or another forward than its own.
+REFUSED_SETTINGS = {
+    "assistant_early_exit": "it runs the first layers by themselves",
+    "use_mtp": "it runs the model's prediction heads by themselves",
+}
+
+
+def generate(
+    model: Any,
+    original: Callable[..., Any],
+    *args: Any,
+    generation_groups: int | str = "auto",
+    stream_on_all_ranks: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """Run `original`, transformers' generate() of `model`, on all ranks of the pipeline.
+
+    Args:
+        model: the parallelised model, a `PipelineModel`.
+        original: the bound method of the model's own class.
+        args, kwargs: its arguments. Every rank passes equal ones, except that a `streamer` and `stopping_criteria` may
+            be given on some ranks only: a criterion that is met on one rank stops them all.
+        generation_groups: in how many groups the batch is decoded, so that as many stages have work at a time. "auto"
+            is the number of ranks in the pipeline for at least two samples for each, otherwise 1. It is 1 wherever
+            something looks at the whole batch; the log says so once.
+        stream_on_all_ranks: let every streamer stream, not only that of the first rank that was given one.
+
+    Returns:
+        What the unsplit model returns, the same on every rank; of a cache that is part of it, each rank has the layers
+        of its own stages, and for the others entries of the right length.
+
+    Raises:
+        ValueError: the ranks were given different arguments, or an impossible number of groups.
+        NotImplementedError: the way of decoding cannot work on stages.
+        PipelineFailure: a rank was lost or failed.
+    """
+    wanted = groups.checked_number(generation_groups)
+    decoding = model.pipeline.decoding
+    if decoding.running:  # called by a generate() that goes on: long-form Whisper, token healing
+        return original(*args, **kwargs)
+    with decoding.session():
+        arguments = dict(inspect.signature(original).bind_partial(*args, **kwargs).arguments)
+        arguments.update(arguments.pop("kwargs", {}))
+        _refuse(arguments, model)
+        options = {"generation_groups": wanted or 0, "stream_on_all_ranks": bool(stream_on_all_ranks)}
+        of_streamers, of_criteria = _compare(arguments, options, decoding)
+        streaming = _Streaming(arguments, of_streamers, everywhere=stream_on_all_ranks)
+        if of_criteria:
+            arguments.setdefault("stopping_criteria", [])
+        watching = groups.watcher(arguments, model, original) or (of_criteria and groups.WATCHING["stopping_criteria"])
+        number, size = _number_of_groups(wanted, arguments, model, watching or None)
+        decoding.every_position = any(setting(name, arguments, model) is not None for name in MANY_POSITIONS)
+        try:
+            return _run(model, original, arguments, number, size, watched=bool(watching))
+        finally:
+            streaming.end()
+
+
+def _run(
+    model: Any, original: Callable[..., Any], arguments: dict[str, Any], number: int, size: int, watched: bool
+) -> Any:
+    """The generation, in `number` groups of a batch of `size`."""
+    decoding, device = model.pipeline.decoding, model.pipeline.device
+    parts, samples = groups.split(arguments, size, number) if number > 1 else ([arguments], [range(size)])
+    choices = [
+        Choice(decoding, watched, RowsOfBatch(each.start, each.stop, size, device) if number > 1 else None)
+        for each in samples
+    ]
+
+    def loop(choice: Choice, part: Mapping[str, Any]) -> Any:
+        try:
+            return original(**part)
+        finally:
+            choice.end()
+
+    loops = [partial(loop, choice, part) for choice, part in zip(choices, parts, strict=True)]
+    with _over_stages(model, decoding, choices, watched):
+        if number == 1:
+            result = decoding.in_one_group(loops[0])
+        else:
+            with groups.said_once():
+                results = decoding.in_groups(loops)
+            assert choices[0].config is not None
+            result = groups.join(results, choices[0].config)
+            longest = max((choice.rows for choice in choices if choice.rows), key=lambda rows: rows.num_draws)
+            if longest.num_draws:
+                longest.adopt()
+    if choices[0].sampled:
+        decoding.adopt_random_state()
+    return result
+
+
+def _number_of_groups(
+    wanted: int | None, arguments: Mapping[str, Any], model: Any, watching: str | None
+) -> tuple[int, int]:
+    """In how many groups a batch is decoded, and its size; says once in the log why it is only one."""
+    pipeline = model.pipeline
+    num_ranks, size = pipeline.context.pipeline.num_ranks, groups.batch_size_in(arguments, model) or 1
+    number = groups.number_of_groups(wanted, size, num_ranks)
+    if num_ranks == 1 or wanted == 1:
+        return 1, size
+    reason = watching or groups.obstacle(arguments, model, model.training and pipeline.split.random)
+    if reason is None and number == 1:
+        reason = f"it has fewer than {groups.LEAST_SAMPLES} samples for each of {num_ranks} ranks"
+    if reason is None:
+        return number, size
+    if pipeline.rank == pipeline.decoding.ranks[0]:
+        groups.tell(reason, pipeline.decoding.told)
+    return 1, size
+
+
+class Unheard(BaseStreamer):
+    """Stands for a streamer that does not stream here, so that all ranks accept or refuse one together."""
+
+    def put(self, value: torch.Tensor) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+
+class _Streaming:
+    """Which streamers stream: that of the first rank that was given one, or all.
+
+    Args:
+        arguments: of generate(); the streamer among them is replaced where it is not to stream.
+        given: for each rank of the pipeline, whether it was given a streamer; and whether this is the first of them.
+    """
+
+    def __init__(self, arguments: dict[str, Any], given: tuple[bool, bool], everywhere: bool) -> None:
+        any_given, first = given
+        self._silent: Any = None
+        own = arguments.get("streamer")
+        if own is not None and not (first or everywhere):
+            self._silent = own
+        if any_given and (own is None or self._silent is not None):
+            arguments["streamer"] = Unheard()
+
+    def end(self) -> None:
+        """Whoever iterates over a streamer that was given nothing shall not wait for ever."""
+        if hasattr(self._silent, "__iter__") or hasattr(self._silent, "__aiter__"):
+            self._silent.end()
+
+
+def _refuse(arguments: Mapping[str, Any], model: nn.Module) -> None:
+    """Raise NotImplementedError for what would go round the model's forward."""
+    for name, reason in REFUSED_SETTINGS.items():
+        if setting(name, arguments, model):
+            raise NotImplementedError(f"generate({name}=...) is not implemented over pipeline stages: {reason}")
+    if setting("cache_implementation", arguments, model) == "paged":
+        raise NotImplementedError(
+            "continuous batching (cache_implementation='paged') is not implemented over pipeline stages"
+        )
+    if isinstance(arguments.get("custom_generate"), str) or arguments.get("trust_remote_code"):
+        raise NotImplementedError(
+            "decoding with code from a repository (custom_generate='...', trust_remote_code=True, which contrastive "
+            "search, DoLa, group and constrained beam search need) is not implemented over pipeline stages: it may use "
+            "the model in parts; a function passed as custom_generate is run as it is"
+        )
+
+
+def _compare(
+    arguments: Mapping[str, Any], options: Mapping[str, Any], decoding: Decoding
+) -> tuple[tuple[bool, bool], bool]:
+    """Compare the ranks' arguments.
+
+    Returns:
+        Whether a rank was given a streamer and this rank is the first of these; whether one was given criteria.
+
+    Raises:
+        ValueError: they were given different arguments; on every rank.
+    """
+    described = {name: _described(value) for name, value in arguments.items() if name not in INDIVIDUAL_ARGUMENTS}
+    streams, stops = arguments.get("streamer") is not None, bool(arguments.get("stopping_criteria"))
+    every = decoding.gather([fingerprint({**described, **options}), int(streams), int(stops)])
+    if any(theirs[0] != every[0][0] for theirs in every):
+        raise ValueError(
+            f"generate() was given different arguments on ranks {list(decoding.ranks)} of this pipeline: every "
+            f"rank passes the same inputs and options, except for {' and '.join(INDIVIDUAL_ARGUMENTS)}; this rank "
+            f"passed {sorted(arguments)}"
+        )
+    streaming = [rank for rank, theirs in zip(decoding.ranks, every, strict=True) if theirs[1]]
+    return (bool(streaming), streaming[:1] == [decoding.rank]), any(theirs[2] for theirs in every)
+
+
+def _described(value: Any) -> Any:
+    """What `fingerprint` can read."""
+    if isinstance(value, GenerationConfig):
+        return value.to_json_string()
+    if isinstance(value, Cache):
+        return f"{type(value).__name__} of {past_length(value)} tokens"
+    return value
+
+
+@contextmanager
+def _over_stages(model: Any, decoding: Decoding, choices: Sequence[Choice], watched: bool) -> Iterator[None]:
+    """For the duration, route what generate() calls besides the model itself over the stages."""
+    replaced: list[tuple[nn.Module, str, Any]] = []
+
+    def replace(owner: Any, name: str, function: Callable[..., Any]) -> None:
+        replaced.append((owner, name, vars(owner).get(name)))
+        # Past nn.Module.__setattr__, and with the wrapped function's signature, which generate() inspects.
+        owner.__dict__[name] = functools.wraps(getattr(owner, name))(function)
+
+    def choice() -> Choice:
+        return choices[decoding.number]
+
+    try:
+        if getattr(model.config, "is_encoder_decoder", False):
+            encoder = model.get_encoder()
+            replace(encoder, "forward", _over_all_stages(decoding, encoder.forward))
+        processors, criteria = model._get_logits_processor, model._get_stopping_criteria
+        replace(model, "_get_logits_processor", processors_where_chosen(decoding, choice, model, processors))
+        replace(model, "_get_stopping_criteria", criteria_of_all_ranks(decoding, watched, criteria))
+        # A compiled forward would capture the messages between the stages.
+        replace(model, "_valid_auto_compile_criteria", lambda *args, **kwargs: False)
+        yield
+    finally:
+        for owner, name, before in reversed(replaced):
+            if before is None:
+                del owner.__dict__[name]
+            else:
+                owner.__dict__[name] = before
+
+
+def _over_all_stages(decoding: Decoding, original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if decoding.inside:
+            return original(*args, **kwargs)
+        arguments = dict(signature.bind_partial(*args, **kwargs).arguments)
+        arguments.update(arguments.pop("kwargs", {}))
+        return decoding.forward(arguments, call=original)
+
+    return forward

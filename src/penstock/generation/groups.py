@@ -1,0 +1,177 @@
+"""A batch in groups: how many, their arguments, and one result of theirs.
+
+While one group's forward is on another stage, this one works on the next group's; so all stages have work.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from transformers import GenerationConfig, GenerationMixin
+from transformers.cache_utils import Cache
+
+from penstock.data.microbatch import batch_size_of, microbatch_sizes, split_batch
+from penstock.runtime.turns import refusal_of_threads
+
+# With fewer samples for each stage, the groups would read all weights for too few tokens.
+LEAST_SAMPLES = 2
+# Arguments with which decoding looks at more than the last position's logits.
+MANY_POSITIONS = ("assistant_model", "custom_generate", "prompt_lookup_num_tokens")
+# Arguments and settings with which something looks at the whole batch, or at more than its tokens.
+WATCHING = {
+    "streamer": "a streamer is given the whole batch's tokens",
+    "logits_processor": "a logits processor of your own may look at the whole batch",
+    "stopping_criteria": "a stopping criterion of your own may look at the whole batch",
+    "prefix_allowed_tokens_fn": "prefix_allowed_tokens_fn is given the number of a sample in the batch",
+    "max_time": "max_time is of the whole batch",
+    "return_dict_in_generate": "return_dict_in_generate returns the whole batch's cache and scores",
+    "guidance_scale": "guidance_scale makes forwards of its own",
+    "watermarking_config": "a watermark is made for the whole batch",
+    **dict.fromkeys(MANY_POSITIONS, "another model, a lookup or a function of yours proposes the tokens"),
+}
+# Those with which only the order of the stages is that of one group.
+TOGETHER = {
+    "stop_strings": "stop strings are looked for in the whole batch",
+    "past_key_values": "a cache is given, of the whole batch",
+    "token_healing": "token_healing makes generations of its own",
+    "prefill_chunk_size": "the prompt goes in chunks",
+}
+# Settings that mean nothing at these values.
+NEUTRAL = {"guidance_scale": 1}
+
+logger = logging.getLogger("penstock")
+
+
+def setting(name: str, arguments: Mapping[str, Any], model: Any) -> Any:
+    """An option of this generate(): given by itself, in a configuration, or in the model's configuration."""
+    if arguments.get(name) is not None:
+        return arguments[name]
+    configurations = (arguments.get("generation_config"), getattr(model, "generation_config", None))
+    values = (getattr(configuration, name, None) for configuration in configurations)
+    return next((value for value in values if value is not None), None)
+
+
+def checked_number(wanted: Any) -> int | None:
+    """`generation_groups` as a number, None for "auto". Raises ValueError if it is neither."""
+    if wanted == "auto":
+        return None
+    if isinstance(wanted, int) and wanted is not True and wanted > 0:
+        return wanted
+    raise ValueError(f'generation_groups must be "auto" or a positive number of groups, got {wanted!r}')
+
+
+def watcher(arguments: Mapping[str, Any], model: Any, original: Callable[..., Any]) -> str | None:
+    """Why more than the tokens of `original`, a bound generate(), is looked at; None if it is not."""
+    if getattr(original, "__func__", None) is not GenerationMixin.generate:
+        return f"{type(model).__name__} has a generate() of its own"
+    return _first(WATCHING, arguments, model)
+
+
+def obstacle(arguments: Mapping[str, Any], model: Any, training: bool) -> str | None:
+    """Why a batch must stay in one group although only its tokens count, None if it need not."""
+    if training:
+        return "the model is in training mode with dropout, which is drawn for the whole batch"
+    return _first(TOGETHER, arguments, model) or refusal_of_threads() or _without_rows(arguments, model)
+
+
+def number_of_groups(wanted: int | None, batch_size: int, num_ranks: int) -> int:
+    """How many groups a batch is decoded in, if nothing speaks against it.
+
+    Args:
+        wanted: None for as many as there are ranks in the pipeline, if the batch is large enough.
+    """
+    if wanted is not None:
+        return min(wanted, batch_size)
+    return num_ranks if batch_size >= LEAST_SAMPLES * num_ranks else 1
+
+
+def split(arguments: Mapping[str, Any], batch_size: int, number: int) -> tuple[list[dict[str, Any]], list[range]]:
+    """Each group's arguments, and the samples it has."""
+    sizes = microbatch_sizes(batch_size, number)
+    ends = [sum(sizes[:count]) for count in range(len(sizes) + 1)]
+    return split_batch(arguments, batch_size, sizes), [range(a, b) for a, b in pairwise(ends)]
+
+
+def join(results: Sequence[torch.Tensor], config: GenerationConfig) -> torch.Tensor:
+    """The batch's tokens: shorter groups' filled up as the unsplit generate() fills up its shorter rows."""
+    fill = config._pad_token_tensor
+    if (config.num_beams or 1) > 1:
+        # As _beam_search fills: a padding token of number 0 counts as none.
+        ends = config._eos_token_tensor
+        fill = (fill or ends[0]) if ends is not None else -1
+    width = max(result.shape[1] for result in results)
+    return torch.cat([
+        torch.nn.functional.pad(result, (0, width - result.shape[1]), value=0 if fill is None else int(fill))
+        for result in results
+    ])  # fmt: skip
+
+
+def batch_size_in(arguments: Mapping[str, Any], model: Any) -> int | None:
+    """The number of samples, None if no argument tells."""
+    inputs = arguments.get("inputs")
+    if isinstance(inputs, torch.Tensor) and inputs.dim():
+        return inputs.shape[0]
+    tensors = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor) and value.dim()}
+    try:
+        return batch_size_of(tensors, getattr(model, "main_input_name", None))
+    except ValueError:  # transformers says what is wrong
+        return None
+
+
+def _first(reasons: Mapping[str, str], arguments: Mapping[str, Any], model: Any) -> str | None:
+    for name, reason in reasons.items():
+        value = setting(name, arguments, model)
+        if value is None or value is False or value == NEUTRAL.get(name, False):
+            continue
+        if name in ("logits_processor", "stopping_criteria") and not len(value):
+            continue
+        return reason
+    return None
+
+
+def _without_rows(arguments: Mapping[str, Any], model: Any) -> str | None:
+    """Why the arguments cannot be cut by samples."""
+    batch_size = batch_size_in(arguments, model)
+    if batch_size is None:
+        return "no argument tells the number of samples"
+    for name, value in arguments.items():
+        if isinstance(value, (Cache, GenerationConfig)):
+            continue
+        for leaf in pytree.tree_leaves(value):
+            if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] != batch_size:
+                return f"{name} has not one row for each of the {batch_size} samples"
+    return None
+
+
+def tell(reason: str, told: set[str]) -> None:
+    """Say once in the log why a batch stays in one group."""
+    if reason not in told:
+        told.add(reason)
+        logger.info("generate() decodes the batch in one group, so that one stage works at a time: %s", reason)
+
+
+@contextmanager
+def said_once() -> Iterator[None]:
+    """For the duration, transformers says once what it would say in each group."""
+    said: set[str] = set()
+
+    def is_new(record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        new = text not in said
+        said.add(text)
+        return new
+
+    loggers = [logging.getLogger(f"transformers.generation.{name}") for name in ("utils", "configuration_utils")]
+    for each in loggers:
+        each.addFilter(is_new)
+    try:
+        yield
+    finally:
+        for each in loggers:
+            each.removeFilter(is_new)

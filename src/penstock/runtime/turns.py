@@ -1,0 +1,165 @@
+"""Loops in threads of which exactly one runs at a time, round and round: how groups of a batch share a rank.
+
+A loop passes its turn on where it would wait for another rank. As no two ever run together, they may share whatever a
+single one may use; what torch keeps for each thread is handed over to all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+T = TypeVar("T")
+
+
+class Stopped(BaseException):
+    """Ends a loop because another one failed. No `Exception`, so that nobody's code swallows it."""
+
+
+class Turns:
+    """Whose turn it is.
+
+    Args:
+        count: the number of loops.
+        begins: called on its thread whenever a loop's turn begins.
+
+    Attributes:
+        current: the loop whose turn it is.
+        error: what ended the first loop that failed.
+    """
+
+    def __init__(self, count: int, begins: Callable[[], None]) -> None:
+        self.current = 0
+        self.error: BaseException | None = None
+        self._begins = begins
+        self._doors = [threading.Semaphore(0) for _ in range(count)]
+        self._live = list(range(count))
+        self._lock = threading.Lock()
+
+    def pass_on(self) -> None:
+        """Let the other loops have a turn each. Called by the one whose turn it is.
+
+        Raises:
+            Stopped: one of them failed.
+        """
+        mine = self.current
+        following = self._after(mine)
+        if following != mine:
+            self._doors[following].release()
+            self._wait(mine)
+
+    def run(
+        self, loops: Sequence[Callable[[], T]], device: torch.device, interrupted: Callable[[BaseException], Any]
+    ) -> list[T]:
+        """Run all loops, the first one in this thread; return their results in order, or raise the first error.
+
+        Args:
+            device: the one they compute on.
+            interrupted: called with what is raised in this thread, by a signal, in another loop's turn; must end
+                whatever that loop waits for.
+        """
+        results: list[Any] = [None] * len(loops)
+        settings = _ThreadSettings(device)
+
+        def run(number: int) -> None:
+            try:
+                self._wait(number)
+                results[number] = loops[number]()
+            except Stopped:
+                pass
+            except BaseException as error:
+                self._fail(error)
+                if self.current != number:
+                    interrupted(error)
+            self._leave(number)
+
+        threads = []
+        for number in range(1, len(loops)):
+            target = contextvars.copy_context().run
+            threads.append(
+                threading.Thread(target=target, args=(settings.run, run, number), name=f"group {number}", daemon=True)
+            )
+            threads[-1].start()
+        self._doors[0].release()
+        run(0)
+        for thread in threads:
+            while thread.is_alive():
+                try:
+                    thread.join()
+                except BaseException as error:
+                    self._fail(error)
+                    interrupted(error)
+        if self.error is not None:
+            raise self.error
+        return results
+
+    def _wait(self, number: int) -> None:
+        self._doors[number].acquire()
+        if self.error is not None:
+            raise Stopped
+        self.current = number
+        self._begins()
+
+    def _after(self, number: int) -> int:
+        place = self._live.index(number)
+        return self._live[(place + 1) % len(self._live)]
+
+    def _fail(self, error: BaseException) -> None:
+        """End all loops at their next turn."""
+        with self._lock:
+            if self.error is None:
+                self.error = error
+            for other in self._live:
+                self._doors[other].release()
+
+    def _leave(self, number: int) -> None:
+        """A loop has ended."""
+        with self._lock:  # those that are stopped end together
+            following = self._after(number)
+            self._live.remove(number)
+            if self.error is None and self._live:
+                self._doors[following].release()
+
+
+def refusal_of_threads() -> str | None:
+    """Why code of this thread cannot be run in others, None if it can."""
+    if _get_current_function_mode_stack() or _get_current_dispatch_mode_stack():
+        return "a mode of torch (a default device, a counter of operations) is active in this thread"
+    return None
+
+
+class _ThreadSettings:
+    """What torch keeps for each thread, as this thread has it: gradients, inference mode, autocast, device, stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._grad, self._inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        self._autocast = {
+            kind: torch.get_autocast_dtype(kind) for kind in {"cpu", device.type} if torch.is_autocast_enabled(kind)
+        }
+        self._caches = torch.is_autocast_cache_enabled()
+        self._stream: Any = None
+        if device.type != "cpu":
+            current_stream = getattr(torch.get_device_module(device), "current_stream", None)
+            self._stream = current_stream and current_stream(device)
+
+    def run(self, function: Callable[..., Any], *args: Any) -> None:
+        """Call `function` with these settings, in another thread."""
+        with contextlib.ExitStack() as stack:
+            if self._device.type != "cpu":
+                module = torch.get_device_module(self._device)
+                module.set_device(self._device)
+                if self._stream is not None and hasattr(module, "stream"):
+                    stack.enter_context(module.stream(self._stream))
+            stack.enter_context(torch.inference_mode(self._inference))
+            stack.enter_context(torch.set_grad_enabled(self._grad))
+            for kind, dtype in self._autocast.items():
+                stack.enter_context(torch.autocast(kind, dtype, cache_enabled=self._caches))
+            function(*args)

@@ -1,0 +1,77 @@
+"""generate() of a batch in groups, one after another on each stage, gives the tokens of the unsplit model."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+import generation_ranks as ranks
+from pool import Pool
+
+# Every third token ends a sequence, so that rows, and whole groups, end at different lengths.
+ENDING: dict[str, Any] = {"eos_token_id": [*range(2, 97, 3), 52], "pad_token_id": 0}
+CASES: dict[str, dict[str, Any]] = {
+    "greedy": {"max_new_tokens": 6, "do_sample": False},
+    "greedy, ended": {"max_new_tokens": 14, "do_sample": False, **ENDING},
+    "sampling": {"max_new_tokens": 6, "do_sample": True, "temperature": 2.0, "top_k": 20},
+    "sampling, ended": {"max_new_tokens": 14, "do_sample": True, "temperature": 2.0, **ENDING},
+    "returns": {"max_new_tokens": 5, "do_sample": True, "num_return_sequences": 3, "top_p": 0.9},
+    "beams": {"max_new_tokens": 5, "num_beams": 3, "num_return_sequences": 2, "do_sample": False},
+    "beams, ended": {"max_new_tokens": 14, "num_beams": 3, "early_stopping": True, **ENDING},
+    "beam sampling": {"max_new_tokens": 5, "num_beams": 2, "do_sample": True},
+    "processors": {"max_new_tokens": 6, "do_sample": False, "repetition_penalty": 1.5, "bad_words_ids": [[5], [7]]},
+    "static cache": {"max_new_tokens": 5, "do_sample": False, "cache_implementation": "static"},
+    "without a cache": {"max_new_tokens": 4, "do_sample": False, "use_cache": False},
+}
+# A batch that two and three groups cut unevenly.
+SIZE = 7
+
+
+@cache
+def expected(family: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return ranks.with_states(ranks.build(family), family, list(CASES.values()), SIZE)
+
+
+@pytest.mark.parametrize(("family", "num_stages"), [("gpt2", 3), ("llama", 2), ("t5", 2), ("gemma2", 2)])
+def test_groups_give_the_unsplit_tokens_and_random_state(pool: Pool, family: str, num_stages: int) -> None:
+    results = pool.run(num_stages, ranks.in_groups, family, list(CASES.values()), SIZE, num_stages, timeout=200)
+    for rank, (found, told) in enumerate(results):
+        assert told == [], "every case is decoded in groups"
+        for name, (tokens, state), (wanted, after) in zip(CASES, found, expected(family), strict=True):
+            assert torch.equal(tokens, wanted), f"{name}: {tokens.tolist()} instead of {wanted.tolist()}"
+            assert rank or torch.equal(state, after), name
+
+
+def test_the_oracle_ends_groups_at_different_lengths() -> None:
+    for name, (tokens, _) in zip(CASES, expected("gpt2"), strict=True):
+        if "ended" in name:
+            ends = ENDING["eos_token_id"]
+            lengths = [
+                next(at for at, token in enumerate([*row, 2]) if token in ends) for row in tokens[:, 9:].tolist()
+            ]
+            assert len({max(lengths[:3]), max(lengths[3:5]), max(lengths[5:])}) > 1, f"{name}: {lengths}"
+
+
+# Samples, wanted groups, options, and the groups that two ranks then make of it.
+NUMBERS: list[tuple[int, Any, str, int]] = [
+    *((4, "auto", "", 2), (3, "auto", "", 1), (3, 3, "", 3), (2, 8, "", 2), (4, 1, "", 1)),
+    *((4, "auto", name, 1) for name in ranks.WATCHED),
+]
+
+
+def test_one_group_where_something_looks_at_the_whole_batch(pool: Pool) -> None:
+    model = ranks.build("gpt2")
+    for found, said in pool.run(2, ranks.numbers_of_groups, NUMBERS, timeout=120):
+        for (size, _, name, number), (tokens, groups) in zip(NUMBERS, found, strict=True):
+            assert groups == number, name
+            assert torch.equal(tokens, ranks.watched(model, size, ranks.WATCHED.get(name, {}))), name
+        # By the first rank only, and once.
+        assert len(said) in (0, 1 + len(ranks.WATCHED)) and len(set(said)) == len(said)
+
+
+def test_impossible_numbers_of_groups_are_refused(pool: Pool) -> None:
+    for error in pool.run(2, ranks.impossible_groups, [0, -1, True, 1.5, "two"]):
+        assert error == ["ValueError"] * 5
