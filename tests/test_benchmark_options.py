@@ -1,5 +1,7 @@
 """The trainer's options: defaults that fit together, and refusals that say what would do."""
 
+import re
+
 import pytest
 import torch
 
@@ -7,7 +9,7 @@ from penstock.bench.configs import GPTConfig
 from penstock.bench.memory import check_memory, estimate
 from penstock.bench.models import GPT, apply_policy
 from penstock.bench.modes import blocks_of
-from penstock.bench.options import OptionError, Options, World, read_options
+from penstock.bench.options import OptionError, Options, World, build_parser, read_options
 from penstock.planning.memory import readable
 
 
@@ -28,17 +30,17 @@ def options(text: str, size: int = 1, **place: object) -> Options:
         ("--activation none", 1, "unknown activation 'none': known are noop, checkpoint, offload"),
         ("--optimizer lion", 1, "unknown optimizer 'lion': known are adamw, sgd"),
         ("--mode pp --schedule 1f2b", 2, "unknown schedule '1f2b': known are gpipe, 1f1b"),
-        ("--mode pdp --ndevice_per_proc 9", 1, "--ndevice_per_proc 9 is more than the 8 CPU core(s) of this machine"),
-        ("--mode pdp --ndevice_per_proc 0", 1, "--ndevice_per_proc must be at least 1, but is 0"),
+        ("--mode pdp --ndevice_per_proc 9", 1, "--ndevice-per-proc 9 is more than the 8 CPU core(s) of this machine"),
+        ("--mode pdp --ndevice_per_proc 0", 1, "--ndevice-per-proc must be at least 1, but is 0"),
         ("--iterations 0", 1, "--iterations must be at least 1, but is 0"),
         ("--warmup -1", 1, "--warmup must not be negative, but is -1"),
-        ("--ndevice_per_proc 2", 1, "--ndevice_per_proc has no meaning with --mode ddp: it is for pdp"),
+        ("--ndevice_per_proc 2", 1, "--ndevice-per-proc has no meaning with --mode ddp: it is for pdp"),
         ("--schedule 1f1b", 1, "--schedule has no meaning with --mode ddp: it is for pp"),
-        ("--mode pp --cpu-offload", 2, "--cpu_offload has no meaning with --mode pp: it is for fsdp"),
+        ("--mode pp --cpu-offload", 2, "--cpu-offload has no meaning with --mode pp: it is for fsdp"),
         ("--mode ddp --prefetch", 2, "--prefetch has no meaning with --mode ddp: it is for fsdp"),
         ("--batch_size 10 --chunks 4", 2, "such as 8 or 16"),
         ("--batch_size 3", 2, "a batch of 3 samples cannot be divided equally over 2 processes"),
-        ("--batch_size 2 --chunks 4", 1, "--batch_size must be a multiple of 4, such as 4"),
+        ("--batch_size 2 --chunks 4", 1, "--batch-size must be a multiple of 4, such as 4"),
         ("--mode pp --pipelines 1x4,1x3 --batch_size 8", 2, "the 7 microbatches of --pipelines 1x4,1x3"),
         ("--mode pp --pipelines 1x4,2x8", 2, "--pipelines 1x4,2x8 needs 3 processes, but 2 were started"),
         ("--mode pp --pipelines 1x4 --chunks 2", 1, "leave out --chunks"),
@@ -46,9 +48,9 @@ def options(text: str, size: int = 1, **place: object) -> Options:
         ("--mode pp --schedule zb-v", 3, "6 stages need at least 6 layers, but GPTTiny has 4"),
         ("--model resnet50 --mode pp", 2, "ResNet50 has no meaning with --mode pp"),
         ("--model resnet50 --mode pdp", 1, "Use --mode ddp or fsdp, or one of GPTTiny, GPTSmall"),
-        ("--model resnet50 --n_layer 3", 1, "--n_layer is a size of a GPT, not of ResNet50: that has --image_size"),
+        ("--model resnet50 --n_layer 3", 1, "--n-layer is a size of a GPT, not of ResNet50: that has --image-size"),
         ("--model resnet50 --mode fsdp --cpu-offload", 1, "--cpu-offload and --prefetch are for GPT models"),
-        ("--image_size 64", 1, "--image_size is a size of a ResNet, not of GPTTiny: that has --block_size"),
+        ("--image_size 64", 1, "--image-size is a size of a ResNet, not of GPTTiny: that has --block-size"),
         ("--n_head 3", 1, "n_head (3) must divide n_embd (128)"),
     ],
 )
@@ -67,11 +69,20 @@ def test_more_gpus_than_there_are_are_refused() -> None:
         options("", 4, device_type="cuda", num_devices=2)
 
 
-@pytest.mark.parametrize("text", ["--pipelines 1y4", "--pipelines 0x4", "--batch_size many", "--modes ddp"])
-def test_what_cannot_be_parsed_ends_with_usage(text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as raised:
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("--pipelines 1y4", "argument --pipelines: pipelines are written as"),
+        ("--pipelines 0x4", "such as 1x3,2x5"),
+        ("--batch_size many", "argument --batch_size: invalid int value: 'many'"),
+        ("--modes ddp", "unrecognized arguments: --modes ddp; did you mean --mode?"),
+        ("--batchsize 4", "did you mean --batch-size?"),
+    ],
+)
+def test_what_cannot_be_parsed_is_named(text: str, message: str) -> None:
+    with pytest.raises(OptionError) as raised:
         options(text)
-    assert raised.value.code == 2 and "usage: trainer.py" in capsys.readouterr().err
+    assert message in str(raised.value)
 
 
 def test_defaults_are_small_on_a_cpu_and_real_on_a_gpu() -> None:
@@ -96,6 +107,12 @@ def test_default_shares_are_equal_work_in_every_mode(mode: str, size: int) -> No
 def test_dashes_and_underscores_are_alike() -> None:
     assert options("--batch-size 6 --n-layer 7").record() == options("--batch_size=6 --n_layer=7").record()
     assert options("--local-rank 0").record() == options("").record()
+    assert options("--no_memory_check").record() == options("--no-memory-check").record() != options("").record()
+
+
+def test_help_shows_one_spelling_of_each_option() -> None:
+    shown = re.findall(r"--[\w-]+", build_parser().format_help().partition("options:")[2].partition("Launch it")[0])
+    assert "--batch-size" in shown and not any("_" in option for option in shown)
 
 
 # ---------------------------------------------------------------- memory
@@ -160,7 +177,7 @@ def test_a_model_that_cannot_fit_is_refused_with_the_figures() -> None:
         check_memory(options("--model GPT175B --batch_size 8", 8), world(8))
     text = str(raised.value)
     # 174.6 G parameters of 4 bytes, and as much for gradients, twice for AdamW.
-    assert "GPT175B with --mode ddp and --batch_size 8 needs about 2." in text and "TB on a device" in text
+    assert "GPT175B with --mode ddp and --batch-size 8 needs about 2." in text and "TB on a device" in text
     assert "(weights 698 GB, gradients 698 GB, optimizer 1.4 TB, activations" in text and "are free" in text
     assert "--mode fsdp or pp" in text and "--activation checkpoint" in text
     check_memory(options(""), world())

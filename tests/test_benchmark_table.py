@@ -2,6 +2,7 @@
 
 import copy
 import csv
+import io
 import json
 import statistics
 import xml.etree.ElementTree as ElementTree
@@ -10,14 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 from penstock.bench.figures import RankFigures, Sample, assemble, summary
 from penstock.bench.measure import Clock, Stopwatch, matmul_peak
 from penstock.bench.options import World, read_options
-from penstock.bench.report import comparison, write_plots
+from penstock.bench.report import comparison, tables_of, write_plots
 from penstock.bench.result_files import read_runs, write_csv
-from penstock.bench.suite import combine, compare_losses, default_modes, entries_of
+from penstock.bench.suite import Entry, combine, compare_losses, default_modes, entries_of, run_suite
 from penstock.cli import app
 from penstock.planning.memory import MemoryEstimate
 from penstock.planning.pipelines import parse_pipelines
@@ -85,7 +87,7 @@ def test_losses_that_differ_are_seen(bad: float) -> None:
 def test_modes_become_the_trainers_arguments() -> None:
     entries = entries_of(["ddp", "pdp", "pp:zb-h1=1x4,2x8"], 3)
     assert [entry.processes for entry in entries] == [3, 1, 3]
-    assert entries[1].arguments == ("--mode", "pdp", "--ndevice_per_proc", "3")
+    assert entries[1].arguments == ("--mode", "pdp", "--ndevice-per-proc", "3")
     assert entries[2].arguments == ("--mode", "pp", "--schedule", "zb-h1", "--pipelines", "1x4,2x8")
     assert entries[2].num_microbatches == 12
     for wrong in ("ddp=1x2", "dp", "pp="):
@@ -150,8 +152,37 @@ def test_a_single_run_can_be_compared_and_other_files_are_refused(tmp_path: Path
 
 
 def test_bench_refuses_what_it_cannot_run_before_it_runs_anything(tmp_path: Path) -> None:
-    refused = CliRunner().invoke(app, ["bench", "--mode", "dpp", "-o", str(tmp_path / "out")])
-    assert refused.exit_code == 1 and "unknown mode 'dpp'" in refused.stderr and not (tmp_path / "out").exists()
+    for arguments, message in (
+        (["--mode", "dpp"], "unknown mode 'dpp'"),
+        (["--batchsize", "8"], "unrecognized arguments: --batchsize 8; did you mean --batch-size?"),
+        (["--mode", "pp", "--dtype", "fp8"], "unknown dtype 'fp8': known are fp32, bf16, fp16"),
+    ):
+        refused = CliRunner().invoke(app, ["bench", *arguments, "--devices", "2", "-o", str(tmp_path / "out")])
+        assert refused.exit_code == 1 and refused.stderr.startswith("error: ") and message in refused.stderr
+        assert not (tmp_path / "out").exists()
+
+
+def test_options_that_one_mode_refuses_are_refused_before_the_others_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[str] = []
+
+    def run_entry(entry: Entry, *_: object) -> dict[str, Any]:
+        started.append(entry.name)
+        return result(entry.name)
+
+    monkeypatch.setattr("penstock.bench.suite.run_entry", run_entry)
+    found = run_suite(entries_of(["ddp", "pp"], 2), 2, ["--model", "ResNet18"], say=lambda text: None)
+    assert started == ["ddp"] and list(found["runs"]) == ["ddp"]
+    assert "ResNet18 has no meaning with --mode pp" in found["failures"]["pp"]
+
+
+def test_the_tables_fit_80_columns() -> None:
+    file = io.StringIO()
+    console = Console(file=file, width=80)
+    for table in tables_of(suite(ddp=result(), **{"pp:interleaved-1f1b=1x4,2x8": result("pp")})):
+        console.print(table)
+    lines = file.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80 and not any("…" in line for line in lines)
+    assert sum("200 to 800" in line for line in lines) == 2
 
 
 def test_a_copy_is_not_an_improvement() -> None:

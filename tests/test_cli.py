@@ -5,12 +5,15 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
-from transformers import GPT2Config, GPT2LMHeadModel
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 from typer.testing import CliRunner, Result
 
 import penstock
 from penstock import PipelineTemplate
 from penstock.cli import app
+from penstock.modeling.check import BoundaryReport, BoundaryValue, Report, UnitReport
+from penstock.planning.describe import compact
 from penstock.schedule import build, schedule_names
 from penstock.schedule.text import format_schedule
 
@@ -36,6 +39,12 @@ def test_help_explains_the_options_and_shows_an_example(command: str, option: st
     assert option in text and "Example: penstock" in text
 
 
+def small_t5() -> T5ForConditionalGeneration:
+    return T5ForConditionalGeneration(
+        T5Config(num_layers=4, num_decoder_layers=4, d_model=16, d_kv=8, d_ff=32, num_heads=2, vocab_size=32)
+    )
+
+
 def small_gpt2() -> GPT2LMHeadModel:
     return GPT2LMHeadModel(GPT2Config(n_layer=3, n_embd=16, n_head=2, vocab_size=32))
 
@@ -46,9 +55,11 @@ def test_check_shows_units_cuts_ties_and_the_spread_over_stages() -> None:
     model = small_gpt2()
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     assert f"GPT2LMHeadModel: {num_parameters:,} parameters" in result.output
-    for unit in PipelineTemplate.get_modules(model):
-        assert unit in result.output
-    assert "| transformer.h.0 float32[2, 8, 16]" in result.output
+    shown = [line.split()[0] for line in result.output.splitlines() if line.startswith("  ") and "|" not in line]
+    assert shown == compact(PipelineTemplate.get_modules(model)).split(", ")
+    block = sum(parameter.numel() for parameter in model.transformer.h[0].parameters())
+    assert f"transformer.h.0-2  GPT2Block  {f'3 x {block:,}':>18}" in result.output
+    assert "| each transformer.h.N float32[2, 8, 16]" in result.output
     assert "tied: transformer.wte.weight = lm_head.weight" in result.output
     assert "stage 0: transformer.wte to " in result.output and " to lm_head, " in result.output
 
@@ -62,12 +73,94 @@ def test_check_takes_folders_and_classes(make: str, tmp_path: Path) -> None:
         config.save_pretrained(tmp_path)
     result = run("check", tmp_path if make == "folder" else make)
     num_layers = 3 if make == "folder" else GPT2Config().n_layer
-    assert result.exit_code == 0 and result.output.count("GPT2Block") == num_layers
+    assert result.exit_code == 0 and f"transformer.h.0-{num_layers - 1}  GPT2Block" in result.output
 
 
 def test_check_says_why_not_with_status_1() -> None:
     result = run("check", "ReformerForMaskedLM")
     assert result.exit_code == 1 and "cannot be split: " in result.output
+    data = json.loads(run("check", "ReformerForMaskedLM", "--json").output)
+    assert not data["splittable"] and data["reason"] and data["units"] == []
+
+
+def test_check_joins_only_units_that_are_equal_in_all_that_is_shown() -> None:
+    """T5's first block has the position bias, and after the last one nothing but the hidden state crosses."""
+    lines = run("check", "test_cli:small_t5").output.splitlines()
+    units = [line.split()[0] for line in lines if line.startswith("  ") and "T5Block" in line]
+    assert units == [f"{half}.block.{which}" for half in ("encoder", "decoder") for which in ("0", "1-2", "3")]
+    assert "    | each encoder.block.N float32[3, 5, 16]; encoder.block.N output 1" in lines
+
+
+def test_checks_json_has_all_that_the_text_shows() -> None:
+    data = json.loads(run("check", "test_cli:small_gpt2", "--stages", 2, "--json").output)
+    model = small_gpt2()
+    modules = PipelineTemplate.get_modules(model)
+    assert [unit["name"] for unit in data["units"]] == modules and data["splittable"]
+    assert [boundary["after"] for boundary in data["boundaries"]] == modules[:-1]
+    crossing = {"value": "transformer.h.0", "dtype": "float32", "shape": [2, 8, 16], "bytes": 4 * 2 * 8 * 16}
+    assert data["boundaries"][2]["crossing"] == [crossing]
+    assert data["tied"] == [["transformer.wte.weight", "lm_head.weight"]]
+    assert [unit for stage in data["stages"] for unit in stage["units"]] == modules
+    sizes = [sum(parameter.numel() for parameter in model.get_submodule(unit).parameters()) for unit in modules]
+    assert sum(stage["parameters"] for stage in data["stages"]) == sum(sizes)
+
+
+def test_simulates_json_has_the_tables_figures() -> None:
+    table, data = (
+        rows(run("simulate", "-p", 3, "-m", 6)),
+        json.loads(run("simulate", "-p", 3, "-m", 6, "--json").output),
+    )
+    assert [line["schedule"] for line in data] == list(table)
+    for line in data:
+        seconds, best, bubble, *_ = table[line["schedule"]]
+        assert (f"{line['seconds']:.6g}", f"{line['seconds_at_best']:.6g}", f"{line['bubble']:.1%}") == (
+            seconds,
+            best,
+            bubble,
+        )
+        assert len(line["bubble_of_each_rank"]) == len(line["held_by_each_rank"]) == 3
+
+
+def test_simulate_cluster_has_json_too() -> None:
+    arguments = ["simulate", "--cluster", 100, "--mtbf-hours", 5000, "--days", 10]
+    text, data = run(*arguments).output, json.loads(run(*arguments, "--json").output)
+    assert all(f"{share:.1%}" in text for share in data["goodput"].values()) and len(data["goodput"]) == 3
+    assert f"checkpoints every {data['checkpoint_minutes']:.1f} minutes" in text
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["check", "test_cli:small_t5", "--stages", "3"],
+        ["check", "ReformerForMaskedLM"],
+        ["describe", "test_cli:small_t5", "--pipelines", "1x2,4x6", "--schedule", "interleaved-1f1b"],
+        ["simulate", "-p", "8", "-m", "12", "--forward", "1,2,3,4,5,6,7,8"],
+        ["simulate", "--cluster", "1000"],
+        ["plan", "test_cli:small_t5", "--devices", "a100:3,t4:2", "--nodes", "3,2", "--dtype", "bfloat16"],
+        *([command, "--help"] for command in ("check", "describe", "profile", "plan", "simulate", "draw", "bench")),
+    ],
+    ids=" ".join,
+)
+def test_everything_fits_80_columns(arguments: list[str]) -> None:
+    result = CliRunner().invoke(app, arguments, env={"COLUMNS": "80", "TERMINAL_WIDTH": "80"})
+    lines = result.output.splitlines()
+    assert len(lines) > 1 and max(map(len, lines)) <= 80, max(lines, key=len)
+
+
+def test_long_names_take_a_line_of_their_own() -> None:
+    name, kind = "model.language_model.text_and_vision.decoder.layers", "Qwen2VLVisionTransformerBlock"
+    units = tuple(UnitReport(f"{name}.{number}", kind, 20_000_000_000, 1.0) for number in range(80))
+    crossing = (BoundaryValue(f"{name}.0", (2, 8, 8192), torch.float32),)
+    report = Report("Long", 1, units=units, boundaries=tuple(BoundaryReport(unit.name, crossing) for unit in units[1:]))
+    lines = report.render().splitlines()
+    assert f"  {name}.0-79" in lines and max(map(len, lines)) <= 80
+    assert any(kind in line and "80 x 20,000,000,000" in line and "80 x 1.00" in line for line in lines)
+
+
+def test_the_old_names_of_options_are_known() -> None:
+    for old, new in (("--global-batch", "--global-batch-size"), ("--microbatch", "--microbatch-size")):
+        arguments = ["plan", "test_cli:small_gpt2", "--devices", "1", "--json"]
+        assert run(*arguments, old, "8").output == run(*arguments, new, "8").output != run(*arguments, new, "16").output
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 8), (4, 8), (3, 2)])

@@ -1,5 +1,6 @@
 """What a layout looks like: the table, the picture, the command."""
 
+import json
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -27,9 +28,10 @@ def test_the_table_has_every_stage_with_its_rank_units_parameters_and_share() ->
     text = str(description())
     assert "global batch: 8 microbatches of 4 = 32 samples" in text and "3 segment(s)" in text
     total = sum(parameter.numel() for parameter in model.parameters())
-    row = next(line for line in text.splitlines() if "25.0%" in line)
-    assert f"{total:,}" in row and "transformer.wte" in row
-    assert "75.0%" in text and all(len(line) <= 120 for line in text.splitlines())
+    first, second = text.partition("pipeline 0: 2 microbatches, 25.0% of the batch")[2].split("pipeline 1: ")
+    assert f"{total:,}" in first and "transformer.wte" in first
+    assert second.startswith("6 microbatches, 75.0% of the batch")
+    assert all(len(line) <= 80 for line in text.splitlines())
 
 
 def test_stages_hold_their_own_parameters_and_the_tied_one_twice() -> None:
@@ -110,6 +112,12 @@ def test_the_command(tmp_path: Path) -> None:
     result = run("--pipelines", "1x1,2x3", "--microbatch-size", "2", "--plot", str(tmp_path / "layout.svg"))
     assert result.exit_code == 0, result.output
     assert "GPT2LMHeadModel: 2 pipeline(s) on 3 rank(s)" in result.output and (tmp_path / "layout.svg").exists()
+    data = json.loads(run("--pipelines", "1x1,2x3", "--microbatch-size", "2", "--json").output)
+    assert data["global_batch_size"] == 8 and [line["share_of_batch"] for line in data["pipelines"]] == [0.25, 0.75]
+    assert [[stage["ranks"] for stage in line["stages"]] for line in data["pipelines"]] == [[[0]], [[1], [2]]]
+    whole, *halves = (stage for line in data["pipelines"] for stage in line["stages"])
+    assert whole["units"] == [unit for half in halves for unit in half["units"]]
+    assert all(f"{stage['parameters']:,}" in result.output for stage in (whole, *halves))
     for arguments, message in (
         (("--pipelines", "2x1", "--schedule", "zbv"), "unknown schedule 'zbv'"),
         (("--pipelines", "1x"), "such as 1x3,2x5"),

@@ -49,9 +49,9 @@ def check_memory(options: Options, world: World) -> None:
     needed, free = estimate(options, world), free_memory(options, world)
     if needed.total > free:
         raise OptionError(
-            f"{options.model} with --mode {options.mode} and --batch_size {options.batch_size} needs about "
+            f"{options.model} with --mode {options.mode} and --batch-size {options.batch_size} needs about "
             f"{readable(needed.total)} on a device ({needed}), but {readable(free)} are free: {_advice(options)}, or a "
-            "smaller --model or --batch_size (--no-memory-check starts it all the same)"
+            "smaller --model or --batch-size (--no-memory-check starts it all the same)"
         )
 
 
@@ -166,7 +166,7 @@ def _advice(options: Options) -> str:
     ways = {
         "ddp": ["--mode fsdp or pp on more devices"],
         "fsdp": ["more devices", "--cpu-offload"],
-        "pdp": ["a larger --ndevice_per_proc"],
+        "pdp": ["a larger --ndevice-per-proc"],
         "pp": ["pipelines with more ranks"],
     }[options.mode]
     more = ["--activation checkpoint"] if options.activation == NOOP else []

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import ceil
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -127,7 +129,7 @@ def read_options(arguments: Sequence[str] | None, world: World) -> Options:
     """Options from a command line.
 
     Raises:
-        OptionError: they contradict each other, the world or the machine. SystemExit: they cannot be parsed.
+        OptionError: they cannot be parsed, or contradict each other, the world or the machine.
     """
     given = build_parser().parse_args(arguments)
     try:
@@ -139,10 +141,10 @@ def read_options(arguments: Sequence[str] | None, world: World) -> Options:
                 raise OptionError(f"unknown {name} {getattr(given, name)!r}: known are {', '.join(known)}")
         for name in ("batch_size", "chunks", "ndevice_per_proc", "iterations", "threads_per_device"):
             if (value := getattr(given, name)) is not None and value < 1:
-                raise OptionError(f"--{name} must be at least 1, but is {value}")
+                raise OptionError(f"{_option(name)} must be at least 1, but is {value}")
         for name in ("warmup", "prefetch"):
             if (value := getattr(given, name)) is not None and value < 0:
-                raise OptionError(f"--{name} must not be negative, but is {value}")
+                raise OptionError(f"{_option(name)} must not be negative, but is {value}")
         _check_combination(given)
         _check_devices(given, world)
         return _resolve(given, world)
@@ -157,7 +159,9 @@ def _check_combination(given: argparse.Namespace) -> None:
         if getattr(given, name) not in (None, False) and given.mode not in modes:
             if name == "ndevice_per_proc" and given.ndevice_per_proc == 1:
                 continue
-            raise OptionError(f"--{name} has no meaning with --mode {given.mode}: it is for {' and '.join(modes)}")
+            raise OptionError(
+                f"{_option(name)} has no meaning with --mode {given.mode}: it is for {' and '.join(modes)}"
+            )
     if given.pipelines is not None and given.chunks is not None:
         raise OptionError("--pipelines says how many microbatches each pipeline has: leave out --chunks")
     if given.schedule is not None and given.schedule not in schedule_names():
@@ -172,11 +176,11 @@ def _check_combination(given: argparse.Namespace) -> None:
             )
         for name in GPT_OPTIONS:
             if getattr(given, name) is not None:
-                raise OptionError(f"--{name} is a size of a GPT, not of {given.model}: that has --image_size")
+                raise OptionError(f"{_option(name)} is a size of a GPT, not of {given.model}: that has --image-size")
         if given.cpu_offload or given.prefetch:
             raise OptionError(f"--cpu-offload and --prefetch are for GPT models, not for {given.model}")
     elif given.image_size is not None:
-        raise OptionError(f"--image_size is a size of a ResNet, not of {given.model}: that has --block_size")
+        raise OptionError(f"--image-size is a size of a ResNet, not of {given.model}: that has --block-size")
 
 
 def _check_devices(given: argparse.Namespace, world: World) -> None:
@@ -184,11 +188,11 @@ def _check_devices(given: argparse.Namespace, world: World) -> None:
     here = world.num_devices
     if world.device_type == "cuda" and wanted * world.local_size > here:
         raise OptionError(
-            f"--ndevice_per_proc {wanted} with {world.local_size} process(es) on this machine needs "
+            f"--ndevice-per-proc {wanted} with {world.local_size} process(es) on this machine needs "
             f"{wanted * world.local_size} GPUs, but it has {here}: at most {here // world.local_size} for each process"
         )
     if world.device_type == "cpu" and wanted > here:
-        raise OptionError(f"--ndevice_per_proc {wanted} is more than the {here} CPU core(s) of this machine")
+        raise OptionError(f"--ndevice-per-proc {wanted} is more than the {here} CPU core(s) of this machine")
 
 
 def _resolve(given: argparse.Namespace, world: World) -> Options:
@@ -279,7 +283,7 @@ def _check_divides(batch_size: int, parts: int, what: str) -> None:
         fitting = f"{below} or {below + parts}" if below else str(parts)
         raise OptionError(
             f"a batch of {batch_size} samples cannot be divided equally over {what}: "
-            f"--batch_size must be a multiple of {parts}, such as {fitting}"
+            f"--batch-size must be a multiple of {parts}, such as {fitting}"
         )
 
 
@@ -294,17 +298,33 @@ def _text(pipelines: Sequence[tuple[int, int]]) -> str:
 
 # ---------------------------------------------------------------- as a user types them
 
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+class _Parser(argparse.ArgumentParser):
+    """A mistake is an `OptionError`, as all other mistakes in options are."""
+
+    def error(self, message: str) -> NoReturn:
+        for word in re.findall(r"--[\w-]+", message) if "unrecognized" in message else ():
+            known = [option for option in self._option_string_actions if "_" not in option]
+            if close := difflib.get_close_matches(word.replace("_", "-"), known, n=1):
+                message += f"; did you mean {close[0]}?"
+        raise OptionError(message)
+
+
 EPILOG = """\
 Launch it with torchrun, from the folder benchmark/ or as -m penstock.bench.trainer:
-  torchrun --nnodes=1 --nproc_per_node=2 trainer.py
-  torchrun --nnodes=1 --nproc_per_node=1 trainer.py --ndevice_per_proc=2 --mode=pdp
-  torchrun --nnodes=1 --nproc_per_node=3 trainer.py --mode=pp --pipelines=1x4,2x8
+  torchrun --nnodes=1 --nproc-per-node=2 trainer.py
+  torchrun --nnodes=1 --nproc-per-node=1 trainer.py --ndevice-per-proc=2 --mode=pdp
+  torchrun --nnodes=1 --nproc-per-node=3 trainer.py --mode=pp --pipelines=1x4,2x8
 """
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser. Options of several words are known with underscores and with dashes."""
-    parser = argparse.ArgumentParser(
+    """The parser. Options of several words are written with dashes; underscores are known, too."""
+    parser = _Parser(
         prog="trainer.py",
         description="Train one model in one of several parallel modes and measure it.",
         epilog=EPILOG,
@@ -313,8 +333,17 @@ def build_parser() -> argparse.ArgumentParser:
     )
 
     def add(name: str, kind: Callable[[str], Any] = int, default: object = None, **rest: Any) -> None:
-        names = [f"--{name}", *([f"--{name.replace('_', '-')}"] if "_" in name else [])]
-        parser.add_argument(*names, type=kind, default=default, dest=name, **rest)
+        # argparse shows all names of an option; the old ones, with underscores, are known but not shown.
+        parser.add_argument(_option(name), type=kind, default=default, dest=name, **rest)
+        if "_" in name:
+            rest["help"] = argparse.SUPPRESS
+            parser.add_argument(f"--{name}", type=kind, default=argparse.SUPPRESS, dest=name, **rest)
+
+    def flag(name: str, help: str) -> None:
+        parser.add_argument(_option(name), action="store_true", dest=name, help=help)
+        if "_" in name:
+            parser.add_argument(f"--{name}", action="store_true", default=argparse.SUPPRESS, dest=name,
+                                help=argparse.SUPPRESS)  # fmt: skip
 
     add("mode", str, "ddp", help="ddp, fsdp; pdp: each process drives a pipeline over its devices, DDP across; "
         "pp: pipelines of processes (default: ddp)")  # fmt: skip
@@ -326,7 +355,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("n_head", help="attention heads, in place of the model's")
     add("n_embd", help="width, in place of the model's")
     add("image_size", help="pixels on a side, for a ResNet (default: 224)")
-    parser.add_argument("--untied", action="store_true", help="an output layer of its own, not the token embedding")
+    flag("untied", "an output layer of its own, not the token embedding")
     add("batch_size", help="samples of the global batch, over all processes, so that equal options are equal work in "
         "every mode (default: about 4 for each device)")  # fmt: skip
     add("chunks", help="microbatches of each process's share; ddp and fsdp accumulate gradients over them "
@@ -336,8 +365,7 @@ def build_parser() -> argparse.ArgumentParser:
         "over the processes of each machine)")  # fmt: skip
     add("schedule", str, help="for pp, a name that `penstock simulate` lists (default: 1f1b)")
     add("activation", str, "noop", help="noop, checkpoint (recompute) or offload (to host memory) (default: noop)")
-    parser.add_argument("--cpu-offload", "--cpu_offload", action="store_true", dest="cpu_offload",
-                        help="for fsdp: keep parameters and optimizer in host memory")  # fmt: skip
+    flag("cpu_offload", "for fsdp: keep parameters and optimizer in host memory")
     add(
         "prefetch", nargs="?", const=1, metavar="BLOCKS", help="for fsdp: gather so many blocks ahead (1 if none given)"
     )
@@ -346,8 +374,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("warmup", help="steps before them (default: 3, on a CPU 1)")
     add("seed", default=0, help="of weights and data")
     add("threads_per_device", default=1, help="threads of a CPU device (default: 1)")
-    parser.add_argument("--no-memory-check", "--no_memory_check", action="store_true", dest="no_memory_check",
-                        help="start even if the estimate says that it does not fit")  # fmt: skip
+    flag("no_memory_check", "start even if the estimate says that it does not fit")
     add("profile", str, nargs="?", const="profile", metavar="FOLDER", help="write a Chrome trace of one more step, a "
         "file for each process (to the folder profile if none is given)")  # fmt: skip
     add("output", str, metavar="FILE", help="write the figures as JSON")

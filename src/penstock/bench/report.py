@@ -24,8 +24,9 @@ COMPARED = {
 COLOURS = {"forward": "#4c78a8", "backward": "#9ecae9", "optimizer": "#f58518"}
 
 
-def table_of(suite: Mapping[str, Any]) -> Table:
-    """The table of a suite: a row for each run, and for each failure."""
+def tables_of(suite: Mapping[str, Any]) -> tuple[Table, Table]:
+    """The tables of a suite, with a row for each run: its figures, and its times. The first has a row for each
+    failure, too."""
     runs: Runs = suite["runs"]
     sample = next(iter(runs.values()), None)
     unit = "tokens" if sample is None or _rate(sample)[1] == "tokens" else "samples"
@@ -36,32 +37,40 @@ def table_of(suite: Mapping[str, Any]) -> Table:
             f"{options['model']}, {sample['figures']['parameters'] / 1e6:.4g} M parameters, {options['dtype']}, batch "
             f"{options['batch_size']}, {suite['devices']} devices ({sample['environment']['device']})"
         )
-    table = Table(
-        Column("mode", no_wrap=True),
-        *(Column(name, justify="right") for name in (f"{unit}/s/device", "ms/step", "min to max",
-          "forward + backward + optimizer", "MFU", "pipeline", "peak MB", "last loss")),
+    figures_table = Table(
+        Column("mode", overflow="fold"),
+        *(Column(name, justify="right") for name in (f"{unit} /s/device", "ms/step", "MFU", "pipeline", "peak MB",
+          "last loss")),
         title=title,
         caption=_caption(suite),
     )  # fmt: skip
+    times = Table(
+        Column("mode", overflow="fold"),
+        *(Column(name, justify="right") for name in ("min to max", "forward", "backward", "optimizer")),
+        title="ms of a step",
+    )
     best = max((_rate(run)[0] for run in runs.values()), default=0.0)
     for name, run in runs.items():
         figures = run["figures"]
         rate = _rate(run)[0]
         efficiency = figures["pipeline_efficiency"]
-        table.add_row(
+        figures_table.add_row(
             name,
             Text(f"{rate:.5g}", style="bold green" if rate == best else ""),
             f"{figures['seconds'] * 1e3:.4g}",
-            f"{figures['seconds_least'] * 1e3:.4g} to {figures['seconds_most'] * 1e3:.4g}",
-            " + ".join(f"{figures[f'{phase}_seconds'] * 1e3:.4g}" for phase in ("forward", "backward", "optimizer")),
             f"{figures['mfu']:.1%}",
             "" if efficiency is None else f"{efficiency:.1%}",
             f"{figures['peak_memory_bytes'] / 1e6:.4g}",
             f"{run['losses'][-1]:.5f}",
         )
+        times.add_row(
+            name,
+            f"{figures['seconds_least'] * 1e3:.4g} to {figures['seconds_most'] * 1e3:.4g}",
+            *(f"{figures[f'{phase}_seconds'] * 1e3:.4g}" for phase in ("forward", "backward", "optimizer")),
+        )
     for name in suite["failures"]:
-        table.add_row(name, Text("failed", style="red"))
-    return table
+        figures_table.add_row(name, Text("failed", style="red"))
+    return figures_table, times
 
 
 def _caption(suite: Mapping[str, Any]) -> str:

@@ -1,4 +1,7 @@
-"""All modes one after another, each in fresh processes on this machine, on the same work. Imports no torch."""
+"""All modes one after another, each in fresh processes on this machine, on the same work.
+
+Imports torch only to check options.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, inf, isfinite, lcm
 from pathlib import Path
 from typing import Any
@@ -56,7 +59,7 @@ def entries_of(modes: Sequence[str], devices: int) -> list[Entry]:
         processes, num_microbatches = devices, 1
         if mode == "pdp":
             processes = 1
-            arguments += ["--ndevice_per_proc", str(devices)]
+            arguments += ["--ndevice-per-proc", str(devices)]
         if schedule:
             arguments += ["--schedule", schedule]
         if pipelines:
@@ -91,6 +94,9 @@ def run_suite(
         timeout: seconds for each run.
         say: is told of each run as it begins.
 
+    Raises:
+        ValueError: no entry can be run with these options; no process was started.
+
     Returns:
         The content of the suite's result file: "runs" by name, "failures" by name, and under "losses" whether all runs
         computed the same.
@@ -98,9 +104,13 @@ def run_suite(
     common = list(arguments)
     if not any(word.split("=")[0].replace("-", "_") == "__batch_size" for word in common):
         unit = lcm(devices, *(entry.num_microbatches for entry in entries))
-        common += ["--batch_size", str(ceil(SAMPLES_PER_DEVICE * devices / unit) * unit)]
+        common += ["--batch-size", str(ceil(SAMPLES_PER_DEVICE * devices / unit) * unit)]
     found: dict[str, list[dict[str, Any]]] = {}
-    failures: dict[str, str] = {}
+    failures = refused(entries, common)
+    if len(failures) == len(entries):
+        raise ValueError(next(iter(failures.values())))
+    for name, cause in failures.items():
+        say(f"{name} failed: {cause}")
     for number in range(rounds):
         for entry in entries:
             if entry.name in failures:
@@ -121,6 +131,21 @@ def run_suite(
         "failures": failures,
         "losses": compare_losses(runs),
     }
+
+
+def refused(entries: Sequence[Entry], arguments: Sequence[str]) -> dict[str, str]:
+    """By name, the entries whose options the trainer would refuse, and why. Starts nothing."""
+    from penstock.bench.options import OptionError, World, read_options
+
+    here = World.find({})
+    found = {}
+    for entry in entries:
+        world = replace(here, size=entry.processes, local_size=entry.processes)
+        try:
+            read_options([*entry.arguments, *arguments], world)
+        except OptionError as error:
+            found[entry.name] = str(error)
+    return found
 
 
 def run_entry(entry: Entry, arguments: Sequence[str], timeout: float) -> dict[str, Any]:

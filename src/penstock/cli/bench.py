@@ -11,8 +11,6 @@ from rich.console import Console
 
 # Everything the command does not know goes to the trainer.
 CONTEXT: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True}
-# Of the table in a file or a pipe.
-WIDTH = 140
 
 
 def bench(
@@ -40,15 +38,13 @@ def bench(
     Other options are the trainer's (python -m penstock.bench.trainer --help) and hold for all modes. The status is
     1 if a run fails or if the modes did not compute the same losses.
 
-    Example: penstock bench --devices 2 --model GPTSmall --batch_size 8 --block_size 256 --iterations 10
+    Example: penstock bench --devices 2 --model GPTSmall --batch-size 8 --block-size 256 --iterations 10
     """
-    from penstock.bench.report import comparison, table_of, write_plots
+    from penstock.bench.report import comparison, tables_of, write_plots
     from penstock.bench.result_files import read_runs, write_csv, write_json
     from penstock.bench.suite import default_modes, entries_of, run_suite
 
     console = Console()
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = WIDTH
     if compare is not None:
         first, second = (read_runs(path) for path in compare)
         table, differences = comparison(first, second)
@@ -68,7 +64,8 @@ def bench(
     )
     write_json(suite, output / "results.json")
     write_csv(suite, output / "results.csv")
-    console.print(table_of(suite))
+    for table in tables_of(suite):
+        console.print(table)
     for name, cause in suite["failures"].items():
         console.print(f"{name} failed: {cause}", style="red", markup=False)
     written = ["results.json", "results.csv"]

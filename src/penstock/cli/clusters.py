@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Column, Table
 
 from penstock.planning.goodput import (
@@ -18,6 +18,7 @@ from penstock.planning.goodput import (
     random_failures,
     read_failures,
 )
+from penstock.planning.tables import as_text
 
 HOUR, DAY = 3600.0, 86400.0
 # Of the picture: mean times between failures, as parts of the one asked for.
@@ -28,7 +29,7 @@ SEEDS = 5
 def simulate_cluster(
     devices: int, mtbf_hours: float, checkpoint_minutes: float | None, days: float, saving: float,
     restart_minutes: float, recovery: float, repair_hours: float, spares: int | None, failures: Path | None,
-    plot: Path | None,
+    plot: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Print the goodput of each strategy, and draw it over the time between failures."""
     mtbf, horizon = mtbf_hours * HOUR, days * DAY
@@ -48,20 +49,37 @@ def simulate_cluster(
         traces = [read_failures(failures)]
     else:
         traces = [random_failures(devices, mtbf, horizon, seed) for seed in range(SEEDS)]
+    shares = _mean(operation, traces, horizon)
+    expected = expected_share(best, saving, operation.restart, mtbf / devices)
+    if as_json:
+        data = {
+            "devices": devices,
+            "days": days,
+            "failures": sum(map(len, traces)) / len(traces),
+            "spares": operation.spares,
+            "checkpoint_minutes": interval / 60,
+            "best_checkpoint_minutes": best / 60,
+            "goodput": shares,
+            "goodput_of_restarts_by_formula": expected,
+        }
+        print(json.dumps(data, indent=1))
+        if plot is not None:
+            _draw(operation, mtbf, horizon, plot)
+        return
     table = Table(
         Column("strategy", no_wrap=True), Column("goodput", justify="right"),
         title=f"{devices} devices, {sum(map(len, traces)) / len(traces):.0f} failures in {days:g} days",
         caption=f"goodput: lasting work over that of {devices} devices that never fail nor save; "
         f"{operation.spares} spares",
     )  # fmt: skip
-    for strategy, share in _mean(operation, traces, horizon).items():
+    for strategy, share in shares.items():
         table.add_row(strategy, f"{share:.1%}")
-    Console().print(table)
-    print(
+    print(as_text(table))
+    sentence = (
         f"checkpoints every {interval / 60:.1f} minutes of work; the best interval by Young and Daly is "
-        f"{best / 60:.1f} minutes, with which restarts at full speed would reach "
-        f"{expected_share(best, saving, operation.restart, mtbf / devices):.1%}"
+        f"{best / 60:.1f} minutes, with which restarts at full speed would reach {expected:.1%}"
     )
+    print(as_text(sentence))
     if plot is not None:
         print(f"drawn to {_draw(operation, mtbf, horizon, plot)}")
 

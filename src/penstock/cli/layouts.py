@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -33,6 +34,7 @@ def describe(
     plot: Annotated[
         Path | None, typer.Option(help="Also draw the layout and a step's timeline to this .svg file.")
     ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the layout as JSON.")] = False,
 ) -> None:
     """Show how pipelines, maybe of different depth, hold a model: stages, ranks, units, parameters, share of the batch.
 
@@ -46,6 +48,8 @@ def describe(
     from penstock.planning.pipelines import parse_pipelines
 
     description = describe_pipelines(build_on_meta(model), parse_pipelines(pipelines), microbatch_size, schedule)
-    print(description)
+    print(json.dumps(description.data(), indent=1) if as_json else description)
     if plot is not None:
-        print(f"drawn to {description.write_svg(plot)}")
+        path = description.write_svg(plot)
+        if not as_json:
+            print(f"drawn to {path}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import json
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,6 +25,7 @@ def check(
     stages: Annotated[
         int | None, typer.Option(min=1, help="Show as well how the units are spread over so many stages.")
     ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Say whether a model can be split, into which units, what crosses each cut, which weights are tied; or why not.
 
@@ -32,6 +34,7 @@ def check(
     Example: penstock check GPT2LMHeadModel --stages 4
     """
     from penstock.modeling.check import check as check_model
+    from penstock.modeling.check import wrapped
     from penstock.planning.partition import partition
 
     if ":" in model:
@@ -39,13 +42,21 @@ def check(
     else:
         refuse_misspelt_class(model)
         report = check_model(model)
-    print(report.render())
+    spread = []
     if stages is not None and report.units:
         units = list(report.units)
-        for stage, size in enumerate(partition([unit.cost for unit in units], [1.0] * stages).sizes):
-            own, units = units[:size], units[size:]
-            parameters = sum(unit.parameters for unit in own)
-            print(f"stage {stage}: {own[0].name} to {own[-1].name}, {parameters:,} parameters")
+        for size in partition([unit.cost for unit in units], [1.0] * stages).sizes:
+            spread.append(units[:size])
+            units = units[size:]
+    parameters = [sum(unit.parameters for unit in own) for own in spread]
+    if as_json:
+        named = [[unit.name for unit in own] for own in spread]
+        rows = [{"units": names, "parameters": held} for names, held in zip(named, parameters, strict=True)]
+        print(json.dumps(report.data() | ({"stages": rows} if stages is not None else {}), indent=1))
+    else:
+        print(report.render())
+        for stage, (own, held) in enumerate(zip(spread, parameters, strict=True)):
+            print("\n".join(wrapped(f"stage {stage}: {own[0].name} to {own[-1].name}, {held:,} parameters")))
     if not report.splittable:
         raise typer.Exit(1)
 

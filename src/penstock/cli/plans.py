@@ -28,7 +28,7 @@ STATES = {"adam": 2, "sgd": 0}
 
 def profile(
     model: Model,
-    batch: Annotated[int, typer.Option(min=1, help="Samples in a microbatch.")] = 1,
+    batch: Annotated[int, typer.Option("--microbatch-size", "--batch", min=1, help="Samples in a microbatch.")] = 1,
     length: Length = 128,
     dtype: Dtype = "float32",
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ... (default: a GPU if there is one).")] = None,
@@ -39,7 +39,7 @@ def profile(
 
     Each kind of unit is run alone, so the model needs not fit the device.
 
-    Example: penstock profile GPT2LMHeadModel --batch 4 --length 512 -o profile.json
+    Example: penstock profile GPT2LMHeadModel --microbatch-size 4 --length 512 -o profile.json
     """
     import os
     from dataclasses import replace
@@ -85,8 +85,13 @@ def plan(
     speed: Annotated[
         str | None, typer.Option(help="Relative to the profile's device: a100=1,t4=0.2 (default: the makers').")
     ] = None,
-    global_batch: Annotated[int, typer.Option(min=1, help="Samples in a step, over all pipelines.")] = 64,
-    microbatch: Annotated[int, typer.Option(min=1, help="Samples in a microbatch.")] = 4,
+    global_batch: Annotated[
+        int,
+        typer.Option("--global-batch-size", "--global-batch", min=1, help="Samples in a step, over all pipelines."),
+    ] = 64,
+    microbatch: Annotated[
+        int, typer.Option("--microbatch-size", "--microbatch", min=1, help="Samples in a microbatch.")
+    ] = 4,
     profile: Annotated[
         Path | None, typer.Option(help="What `penstock profile` wrote (default: estimated, for --length and --dtype).")
     ] = None,
@@ -108,7 +113,7 @@ def plan(
 ) -> None:
     """Find the best pipelines for any set of devices: how many, their stages, microbatches and schedule.
 
-    Example: penstock plan GPT2LMHeadModel --devices 5 --memory 8GB --global-batch 64 --microbatch 4
+    Example: penstock plan GPT2LMHeadModel --devices 5 --memory 8GB --global-batch-size 64
     """
     from penstock.planning.baselines import equal_pipelines
     from penstock.planning.cluster import parse_devices
@@ -122,7 +127,7 @@ def plan(
         found = Profile.read(profile)
         if found.about.get("microbatch", microbatch) != microbatch:
             raise ValueError(
-                f"{profile} was measured with microbatches of {found.about['microbatch']}: give --microbatch "
+                f"{profile} was measured with microbatches of {found.about['microbatch']}: give --microbatch-size "
                 f"{found.about['microbatch']}, or measure again"
             )
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -75,6 +76,7 @@ def simulate(
     plot: Annotated[
         Path | None, typer.Option(help="With --cluster: draw goodput over the time between failures.")
     ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
 ) -> None:
     """Predict a step's time, bubble and memory under one or several schedules, on the same work.
 
@@ -89,7 +91,7 @@ def simulate(
 
         simulate_cluster(
             cluster, mtbf_hours, checkpoint_minutes, days, saving_seconds, restart_minutes, recovery_seconds,
-            repair_hours, spares, failures, plot,
+            repair_hours, spares, failures, plot, as_json,
         )  # fmt: skip
         return
     names = schedules or schedule_names()
@@ -105,19 +107,36 @@ def simulate(
         caption="at best: no order of these actions is faster; held: "
         + ("microbatches, at most" if activation_bytes == "1" else "bytes of activations, at most"),
     )
+    data = []
     for name in names:
         schedule = resolve_schedule(name, ranks, microbatches, stages_per_rank if schedules else None)
         costs = _costs(schedule, forward, backward, weight, latency, bandwidth, message_bytes, activation_bytes)
         result = simulate_schedule(schedule, costs)
+        best = lower_bound(schedule.stage_to_rank, microbatches, costs)
+        data.append(
+            {
+                "schedule": schedule.name,
+                "ranks": ranks,
+                "microbatches": microbatches,
+                "seconds": result.makespan,
+                "seconds_at_best": best,
+                "bubble": result.bubble_fraction,
+                "bubble_of_each_rank": list(result.bubble),
+                "held_by_each_rank": list(result.peak_bytes),
+            }
+        )
         table.add_row(
             schedule.name,
             f"{result.makespan:.6g}",
-            f"{lower_bound(schedule.stage_to_rank, microbatches, costs):.6g}",
+            f"{best:.6g}",
             f"{result.bubble_fraction:.1%}",
             _each(result.bubble, "{:.0%}"),
             _each(result.peak_bytes, "{:.4g}"),
         )
-    Console().print(table)
+    if as_json:
+        print(json.dumps(data, indent=1))
+    else:
+        Console().print(table)
 
 
 def draw(

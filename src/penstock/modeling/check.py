@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
+import re
+import textwrap
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -18,6 +20,8 @@ from penstock.modeling.graph.trace import Trace
 from penstock.modeling.graph.units import traced_units
 from penstock.modeling.weights.initialise import meta_model, resolve_model_class
 from penstock.modeling.weights.names import alias_groups, unit_of
+from penstock.planning.describe import compact
+from penstock.planning.tables import WIDTH
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,9 @@ class BoundaryReport:
     crossing: tuple[BoundaryValue, ...]
     reason: str = ""
 
+    def in_words(self) -> str:
+        return f"no boundary: {self.reason}" if self.reason else "; ".join(map(str, self.crossing)) or "nothing"
+
 
 @dataclass(frozen=True)
 class Report:
@@ -92,6 +99,35 @@ class Report:
     everywhere: tuple[str, ...] = ()
     reason: str = ""
 
+    def data(self) -> dict[str, Any]:
+        """The report for JSON."""
+        return {
+            "model": self.model,
+            "splittable": self.splittable,
+            "reason": self.reason,
+            "parameters": self.parameters,
+            "inputs": {name: list(shape) for name, shape in self.inputs},
+            "units": [asdict(unit) for unit in self.units],
+            "boundaries": [
+                {
+                    "after": boundary.before,
+                    "reason": boundary.reason,
+                    "crossing": [
+                        {
+                            "value": value.origin,
+                            "dtype": str(value.dtype).removeprefix("torch."),
+                            "shape": list(value.shape),
+                            "bytes": value.num_bytes,
+                        }
+                        for value in boundary.crossing
+                    ],
+                }
+                for boundary in self.boundaries
+            ],
+            "tied": [list(names) for names in self.ties],
+            "on_every_stage": list(self.everywhere),
+        }
+
     @property
     def splittable(self) -> bool:
         return not self.reason and any(not boundary.reason for boundary in self.boundaries)
@@ -100,21 +136,59 @@ class Report:
         """The report as plain text."""
         lines = [f"{self.model}: {self.parameters:,} parameters"]
         if self.reason:
-            return "\n".join([*lines, f"cannot be split: {self.reason}"])
+            return "\n".join([*lines, *wrapped(f"cannot be split: {self.reason}")])
         shown = ", ".join(f"{name}{list(shape)}" for name, shape in self.inputs)
-        lines.append(f"{len(self.units)} units; boundaries shown for {shown}")
-        width = max(len(unit.name) for unit in self.units)
+        lines += wrapped(f"{len(self.units)} units; boundaries shown for {shown}")
+        groups = self._alike()
+        names = [compact([unit.name for unit in units]) for units, _ in groups]
+        width = max(map(len, names))
         kinds = max(len(unit.kind) for unit in self.units)
-        boundaries: list[BoundaryReport | None] = [*self.boundaries, None]
-        for unit, boundary in zip(self.units, boundaries, strict=True):
-            lines.append(f"  {unit.name:<{width}}  {unit.kind:<{kinds}}  {unit.parameters:>15,}  cost {unit.cost:6.2f}")
-            if boundary is not None:
-                crossing = "; ".join(map(str, boundary.crossing)) or "nothing"
-                lines.append(f"    | no boundary: {boundary.reason}" if boundary.reason else f"    | {crossing}")
-        lines += [f"tied: {' = '.join(names)}" for names in self.ties]
+        for name, (units, below) in zip(names, groups, strict=True):
+            first, each = units[0], f"{len(units)} x " if len(units) > 1 else ""
+            figures = f"{each + format(first.parameters, ','):>18}  cost {each + format(first.cost, '.2f'):>10}"
+            line = f"  {name:<{width}}  {first.kind:<{kinds}}  {figures}"
+            lines += [line] if len(line) <= WIDTH else [f"  {name}", f"    {first.kind:<{WIDTH - 45}}{figures}"]
+            if below is not None:
+                lines += wrapped(("each " if len(units) > 1 else "") + below, "    | ")
+        for holders in self.ties:
+            lines += wrapped(f"tied: {' = '.join(holders)}")
         if self.everywhere:
-            lines.append(f"on every stage: {', '.join(self.everywhere)}")
+            lines += wrapped(f"on every stage: {', '.join(self.everywhere)}")
         return "\n".join(lines)
+
+    def _alike(self) -> list[tuple[list[UnitReport], str | None]]:
+        """Units, those that follow each other in a list and are equal together, with what crosses after each."""
+        groups: list[tuple[list[UnitReport], str | None]] = []
+        for unit, boundary in zip(self.units, [*self.boundaries, None], strict=True):
+            below = None if boundary is None else boundary.in_words()
+            if groups and _follows(groups[-1][0][-1], unit):
+                before, alike = groups[-1]
+                if _generic(below, unit) == _generic(alike, before[-1] if len(before) == 1 else None):
+                    groups[-1] = [*before, unit], _generic(alike, before[-1] if len(before) == 1 else None)
+                    continue
+            groups.append(([unit], below))
+        return groups
+
+
+def _follows(unit: UnitReport, after: UnitReport) -> bool:
+    """Whether `after` is the next entry of the same list, of the same kind, size and cost."""
+    (head, _, number), (other, _, later) = unit.name.rpartition("."), after.name.rpartition(".")
+    follows = number.isdigit() and later.isdigit() and head == other and int(later) == int(number) + 1
+    figures = ((one.kind, one.parameters, f"{one.cost:.2f}") for one in (unit, after))
+    return follows and next(figures) == next(figures)
+
+
+def _generic(words: str | None, unit: UnitReport | None) -> str | None:
+    """What crosses after a unit, with N for its number."""
+    if words is None or unit is None:
+        return words
+    return re.sub(rf"{re.escape(unit.name)}(?![\w.])", unit.name.rpartition(".")[0] + ".N", words)
+
+
+def wrapped(text: str, indent: str = "") -> list[str]:
+    """`text` in lines that fit a terminal."""
+    rest = " " * (len(indent) or 2)
+    return textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=rest, break_on_hyphens=False)
 
 
 def check(subject: nn.Module | type | PretrainedConfig | str, inputs: dict[str, Any] | None = None) -> Report:

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import io
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.table import Column, Table
 
 from penstock.planning.layout import Layout, PipelineLayout
 from penstock.planning.pipelines import balanced_templates, schedule_maker
 from penstock.planning.simulate import LayoutSimulation, simulate_layout
+from penstock.planning.tables import as_text
 from penstock.schedule import Costs, Schedule, gantt_svg
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-TABLE_WIDTH = 120
 
 # Colours of the pipelines, in turn; pale enough for dark letters.
 COLOURS = ("#bbd7ee", "#c5e3cf", "#fbe3a8", "#dccbe8", "#f6cdb8", "#cfd8dc")
@@ -72,26 +69,51 @@ class LayoutDescription:
         return self.num_microbatches[pipeline] / sum(self.num_microbatches)
 
     def __str__(self) -> str:
-        columns = [Column(name, justify="right") for name in ("pipeline", "stage", "rank")]
-        columns += [Column("units", overflow="fold"), Column("parameters", justify="right")]
-        columns += [Column(name, justify="right") for name in ("microbatches", "share of batch")]
-        table = Table(*columns, title=self.title, caption=self.caption)
+        return as_text(self.title, *map(self._table, range(len(self.layout.pipelines))), self.caption)
+
+    def _table(self, index: int) -> Table:
+        """The stages of one pipeline."""
+        pipeline, count = self.layout.pipelines[index], self.num_microbatches[index]
+        table = Table(
+            Column("stage", justify="right"), Column("rank", justify="right"), Column("units", overflow="fold"),
+            title=f"pipeline {index}: {count} microbatch{'es' * (count != 1)}, {self.share(index):.1%} of the batch",
+            title_justify="left",
+        )  # fmt: skip
+        if self.parameters is not None:
+            table.add_column("parameters", justify="right")
+        for stage, units in enumerate(pipeline.stages):
+            held = () if self.parameters is None else (f"{self.parameters[index][stage]:,}",)
+            table.add_row(str(stage), ranks_of(pipeline, stage), compact(units), *held)
+        return table
+
+    def data(self) -> dict[str, Any]:
+        """The same for JSON."""
+        pipelines = []
         for index, pipeline in enumerate(self.layout.pipelines):
-            for stage, units in enumerate(pipeline.stages):
-                first = stage == 0
-                table.add_row(
-                    str(index) if first else "",
-                    str(stage),
-                    ranks_of(pipeline, stage),
-                    compact(units),
-                    "" if self.parameters is None else f"{self.parameters[index][stage]:,}",
-                    str(self.num_microbatches[index]) if first else "",
-                    f"{self.share(index):.1%}" if first else "",
-                    end_section=stage == pipeline.num_stages - 1,
-                )
-        file = io.StringIO()
-        Console(file=file, width=TABLE_WIDTH, color_system=None, legacy_windows=False).print(table)
-        return file.getvalue().rstrip("\n")
+            size = pipeline.tensor_parallel_size
+            firsts = [pipeline.global_rank(stage) for stage in range(pipeline.num_stages)]
+            stages: list[dict[str, Any]] = [
+                {"ranks": list(range(first, first + size)), "units": list(units)}
+                for first, units in zip(firsts, pipeline.stages, strict=True)
+            ]
+            for stage, held in zip(stages, self.parameters[index] if self.parameters else (), strict=False):
+                stage["parameters"] = held
+            pipelines.append(
+                {
+                    "schedule": self.schedules[index].name,
+                    "microbatches": self.num_microbatches[index],
+                    "share_of_batch": self.share(index),
+                    "stages": stages,
+                }
+            )
+        return {
+            "model": self.model_name,
+            "ranks": self.layout.world_size,
+            "microbatch_size": self.microbatch_size,
+            "global_batch_size": self.global_batch_size,
+            "segments": len(self.layout.segments()),
+            "pipelines": pipelines,
+        }
 
     @property
     def title(self) -> str:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import io
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
-from rich.console import Console
 from rich.table import Column, Table
 
-from penstock.planning.describe import TABLE_WIDTH, compact
+from penstock.planning.describe import compact
 from penstock.planning.memory import readable
 from penstock.planning.plan import Plan, PlannedPipeline
+from penstock.planning.tables import as_text
 
 
 def plans_table(plans: Sequence[Plan], equal: Plan | None) -> str:
@@ -24,40 +24,54 @@ def plans_table(plans: Sequence[Plan], equal: Plan | None) -> str:
     """
     job = plans[0].job
     summary = Table(
-        "pipelines (ranks x microbatches)",
-        "schedule",
-        *(Column(name, justify="right") for name in ("step", "bubble", "fullest device", "on links", "speed")),
+        Column("pipelines", overflow="fold"), Column("schedule", no_wrap=True),
+        *(Column(name, justify="right") for name in ("step", "bubble", "fullest device", "speed")),
         title=f"{job.profile.model} on {job.cluster.size} devices: {job.num_microbatches} microbatches a step"
         + (", activations checkpointed" if job.checkpointing else ""),
-        caption=f"Seconds are {'measured' if job.profile.measured else 'estimated from operations and bytes'}."
-        + " Speed is relative to the best equal pipelines"
+        caption="Pipelines are ranks x microbatches. "
+        f"Seconds are {'measured' if job.profile.measured else 'estimated from operations and bytes'}. "
+        + "Speed is relative to the best equal pipelines"
         + ("." if equal is not None else ", of which none fit."),
-    )
+    )  # fmt: skip
     for plan in plans:
-        rank, memory = plan.fullest
-        kind = job.cluster.classes[job.cluster.class_of_device[plan.devices[rank]]]
         summary.add_row(
             shape_of(plan),
             plan.schedule_names,
             f"{plan.seconds:.4g} s",
             f"{plan.bubble:.1%}",
-            f"{readable(memory.total)} of {readable(kind.memory)} ({kind.name})",
-            readable(plan.bytes_on_links),
+            readable(plan.fullest[1].total),
             "" if equal is None else f"{equal.seconds / plan.seconds:.2f}",
         )
-    columns = [Column(name, justify="right") for name in ("pipeline", "rank")]
-    details = Table(
-        *columns, "device", Column("units", overflow="fold"), Column("memory", justify="right"),
-        Column("microbatches", justify="right"), title="The first of them",
-    )  # fmt: skip
-    for index, pipeline in enumerate(plans[0].pipelines):
-        for row in _rows_of(plans[0], index, pipeline):
-            details.add_row(*row, end_section=row[1] == _last_rank(plans[0], index))
-    file = io.StringIO()
-    console = Console(file=file, width=TABLE_WIDTH, color_system=None, legacy_windows=False)
-    console.print(summary)
-    console.print(details)
-    return file.getvalue().rstrip("\n")
+    first = plans[0]
+    details = f"The first of them sends {readable(first.bytes_on_links)} a step. Its pipelines:"
+    return as_text(summary, details, *_pipelines(first))
+
+
+def _pipelines(plan: Plan) -> Iterator[Table]:
+    """A table for each pipeline, or for several alike that follow each other."""
+    rows = [_rows_of(plan, index, pipeline) for index, pipeline in enumerate(plan.pipelines)]
+
+    def kind(index: int) -> object:
+        return plan.pipelines[index].schedule.num_microbatches, [row[1:] for row in rows[index]]
+
+    for _, group in groupby(range(len(rows)), kind):
+        alike = list(group)
+        count = plan.pipelines[alike[0]].schedule.num_microbatches
+        which = f"pipeline {alike[0]}" if len(alike) == 1 else f"pipelines {alike[0]} to {alike[-1]}, each"
+        cluster = plan.job.cluster
+        nodes = sorted({cluster.node_of_device[device] for index in alike for device in plan.pipelines[index].devices})
+        where = f" on node {nodes[0]}" if len(nodes) == 1 else f" on nodes {nodes[0]} to {nodes[-1]}"
+        table = Table(
+            Column("rank", justify="right"), "device", Column("units", overflow="fold"),
+            Column("memory", justify="right"),
+            title=f"{which}: {count} microbatch{'es' * (count != 1)}"
+            + (where if cluster.node_sizes else "")
+            + (" (ranks are the first one's)" if len(alike) > 1 else ""),
+            title_justify="left",
+        )  # fmt: skip
+        for row in rows[alike[0]]:
+            table.add_row(*row)
+        yield table
 
 
 def shape_of(plan: Plan) -> str:
@@ -103,24 +117,19 @@ def _first_rank(plan: Plan, index: int) -> int:
     return sum(len(line.devices) for line in plan.pipelines[:index])
 
 
-def _last_rank(plan: Plan, index: int) -> str:
-    return str(_first_rank(plan, index + 1) - 1)
-
-
 def _rows_of(plan: Plan, index: int, pipeline: PlannedPipeline) -> list[tuple[str, ...]]:
     cluster, first = plan.job.cluster, _first_rank(plan, index)
     rows: list[tuple[str, ...]] = []
     for rank, device in enumerate(pipeline.devices):
         units = [compact([unit.name for unit in pipeline.stages[s]]) for s in pipeline.schedule.stages_of(rank)]
-        name = cluster.classes[cluster.class_of_device[device]].name
+        kind = cluster.classes[cluster.class_of_device[device]]
         rows.append(
             (
-                str(index) if rank == 0 else "",
                 str(first + rank),
-                name if not cluster.node_sizes else f"{name} on node {cluster.node_of_device[device]}",
+                kind.name,
                 "; ".join(units),
-                readable(plan.memory[first + rank].total),
-                str(pipeline.schedule.num_microbatches) if rank == 0 else "",
+                readable(plan.memory[first + rank].total)
+                + (f" of {readable(kind.memory)}" if math.isfinite(kind.memory) else ""),
             )
         )
     return rows
