@@ -12,12 +12,14 @@ SESSIONS ?= 2
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help install demo test test-fast lint format bench clean
+.PHONY: help install demo test test-fast lint format docs package bench clean
 
 help:
 	@echo "make demo    train, save, merge, reload and sample a small GPT-2 over $(STAGES) processes (STAGES=3 STEPS=200)"
 	@echo "make test    all tests; make test-fast leaves out the slow ones"
 	@echo "make lint    ruff and mypy; make format rewrites the files as ruff wants them"
+	@echo "make docs    the site of docs/ and the public API, in site/; a dead link is an error"
+	@echo "make package build wheel and sdist, and run the README's script from the installed wheel"
 	@echo "make bench   the side-by-side measurements in benchmarks/"
 	@echo "make clean   remove the environment, caches and runs/"
 
@@ -50,11 +52,18 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# Warnings must be counted, so no --quiet.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
+
+package: $(STAMP)
+	bash .ci/package
+
 bench: $(STAMP)
 	$(BIN)/python benchmarks/pipeline_efficiency.py
 	$(BIN)/python benchmarks/heterogeneous.py
 	$(BIN)/python benchmarks/tensor_parallel.py
 
 clean:
-	rm -rf $(VENV) runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) runs build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

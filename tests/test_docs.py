@@ -8,6 +8,8 @@ fragment takes for granted is given in RUNS, as code: `before` it, and what is t
 import contextlib
 import dataclasses
 import importlib
+import itertools
+import json
 import re
 import shlex
 import subprocess
@@ -425,6 +427,26 @@ def test_every_python_block_is_run() -> None:
         if block.language == "python"
     }
     assert written == {(run.page, heading) for run in RUNS for heading in run.headings}
+
+
+def test_every_other_block_is_checked_by_its_language() -> None:
+    """Commands are parsed below; a block without a language is what something printed."""
+    for page in [*PAGES, ROOT / "CONTRIBUTING.md"]:
+        python = [block.text.splitlines() for block in blocks_of(page) if block.language == "python"]
+        for block in blocks_of(page):
+            match block.language:
+                case "python" | "console" | "bash" | "":
+                    pass
+                case "json":
+                    lines = [line for line in block.text.splitlines() if not line.startswith("//")]
+                    Configuration.from_any(json.loads("\n".join(lines)))
+                case "diff":  # what it adds stands in the page's own script, and what it takes away does not
+                    for line in block.text.splitlines():
+                        if line[0] in "+-" and len(line) > 1:
+                            stands = any(own.strip().startswith(line[1:].strip()) for own in itertools.chain(*python))
+                            assert stands == (line[0] == "+"), f"{page.name}:{block.line}: {line}"
+                case language:
+                    raise AssertionError(f"{page.name}:{block.line}: nobody checks {language}")
 
 
 @pytest.fixture(scope="module")

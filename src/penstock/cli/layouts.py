@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from penstock.cli.models import subject_of
 from penstock.schedule import DEFAULT_SCHEDULE, schedule_names
 
 
@@ -16,8 +17,8 @@ def describe(
         str,
         typer.Argument(
             metavar="MODEL_OR_CLASS",
-            help="A folder or name of a checkpoint (only its configuration is read), or a transformers class such as "
-            "LlamaForCausalLM (with its default configuration).",
+            help="A folder or name of a checkpoint (only its configuration is read), a transformers class such as "
+            "LlamaForCausalLM (with its default configuration), or MODULE:NAME of your own.",
         ),
     ],
     pipelines: Annotated[
@@ -47,7 +48,9 @@ def describe(
     from penstock.planning.describe import describe_pipelines
     from penstock.planning.pipelines import parse_pipelines
 
-    description = describe_pipelines(build_on_meta(model), parse_pipelines(pipelines), microbatch_size, schedule)
+    found = subject_of(model)
+    whole = build_on_meta(found) if isinstance(found, str | type) else found
+    description = describe_pipelines(whole, parse_pipelines(pipelines), microbatch_size, schedule)
     print(json.dumps(description.data(), indent=1) if as_json else description)
     if plot is not None:
         path = description.write_svg(plot)

@@ -37,11 +37,7 @@ def check(
     from penstock.modeling.check import wrapped
     from penstock.planning.partition import partition
 
-    if ":" in model:
-        report = check_model(own_model(model))
-    else:
-        refuse_misspelt_class(model)
-        report = check_model(model)
+    report = check_model(subject_of(model))
     spread = []
     if stages is not None and report.units:
         units = list(report.units)
@@ -59,6 +55,14 @@ def check(
             print("\n".join(wrapped(f"stage {stage}: {own[0].name} to {own[-1].name}, {held:,} parameters")))
     if not report.splittable:
         raise typer.Exit(1)
+
+
+def subject_of(model: str) -> Any:
+    """What a user's MODEL_OR_CLASS stands for: a model or class of their own, or a name as it is."""
+    if ":" in model:
+        return own_model(model)
+    refuse_misspelt_class(model)
+    return model
 
 
 def refuse_misspelt_class(name: str) -> None:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from penstock.cli.models import subject_of
+
 if TYPE_CHECKING:
     from penstock.planning.plan import Job
     from penstock.planning.profile import Profile
@@ -61,7 +63,9 @@ def profile(
         inside, between = measure_links()
     if rank == 0:
         where = torch.device(device) if device else local_device()
-        found = profile_model(_subject(model), batch, length, _dtype(dtype), where, optimizer_states=_states(optimizer))
+        found = profile_model(
+            subject_of(model), batch, length, _dtype(dtype), where, optimizer_states=_states(optimizer)
+        )
         found = replace(found, inside=inside, between=between)
         seconds = sum(unit.seconds for unit in found.units)
         print(
@@ -173,17 +177,8 @@ def _estimate(model: str, microbatch: int, length: int, dtype: str, optimizer: s
 
     fastest = max((KNOWN_DEVICES[name][0] for name in names if name in KNOWN_DEVICES), default=312e12)
     return profile_model(
-        _subject(model), microbatch, length, _dtype(dtype), None, fastest, optimizer_states=_states(optimizer)
+        subject_of(model), microbatch, length, _dtype(dtype), None, fastest, optimizer_states=_states(optimizer)
     )
-
-
-def _subject(model: str) -> object:
-    from penstock.cli.models import own_model, refuse_misspelt_class
-
-    if ":" in model:
-        return own_model(model)
-    refuse_misspelt_class(model)
-    return model
 
 
 def _dtype(name: str) -> Any:

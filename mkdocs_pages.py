@@ -1,0 +1,59 @@
+"""What the site has besides docs/: the pages of the repository's root, the results, and the public API.
+
+Their links are those of the repository; here they are turned to where the pages stand in the site.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parent
+ELSEWHERE = ["CONTRIBUTING.md", "CHANGELOG.md"]
+INTEGRATIONS = {
+    "penstock.integrations.transformers": [
+        f"penstock.integrations.transformers.{name}" for name in ("PipelineTrainer", "PipelineTrainerMixin")
+    ]
+}
+API = """# Public API
+
+What is listed here keeps its meaning between minor versions. Everything else may change.
+"""
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the pages that are not in docs/."""
+    results = sorted((ROOT / "benchmarks/results").glob("*.md"))
+    for name in [*ELSEWHERE, *(str(path.relative_to(ROOT)) for path in results)]:
+        files.append(File.generated(config, name, content=(ROOT / name).read_text()))
+    files.append(File.generated(config, "api.md", content=api_page()))
+    for picture in sorted((ROOT / "benchmarks/results").glob("*.svg")):
+        files.append(File.generated(config, str(picture.relative_to(ROOT)), abs_src_path=str(picture)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """Links to and from what is outside docs/ in the repository."""
+    if page.file.src_uri in ELSEWHERE:
+        return re.sub(r"\]\((?:docs/)", "](", markdown)
+    return re.sub(r"\]\(\.\./", "](", markdown) if "/" not in page.file.src_uri else markdown
+
+
+def api_page() -> str:
+    """A directive of mkdocstrings for each public name, under its module."""
+    import penstock
+    import penstock.planning
+    import penstock.schedule
+
+    # None of these imports torch.
+    homes = {"penstock": [f"{home}.{name}" for name, home in penstock._HOMES.items()], **INTEGRATIONS}
+    for module in (penstock.schedule, penstock.planning):
+        homes[module.__name__] = [f"{module.__name__}.{name}" for name in module.__all__]
+    parts = [API]
+    for title, names in homes.items():
+        names = sorted(names, key=lambda name: name.rpartition(".")[2].lower())
+        parts += [f"## {title}\n", *(f"::: {name}\n" for name in names)]
+    return "\n".join(parts)
