@@ -149,10 +149,10 @@ def test_everything_fits_80_columns(arguments: list[str]) -> None:
 
 def test_long_names_take_a_line_of_their_own() -> None:
     name, kind = "model.language_model.text_and_vision.decoder.layers", "Qwen2VLVisionTransformerBlock"
-    units = tuple(UnitReport(f"{name}.{number}", kind, 20_000_000_000, 1.0) for number in range(80))
-    crossing = (BoundaryValue(f"{name}.0", (2, 8, 8192), torch.float32),)
-    report = Report("Long", 1, units=units, boundaries=tuple(BoundaryReport(unit.name, crossing) for unit in units[1:]))
-    lines = report.render().splitlines()
+    units = [UnitReport(f"{name}.{number}", kind, 20_000_000_000, 1.0) for number in range(80)]
+    boundaries = [BoundaryReport(unit.name, (BoundaryValue(unit.name, (2, 8, 8192), torch.float32),)) for unit in units]
+    head = UnitReport("lm_head", "Linear", 1, 1.0)
+    lines = Report("Long", 1, units=(*units, head), boundaries=tuple(boundaries)).render().splitlines()
     assert f"  {name}.0-79" in lines and max(map(len, lines)) <= 80
     assert any(kind in line and "80 x 20,000,000,000" in line and "80 x 1.00" in line for line in lines)
 

@@ -64,7 +64,7 @@ def test_a_refusal_gives_the_reason() -> None:
 
 def test_the_text_holds_what_was_found() -> None:
     text = check(FAMILIES["bart"].build()).render()
-    for part in ("BartForConditionalGeneration", "model.encoder.layers.0", "tied: ", "cost", "model.decoder.layers.2"):
+    for part in ("BartForConditionalGeneration", "model.encoder.layers.0", "tied: ", "cost", "model.decoder.layers.0-"):
         assert part in text
 
 
