@@ -24,6 +24,20 @@ What is listed here keeps its meaning between minor versions. Everything else ma
 """
 
 
+def on_config(config: Any) -> Any:
+    """Pages that the navigation does not name come last."""
+    named = {
+        page
+        for entry in config.nav
+        for pages in (entry.values() if isinstance(entry, dict) else [[entry]])
+        for page in pages
+    }
+    more = [path.name for path in sorted((ROOT / "docs").glob("*.md")) if path.name not in named]
+    if more:
+        config.nav.append({"More": more})
+    return config
+
+
 def on_files(files: Files, config: Any) -> Files:
     """Add the pages that are not in docs/."""
     results = sorted((ROOT / "benchmarks/results").glob("*.md"))
