@@ -13,6 +13,7 @@ import pytest
 import torch
 from peft import AdaLoraConfig, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 import penstock
 from families import FAMILIES, batch
@@ -35,7 +36,7 @@ def adapted(dropout: float = 0.0, base: Any = None, **options: Any) -> Any:
 
 
 def story(model: Any, step: Callable[[Any, Any], Any], folder: Path) -> dict[str, Any]:
-    """The script, the same for both: `step` is the loop over a batch."""
+    """The script, the same for both: `step` is the loop over a batch. At last the adapters become part of the model."""
     told, printed = [], io.StringIO()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for seed, adapter in enumerate(STEPS):
@@ -52,12 +53,17 @@ def story(model: Any, step: Callable[[Any, Any], Any], folder: Path) -> dict[str
     with contextlib.redirect_stdout(printed):
         model.print_trainable_parameters()
     model.save_pretrained(folder, safe_serialization=not folder.name.endswith("bin"))
+    counted = model.get_nb_trainable_parameters()
+    merged = model.merge_and_unload()
+    merged.requires_grad_(True)
+    told.append((step(merged, batch("causal", 4)), gradients_of(merged)))
+    merged.save_pretrained(folder / "merged")
     return {
         "steps": told,
         "losses": (evaluated, without),
         "tokens": tokens,
         "printed": printed.getvalue(),
-        "counted": model.get_nb_trainable_parameters(),
+        "counted": counted,
     }
 
 
@@ -77,16 +83,7 @@ def split_story(folder: Path, stages: int, schedule: str) -> dict[str, Any]:
         model = adapted()
         same = parallelize(model, stages, schedule=schedule)
         assert same is model and isinstance(model, PeftModel | penstock.PipelineModel)
-        told = story(model, split_step, folder)
-        if not folder.name.endswith("bin"):  # and back: the other values are lost
-            before = {name: value.clone() for name, value in model.state_dict().items()}
-            for parameter in model.parameters():
-                parameter.data.mul_(0.5 if parameter.requires_grad else 1.0)
-            model.load_ordinary(folder)
-            assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-            with pytest.raises(CheckpointError, match="lacks weights of the adapter default"):
-                model.load_ordinary(folder / "other")
-        return told
+        return story(model, split_step, folder)
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +111,11 @@ def test_the_same_script_gives_the_same_run_and_the_same_folders(
         assert run["losses"] == pytest.approx(plain["losses"], rel=EXACT)
         assert torch.equal(run["tokens"], plain["tokens"]) and run["counted"] == plain["counted"]
     assert [run["printed"] for run in runs] == [plain["printed"]] + [""] * (ranks - 1)
+    merged = [AutoModelForCausalLM.from_pretrained(where / "merged") for where in (saved, folder)]
+    written = [(where / "merged/config.json").read_text() for where in (saved, folder)]
+    assert written[0] == written[1] and merged[0].config.tie_word_embeddings
+    for name, value in merged[0].state_dict().items():
+        torch.testing.assert_close(value, merged[1].get_parameter(name), atol=1e-9, rtol=0)
     for adapter in ("", "other"):
         assert_same_adapter(saved / adapter, folder / adapter)
     again = PeftModel.from_pretrained(FAMILIES["gpt2"].build(), saved)
@@ -182,6 +184,24 @@ def test_a_rank_with_nothing_to_train_has_an_optimizer_and_a_scaler(pool: Pool) 
     assert [step[1] for step in first] == [step[1] for step in last] == [2.0**10, 2.0**9, 2.0**9]
     assert [step[2] for step in last] == [True, False, True]
     assert last[2][0] < last[0][0] and not any(step[2] for step in first)
+
+
+def reload(folder: Path) -> None:
+    model = parallelize(adapted(), 2)
+    model.save_pretrained(folder)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    for name, parameter in model.named_parameters():
+        if "lora" in name or "modules_to_save" in name:
+            parameter.data.zero_()
+    with pytest.raises(CheckpointError, match="lacks weights of the adapter default"):
+        model.load_ordinary(folder / "other")
+    assert any(not torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    model.load_ordinary(folder)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_adapters_are_loaded_back(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, reload, tmp_path)
 
 
 def injected(folder: Path, stages: int) -> None:

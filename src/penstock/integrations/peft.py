@@ -10,7 +10,9 @@ from __future__ import annotations
 import inspect
 import os
 import shutil
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal, TypeVar, cast
 
@@ -20,7 +22,9 @@ from peft.tuners.tuners_utils import BaseTuner
 from transformers import PreTrainedModel
 
 from penstock.checkpoint.adapters import load_adapters
+from penstock.modeling.adapters import is_adapter_layer
 from penstock.modeling.instrumentation import mix_in, original_class, record_of
+from penstock.modeling.placeholders.ghosts import is_ghost
 from penstock.pipeline_model import STAND_IN, PipelineModel, checkpoint_comms, stand_in_of
 from penstock.runtime.comm.rollcall import Call
 
@@ -189,6 +193,35 @@ class PipelinePeftModel(PipelineModel):
         else:
             self.base.save_parallelized(save_directory, **kwargs)
 
+    def merge_and_unload(
+        self, progressbar: bool = False, safe_merge: bool = False, adapter_names: list[str] | None = None
+    ) -> PipelineModel:
+        """Merge the adapters into the layers: the transformers model, parallelised as before. Every rank calls it."""
+        return self._unload("merge_and_unload", progressbar, safe_merge, adapter_names)
+
+    def unload(self) -> PipelineModel:
+        """The transformers model without its adapters, parallelised as before. Every rank calls it."""
+        return self._unload("unload")
+
+    def _unload(self, how: str, *args: Any) -> PipelineModel:
+        base, tuner = self.base, cast(Any, self).base_model
+        tied = getattr(base.config, "tie_word_embeddings", None)
+        with self.pipeline.renewing(), _unmerged_ghosts(base), warnings.catch_warnings():
+            # A rank that has one side of a tie only looks to PEFT as if the tie was cut.
+            warnings.filterwarnings("ignore", message="Input and output embeddings are no longer tied")
+            getattr(tuner, how)(*args)
+        if tied:
+            base.config.tie_word_embeddings = _embeddings_are_tied(base)
+        return cast(PipelineModel, base)
+
+    def merge_adapter(self, *args: Any, **kwargs: Any) -> None:
+        """Refused.
+
+        Raises:
+            NotImplementedError: says what to do.
+        """
+        raise NotImplementedError("merge_adapter() keeps the adapters beside the layers: use merge_and_unload()")
+
     def load_ordinary(self, directory: str | os.PathLike[str], strict: bool = True) -> None:
         """Load what `save_pretrained` wrote, or PEFT did, into the adapters. Every rank calls it.
 
@@ -211,6 +244,29 @@ class PipelinePeftModel(PipelineModel):
         """Load what `save_parallelized` wrote, base and adapters; returns this model."""
         self.base.from_parallelized(directory, variant)
         return self
+
+
+@contextmanager
+def _unmerged_ghosts(model: torch.nn.Module) -> Iterator[None]:
+    """Inside, layers of other stages are unloaded without merging: their weights are not here."""
+    layers = [
+        module
+        for module in model.modules()
+        if is_adapter_layer(module) and hasattr(module, "merge") and any(map(is_ghost, module.modules()))
+    ]
+    for layer in layers:
+        layer.__dict__["merge"] = lambda *args, **kwargs: None
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.__dict__["merge"]
+
+
+def _embeddings_are_tied(model: Any) -> bool:
+    ends = model.get_input_embeddings(), model.get_output_embeddings()
+    names = {f"{name}.weight" for name, module in model.named_modules() if any(module is end for end in ends)}
+    return any(names <= set(group) for group in model.pipeline.split.aliases)
 
 
 def _prefixed(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

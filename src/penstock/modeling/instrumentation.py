@@ -7,7 +7,7 @@ region that gradient checkpointing recomputes, where a value received from anoth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -160,6 +160,11 @@ class Interceptor:
             record_of(module).intercepted = Intercepted(name, type(module).__call__, self)
             mix_in(module, _InterceptedModule)
 
+    def remove(self, modules: Iterable[nn.Module]) -> None:
+        """Route the calls of `modules` to nobody."""
+        for module in modules:
+            _uninstall(module)
+
     @contextmanager
     def installed(self, modules: Mapping[str, nn.Module]) -> Iterator[None]:
         """Inside, calls of `modules` are routed to the handler."""
@@ -167,8 +172,7 @@ class Interceptor:
         try:
             yield
         finally:
-            for module in modules.values():
-                _uninstall(module)
+            self.remove(modules.values())
 
 
 def _uninstall(module: nn.Module) -> None:

@@ -66,7 +66,7 @@ from penstock.runtime.inputs import (
     warn_of_inexact_loss,
 )
 from penstock.runtime.loop import OpenStep, TrainingLoop
-from penstock.runtime.moving import copy_from_first_holders, from_live_ranks, had_by
+from penstock.runtime.moving import copy_from_first_holders, from_live_ranks, had_by, share_changes
 from penstock.runtime.program import Program
 from penstock.runtime.recorder import Recorder
 from penstock.runtime.report import StepReport
@@ -249,12 +249,18 @@ class Engine:
         boundaries = Boundaries(channels, context.pipeline.stage_to_rank, context.place.pipeline_rank, self.device)
         self._channels = channels
         self._stages = StageExecutor(split, boundaries)
-        self._gradients = Gradients(self.held, context, lambda: known_of(split.model).stand_in)
         self._totals = Totals(context)
-        for give_up in (self._open_step.end, self._totals.clear, channels.clear, self._gradients.clear):
+        for give_up in (self._open_step.end, self._totals.clear, channels.clear):
             board.on_abort(give_up)
         self.roll_call = RollCall(context)
         self.decoding = Decoding(context, self._stages, partial(self.together, Call.GENERATE, everyone=False))
+        self._build_gradients()
+
+    def _build_gradients(self) -> None:
+        """Make the parts that know the model's parameters and modules."""
+        context, split = self.context, self.split
+        self._gradients = Gradients(self.held, context, lambda: known_of(split.model).stand_in)
+        context.board.on_abort(self._gradients.clear)
         self._modes = Modes(split.model, context.layout.units)
         self._frozen = FrozenParameters(self.held, context.rank, split.model)
         self._updates = UpdateWatch([held.parameter for held in self.held])
@@ -278,6 +284,27 @@ class Engine:
                 adopt_random_state(context.pipeline_ranks[0], context.groups.model_parallel_control, self.device)
             else:  # a re-formation: the ranks that come new go on from one that was there
                 adopt_random_state(first, context.groups.world_control, self.device)
+
+    @contextlib.contextmanager
+    def renewing(self) -> Iterator[None]:
+        """Around what puts other modules or parameters in the place of some, such as merging adapters into the layers.
+
+        All ranks do the same to the whole model, ghosts included, and to no unit's name. A tied weight that one of its
+        stages changes inside is changed on all of them.
+        """
+        with self.together(Call.RENEW):
+            tied = {one.parameter: one.ranks for one in self.held if self.layout.are_of_several_stages(one.ranks)}
+            before = {parameter: parameter.detach().clone() for parameter in tied}
+            self._gradients.reducer.remove_hooks()
+            uninstall(self.split.model)
+            try:
+                yield
+                with self.board.guard("sharing tied weights", self.context.everyone):
+                    share_changes(before, tied, self.groups, self.place.pipeline == 0)
+            finally:
+                self.split.renew()
+                self._find_holders(self.layout)
+                self._build_gradients()
 
     def dissolve(self) -> None:
         """Give up the present formation: groups, hooks, threads. The model keeps its weights; `reform` goes on."""

@@ -53,6 +53,34 @@ def from_live_ranks(optimizer: Optimizer | None = None, *, also: Callable[[Engin
     return fill
 
 
+def share_changes(
+    before: Mapping[torch.nn.Parameter, torch.Tensor],
+    holders: Mapping[torch.nn.Parameter, tuple[int, ...]],
+    groups: Groups,
+    speaks: bool,
+) -> None:
+    """Give all holders of some parameters the changes that any of them made. All holders call this together.
+
+    Args:
+        before: their values before.
+        holders: the ranks that hold each, in an order all ranks share.
+        speaks: whether this rank's changes count: pipelines change the same, so that one of them speaks.
+    """
+    for parameter, ranks in holders.items():
+        group, value = groups.reduction[ranks], parameter.detach()
+        speaker = speaks and not torch.equal(value, before[parameter])
+        count = torch.full((), float(speaker), device=value.device)
+        dist.all_reduce(count, group=group)
+        if count == 1:  # the value itself, to the last bit
+            told = value.clone() if speaker else torch.zeros_like(value)
+            dist.all_reduce(told, group=group)
+            value.copy_(told)
+        elif count > 1:
+            told = value - before[parameter] if speaker else torch.zeros_like(value)
+            dist.all_reduce(told, group=group)
+            value.copy_(before[parameter] + told)
+
+
 def had_by(engine: Engine) -> dict[str, torch.Tensor]:
     """The values that a rank has, by unsplit name; they last until the result is dropped, whatever is released."""
     return {one.name: one.parameter.detach() for one in engine.held} | dict(engine.split.model.named_buffers())

@@ -41,7 +41,7 @@ from penstock.modeling.stage.host_values import HostValues
 from penstock.modeling.stage.outputs import Shapes
 from penstock.modeling.stage.run import StageDone, StageRun
 from penstock.modeling.tensor_parallel import TensorParallel
-from penstock.modeling.weights.names import alias_groups
+from penstock.modeling.weights.names import alias_groups, alias_groups_by_identity
 from penstock.random_state import generators_of, restored, seed_all
 
 
@@ -149,6 +149,27 @@ class SplitModel:
             changed = ", ".join(sorted(placement.keys() ^ self._stage_of.keys()))
             raise ValueError(f"another placement must place the same units, but these are in one of the two: {changed}")
         self._place(stages, local_stages, placement)
+
+    def renew(self) -> None:
+        """Take up modules that were put in the place of others, and the names that parameters have by now.
+
+        Units keep their names and their stages. What was traced and planned is forgotten.
+        """
+        modules = {name: self.model.get_submodule(name) for name in self._modules}
+        self._interceptor.remove(module for name, module in self._modules.items() if module is not modules[name])
+        self._interceptor.remove(self._floating.values())
+        self._modules = modules
+        self.aliases = record_of(self.model).aliases = alias_groups_by_identity(self.model)
+        self.random = draws_random_numbers(self.model)
+        self._functions = ShapeFunctions(modules)
+        self._module_names = {id(module): name for name, module in self.model.named_modules()}
+        self._floating = floating_modules(self.model, self._stage_of)
+        self._interceptor.install({**modules, **self._floating})
+        for known in (self._traces, self._plans_of_stages, self._plans, self._stage_plans):
+            known.clear()
+        self._plans_of_stages[self.stages] = self._plans
+        interceptor = self._interceptor
+        answer_for_parameters(self.model, lambda: interceptor.handler is not None, lambda: self.device)
 
     def _place(self, stages: Sequence[Sequence[str]], local_stages: Collection[int], placement: dict[str, int]) -> None:
         """Make ghosts of the units of stages that are not held here, and whole modules of those that are."""

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from torch import nn
 
-from penstock.modeling.placeholders.ghosts import all_parameter_names, is_ghost, strip
+from penstock.modeling.placeholders.ghosts import absent_parameters, all_parameter_names, is_ghost, strip
 
 
 def unit_of(name: str, units: Collection[str]) -> str | None:
@@ -78,6 +78,16 @@ def alias_groups(model: nn.Module) -> list[tuple[str, ...]]:
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(root(name), []).append(name)
+    return [tuple(group) for group in groups.values()]
+
+
+def alias_groups_by_identity(model: nn.Module) -> list[tuple[str, ...]]:
+    """`alias_groups` of a model that was split here: what its ghosts lack are the parameters themselves."""
+    held: dict[str, nn.Parameter] = dict(absent_parameters(model))
+    held.update(model.named_parameters(remove_duplicate=False))
+    groups: dict[int, list[str]] = {}
+    for name in all_parameter_names(model):
+        groups.setdefault(id(held[name]), []).append(name)
     return [tuple(group) for group in groups.values()]
 
 

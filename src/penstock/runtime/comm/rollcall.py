@@ -56,6 +56,7 @@ class Call(IntEnum):
     LOAD_CHECKPOINT = 13
     COMPARE_STEPS = 14
     UPDATE = 15
+    RENEW = 16
 
     def __str__(self) -> str:
         return _CALLS[self]
@@ -70,6 +71,7 @@ _CALLS = {
     Call.NORM: "grad_norm",
     Call.COUNT: "num_parameters",
     Call.UPDATE: "the optimizer's step",
+    Call.RENEW: "merge_and_unload",
     Call.SAVE: "save_parallelized",
     Call.LOAD: "from_parallelized",
     Call.LOAD_MODEL: "load_model",
