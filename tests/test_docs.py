@@ -410,6 +410,37 @@ assert {event["args"]["step"] for event in events if event["ph"] == "X"} == {1, 
         after=TRAINED + "assert_trained('best')",
     ),
     Run(
+        "docs/trainer.md",
+        ("TRL",),
+        2,
+        before=IMPORTS
+        + """
+from datasets import Dataset
+from transformers import AutoTokenizer
+model, tokenizer = whole(), AutoTokenizer.from_pretrained("gpt2")
+texts = Dataset.from_list([{"text": f"{number} " * 9} for number in range(64)])
+""",
+        after="""
+from peft import PeftModel
+adapted = PeftModel.from_pretrained(whole(), "adapter")
+assert trainer.state.global_step == 2
+assert any(bool(value.any()) for name, value in adapted.named_parameters() if "lora_B" in name)
+""",
+    ),
+    Run(
+        "docs/lora.md",
+        ("LoRA", "Several adapters", "Merging", "Freezing"),
+        2,
+        before=IMPORTS + "batch = batch_of(8)",
+        after="""
+from peft import PeftModel
+PeftModel.from_pretrained(whole(), "adapter")
+assert abs(loss_without_adapters.item() - whole()(**batch).loss.item()) < 1e-5
+assert abs(AutoModelForCausalLM.from_pretrained("merged")(**batch).loss.item() - whole()(**batch).loss.item()) < 1e-4
+assert all(parameter.requires_grad == ("ln_" in name) for name, parameter in model.named_parameters())
+""",
+    ),
+    Run(
         "docs/exactness.md",
         ("What you need to do",),
         2,

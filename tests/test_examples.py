@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from launch import ROOT, run_python, torchrun
@@ -99,3 +100,14 @@ def test_the_trainers_example_resumes(tmp_path: Path, text: Path) -> None:
     history = json.loads((tmp_path / "checkpoint-12/trainer_state.json").read_text())["log_history"]
     assert [entry["step"] for entry in history if "loss" in entry] == [5, 10]
     AutoModelForCausalLM.from_pretrained(tmp_path / "final")
+
+
+@pytest.mark.slow
+def test_the_fine_tuning_example_leaves_an_adapter(tmp_path: Path) -> None:
+    arguments = [str(EXAMPLES / "run_sft_lora.py"), "--output", str(tmp_path), "--steps", "6", "--packing"]
+    result = torchrun(2, *arguments, timeout=200)
+    assert result.returncode == 0, result.stderr[-4000:]
+    assert "trainable params: " in result.stdout and "'eval_loss'" in result.stdout
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    adapted = PeftModel.from_pretrained(base, tmp_path / "adapter")
+    assert any(bool(value.any()) for name, value in adapted.named_parameters() if "lora_B" in name)

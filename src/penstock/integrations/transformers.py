@@ -22,10 +22,11 @@ from penstock.checkpoint import (
 from penstock.checkpoint.files import load_data
 from penstock.checkpoint.names import manifest_name
 from penstock.config import SECTION, Configuration
+from penstock.data.packed import LENGTHS, cut_packed, is_packed
 from penstock.initialize import ConfigLike, initialize
 from penstock.pipeline_model import PipelineModel, checkpoint_comms, own_class, saving_rank
 from penstock.runtime.comm.rollcall import Call
-from penstock.runtime.engine import Engine
+from penstock.runtime.engine import DEFAULT_MICROBATCHES_PER_STAGE, Engine
 
 if importlib.util.find_spec("accelerate") is None:
     raise ImportError(
@@ -52,6 +53,7 @@ REFUSED_IF_SET = {
     "torch_empty_cache_steps": "call torch.cuda.empty_cache() in a callback",
     "eval_use_gather_object": "let the model return tensors",
     "enable_jit_checkpoint": "use save_strategy and save_steps",
+    "activation_offloading": "use gradient_checkpointing",
     "save_on_each_node": "all ranks must share a file system",
     "push_to_hub": "push the saved folder afterwards: it is an ordinary one",
     "deepspeed": "leave it out: the pipelines take its place",
@@ -129,6 +131,8 @@ class PipelineTrainerMixin:
                 raise _not_over_pipelines(name, instead)
         if getattr(self.args, "train_sampling_strategy", "") == "batch_rebalance":
             raise _not_over_pipelines("train_sampling_strategy='batch_rebalance'", "use 'random' or 'group_by_length'")
+        if getattr(self.args, "loss_type", None) not in (None, "nll"):
+            raise _not_over_pipelines(f"loss_type={self.args.loss_type!r}", "use compute_loss_func")
         optim = getattr(self.args.optim, "value", self.args.optim)
         if any(word in optim for word in ("lomo", "layerwise")):
             raise _not_over_pipelines(f"{optim=}", "it steps inside of the backward")
@@ -141,7 +145,7 @@ class PipelineTrainerMixin:
             if kind in (PipelineTrainerMixin, Trainer) or "compute_loss" not in vars(kind):
                 continue
             if kind.__module__.startswith("trl.") and kind.__name__ == "SFTTrainer":
-                continue  # adds metrics to the model's own loss
+                continue  # adds metrics to the model's own loss, which it computes without keeping logits
             raise _not_over_pipelines(f"{kind.__name__}.compute_loss", "use compute_loss_func")
 
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
@@ -175,9 +179,24 @@ class PipelineTrainerMixin:
                     f"pipelines; this one has {', '.join(inputs)}"
                 )
             criterion = self._criterion
-        for output in self._engine.train(inputs, criterion):
+        for output in self._engine.train(self._cut(inputs), criterion):
             self.accelerator.backward(output.loss / divisor)
         return torch.tensor(self._engine.last_step.global_loss / divisor, device=self.args.device)  # type: ignore[union-attr]
+
+    def _cut(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """The inputs, a packed row of sequences cut into microbatches."""
+        if not is_packed(inputs):
+            return inputs
+        inputs, engine = self._without_lengths(inputs), self._engine
+        wanted = engine.num_microbatches or DEFAULT_MICROBATCHES_PER_STAGE * engine.context.pipeline.num_stages
+        pieces = cut_packed(inputs, wanted, first_microbatch=engine.place.pipeline * wanted)
+        return {**inputs, **pieces}
+
+    def _without_lengths(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """The inputs without what only kernels of flash attention read: it would make another plan for each batch."""
+        if "flash" in str(getattr(self.model.config, "_attn_implementation", "")):
+            return inputs
+        return {name: value for name, value in inputs.items() if name not in LENGTHS}
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -187,6 +206,7 @@ class PipelineTrainerMixin:
             raise RuntimeError("over pipelines compute_loss is for evaluation only: training runs in training_step")
         if self.model_accepts_loss_kwargs and num_items_in_batch is not None:  # type: ignore[attr-defined]
             inputs = {**inputs, "num_items_in_batch": num_items_in_batch}
+        inputs = self._without_lengths(inputs)
         labels = inputs.get("labels")
         if self._has_own_loss and labels is not None:
             outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
