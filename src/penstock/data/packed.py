@@ -43,8 +43,8 @@ def cut_packed(inputs: Mapping[str, Any], num_microbatches: int, first_microbatc
     positions = inputs["position_ids"][0]
     starts = [*(positions == 0).nonzero().flatten().tolist(), len(positions)]
     edges = [0]
-    for piece in range(1, num_microbatches):
-        wanted = piece * len(positions) / num_microbatches
+    for number in range(1, num_microbatches):
+        wanted = number * len(positions) / num_microbatches
         edges.append(min((start for start in starts if start >= edges[-1]), key=lambda start: abs(start - wanted)))
     edges = sorted({*edges, len(positions)})
     pieces = []
