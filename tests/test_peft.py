@@ -198,6 +198,12 @@ def reload(folder: Path) -> None:
     assert any(not torch.equal(value, before[name]) for name, value in model.state_dict().items())
     model.load_ordinary(folder)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    optimizer = torch.optim.AdamW(model.parameters())
+    penstock.save_checkpoint(folder / "run", model=model, optimizer=optimizer)
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    penstock.load_checkpoint(folder / "run", model=model, optimizer=optimizer)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 def test_adapters_are_loaded_back(pool: Pool, tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ from penstock.checkpoint import (
 from penstock.checkpoint import save_checkpoint as save_to
 from penstock.checkpoint.comm import together
 from penstock.checkpoint.training_state import LOSS_SCALE
+from penstock.modeling.adapters import base_of
 from penstock.modeling.instrumentation import record_of
 from penstock.optimizer import PipelineOptimizer
 from penstock.pipeline_model import PipelineModel, checkpoint_comms, saving_rank
@@ -105,6 +106,7 @@ def save_checkpoint(
     """
     if keep_last is not None and keep_last < 1:
         raise ValueError(f"keep_last must be at least 1, got {keep_last}")
+    model = base_of(model)
     run = Participants(model)
     number = run.steps_begun if step is None else step
     if isinstance(number, bool) or not isinstance(number, int) or number < 0:
@@ -163,6 +165,7 @@ def load_checkpoint(
         CheckpointError: there is none that can be loaded; says why of each. Nothing has changed then.
         PipelineFailure: a rank was lost.
     """
+    model = base_of(model)
     run = Participants(model)
     if which != LATEST and (isinstance(which, bool) or not isinstance(which, int)):
         raise ValueError(f'which must be "latest" or the number of a step, got {which!r}')
@@ -184,6 +187,7 @@ def finish_saving(model: PreTrainedModel) -> None:
     Raises:
         CheckpointError: some rank could not write.
     """
+    model = base_of(model)
     run, saver = Participants(model), _saver_of(model)
     with run.saving():
         saver.finish(run.comms()[0])
@@ -194,7 +198,7 @@ def has_checkpoint(folder: PathLike, model: PreTrainedModel) -> bool:
 
     Checkpoints whose save did not come to its end do not count. Every rank calls it.
     """
-    run = Participants(model)
+    run = Participants(base_of(model))
     with run.loading():
         return bool(_candidates(os.path.abspath(folder), LATEST, run.comms()[0]))
 

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from penstock.checkpoint.adapters import load_adapters
 from penstock.modeling.adapters import is_adapter_layer
 from penstock.modeling.instrumentation import mix_in, original_class, record_of
-from penstock.modeling.placeholders.ghosts import is_ghost
+from penstock.modeling.placeholders.ghosts import is_ghost, shown_whole
 from penstock.pipeline_model import STAND_IN, PipelineModel, checkpoint_comms, stand_in_of
 from penstock.runtime.comm.rollcall import Call
 
@@ -81,6 +81,11 @@ class PipelinePeftModel(PipelineModel):
         """PEFT's `generate`, over stages: on every rank the result of the unsplit model."""
         _refuse_per_sample(kwargs)
         return super(PipelineModel, self).generate(*args, **kwargs)  # type: ignore[misc]  # the PeftModel's own
+
+    def set_adapter(self, adapter_name: str, inference_mode: bool = False) -> None:
+        """PEFT's `set_adapter`, also of layers that this rank may hold later. Every rank calls it."""
+        with shown_whole(self.base, themselves=True):
+            super(PipelineModel, self).set_adapter(adapter_name, inference_mode)  # type: ignore[misc]  # PEFT's
 
     def add_adapter(self, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         """Refused.

@@ -167,21 +167,26 @@ def stripped_tensors(module: nn.Module, kind: str = "parameter") -> Iterator[tup
 
 
 @contextmanager
-def shown_whole(model: nn.Module) -> Iterator[None]:
+def shown_whole(model: nn.Module, themselves: bool = False) -> Iterator[None]:
     """Inside, the parameters and buffers of ghosts are in the model again, as meta tensors.
 
     For code that asks for names and shapes only, such as that of `state_dict()`.
+
+    Args:
+        themselves: show the parameters themselves, which may be without storage, for code that sets `requires_grad`.
     """
     shown: list[tuple[dict[str, Any], str]] = []
     for child in model.modules():
         for name, absent in absent_of(child).items():
-            if absent.kind == "temporary" or absent.tensor is None or name in child._parameters:
+            tensor, registry = absent.tensor, cast(dict[str, Any], child._parameters)
+            if absent.kind == "temporary" or tensor is None or name in registry or name in child._buffers:
                 continue
-            registry: dict[str, Any] = child._parameters if absent.kind == "parameter" else child._buffers
-            if name not in registry:
-                tensor = vars(child)[name]
-                registry[name] = nn.Parameter(tensor, False) if absent.kind == "parameter" else tensor
-                shown.append((registry, name))
+            if absent.kind == "parameter":
+                registry[name] = tensor if themselves else nn.Parameter(vars(child)[name], False)
+            else:
+                registry = child._buffers
+                registry[name] = vars(child)[name]
+            shown.append((registry, name))
     try:
         yield
     finally:
