@@ -46,6 +46,8 @@ def test_defaults_are_the_documented_ones() -> None:
         "micro_batch_size": None,
         "num_microbatches": None,
         "schedule": "1f1b",
+        "stages": None,
+        "split_points": None,
         "patience": 10.0,
         "timeout": None,
         "trace": None,
@@ -58,7 +60,7 @@ def test_defaults_are_the_documented_ones() -> None:
 def test_every_key_arrives() -> None:
     values = {"enable": False, "pipeline_parallel_size": 3, "tensor_parallel_size": 1, "micro_batch_size": 2}
     values |= {"num_microbatches": None, "schedule": "gpipe", "patience": 2.5, "timeout": 60, "trace": "timeline.json"}
-    values |= {"trace_steps": (3, 5)}
+    values |= {"trace_steps": (3, 5), "stages": (("a", "b"), ("c",), ("d",)), "split_points": None}
     assert dataclasses.asdict(Configuration.from_any({"model_parallelism": values})) == values
 
 

@@ -197,8 +197,8 @@ assert optimizer.num_steps == 3 and os.path.exists("interrupted/config.json")
 """,
     ),
     Run(
-        "docs/tutorial.md",
-        ("A loss of your own",),
+        "docs/your_own_loss.md",
+        ("Distillation", "Weights of tokens"),
         2,
         before=IMPORTS
         + """
@@ -218,6 +218,67 @@ with torch.no_grad():
     loss = model(**inputs, criterion=WeightedTokens()).loss.item()
     expected = WeightedTokens()(reference(**batch), inputs).item()
 assert abs(loss - expected) < 1e-4 * expected, (loss, expected)
+""",
+    ),
+    Run(
+        "docs/your_own_loss.md",
+        ("With loaded weights, and with the plugin",),
+        2,
+        before=IMPORTS
+        + """
+batch, F, config = batch_of(8), torch.nn.functional, {"model_parallelism": {"pipeline_parallel_size": 2}}
+def distil(outputs, inputs):
+    student = F.log_softmax(outputs.logits, -1)
+    return outputs.loss + F.kl_div(student, inputs["teacher_logits"].softmax(-1), reduction="batchmean")
+reference = AutoModelForCausalLM.from_pretrained("gpt2")
+inputs = {**batch, "teacher_logits": reference(**batch).logits.detach().roll(1, 0)}
+expected = distil(reference(**batch), inputs).item()
+""",
+        after="""
+for parallel in (model, boosted):
+    for out in parallel(**inputs):
+        out.loss.backward()
+    assert abs(parallel.pipeline.last_step.global_loss - expected) < 1e-4
+""",
+    ),
+    Run(
+        "docs/torch_compile.md",
+        ("torch.compile",),
+        2,
+        before=IMPORTS
+        + """
+model, batch = whole(), batch_of(8)
+for block in model.transformer.h:  # without the time that inductor takes
+    block.compile = lambda block=block, **_: type(block).compile(block, backend="eager")
+""",
+        after="""
+assert all(block._compiled_call_impl is not None for block in model.transformer.h)
+assert abs(model.pipeline.last_step.loss - whole()(**batch).loss.item()) < 1e-5
+""",
+    ),
+    Run(
+        "docs/your_own_model.md",
+        ("A forward that returns the loss", "A criterion", "Where it is split", "Saving"),
+        2,
+        before=IMPORTS
+        + """
+import safetensors.torch
+from torch import nn
+from torch.nn import functional as F
+torch.manual_seed(0)
+tokens, targets = torch.randint(0, 400, (2, 8, 6))
+images, classes = torch.randn(8, 3, 9, 9), torch.randint(0, 10, (8,))
+""",
+        after="""
+assert len(gpt.pipeline.split.stages) == 2 and gpt.pipeline.split.stages[0] == ("embed", "blocks.0")
+fresh = GPT()
+fresh.load_state_dict(safetensors.torch.load_file("safe/model.safetensors"))
+gpt.eval(), fresh.eval()
+with torch.no_grad():
+    found, expected = gpt(tokens, targets), fresh(tokens, targets)
+assert torch.allclose(found[0], expected[0], atol=1e-5) and torch.allclose(found[1], expected[1])
+assert logits.shape == (8, 10) and torch.equal(logits, out.output) and logits.isfinite().all()
+assert torch.allclose(out.loss, F.cross_entropy(logits, classes))
 """,
     ),
     Run(

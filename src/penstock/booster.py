@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils import _pytree as pytree
-from transformers import PreTrainedModel
 
 from penstock.checkpoint import (
     TRAINING_VARIANT,
@@ -33,6 +32,8 @@ from penstock.data.loader import Batches, HeterogeneousDataLoader
 from penstock.elastic.events import Change
 from penstock.elastic.run import Call, ElasticRun
 from penstock.modeling.graph.loss import Criterion
+from penstock.modeling.instrumentation import record_of
+from penstock.modeling.stage.named_output import NamedOutput, without_graph
 from penstock.modeling.stage.outputs import merge_outputs
 from penstock.optimizer import PipelineOptimizer
 from penstock.pipeline_model import PipelineModel, checkpoint_comms, saving_rank
@@ -59,7 +60,7 @@ class Booster:
 
     def boost(
         self,
-        model: PreTrainedModel,
+        model: nn.Module,
         optimizer: Optimizer | None = None,
         criterion: Criterion | None = None,
         dataloader: HeterogeneousDataLoader | None = None,
@@ -106,7 +107,7 @@ class Booster:
     def execute_pipeline(
         self,
         data_iter: Iterator[Any],
-        model: PreTrainedModel,
+        model: Any,
         criterion: Criterion | None = None,
         optimizer: PipelineOptimizer | None = None,
         return_loss: bool = True,
@@ -120,7 +121,8 @@ class Booster:
             data_iter: gives this pipeline's shares of global batches, from a loader of `plugin.prepare_dataloader`.
             model: from `boost`.
             criterion: `criterion(outputs, inputs)` gives the mean loss of a microbatch, from the model's outputs and
-                the keyword arguments it was called with. None takes the loss in the model's outputs.
+                the keyword arguments it was called with. None takes that of `boost`, or else the loss in the model's
+                outputs.
             optimizer: from `boost`; may be left out.
             return_loss: whether to return the loss.
             return_outputs: whether to return the model's outputs.
@@ -159,7 +161,7 @@ class Booster:
     def _execute(
         self,
         data_iter: Iterator[Any],
-        model: PreTrainedModel,
+        model: Any,
         criterion: Criterion | None,
         optimizer: PipelineOptimizer | None,
         return_loss: bool,
@@ -173,6 +175,7 @@ class Booster:
                 "pipeline's: iterate over a loader made with plugin.prepare_dataloader(dataset, ...)"
             )
         batch = batch.to(pipeline.device)
+        criterion = record_of(pipeline.split.model).criterion if criterion is None else criterion
         outputs: Any = None
         if not torch.is_grad_enabled():
             loss, outputs = pipeline.evaluate_together(batch, criterion, share_outputs=return_outputs)
@@ -181,10 +184,12 @@ class Booster:
             for output in pipeline.train(batch, criterion):
                 self.backward(output.loss, optimizer)
                 if return_outputs and pipeline.holds_output:
-                    kept.append(_without_graph(output))
+                    kept.append(without_graph(output))
             outputs = merge_outputs(kept, microbatches_of(batch)[1]) if kept else None
             assert pipeline.last_step is not None
             loss = pipeline.last_step.global_loss
+        if isinstance(outputs, NamedOutput):
+            outputs = outputs.original()
         return {
             "loss": torch.tensor(loss, dtype=_loss_type(pipeline), device=pipeline.device) if return_loss else None,
             "outputs": outputs if return_outputs else None,
@@ -201,7 +206,7 @@ class Booster:
         return _checked(optimizer).clip_grad_by_norm(max_norm, norm_type, error_if_nonfinite)
 
     def no_sync(
-        self, model: PreTrainedModel, optimizer: PipelineOptimizer | None = None
+        self, model: Any, optimizer: PipelineOptimizer | None = None
     ) -> contextlib.AbstractContextManager[None]:
         """Inside, steps only accumulate gradients on each rank; the first step outside reduces them."""
         return _pipeline_of(model).no_sync()
@@ -210,7 +215,7 @@ class Booster:
 
     def save_model(
         self,
-        model: PreTrainedModel,
+        model: Any,
         checkpoint: PathLike,
         shard: bool = False,
         gather_dtensor: bool = True,
@@ -242,10 +247,11 @@ class Booster:
         model.save_parallelized(checkpoint, merge_checkpoints=True, safe_serialization=use_safetensors, **size)
         _pipeline_of(model).board.resume["model"] = f"booster.load_model(model, {os.fspath(checkpoint)!r})"
 
-    def load_model(self, model: PreTrainedModel, checkpoint: PathLike, strict: bool = True) -> PreTrainedModel:
+    def load_model(self, model: Any, checkpoint: PathLike, strict: bool = True) -> Any:
         """Load the weights of a folder from `save_model`, `save_parallelized` or transformers' `save_pretrained`.
 
-        Every rank reads its own part only. The pipelines may be others than when it was saved.
+        Every rank reads its own part only. The pipelines may be others than when it was saved. A merged folder of a
+        module that is no model of transformers is loaded before `boost`, with `load_state_dict`.
 
         Args:
             strict: refuse an ordinary folder that lacks weights of the model, or has others.
@@ -338,7 +344,3 @@ def _checked(optimizer: Any) -> PipelineOptimizer:
 
 def _loss_type(pipeline: Engine) -> torch.dtype:
     return torch.float64 if pipeline.split.dtype == torch.float64 else torch.float32
-
-
-def _without_graph(output: Any) -> Any:
-    return pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, output)

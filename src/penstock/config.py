@@ -38,6 +38,9 @@ class Configuration:
             4 for each stage. At most one of the two may be given.
         schedule: a name that `penstock.schedule.build` knows, or a schedule of your own: the path of a .csv file, or a
             list of rows, one for each rank, such as "0F0,0B0"; see `penstock.schedule.text`.
+        stages: for each stage the names of its units, or None to balance them by cost. A module that holds several
+            units stands for all of them.
+        split_points: instead of `stages`: the units with which the second, the third, ... stage begins.
         patience: seconds that a rank waits for others before it logs what it waits for and where the others are, and
             ends the run if they have made different calls, so that the wait can never end.
         timeout: seconds that a transfer between ranks may take before it is an error on every rank; None for that of
@@ -57,6 +60,8 @@ class Configuration:
     micro_batch_size: int | None = None
     num_microbatches: int | None = None
     schedule: str | Sequence[str] = DEFAULT_SCHEDULE
+    stages: Sequence[Sequence[str]] | None = None
+    split_points: Sequence[str] | None = None
     patience: float = 10.0
     timeout: float | None = None
     trace: str | None = None
@@ -87,6 +92,7 @@ class Configuration:
             names = ", ".join(f'"{name}"' for name in schedule_names())
             hint = _did_you_mean(self.schedule, schedule_names())
             raise _wrong("schedule", self.schedule, f"one of {names}, a .csv file or rows", hint)
+        self._check_stages()
         if self.trace is not None and not (isinstance(self.trace, str) and self.trace.endswith((".svg", ".json"))):
             raise _wrong("trace", self.trace, "the path of an .svg or .json file, or null")
         if self.trace_steps is not None:
@@ -96,6 +102,23 @@ class Configuration:
                 raise ConfigurationError(f"{SECTION}.trace_steps needs {SECTION}.trace, the file for the timeline")
             first, last = self.trace_steps
             object.__setattr__(self, "trace_steps", (int(first), int(last)))
+
+    def _check_stages(self) -> None:
+        if self.stages is not None:
+            if not (_is_list(self.stages) and all(_is_list(stage) and _are_names(stage) for stage in self.stages)):
+                raise _wrong("stages", self.stages, "a list with a list of names for each stage, none of them empty")
+            object.__setattr__(self, "stages", tuple(map(tuple, self.stages)))
+        if self.split_points is not None:
+            if not (_is_list(self.split_points) and _are_names(self.split_points)):
+                raise _wrong("split_points", self.split_points, "a list of names, not empty")
+            object.__setattr__(self, "split_points", tuple(self.split_points))
+        if self.stages is not None and self.split_points is not None:
+            raise ConfigurationError(f"{SECTION}.stages and {SECTION}.split_points say the same thing: give only one")
+        if self.pipeline_parallel_size == "auto" and (self.stages or self.split_points):
+            key = "stages" if self.stages else "split_points"
+            raise ConfigurationError(
+                f'{SECTION}.{key} needs a number of stages, but {SECTION}.pipeline_parallel_size is "auto"'
+            )
 
     @property
     def time_limit(self) -> datetime.timedelta | None:
@@ -154,6 +177,14 @@ def _is_range(value: object) -> bool:
         return False
     whole = all(isinstance(step, Integral) and not isinstance(step, bool) for step in value)
     return whole and 0 <= value[0] <= value[1]
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, list | tuple) and len(value) > 0
+
+
+def _are_names(value: Sequence[object]) -> bool:
+    return len(value) > 0 and all(isinstance(name, str) for name in value)
 
 
 def _is_own_schedule(schedule: object) -> bool:

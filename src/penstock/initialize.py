@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from penstock.config import SECTION, Configuration, ConfigurationError
@@ -20,9 +21,10 @@ from penstock.modeling.tensor_parallel import TensorParallel
 from penstock.modeling.weights.initialise import init_stage, meta_model, resolve_model_class
 from penstock.modeling.weights.load import forget_ties, load_config, load_stage
 from penstock.modeling.weights.names import alias_groups
-from penstock.pipeline_model import PipelineModel, attach
+from penstock.pipeline_model import USED_NAMES, PipelineModel, attach
 from penstock.planning.announce import announce
 from penstock.planning.auto import auto_pipeline_size
+from penstock.planning.chosen import chosen_stages, split_stages
 from penstock.planning.layout import Layout
 from penstock.planning.partition import partition
 from penstock.runtime.comm.devices import device_memory
@@ -31,12 +33,22 @@ from penstock.runtime.engine import DEFAULT_MICROBATCHES_PER_STAGE, parallelize
 from penstock.runtime.failures.board import FailureBoard
 from penstock.schedule import Schedule
 from penstock.schedule.text import own_or_named, summary, written_schedule
+from penstock.whole_model import check_whole_model, remember_example_inputs
 
 T = TypeVar("T")
+Model = TypeVar("Model", bound=nn.Module)
 ConfigLike = Configuration | Mapping[str, Any] | str | os.PathLike[str]
 
 
-def initialize(model: PreTrainedModel, config: ConfigLike, criterion: Criterion | None = None) -> PreTrainedModel:
+def initialize(
+    model: Model,
+    config: ConfigLike,
+    criterion: Criterion | None = None,
+    *,
+    stages: Sequence[Sequence[str]] | None = None,
+    split_points: Sequence[str] | None = None,
+    example_inputs: Any = None,
+) -> Model:
     """Spread `model` over the stages of a pipeline, and over replicas where there are more ranks than stages.
 
     The model is shrunk in place: it stays the same object of the same class, keeps the parameters of this rank's stage
@@ -44,11 +56,15 @@ def initialize(model: PreTrainedModel, config: ConfigLike, criterion: Criterion 
     calls this with an equal model. torch.distributed is initialised from the environment unless it is already.
 
     Args:
-        model: a whole transformers model, or a PeftModel of one, on any device; it is moved to this rank's.
+        model: a whole model of transformers, a PeftModel of one, or any other `nn.Module`, on any device; it is moved
+            to this rank's.
         config: see `penstock.config.Configuration`, or the path of a JSON file.
         criterion: `criterion(outputs, inputs)` gives the mean loss of a microbatch, from the model's outputs and the
             keyword arguments it was called with, some of which may be for the criterion alone. With an attribute
             `reduction` that is "sum" it gives a sum. By default the loss is the model's own.
+        stages, split_points: which units each stage has, see `Configuration`; the same as in the configuration.
+        example_inputs: arguments of a forward, by name or by position, for a model whose inputs cannot be guessed.
+            Their values do not matter.
 
     Returns:
         `model`, which is then also a `penstock.PipelineModel`; untouched if the configuration says `enable: false`.
@@ -56,29 +72,39 @@ def initialize(model: PreTrainedModel, config: ConfigLike, criterion: Criterion 
     Raises:
         ConfigurationError: the configuration is wrong, or asks for sizes that this world or this model do not have.
         NotImplementedError: the model cannot be split; says why.
-        TypeError: `model` is no transformers model.
-        ValueError: it is parallelised already, with another configuration.
+        TypeError: `model` is no module, or one that wraps another (torch.compile, DistributedDataParallel).
+        ValueError: it is parallelised already, with another configuration, or compiled as a whole.
     """
-    configuration = Configuration.from_any(config)
+    configuration = read_configuration(config, stages, split_points)
     if not configuration.enable:
         return model
-    if is_peft_model(model):
+    known: Any = model
+    if is_peft_model(known):
         from penstock.integrations.peft import initialize_peft
 
-        initialize_peft(model, lambda base: initialize(base, configuration, criterion))
+        initialize_peft(known, lambda base: initialize(base, configuration, criterion, example_inputs=example_inputs))
         return model
-    if not isinstance(model, PreTrainedModel):
-        raise TypeError(f"initialize() takes a transformers PreTrainedModel, got {type(model).__name__}")
-    if isinstance(model, PipelineModel):
-        if model.configuration == configuration:
+    if isinstance(known, PipelineModel):
+        if known.configuration == configuration:
             return model
         raise ValueError("this model is parallelised already, with another configuration: initialize() takes it once")
+    check_whole_model(model, "initialize()", USED_NAMES)
+    if example_inputs is not None:
+        remember_example_inputs(model, example_inputs)
     with forming(configuration.time_limit) as board:
         return distribute(model, choose_layout(model, configuration, board), configuration, board, criterion)
 
 
 def from_pretrained(
-    path_or_name: str, *, config: ConfigLike, model_class: type | None = None, **kwargs: Any
+    path_or_name: str,
+    *,
+    config: ConfigLike,
+    model_class: type | None = None,
+    criterion: Criterion | None = None,
+    stages: Sequence[Sequence[str]] | None = None,
+    split_points: Sequence[str] | None = None,
+    example_inputs: Any = None,
+    **kwargs: Any,
 ) -> PreTrainedModel:
     """Load a model straight into its stages: each rank reads and holds only its own stage's weights.
 
@@ -87,17 +113,20 @@ def from_pretrained(
         config: see `initialize`.
         model_class: a model class or an auto class such as `AutoModelForCausalLM`; by default the class that wrote the
             checkpoint.
+        criterion, stages, split_points, example_inputs: see `initialize`.
         kwargs: as for `from_pretrained` (`dtype`, `revision`, `attn_implementation`, ...).
 
     Raises:
         what `initialize` and `from_pretrained` raise; ValueError for an argument that cannot be combined with stages.
     """
-    configuration = Configuration.from_any(config)
+    configuration = read_configuration(config, stages, split_points)
     kind = resolve_model_class(load_config(path_or_name, **kwargs), model_class)
     if not configuration.enable:
         return kind.from_pretrained(path_or_name, **kwargs)
     with forming(configuration.time_limit) as board:
         skeleton = meta_model(kind, load_config(path_or_name, **kwargs))
+        if example_inputs is not None:
+            remember_example_inputs(skeleton, example_inputs)
         layout = choose_layout(skeleton, configuration, board)
         cut = _cut(skeleton, layout)
         (model, _), untied = _on_every_rank(
@@ -106,7 +135,7 @@ def from_pretrained(
             lambda loaded: loaded[1].untied,
         )
         forget_ties(model, set().union(*untied))
-        return distribute(model, layout, configuration, board)
+        return distribute(model, layout, configuration, board, criterion)
 
 
 def from_config(
@@ -115,6 +144,10 @@ def from_config(
     config: ConfigLike,
     model_class: type | None = None,
     seed: int | None = None,
+    criterion: Criterion | None = None,
+    stages: Sequence[Sequence[str]] | None = None,
+    split_points: Sequence[str] | None = None,
+    example_inputs: Any = None,
     **kwargs: Any,
 ) -> PreTrainedModel:
     """Initialise a model at random straight into its stages: each rank makes only its own stage's weights.
@@ -126,12 +159,13 @@ def from_config(
         config: see `initialize`.
         model_class: a model class or an auto class; by default the first of `model_config.architectures`.
         seed: all ranks must use the same; None continues torch's generator, which must then stand alike on all ranks.
+        criterion, stages, split_points, example_inputs: see `initialize`.
         kwargs: as for an auto class's `from_config` (`dtype`, `attn_implementation`).
 
     Raises:
         what `initialize` raises; NotImplementedError for a model whose weights cannot be made in parts.
     """
-    configuration = Configuration.from_any(config)
+    configuration = read_configuration(config, stages, split_points)
     kind = resolve_model_class(model_config, model_class)
     if not configuration.enable:
         if seed is not None:
@@ -139,14 +173,34 @@ def from_config(
         return kind._from_config(model_config, **kwargs)
     with forming(configuration.time_limit) as board:
         skeleton = meta_model(kind, model_config, **kwargs)
+        if example_inputs is not None:
+            remember_example_inputs(skeleton, example_inputs)
         layout = choose_layout(skeleton, configuration, board)
         cut = _cut(skeleton, layout)
         model, _ = _on_every_rank(board, lambda: init_stage(kind, model_config, *_local(layout), seed, cut, **kwargs))
-        return distribute(model, layout, configuration, board)
+        return distribute(model, layout, configuration, board, criterion)
 
 
-def choose_layout(model: PreTrainedModel, configuration: Configuration, board: FailureBoard) -> Layout:
-    """Equal pipelines, each with the model's units balanced over its stages by cost. All ranks call this together.
+def read_configuration(
+    config: ConfigLike, stages: Sequence[Sequence[str]] | None = None, split_points: Sequence[str] | None = None
+) -> Configuration:
+    """The configuration, with stages that were given beside it.
+
+    Raises:
+        ConfigurationError: it is wrong, or has other stages.
+    """
+    configuration = Configuration.from_any(config)
+    choices: dict[str, Any] = {"stages": stages, "split_points": split_points}
+    given = {name: value for name, value in choices.items() if value is not None}
+    for name in given:
+        if getattr(configuration, name) is not None:
+            raise ConfigurationError(f"{name} is given as an argument and as {SECTION}.{name}: give it once")
+    return replace(configuration, **given) if given else configuration
+
+
+def choose_layout(model: nn.Module, configuration: Configuration, board: FailureBoard) -> Layout:
+    """Equal pipelines, each with the model's units balanced over its stages by cost, unless the configuration has the
+    stages. All ranks call this together.
 
     Raises:
         ConfigurationError: the configuration does not fit the world or the model.
@@ -162,6 +216,10 @@ def choose_layout(model: PreTrainedModel, configuration: Configuration, board: F
     stages, stage_to_rank, num_pipelines = plan_stages(configuration, units, costs)
     size = configuration.tensor_parallel_size
     if size > 1:
+        if not isinstance(model, PreTrainedModel):
+            raise ConfigurationError(
+                f"{SECTION}.tensor_parallel_size needs a model of transformers, and {type(model).__name__} is none"
+            )
         try:
             TensorParallel(model, 0, size, alias_groups(model))
         except ValueError as error:
@@ -181,7 +239,7 @@ def _microbatches_in_words(configuration: Configuration, written: Schedule | Non
     return f"{configuration.num_microbatches or number} microbatches in a batch"
 
 
-def _with_size(model: PreTrainedModel, configuration: Configuration, board: FailureBoard) -> Configuration:
+def _with_size(model: nn.Module, configuration: Configuration, board: FailureBoard) -> Configuration:
     """The configuration with the planner's number of stages where "auto" asks for it; alike on all ranks."""
     if configuration.pipeline_parallel_size != "auto":
         return configuration
@@ -232,7 +290,7 @@ def _on_every_rank(
     return made[0], [shared for _, shared in told]
 
 
-def _cut(model: PreTrainedModel, layout: Layout) -> TensorParallel | None:
+def _cut(model: nn.Module, layout: Layout) -> TensorParallel | None:
     """How a whole model's weights are cut for this rank; None if they are not."""
     size = layout.tensor_parallel_size
     place = layout.place_of(dist.get_rank())
@@ -276,6 +334,21 @@ def plan_stages(
             f"{key} is {num_ranks} with {per_rank} stage(s) per rank under schedule {configuration.schedule!r}, but "
             f"the model has only {len(units)} units to place: ask for at most {len(units) // per_rank}"
         )
+    chosen = "stages" if configuration.stages is not None else "split_points"
+    if getattr(configuration, chosen) is not None:
+        try:
+            if configuration.stages is not None:
+                stages = chosen_stages(units, configuration.stages)
+            else:
+                stages = split_stages(units, configuration.split_points or ())
+        except ValueError as error:
+            raise ConfigurationError(f"{SECTION}.{error}") from error
+        if len(stages) != len(stage_to_rank):
+            raise ConfigurationError(
+                f"{SECTION}.{chosen} makes {len(stages)} stages, but {key} {num_ranks} under schedule "
+                f"{configuration.schedule!r} has {len(stage_to_rank)}"
+            )
+        return stages, stage_to_rank, world_size // num_ranks
     sizes, stages, start = partition(costs, [1.0] * len(stage_to_rank)).sizes, [], 0
     for size in sizes:
         stages.append(list(units[start : start + size]))
@@ -284,12 +357,12 @@ def plan_stages(
 
 
 def distribute(
-    model: PreTrainedModel,
+    model: Model,
     layout: Layout,
     configuration: Configuration,
     board: FailureBoard,
     criterion: Criterion | None = None,
-) -> PreTrainedModel:
+) -> Model:
     """Form the engine of `model` and attach it."""
     num_microbatches = configuration.num_microbatches
     own = written_schedule(configuration.schedule)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
+import copy
 import math
 import os
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -30,11 +31,16 @@ from penstock.checkpoint.tensors import whole_shape, whole_state
 from penstock.config import Configuration
 from penstock.data.loader import prepare_dataloader
 from penstock.generation import generate
+from penstock.modeling.graph.dummy_inputs import arguments_by_name
 from penstock.modeling.graph.loss import Criterion
 from penstock.modeling.instrumentation import known_of, mix_in, original_class, record_of
 from penstock.modeling.placeholders.ghosts import absent_parameters
+from penstock.modeling.stage.named_output import NamedOutput
 from penstock.runtime.comm.rollcall import Call
 from penstock.runtime.engine import Engine
+from penstock.runtime.gradients.weight_gradients import uninstall
+
+Model = TypeVar("Model", bound=torch.nn.Module)
 
 
 class PipelineModel:
@@ -43,7 +49,7 @@ class PipelineModel:
     Calling the model with gradients enabled starts a training step and returns an iterator over microbatches; calling
     it with gradients disabled returns one ordinary output for the whole batch.
 
-    `parameters()`, `state_dict()` and `num_parameters()` are of this rank's stages; `save_pretrained` and
+    `parameters()`, `state_dict()` and transformers' `num_parameters()` are of this rank's stages; `save_pretrained` and
     `num_parameters(whole=True)` are of the whole model.
 
     Optimizers take no empty list of parameters. On a rank that has nothing to train while others have, `parameters()`
@@ -52,8 +58,18 @@ class PipelineModel:
 
     @property
     def pipeline(self) -> Engine:
-        """What runs the model."""
-        engine: Engine = record_of(cast(torch.nn.Module, self)).engine
+        """What runs the model. That of a copy is formed when it is first asked for, by all ranks together."""
+        record = record_of(cast(torch.nn.Module, self))
+        if record.engine is None:
+            record.engine = record.copied_from.for_copy(self)
+        engine: Engine = record.engine
+        return engine
+
+    @property
+    def _known_engine(self) -> Engine:
+        """What runs the model, or the one it is a copy of: the same layout."""
+        record = record_of(cast(torch.nn.Module, self))
+        engine: Engine = record.engine or record.copied_from
         return engine
 
     @property
@@ -71,15 +87,17 @@ class PipelineModel:
         With gradients enabled: an iterator that yields one output per microbatch. Call `backward()` on each one's
         `loss` before taking the next. Each loss is the microbatch's share of the global batch's loss, so that the
         losses sum to the unsplit model's; it is known on every rank. The other fields (logits, ...) are on the last
-        stage only.
+        stage only. Where the forward returns a tensor or a tuple, that is the field `output`.
 
-        With gradients disabled: the model's own output for the whole batch, on every rank. Inside generate(): one step
-        of it.
+        With gradients disabled: the model's own output for the whole batch, on every rank; of a module that returns no
+        `ModelOutput`, and with a criterion, one with the fields above. Inside generate(): one step of it.
 
         Raises:
             ValueError: an empty batch, no tensors, too few samples, no labels in training, or a criterion that fails.
             PipelineFailure: a rank of the job was lost or failed; names the rank and its cause.
         """
+        if torch.compiler.is_dynamo_compiling():
+            refuse_compilation(type(self).__name__)
         if self.pipeline.decoding.running:
             return self.pipeline.decoding.forward(self._bind(args, kwargs))
         criterion = record_of(cast(torch.nn.Module, self)).criterion
@@ -88,7 +106,9 @@ class PipelineModel:
         inputs = self._bind(args, kwargs)
         if torch.is_grad_enabled():
             return self.pipeline.train(inputs, criterion)
-        return self.pipeline.evaluate(inputs, criterion)
+        output = self.pipeline.evaluate(inputs, criterion)
+        # With a criterion, the fields of what has no place for a loss; otherwise what the model returns.
+        return output.original() if criterion is None and isinstance(output, NamedOutput) else output
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -103,19 +123,15 @@ class PipelineModel:
         if not trainable and recurse and remove_duplicate and (stand_in := stand_in_of(self)) is not None:
             yield f"{prefix}{'.' if prefix else ''}{STAND_IN}", stand_in
 
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """transformers' `generate`, over stages: on every rank the result of the unsplit model."""
-        return generate(self, super().generate, *args, **kwargs)  # type: ignore[misc]  # the model class's own
-
     @property
     def data_parallel_rank(self) -> int:
         """The index of this rank's pipeline among the pipelines, which each take their own batches."""
-        return self.pipeline.place.pipeline
+        return self._known_engine.place.pipeline
 
     @property
     def data_parallel_size(self) -> int:
         """The number of pipelines."""
-        return len(self.pipeline.layout.pipelines)
+        return len(self._known_engine.layout.pipelines)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Inside, steps only accumulate gradients on this rank; the first step outside reduces them."""
@@ -152,7 +168,7 @@ class PipelineModel:
         world, ranks = checkpoint_comms(pipeline)
         with pipeline.saving():
             save_parallelized(
-                cast(PreTrainedModel, self),
+                cast(torch.nn.Module, self),
                 save_directory,
                 place=saving_rank(pipeline),
                 world_comm=world,
@@ -166,10 +182,11 @@ class PipelineModel:
     def save_pretrained(
         self, save_directory: str | os.PathLike[str], is_main_process: bool = True, **kwargs: Any
     ) -> None:
-        """transformers' `save_pretrained`: one ordinary checkpoint of the whole model. Every rank calls it.
+        """One ordinary checkpoint of the whole model. Every rank calls it.
 
-        Takes the same arguments; `safe_serialization=False` writes `.bin` files. `is_main_process` has no effect, as
-        each rank writes what it holds. See `save_parallelized`.
+        It is what transformers' `save_pretrained` writes, whose arguments it takes; `safe_serialization=False` writes
+        `.bin` files. `is_main_process` has no effect, as each rank writes what it holds. Of a module that is no model
+        of transformers it is the file of weights, whose content `load_state_dict` takes. See `save_parallelized`.
 
         Raises:
             ValueError: `push_to_hub` or `distributed_checkpoint` is asked for.
@@ -222,37 +239,9 @@ class PipelineModel:
             "every rank, and then huggingface_hub.upload_folder(repo_id=..., folder_path=folder) on one"
         )
 
-    def num_parameters(
-        self, only_trainable: bool = False, exclude_embeddings: bool = False, *, whole: bool = False
-    ) -> int:
-        """transformers' `num_parameters`, of this rank's stages, or with `whole` of the unsplit model.
-
-        Only with `whole` and `only_trainable` every rank must call it, as no rank knows what others have frozen.
-        """
-        if not whole:
-            number: int = super().num_parameters(only_trainable, exclude_embeddings)  # type: ignore[misc]  # the model's
-            return number
-        pipeline, model = self.pipeline, cast(PreTrainedModel, self)
-        embeddings = {
-            f"{name}.weight" for name, child in model.named_modules() if isinstance(child, torch.nn.Embedding)
-        }
-        left_out = embeddings if exclude_embeddings else set()
-        if only_trainable:
-            index = pipeline.place.tensor_parallel_rank
-            own = sum(
-                one.parameter.numel()
-                for one in pipeline.held
-                if one.parameter.requires_grad and one.name not in left_out and one.counted_by(pipeline.rank, index)
-            )
-            with pipeline.together(Call.COUNT, [own]) as said:
-                return sum(facts[0] for facts in said.values())
-        state = whole_state(model)
-        counted = [names[0] for names in pipeline.split.aliases if names[0] not in left_out]
-        return sum(math.prod(whole_shape(model, name, state[name])) for name in counted)
-
     def extra_repr(self) -> str:
         """Which part of the model this rank holds."""
-        pipeline, said = self.pipeline, super().extra_repr()  # type: ignore[misc]  # the model class's own
+        pipeline, said = self._known_engine, super().extra_repr()  # type: ignore[misc]  # the model class's own
         stages = pipeline.context.stages
         held = [unit for stage in stages for unit in pipeline.split.stages[stage]]
         numbers = ", ".join(map(str, stages))
@@ -288,18 +277,121 @@ class PipelineModel:
         returns it. `variant` is the one it was saved with."""
         comm, _ = checkpoint_comms(self.pipeline)
         with self.pipeline.together(Call.LOAD):
-            from_parallelized(cast(PreTrainedModel, self), directory, world_comm=comm, variant=variant)
+            from_parallelized(cast(torch.nn.Module, self), directory, world_comm=comm, variant=variant)
         return self
 
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the blocks of this rank's stages, each by itself, with `torch.compile`, whose arguments these are.
+
+        The model as a whole is not one graph: between its blocks it communicates. Blocks are the units of a class that
+        occurs several times in the model; if none does, all units.
+        """
+        split = self.pipeline.split
+        units = {unit: self.get_submodule(unit) for stage in split.stages for unit in stage}  # type: ignore[attr-defined]  # a module
+        occurs = Counter(type(module) for module in units.values())
+        mine = [units[unit] for stage in split.local_stages for unit in split.stages[stage]]
+        several = any(number > 1 for number in occurs.values())
+        for module in mine:
+            if occurs[type(module)] > 1 or not several:
+                module.compile(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PipelineModel:
+        """A copy of this rank's stages, which can be called and saved as the model can, such as for a moving average.
+
+        No communication: it forms its own process groups when it is first used, on all ranks together.
+        """
+        mine: Any = self
+        record, kind = record_of(mine), type(self)
+        own: Any = original_class(kind)
+        made: Any = own.__new__(own)
+        memo[id(self)] = made
+        state = {name: value for name, value in vars(mine).items() if name != "_compiled_call_impl"}
+        made.__setstate__(copy.deepcopy(state, memo))
+        uninstall(made)
+        made.__class__ = kind
+        copied = record_of(made)
+        copied.configuration, copied.criterion = record.configuration, record.criterion
+        copied.copied_from = record.engine or record.copied_from
+        return cast(PipelineModel, made)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refused: what runs the model cannot be put into a file."""
+        raise TypeError(
+            f"a parallelised {type(self).__name__} cannot be pickled, as process groups belong to it: save it with "
+            "save_pretrained() or save_parallelized(), or its state_dict()"
+        )
+
     def _bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Positional arguments under the names of the model's own forward; a mapping alone is taken as its
-        arguments."""
+        """The arguments by the names of the model's own forward; a mapping alone is taken as its arguments."""
         if not args:
             return dict(kwargs)
         if len(args) == 1 and isinstance(args[0], Mapping):
             return {**args[0], **kwargs}
-        names = list(inspect.signature(self.forward).parameters)  # type: ignore[attr-defined]  # the model's own
-        return {**dict(zip(names, args, strict=False)), **kwargs}
+        return arguments_by_name(cast(torch.nn.Module, self), args, kwargs)
+
+
+# What a module of the user's own may not have as an attribute.
+USED_NAMES = frozenset(name for name in vars(PipelineModel) if not name.startswith("_")) - {"extra_repr"}
+
+
+class PipelinePreTrainedModel(PipelineModel):
+    """A `PipelineModel` that is a model of transformers."""
+
+    def resize_token_embeddings(self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Refused, unless nothing changes: embedding and head are on different stages.
+
+        Raises:
+            NotImplementedError: says what to do; nothing has changed.
+        """
+        embeddings: Any = self.get_input_embeddings()  # type: ignore[attr-defined]  # the model's
+        number = self.config.get_text_config().vocab_size  # type: ignore[attr-defined]  # the model's
+        if new_num_tokens not in (None, number) or kwargs.get("pad_to_multiple_of") or args:
+            raise NotImplementedError(
+                f"resize_token_embeddings({new_num_tokens}) of a parallelised model with {number} tokens: its "
+                "embedding and its head are on different stages. Resize the whole model before initialize()"
+            )
+        return embeddings
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """transformers' `generate`, over stages: on every rank the result of the unsplit model."""
+        return generate(self, super().generate, *args, **kwargs)  # type: ignore[misc]  # the model class's own
+
+    def num_parameters(
+        self, only_trainable: bool = False, exclude_embeddings: bool = False, *, whole: bool = False
+    ) -> int:
+        """transformers' `num_parameters`, of this rank's stages, or with `whole` of the unsplit model.
+
+        Only with `whole` and `only_trainable` every rank must call it, as no rank knows what others have frozen.
+        """
+        if not whole:
+            number: int = super().num_parameters(only_trainable, exclude_embeddings)  # type: ignore[misc]  # the model's
+            return number
+        pipeline, model = self.pipeline, cast(torch.nn.Module, self)
+        embeddings = {
+            f"{name}.weight" for name, child in model.named_modules() if isinstance(child, torch.nn.Embedding)
+        }
+        left_out = embeddings if exclude_embeddings else set()
+        if only_trainable:
+            index = pipeline.place.tensor_parallel_rank
+            own = sum(
+                one.parameter.numel()
+                for one in pipeline.held
+                if one.parameter.requires_grad and one.name not in left_out and one.counted_by(pipeline.rank, index)
+            )
+            with pipeline.together(Call.COUNT, [own]) as said:
+                return sum(facts[0] for facts in said.values())
+        state = whole_state(model)
+        counted = [names[0] for names in pipeline.split.aliases if names[0] not in left_out]
+        return sum(math.prod(whole_shape(model, name, state[name])) for name in counted)
+
+
+@torch.compiler.disable(reason="a parallelised model communicates: call model.compile(), which compiles its blocks")
+def refuse_compilation(name: str) -> None:
+    """Raise for `torch.compile(model)`, whose graph would have the communication in it."""
+    raise RuntimeError(
+        f"torch.compile() of a parallelised {name}: it communicates between its blocks, so it is not one graph. Call "
+        "model.compile(), which takes the same arguments and compiles the blocks of this rank's stages"
+    )
 
 
 STAND_IN = "nothing_to_train_on_this_rank"
@@ -337,21 +429,21 @@ def saving_rank(pipeline: Engine) -> SavingRank:
 
 
 def attach(
-    model: PreTrainedModel,
+    model: Model,
     pipeline: Engine,
     configuration: Configuration | None = None,
     criterion: Criterion | None = None,
-) -> PreTrainedModel:
+) -> Model:
     """Make `model` a PipelineModel driven by `pipeline`: the same object, its class a subclass with the same name."""
     if pipeline.rank == 0:
         _warn_of_batch_statistics(model)
-    mix_in(model, PipelineModel)
+    mix_in(model, PipelinePreTrainedModel if isinstance(model, PreTrainedModel) else PipelineModel)
     record = record_of(model)
     record.engine, record.configuration, record.criterion = pipeline, configuration, criterion
     return model
 
 
-def _warn_of_batch_statistics(model: PreTrainedModel) -> None:
+def _warn_of_batch_statistics(model: torch.nn.Module) -> None:
     normalising = [
         name for name, module in model.named_modules() if isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
     ]
@@ -364,7 +456,6 @@ def _warn_of_batch_statistics(model: PreTrainedModel) -> None:
         )
 
 
-def own_class(model: PreTrainedModel) -> type[PreTrainedModel]:
+def own_class(model: torch.nn.Module) -> type:
     """The class a parallelised model had before."""
-    own: type[PreTrainedModel] = original_class(type(model))
-    return own
+    return original_class(type(model))

@@ -11,6 +11,7 @@ from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel
@@ -23,7 +24,7 @@ from penstock.elastic.settings import Elastic
 from penstock.modeling.adapters import base_of, is_peft_model
 from penstock.modeling.graph.loss import Criterion
 from penstock.optimizer import PipelineOptimizer
-from penstock.pipeline_model import PipelineModel, attach
+from penstock.pipeline_model import USED_NAMES, PipelineModel, attach
 from penstock.planning.announce import announce
 from penstock.planning.auto import auto_pipelines
 from penstock.planning.describe import LayoutDescription, describe_layout
@@ -47,6 +48,7 @@ from penstock.runtime.failures.board import PATIENCE_SECONDS, FailureBoard
 from penstock.runtime.gradients.precision import LossScale
 from penstock.schedule import DEFAULT_SCHEDULE, Schedule, check_trains
 from penstock.schedule.text import summary
+from penstock.whole_model import check_whole_model
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -142,7 +144,7 @@ class HeterogeneousParallelPlugin:
         self._schedules: tuple[Schedule, ...] = ()
         self._layout: Layout | None = None
         self._description: LayoutDescription | None = None
-        self._model: PreTrainedModel | None = None
+        self._model: nn.Module | None = None
 
     def _check_elastic(self, elastic: Elastic | None, global_batch_size: int | None) -> None:
         if elastic is None:
@@ -167,7 +169,7 @@ class HeterogeneousParallelPlugin:
         self,
         pipelines: list[PipelineTemplate] | Literal["auto"],
         num_microbatches: Microbatches | int,
-        model: PreTrainedModel | None = None,
+        model: nn.Module | None = None,
         memory: float | None = None,
         profile: str | os.PathLike[str] | None = None,
         copies: int = 1,
@@ -224,7 +226,7 @@ class HeterogeneousParallelPlugin:
         self,
         pipelines: str,
         num_microbatches: Any,
-        model: PreTrainedModel | None,
+        model: nn.Module | None,
         memory: float | None,
         profile: str | os.PathLike[str] | None,
         copies: int,
@@ -275,9 +277,7 @@ class HeterogeneousParallelPlugin:
         """The index of this rank's pipeline. Raises RuntimeError before `set_pipelines`."""
         return self.layout.place_of(rank_and_world_size()[0]).pipeline
 
-    def describe(
-        self, model: PreTrainedModel | None = None, plot: str | os.PathLike[str] | None = None
-    ) -> LayoutDescription:
+    def describe(self, model: nn.Module | None = None, plot: str | os.PathLike[str] | None = None) -> LayoutDescription:
         """Print the pipelines as a table, on the first rank, and return what it shows.
 
         Args:
@@ -344,13 +344,19 @@ class HeterogeneousParallelPlugin:
 
     def configure(
         self,
-        model: PreTrainedModel,
+        model: Any,
         optimizer: Optimizer | None = None,
         criterion: Criterion | None = None,
         dataloader: HeterogeneousDataLoader | None = None,
         lr_scheduler: LRScheduler | None = None,
     ) -> Configured:
         """Parallelise a model in place, and make what goes with it fit. Every rank calls this with an equal model.
+
+        Args:
+            model: a model of transformers, or any other `nn.Module`. Where its inputs cannot be guessed, its attribute
+                `dummy_inputs` has some, by name.
+            criterion: gives the loss in place of the model's own, see `Booster.execute_pipeline`; that of
+                `model(**batch)` and of `execute_pipeline` unless the call has another.
 
         Returns:
             The same model, now also a `penstock.PipelineModel`; the optimizer, wrapped; the others as they were.
@@ -360,8 +366,8 @@ class HeterogeneousParallelPlugin:
             ValueError: the templates do not cover the model, or it is parallelised already; see
                 `PipelineTemplate.validate`. No process group has been made then. Or the ranks were given different
                 models, pipelines or settings.
-            NotImplementedError: the model cannot be split. TypeError: `model` is no transformers model, or
-                `dataloader` was not prepared by this plugin.
+            NotImplementedError: the model cannot be split. TypeError: `model` is no module, or `dataloader` was not
+                prepared by this plugin.
         """
         if is_peft_model(model):
             from penstock.integrations.peft import initialize_peft
@@ -375,10 +381,11 @@ class HeterogeneousParallelPlugin:
         if self.elastic is not None:
             return self._configure_elastic(self.elastic, model, optimizer, criterion, dataloader, lr_scheduler)
         layout = self.layout
-        if not isinstance(model, PreTrainedModel):
-            raise TypeError(f"configure() takes a transformers PreTrainedModel, got {type(model).__name__}")
         if isinstance(model, PipelineModel):
             raise ValueError("this model is parallelised already: configure() takes a whole one")
+        check_whole_model(model, "configure()", USED_NAMES)
+        if self.tp_size > 1 and not isinstance(model, PreTrainedModel):
+            raise ValueError(f"tp_size needs a model of transformers, and {type(model).__name__} is none")
         modules = PipelineTemplate.get_modules(model)
         for template in dict.fromkeys(self._pipelines):
             template.validate(model, modules)
@@ -391,14 +398,15 @@ class HeterogeneousParallelPlugin:
                 schedules = [schedule.name for schedule in self._schedules]
                 split = [f"{count} microbatches of {self.microbatch_size}" for count in self.num_microbatches]
                 announce(type(model).__name__, layout, schedules, split, self._description.costs or {})
-            model = self._parallelise(model, layout, board, self._makers[layout.place_of(dist.get_rank()).pipeline])
+            maker = self._makers[layout.place_of(dist.get_rank()).pipeline]
+            model = self._parallelise(model, layout, board, criterion, maker)
         wrapped = None if optimizer is None else self._wrap(optimizer, model)
         return model, wrapped, criterion, dataloader, lr_scheduler
 
     def _configure_elastic(
         self,
         elastic: Elastic,
-        model: PreTrainedModel,
+        model: Any,
         optimizer: Optimizer | None,
         criterion: Criterion | None,
         dataloader: HeterogeneousDataLoader | None,
@@ -406,7 +414,9 @@ class HeterogeneousParallelPlugin:
     ) -> Configured:
         """`configure` for as many processes as come, or for one that joins them."""
         if not isinstance(model, PreTrainedModel):
-            raise TypeError(f"configure() takes a transformers PreTrainedModel, got {type(model).__name__}")
+            raise TypeError(
+                f"with elastic= configure() takes a transformers PreTrainedModel, got {type(model).__name__}"
+            )
         if isinstance(model, PipelineModel) or self.run is not None:
             raise ValueError("with elastic= a plugin configures one whole model, once")
         if optimizer is None:
@@ -435,7 +445,7 @@ class HeterogeneousParallelPlugin:
             if run.begins(now):
                 require_agreement(facts, board)
             values = None if run.begins(now) else run.values(now)
-            model = self._parallelise(model, layout, board, make_schedule, values)
+            model = self._parallelise(model, layout, board, criterion, make_schedule, values)
         run.formed(model.pipeline)
         wrapped = self._wrap(inner, model)
         wrapped.run = run
@@ -462,12 +472,13 @@ class HeterogeneousParallelPlugin:
 
     def _parallelise(
         self,
-        model: PreTrainedModel,
+        model: Any,
         layout: Layout,
         board: FailureBoard,
+        criterion: Criterion | None,
         make_schedule: Callable[[int], Schedule],
         values: Values | None = None,
-    ) -> PreTrainedModel:
+    ) -> Any:
         pipeline = parallelize(
             model,
             layout,
@@ -479,15 +490,15 @@ class HeterogeneousParallelPlugin:
             values=values,
         )
         pipeline.autocast = PRECISIONS[self.precision]
-        self._model = attach(model, pipeline)
+        self._model = attach(model, pipeline, criterion=criterion)
         return self._model
 
-    def _wrap(self, optimizer: Optimizer, model: PreTrainedModel) -> PipelineOptimizer:
+    def _wrap(self, optimizer: Optimizer, model: Any) -> PipelineOptimizer:
         inner = optimizer.unwrap() if isinstance(optimizer, PipelineOptimizer) else optimizer
         scale = self._loss_scale if self.precision == "fp16" else None
         return PipelineOptimizer(inner, model.pipeline, self.max_norm, scale)
 
-    def _describe(self, model: PreTrainedModel | None) -> LayoutDescription:
+    def _describe(self, model: nn.Module | None) -> LayoutDescription:
         layout, schedules, size = self.layout, self._schedules, self.microbatch_size
         if model is None or isinstance(model, PipelineModel):
             return LayoutDescription(self.pipelines[0].model_name, layout, schedules, size)

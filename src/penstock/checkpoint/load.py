@@ -9,6 +9,7 @@ from collections.abc import Collection, Sequence
 from typing import TypeVar
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from penstock.modeling.tensor_parallel import take_shards
@@ -33,7 +34,7 @@ from .tensors import (
 )
 from .untrusted import CheckpointError, cannot_read, is_directory, kind_of, locate, open_plain, read_json
 
-Model = TypeVar("Model", bound=PreTrainedModel)
+Model = TypeVar("Model", bound=nn.Module)
 
 # Names in an error.
 _SHOWN = 5
@@ -118,7 +119,7 @@ def check_class(manifest: Manifest, directory: str, model_class: str) -> None:
         raise CheckpointError(f"{directory} holds a {manifest.model_class}, but the model is a {model_class}")
 
 
-def _targets(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+def _targets(model: nn.Module) -> dict[str, torch.Tensor]:
     """The live parameters and persistent buffers of this rank, tied ones under one of their names."""
     targets: dict[int, tuple[str, torch.Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -127,7 +128,7 @@ def _targets(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return dict(targets.values())
 
 
-def _match(model: PreTrainedModel, manifest: Manifest, reader: CheckpointReader, directory: str) -> dict[str, str]:
+def _match(model: nn.Module, manifest: Manifest, reader: CheckpointReader, directory: str) -> dict[str, str]:
     """For each name of the unsplit model, the name under which the checkpoint has it.
 
     All names of a tied weight get the same one, that of its first holder, so that its holders end up equal. The whole
@@ -261,9 +262,9 @@ def is_parallelized(directory: str | os.PathLike[str]) -> bool:
 
 
 def load_ordinary(
-    model: PreTrainedModel,
+    model: nn.Module,
     directory: str | os.PathLike[str],
-    model_class: type[PreTrainedModel],
+    model_class: type,
     stages: Sequence[Sequence[str]],
     local_stages: Collection[int],
     *,
@@ -282,6 +283,11 @@ def load_ordinary(
     Raises:
         CheckpointError: it cannot be read on some rank, or does not fit. No rank's model has changed then.
     """
+    if not isinstance(model, PreTrainedModel):
+        raise CheckpointError(
+            f"{type(model).__name__} is no model of transformers: load an ordinary folder before it is parallelised, "
+            "with model.load_state_dict(...), or save without merging and call from_parallelized"
+        )
     directory = os.path.abspath(directory)
     loaded: list[dict[str, torch.Tensor]] = []
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
+from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
@@ -105,7 +106,7 @@ class MergedFolder(Protocol):
 class ModelFolder:
     """The folder that `save_pretrained` writes for the unsplit model."""
 
-    model: PreTrainedModel
+    model: nn.Module
     options: SaveOptions
 
     def describe(self, folder: str) -> tuple[list[str], list[str]]:
@@ -115,16 +116,20 @@ class ModelFolder:
         return plan_merge(self.model, ranks, self.options)
 
     def assemble(self, gathered: dict[str, torch.Tensor], shard: Shard, folder: str) -> None:
-        reverted = self.options.save_original_format
+        reverted = self.options.save_original_format and isinstance(self.model, PreTrainedModel)
         tensors = revert_weight_conversion(self.model, gathered) if reverted else gathered
         wanted = to_cpu({name: tensors[name] for name in shard.outputs})
+        if self.options.safe_serialization:  # whose files hold no tensor under two names
+            first: dict[int, str] = {}
+            shared = [name for name, tensor in wanted.items() if first.setdefault(id(tensor), name) != name]
+            wanted.update({name: wanted[name].clone() for name in shared})
         write_tensors(os.path.join(folder, shard.file_name), wanted, self.options.save_function)
 
     def operations(self, directory: str, folder: str, plan: MergePlan, sides: Sequence[str]) -> list[Operation]:
         return merged_operations(directory, folder, plan, sides, self.options)
 
 
-def describe_holdings(model: PreTrainedModel, state: Mapping[str, torch.Tensor]) -> dict[str, Holding]:
+def describe_holdings(model: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, Holding]:
     """What this rank can contribute, or its tensor-parallel group together."""
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return {
@@ -133,7 +138,7 @@ def describe_holdings(model: PreTrainedModel, state: Mapping[str, torch.Tensor])
     }
 
 
-def plan_merge(model: PreTrainedModel, ranks: Sequence[Mapping[str, Holding]], options: SaveOptions) -> MergePlan:
+def plan_merge(model: nn.Module, ranks: Sequence[Mapping[str, Holding]], options: SaveOptions) -> MergePlan:
     """Plan the checkpoint that `save_pretrained` would write for the unsplit model.
 
     Args:
@@ -152,7 +157,7 @@ def plan_merge(model: PreTrainedModel, ranks: Sequence[Mapping[str, Holding]], o
         name: torch.empty(holdings[name].shape, dtype=dtype_of(holdings[name].dtype), device="meta") for name in names
     }
     outputs, origin = dict(inputs), {name: frozenset({name}) for name in names}
-    if options.save_original_format:
+    if options.save_original_format and isinstance(model, PreTrainedModel):
         with Provenance(inputs) as provenance:
             outputs = {name: tensor.contiguous() for name, tensor in revert_weight_conversion(model, inputs).items()}
         origin = {name: provenance.origin(tensor) for name, tensor in outputs.items()}
@@ -189,8 +194,13 @@ def first_holders(ranks: Sequence[Mapping[str, Holding]]) -> tuple[dict[str, int
     return holders, {name: ranks[rank][name] for name, rank in holders.items()}
 
 
-def _saved_names(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
-    """`names` without those that `save_pretrained` leaves out: the ignored ones, and all but one of tied ones."""
+def _saved_names(model: nn.Module, names: Sequence[str]) -> list[str]:
+    """`names` without those that `save_pretrained` leaves out: the ignored ones, and all but one of tied ones.
+
+    A module that is no model of transformers has them all, as its `load_state_dict` asks for them.
+    """
+    if not isinstance(model, PreTrainedModel):
+        return list(names)
     ignored = set(model._keys_to_ignore_on_save or ())
     kept = [name for name in names if name not in ignored]
     representative = {name: group[0] for group in tied_groups(model) for name in group}
@@ -199,7 +209,7 @@ def _saved_names(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
     return list(remove_tied_weights_from_state_dict(stand_ins, model))
 
 
-def _count_parameters(model: PreTrainedModel, holdings: Mapping[str, Holding]) -> int:
+def _count_parameters(model: nn.Module, holdings: Mapping[str, Holding]) -> int:
     """Elements of all parameters, tied ones once, as `num_parameters()` of the unsplit model counts them."""
     representative = {name: group[0] for group in tied_groups(model) for name in group}
     sizes = {

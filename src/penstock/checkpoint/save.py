@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from transformers import PreTrainedModel
+from torch import nn
 
 from .adapters import AdapterFolder
 from .background import HostMemory, PendingSave, leaving_word, word_name, words_of
@@ -70,7 +70,7 @@ class SavingRank:
 
 
 def save_parallelized(
-    model: PreTrainedModel,
+    model: nn.Module,
     save_directory: str | os.PathLike[str],
     *,
     place: SavingRank,
@@ -112,7 +112,7 @@ def save_parallelized(
 
 
 def save_adapter(
-    model: PreTrainedModel,
+    model: nn.Module,
     save_directory: str | os.PathLike[str],
     adapter: AdapterFolder,
     *,
@@ -127,7 +127,7 @@ def save_adapter(
 
 
 def save_training_state(
-    model: PreTrainedModel,
+    model: nn.Module,
     save_directory: str | os.PathLike[str],
     training_state: TrainingState,
     *,
@@ -145,7 +145,7 @@ def save_training_state(
 
 
 def save_checkpoint(
-    model: PreTrainedModel,
+    model: nn.Module,
     save_directory: str | os.PathLike[str],
     training_state: TrainingState,
     *,
@@ -180,7 +180,7 @@ def save_checkpoint(
     return None
 
 
-def _check_shards(model: PreTrainedModel, place: SavingRank) -> None:
+def _check_shards(model: nn.Module, place: SavingRank) -> None:
     """Files must not say something else than what the model holds."""
     index, size = tensor_parallel_place(model)
     if (index, size) != (place.tensor_parallel_rank, place.tensor_parallel_size):
@@ -206,7 +206,7 @@ class _Report:
 class _Save:
     """One save on one rank. Each step ends with an exchange, so a fault anywhere ends it everywhere."""
 
-    model: PreTrainedModel
+    model: nn.Module
     directory: str
     place: SavingRank
     world: Comm
@@ -392,7 +392,7 @@ def _writers(reports: Sequence[_Report]) -> list[_Report]:
     return sorted(writers, key=lambda report: (report.place.pipeline_rank, report.place.tensor_parallel_rank))
 
 
-def _first_holders(model: PreTrainedModel, reports: Sequence[_Report], place: SavingRank) -> set[str]:
+def _first_holders(model: nn.Module, reports: Sequence[_Report], place: SavingRank) -> set[str]:
     """Names of the tensors and states that a rank before this one writes: the first of those that hold them.
 
     Of what is sharded, each tensor-parallel rank holds another part.

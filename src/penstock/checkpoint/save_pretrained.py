@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import CONFIG_NAME
@@ -76,7 +77,7 @@ class SaveOptions:
 _WITHOUT_EFFECT = frozenset({"is_main_process", "token", "save_peft_format"})
 
 
-def refuse_unsupported(model: PreTrainedModel) -> None:
+def refuse_unsupported(model: nn.Module) -> None:
     """Raise for a model whose weights `save_pretrained` would treat specially.
 
     Raises:
@@ -86,15 +87,17 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
         raise CheckpointError("cannot save a quantized model in parallel")
 
 
-def write_side_files(model: PreTrainedModel, directory: str) -> list[str]:
+def write_side_files(model: nn.Module, directory: str) -> list[str]:
     """Write the configuration, the generation configuration and custom code, as `save_pretrained` would.
 
     Returns:
-        the names of the files, which are on disk.
+        the names of the files, which are on disk; none for a module that is no model of transformers.
 
     Raises:
         CheckpointError: naming the directory.
     """
+    if not isinstance(model, PreTrainedModel):
+        return []
     before = set(os.listdir(directory))
     with writing(os.path.join(directory, CONFIG_NAME), "the configurations"):
         config = copy.deepcopy(model.config)

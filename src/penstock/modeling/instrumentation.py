@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -34,6 +35,8 @@ class Record:
         criterion: of a whole model, what gives its loss; None for the model's own.
         stand_in: of a whole model, what its optimizer is given on a rank that has nothing to train.
         saver: of a whole model, what writes its checkpoints in the background.
+        copied_from: of a copy of a parallelised model, what runs the original; the copy has no engine until it is used.
+        example_inputs: of a whole model, arguments of a forward, with which its units are found.
     """
 
     intercepted: Intercepted | None = None
@@ -47,6 +50,8 @@ class Record:
     criterion: Any = None
     stand_in: nn.Parameter | None = None
     saver: Any = None
+    example_inputs: Any = None
+    copied_from: Any = None
 
     def __reduce__(self) -> Any:
         # Copies and pickles of a module are not intercepted, and nothing runs them.
@@ -102,6 +107,13 @@ def _convert_absent(module: nn.Module, function: Callable[[torch.Tensor], torch.
                 _replace_data(tensor, function(tensor.data))
 
 
+def _types_in(module: nn.Module) -> list[torch.dtype]:
+    """The types of a module's tensors, also of those that it lacks as a ghost."""
+    absent = (vars(child).get(name) for child in module.modules() for name in absent_of(child))
+    tensors = chain(module.parameters(), module.buffers(), absent)
+    return [tensor.dtype for tensor in tensors if tensor is not None]
+
+
 def _replace_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
     """Give `tensor` other data, and leave it the object it is, as `nn.Module.to` does."""
     if torch._has_compatible_shallow_copy_type(tensor, data):
@@ -146,12 +158,17 @@ class Handler(Protocol):
 
 
 class Interceptor:
-    """Intercepts the calls of some modules of one model for the handler that is active, if any."""
+    """Intercepts the calls of some modules of one model for the handler that is active, if any.
 
-    __slots__ = ("handler",)
+    Attributes:
+        converted: whether one of them was given another type since somebody reset this.
+    """
+
+    __slots__ = ("converted", "handler")
 
     def __init__(self) -> None:
         self.handler: Handler | None = None
+        self.converted = False
 
     def install(self, modules: Mapping[str, nn.Module]) -> None:
         """Route the calls of `modules` to the handler."""
@@ -200,16 +217,30 @@ class _InterceptedModule:
         unit: Any = self.__dict__[_ATTRIBUTE].intercepted
         handler = unit.interceptor.handler
         if handler is None:
+            if self.__dict__[_ATTRIBUTE].absent is not None:
+                raise RuntimeError(
+                    f"{unit.name} is on another stage, so this rank cannot compute it: call the whole model, "
+                    "model(...), on every rank, and neither its forward() nor a part of it; under torch.no_grad() it "
+                    "returns one ordinary output"
+                )
             return unit.original(self, *args, **kwargs)
         return handler.call(unit, self, args, kwargs)
 
     def _apply(self: Any, fn: Any, recurse: bool = True) -> Any:
+        before = _types_in(self)
         _convert_absent(self, fn)
-        return super()._apply(fn, recurse)  # type: ignore[misc]  # a mixin
+        applied = super()._apply(fn, recurse)  # type: ignore[misc]  # a mixin
+        if _types_in(self) != before:
+            self.__dict__[_ATTRIBUTE].intercepted.interceptor.converted = True
+        return applied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles of an intercepted module are plain modules of the model's own class."""
-        return _new_module, (original_class(type(self)),), self.__dict__
+        state: dict[str, Any] = {
+            **self.__dict__,
+            "_compiled_call_impl": None,
+        }  # which no copy can have, see torch's own
+        return _new_module, (original_class(type(self)),), state
 
 
 def _new_module(cls: Any) -> Any:

@@ -26,6 +26,7 @@ from penstock.data.fingerprint import fingerprint
 from penstock.data.placing import place
 from penstock.modeling.graph.loss import Criterion
 from penstock.modeling.instrumentation import known_of
+from penstock.modeling.stage.named_output import Form
 from penstock.modeling.stage.split import SplitModel
 from penstock.planning.layout import Layout, Place
 from penstock.runtime.boundary.boundaries import Boundaries
@@ -386,6 +387,26 @@ class Engine:
 
         return fill
 
+    def for_copy(self, model: nn.Module) -> Engine:
+        """An engine of the same layout for a copy of the model. All ranks of the layout call this together.
+
+        Raises:
+            NotImplementedError: the weights are sharded.
+        """
+        if self.split.tensor_parallel is not None:
+            raise NotImplementedError(
+                "a copy of a model whose weights are sharded over tensor-parallel ranks cannot be run: initialize() "
+                "another whole model, or save this one and load it"
+            )
+        self._refuse_if_over()
+        split = SplitModel(model, self.split.stages, self.split.local_stages, aliases=self.split.aliases)
+        made = Engine(
+            split, self.layout, self._make_schedule, self.device, num_microbatches=self.num_microbatches,
+            micro_batch_size=self.micro_batch_size, timeout=self._timeout, patience=self._patience,
+        )  # fmt: skip
+        made.autocast, made.step_number = self.autocast, self.step_number
+        return made
+
     def close(self) -> None:
         """Give up the process groups. The model keeps its weights but runs no more steps."""
         self.dissolve()
@@ -532,8 +553,8 @@ class Engine:
             ValueError: as `train`, but a batch may come without labels and may be smaller than the number of
             microbatches.
         """
-        with self._evaluation(inputs, criterion, over_all_pipelines=False) as output:
-            return self._share(output)
+        with self._evaluation(inputs, criterion, over_all_pipelines=False) as (output, form):
+            return share_output(output, self.context, form)
 
     def evaluate_together(
         self, inputs: Mapping[str, Any], criterion: Criterion | None = None, share_outputs: bool = False
@@ -547,11 +568,11 @@ class Engine:
         Raises:
             ValueError: as `train`.
         """
-        with self._evaluation(inputs, criterion, over_all_pipelines=True) as output:
+        with self._evaluation(inputs, criterion, over_all_pipelines=True) as (output, form):
             own = torch.zeros((), device=self.device) if output is None else output.loss.detach()
             self._totals.start(own.to(torch.float64), False)
             loss, *_ = self._totals.finish()
-            return float(loss), self._share(output) if share_outputs else output
+            return float(loss), share_output(output, self.context, form) if share_outputs else output
 
     @contextlib.contextmanager
     def together(
@@ -644,15 +665,11 @@ class Engine:
             return microbatches_of(inputs, self._main_input_name, default=wanted)
         return microbatches_of(inputs, self._main_input_name, wanted, self.micro_batch_size, default)
 
-    def _share(self, output: Any) -> Any:
-        """The last stage's output, on all ranks of the pipeline."""
-        return share_output(output, self.context)
-
     @contextlib.contextmanager
     def _evaluation(
         self, inputs: Mapping[str, Any], criterion: Criterion | None, over_all_pipelines: bool
-    ) -> Iterator[Any]:
-        """Evaluate a batch; gives the output on the rank of the last stage, None elsewhere."""
+    ) -> Iterator[tuple[Any, Form | None]]:
+        """Evaluate a batch; gives the output on the rank of the last stage, None elsewhere, and its form."""
         microbatches, sizes = self._microbatches(inputs, at_most=True)
         prepared = self._prepare(microbatches, sizes, 0, criterion)
         if over_all_pipelines:
@@ -665,7 +682,7 @@ class Engine:
                 self.board.guard("evaluating", self.context.pipeline_ranks),
             ):
                 assert self.seed is not None
-                yield evaluate(
+                output = evaluate(
                     self._stages,
                     self._program(len(microbatches), forwards=True),
                     prepared,
@@ -674,6 +691,7 @@ class Engine:
                     seed=self.seed,
                     criterion=criterion,
                 )
+                yield output, prepared.plans[0].form if prepared.plans else None
 
     @contextlib.contextmanager
     def _norms(self, call: Call, norm_type: float, max_norm: float = 0.0) -> Iterator[None]:

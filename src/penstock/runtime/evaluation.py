@@ -12,7 +12,8 @@ from torch.utils import _pytree as pytree
 
 from penstock.data.microbatch import rows_of
 from penstock.modeling.graph.loss import Criterion
-from penstock.modeling.stage.outputs import Shapes, merge_outputs, output_of
+from penstock.modeling.stage.named_output import Form, named_output, output_of
+from penstock.modeling.stage.outputs import Shapes, merge_outputs
 from penstock.modeling.stage.split import SplitModel
 from penstock.modeling.tensor_spec import TensorSpec
 from penstock.runtime.boundary.tensors import broadcast_specs, broadcast_tensor
@@ -74,7 +75,7 @@ def evaluate(
                 host=inputs.hosts[microbatch],
             )
             if stage == last:
-                outputs[microbatch] = output
+                outputs[microbatch] = named_output(output)
         boundaries.channels.flush()
         if not (is_last and outputs):
             return None
@@ -91,8 +92,11 @@ def _grown(split: SplitModel, inputs: Mapping[str, Any], size: int) -> Shapes:
     return split.output_shapes(arguments)
 
 
-def share_output(output: Any, context: RankContext) -> Any:
-    """Every rank of the pipeline gets the output that the rank of the last stage holds (or its None)."""
+def share_output(output: Any, context: RankContext, form: Form | None = None) -> Any:
+    """Every rank of the pipeline gets the output that the rank of the last stage holds (or its None).
+
+    `form` is that of the plan; a class of the user's own need not travel.
+    """
     group, control, source = context.groups.pipeline, context.groups.pipeline_control, context.output_rank
     if dist.get_world_size(group) == 1:
         return output
@@ -103,7 +107,7 @@ def share_output(output: Any, context: RankContext) -> Any:
         leaves, spec = pytree.tree_flatten(dict(output))
         are_tensors = [isinstance(leaf, torch.Tensor) for leaf in leaves]
         plain = [None if is_tensor else leaf for leaf, is_tensor in zip(leaves, are_tensors, strict=True)]
-        structure = [(type(output), spec, plain, are_tensors)]
+        structure = [(type(output) if form is None else None, spec, plain, are_tensors)]
     dist.broadcast_object_list(structure, source, group=control)
     if structure[0] is None:
         return None
@@ -120,4 +124,4 @@ def share_output(output: Any, context: RankContext) -> Any:
         return output
     received = iter(tensors)
     merged = [next(received) if is_tensor else leaf for leaf, is_tensor in zip(plain, are_tensors, strict=True)]
-    return output_of(kind, pytree.tree_unflatten(merged, spec))
+    return output_of(form or kind, pytree.tree_unflatten(merged, spec))

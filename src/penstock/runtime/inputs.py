@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from penstock.modeling.graph.loss import read_counts
@@ -106,8 +107,10 @@ def _tokens(microbatch: Mapping[str, Any]) -> int:
     return math.prod(embedded.shape[:-1]) if isinstance(embedded, torch.Tensor) else 0
 
 
-def refuse_tuples(model: PreTrainedModel, microbatches: Sequence[Mapping[str, Any]]) -> None:
+def refuse_tuples(model: nn.Module, microbatches: Sequence[Mapping[str, Any]]) -> None:
     """Raise ValueError if the model is asked for tuples in place of outputs with named fields."""
+    if not isinstance(model, PreTrainedModel):
+        return
     asked = microbatches[0].get("return_dict") if microbatches else None
     if not (getattr(model.config, "return_dict", True) if asked is None else asked):
         raise ValueError(
@@ -157,7 +160,7 @@ def _plan(plan_of: Callable[[Mapping[str, Any]], Plan], microbatch: Mapping[str,
         raise
 
 
-def warn_of_inexact_loss(model: PreTrainedModel, inputs: StepInputs) -> None:
+def warn_of_inexact_loss(model: nn.Module, inputs: StepInputs) -> None:
     """Warn, as often as the user's filters let it through, if microbatches cannot add up to the whole batch's loss."""
     for plan in inputs.plans[:1]:
         if plan.loss is not None and not plan.loss.exact:
@@ -168,10 +171,10 @@ def warn_of_inexact_loss(model: PreTrainedModel, inputs: StepInputs) -> None:
             )
 
 
-def refuse_without_loss(model: PreTrainedModel, inputs: StepInputs) -> None:
+def refuse_without_loss(model: nn.Module, inputs: StepInputs) -> None:
     """Raise ValueError if the model computes no loss from these inputs."""
     if any(plan.loss is None for plan in inputs.plans):
         raise ValueError(
             f"{type(model).__name__} computes no loss from the inputs {sorted(inputs.microbatches[0])}: "
-            "pass labels, or evaluate under torch.no_grad()"
+            "pass labels, or a criterion=..., or evaluate under torch.no_grad()"
         )

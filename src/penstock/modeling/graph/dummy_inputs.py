@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from penstock.modeling.instrumentation import known_of
+
 BATCH = 2
 TOKENS = 8
 CHOICES = 2
@@ -25,14 +27,19 @@ def dummy_inputs(model: nn.Module, batch: int = BATCH, tokens: int = TOKENS) -> 
 
     A model says what it takes by its signature and its configuration, but not everything: whether a sample is one
     sequence or several to choose from, say. So there is more than one guess, and whoever needs inputs takes the first
-    that the forward runs on. A class's own `dummy_inputs`, where it has some, come first.
+    that the forward runs on. A model's own `dummy_inputs`, where it has some, come first. Inputs that the user has
+    given are the only ones.
 
     Args:
-        model: a transformers model; its `main_input_name` and configuration say what it takes.
+        model: its `main_input_name` and configuration say what it takes, or else its first layer.
         batch: samples.
         tokens: tokens per sample; fewer if the model has fewer positions.
     """
-    own = getattr(type(model), "dummy_inputs", None)
+    given = known_of(model).example_inputs
+    if given is not None:
+        yield dict(given)
+        return
+    own = getattr(type(model), "dummy_inputs", vars(model).get("dummy_inputs"))
     if own is not None and own is not PreTrainedModel.dummy_inputs:
         with contextlib.suppress(Exception):  # nothing uses some of them, and a few are broken
             inputs = dict(cast(Any, model.dummy_inputs))
@@ -40,6 +47,8 @@ def dummy_inputs(model: nn.Module, batch: int = BATCH, tokens: int = TOKENS) -> 
             if not any(isinstance(value, torch.Tensor) and value.is_meta for value in inputs.values()):
                 yield inputs
     plain = _guess(model, batch, tokens)
+    if not isinstance(model, PreTrainedModel):
+        yield from _for_first_layer(model, plain, batch, tokens)
     yield plain
     config, parameters = getattr(model, "config", None), inspect.signature(model.forward).parameters
     text = {name: value for name, value in plain.items() if value.dim() == 2}
@@ -63,6 +72,53 @@ def dummy_inputs(model: nn.Module, batch: int = BATCH, tokens: int = TOKENS) -> 
         yield {**plain, "inputs": _made("pixel_values", config, batch, tokens)}
 
 
+def arguments_by_name(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call, those by position under the names that the model's forward has for them.
+
+    Raises:
+        TypeError: there are more by position than the forward names, or one is given twice.
+    """
+    parameters = inspect.signature(model.forward).parameters.values()
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    forward = f"{type(model).__name__}.forward()"
+    if len(args) > len(names):
+        raise TypeError(
+            f"{forward} names {len(names)} arguments that may be given by position ({', '.join(names) or 'none'}), but "
+            f"{len(args)} were given: pass the others by name, those for a criterion as well"
+        )
+    if twice := [name for name in names[: len(args)] if name in kwargs]:
+        raise TypeError(f"{forward} was given {twice[0]!r} by position and by name")
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def _for_first_layer(model: nn.Module, plain: Mapping[str, Any], batch: int, tokens: int) -> Iterator[dict[str, Any]]:
+    """Guesses for the one argument whose name says nothing (`x`), by what the first layer with parameters takes."""
+    unknown = [name for name in _needed(inspect.signature(model.forward).parameters) if name not in plain]
+    if len(unknown) != 1:
+        return
+    dtype = next((parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()), torch.float32)
+    first = next((module for module in model.modules() if any(True for _ in module.parameters(recurse=False))), None)
+    shapes: list[tuple[int, ...]] = []
+    if isinstance(first, nn.Embedding):
+        yield {**plain, unknown[0]: torch.zeros(batch, tokens, dtype=torch.long)}
+    elif isinstance(first, nn.Linear):
+        shapes = [(first.in_features,), (tokens, first.in_features)]
+    elif isinstance(first, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+        shapes = [(first.in_channels, *[size] * len(first.kernel_size)) for size in (32, 28, 224, 64, 96, 128)]
+    for shape in shapes:
+        yield {**plain, unknown[0]: torch.zeros(batch, *shape, dtype=dtype)}
+
+
+def _needed(parameters: Mapping[str, inspect.Parameter]) -> set[str]:
+    """The names of arguments without a default."""
+    return {
+        name
+        for name, parameter in parameters.items()
+        if parameter.default is inspect.Parameter.empty
+        and parameter.kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    }
+
+
 def _guess(model: nn.Module, batch: int, tokens: int) -> dict[str, Any]:
     config = getattr(model, "config", None)
     main = getattr(model, "main_input_name", "input_ids")
@@ -72,13 +128,9 @@ def _guess(model: nn.Module, batch: int, tokens: int) -> dict[str, Any]:
     limits = [_number(config, name) for name in POSITION_LIMITS]
     tokens = max(1, min([tokens, *(limit for limit in limits if limit)]))
     inputs: dict[str, Any] = {}
-    needed = {
-        name
-        for name, parameter in parameters.items()
-        if parameter.default is inspect.Parameter.empty
-        and parameter.kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    }
-    names = [main, *sorted(needed - {main})]
+    names = [main, *sorted(_needed(parameters) - {main})]
+    if main not in parameters and not isinstance(model, PreTrainedModel):
+        names = names[1:]
     # A model of two inputs (an image and a text, a document and its boxes) takes both.
     names += [name for name in ("input_ids", "pixel_values") if name in parameters and _is_two_tower(model)]
     dtype = next((parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()), torch.float32)

@@ -240,30 +240,21 @@ class _Weighing(TorchFunctionMode):
 
 
 def loss_of(output: Any) -> torch.Tensor | None:
-    """The loss in a model's output: its `loss`, or the leading scalar of a tuple."""
+    """The loss in an output: its `loss`, a scalar that leads a tuple or is alone in it, or the output, if a scalar."""
     if isinstance(output, (dict, Mapping)):  # first what is quickly told
         found = output.get("loss")
-    elif isinstance(output, (tuple, list)):
-        found = output[0] if output else None
+    elif isinstance(output, torch.Tensor):
+        found = output
+    elif isinstance(output, (tuple, list)) and not hasattr(output, "loss"):
+        scalars = [entry for entry in output if _is_scalar(entry)]
+        return scalars[0] if len(scalars) == 1 or (scalars and scalars[0] is output[0]) else None
     else:
         found = getattr(output, "loss", None)
-    if isinstance(found, torch.Tensor) and found.dim() == 0 and found.is_floating_point():
-        return found
-    return None
+    return found if _is_scalar(found) else None
 
 
-def with_loss(output: Any, loss: torch.Tensor) -> Any:
-    """`output` with its loss replaced."""
-    if isinstance(output, ModelOutput):
-        set_field(output, "loss", loss)
-        return output
-    if isinstance(output, Mapping):
-        output["loss"] = loss  # type: ignore[index]  # a dictionary
-        return output
-    if isinstance(output, tuple):
-        return (loss, *output[1:])
-    output.loss = loss
-    return output
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() == 0 and value.is_floating_point()
 
 
 def set_field(output: ModelOutput, name: str, value: Any) -> None:

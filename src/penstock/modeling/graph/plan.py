@@ -18,6 +18,7 @@ from penstock.modeling.graph.shapes import OutputShape
 from penstock.modeling.graph.trace import Trace
 from penstock.modeling.placeholders.caches import cache_kind
 from penstock.modeling.randomness import key_of
+from penstock.modeling.stage.named_output import Form
 from penstock.modeling.tensor_spec import TensorSpec
 
 
@@ -59,6 +60,7 @@ class Plan:
         asks_inputs: whether the code between units asks for values of the inputs alone, to decide what to do.
         last_calls: for each stage the position in `calls` of the last one it runs, -1 if it runs none.
         fields: the names of the output's fields.
+        form: what the output is, if it is no `ModelOutput`.
         digest: a hash of all of this, to be compared between ranks.
     """
 
@@ -74,6 +76,7 @@ class Plan:
     last_calls: tuple[int, ...]
     asks_inputs: bool
     fields: tuple[str, ...] = ()
+    form: Form | None = None
     digest: str = field(compare=False, default="")
 
 
@@ -134,6 +137,7 @@ def make_plan(
         last_calls=tuple(last_calls),
         asks_inputs=trace.asks_inputs,
         fields=trace.fields,
+        form=trace.form,
     )
     # A set prints in any order, and whether inputs are asked concerns nobody else.
     parts = [getattr(plan, part.name) for part in fields(plan) if part.name not in ("written", "asks_inputs", "digest")]

@@ -101,6 +101,11 @@ class ShapeFunctions:
         self._states: dict[int, Any] = {}
         self.around: Callable[[str], AbstractContextManager[None]] | None = None
 
+    def renew(self) -> None:
+        """Copy the modules anew, which were converted to another type."""
+        self._copies = {name: meta_placeholder(module) for name, module in self.units.items()}
+        self._remembered.clear()
+
     def sync(self) -> None:
         """Follow changes of the modules since the copies were made; called before planning."""
         for name, module in self.units.items():

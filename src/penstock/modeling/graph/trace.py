@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from penstock.modeling.graph.loss_trace import LossTrace, label_placeholder
 from penstock.modeling.graph.shapes import OutputShape, ShapeFunctions, flatten, side_outputs
 from penstock.modeling.instrumentation import Intercepted, Interceptor
 from penstock.modeling.placeholders.caches import advance_cache, cache_placeholder
+from penstock.modeling.stage.named_output import Form, form_of, named_output, refuse_hidden_tensors
 from penstock.modeling.stage.outputs import Shapes, shapes_of
 from penstock.modeling.tensor_spec import TensorSpec
 from penstock.modeling.weights.names import unit_of
@@ -74,6 +75,7 @@ class Trace:
         shapes: shape and dtype of each value in this forward (for reports; plans do not use them).
         output_shapes: the shapes of the output's tensors in this forward.
         fields: the names of the output's fields, also of those that are None in this forward.
+        form: what the output is, if it is no `ModelOutput`.
     """
 
     calls: tuple[TracedCall, ...]
@@ -86,6 +88,7 @@ class Trace:
     shapes: Mapping[Value, TensorSpec]
     output_shapes: Shapes
     fields: tuple[str, ...]
+    form: Form | None
 
 
 class Untraceable(Exception):
@@ -152,7 +155,10 @@ def trace(
         finally:
             interceptor.handler = None
     leaves, _ = flatten(output)
+    named = named_output(output)
+    refuse_hidden_tensors(named)
     is_sum = getattr(criterion, "reduction", None) == "sum"
+    form = form_of(named)
     return Trace(
         calls=tuple(planner.calls),
         output_sources=flow.sources(leaves) | flow.sources(loss),
@@ -160,10 +166,11 @@ def trace(
         written=frozenset(flow.written),
         written_inputs=tuple(sorted(flow.written_inputs)),
         asks_inputs=flow.asks_inputs,
-        loss=None if loss is None else losses.rule(loss, output, is_sum),
+        loss=None if loss is None else losses.rule(loss, named, is_sum),
         shapes=planner.shapes,
-        output_shapes=shapes_of(output) if isinstance(output, Mapping) else {},
-        fields=tuple(field.name for field in fields(output)) if is_dataclass(output) else (),
+        output_shapes=shapes_of(named),
+        fields=tuple(field.name for field in fields(named)) if form is None else form.names,
+        form=form,
     )
 
 

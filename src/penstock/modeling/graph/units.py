@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from penstock.modeling.adapters import base_of, is_adapter_layer, modules_inside
 from penstock.modeling.graph.dataflow import ReachedInside
 from penstock.modeling.graph.dummy_inputs import dummy_inputs
 from penstock.modeling.graph.shapes import ShapeFunctions
 from penstock.modeling.graph.trace import Trace, Untraceable, trace
-from penstock.modeling.instrumentation import Interceptor
+from penstock.modeling.instrumentation import Interceptor, known_of
 
 # How often the choice of units is corrected by what a trace shows before giving up.
 MAX_CORRECTIONS = 100
@@ -51,7 +53,10 @@ def traced_units(
         except (Untraceable, NotImplementedError) as error:
             failures.append(error)
     # What the likeliest inputs led to says most.
-    raise refusal(model, str(failures[0])) from failures[0]
+    reason = str(failures[0])
+    if inputs is None and not isinstance(model, PreTrainedModel) and known_of(model).example_inputs is None:
+        reason += ". Its inputs were guessed: give some as example_inputs, or as an attribute dummy_inputs of the model"
+    raise refusal(model, reason) from failures[0]
 
 
 def _units_for(model: nn.Module, arguments: Mapping[str, Any]) -> tuple[list[str], Trace]:
@@ -125,45 +130,91 @@ def refusal(model: nn.Module, reason: str) -> NotImplementedError:
 
 def _candidates(model: nn.Module) -> list[str]:
     """Entries of module lists, and modules with parameters beside them; in the order of definition."""
-    found: list[str] = []
+    return _Candidates(model).found
 
-    def descend(prefix: str, module: nn.Module) -> None:
+
+class _Candidates:
+    """Looks for units in a model.
+
+    Attributes:
+        found: their names, in the order of definition.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.found: list[str] = []
+        self._sequences = _sequences(model, _is_sequence(model))
+        # A module under several names is one unit, under the first of them.
+        self._seen: set[nn.Module] = set()
+        self._uses = Counter(module for _, module in model.named_modules(remove_duplicate=False))
+        self._blocks = getattr(model, "_no_split_modules", None) or {
+            name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()
+        }
+        self._descend("", model)
+
+    def _descend(self, prefix: str, module: nn.Module) -> None:
         for name, child in module.named_children():
             full = f"{prefix}.{name}" if prefix else name
-            if not _has_parameters(child):
+            if child in self._seen:
                 continue
-            if is_adapter_layer(child):  # in one piece, as merging adapters takes all its weights
-                found.append(full)
-            elif _is_block_list(child):
-                descend(full, child)
-            elif _is_block(model, child) or not _holds_blocks(model, child, _is_block_list(module)):
-                found.append(full)
+            self._seen.add(child)
+            if not _has_parameters(child):
+                # An activation between two layers: as a unit, it runs on one stage, and not again on those after it.
+                if module in self._sequences and self._uses[child] == 1:
+                    self.found.append(full)
+            elif is_adapter_layer(child):  # in one piece, as merging adapters takes all its weights
+                self.found.append(full)
+            elif self._is_block_list(child):
+                self._descend(full, child)
+            elif self._is_block(child) or not self._holds_blocks(child, self._is_block_list(module)):
+                self.found.append(full)
             else:
-                descend(full, child)
+                self._descend(full, child)
 
-    descend("", model)
+    def _holds_blocks(self, module: nn.Module, in_list: bool) -> bool:
+        """Whether units are to be looked for inside a module.
+
+        A list inside an entry of a list is no list of blocks (experts, heads), unless transformers names its entries.
+        """
+        inner = list(modules_inside(module))
+        lists = list(filter(self._is_block_list, inner))
+        if in_list and not any(entries in self._sequences for entries in lists):
+            return any(self._is_block(entry) for entries in lists for entry in entries.children())
+        return bool(lists) or any(map(self._is_block, inner))
+
+    def _is_block_list(self, module: nn.Module) -> bool:
+        return (isinstance(module, (nn.ModuleList, nn.ModuleDict)) and len(module) > 0) or module in self._sequences
+
+    def _is_block(self, module: nn.Module) -> bool:
+        """Whether transformers says that modules of this class must stay in one piece."""
+        return type(module).__name__ in self._blocks
+
+
+def _sequences(module: nn.Module, is_list: bool, in_list: bool = False) -> set[nn.Module]:
+    """The `nn.Sequential`s at and below `module` that are lists of blocks. transformers' own code has none.
+
+    Inside an entry of a list, where a block may have a Sequential of its layers, they are those that repeat a module of
+    several layers, as the stages of a convolutional network do.
+
+    Args:
+        is_list: whether `module` is one.
+        in_list: whether it is inside an entry of a list.
+    """
+    found = {module} if is_list else set()
+    if type(module).__module__.startswith("transformers."):
+        return found
+    in_list = in_list or is_list or isinstance(module, (nn.ModuleList, nn.ModuleDict))
+    for child in module.children():
+        found |= _sequences(child, _is_sequence(child) and (not in_list or _repeats(child)), in_list)
     return found
 
 
-def _holds_blocks(model: nn.Module, module: nn.Module, in_list: bool) -> bool:
-    """Whether units are to be looked for inside a module.
-
-    A list inside an entry of a list is no list of blocks (experts, heads), unless transformers names its entries.
-    """
-    inner = list(modules_inside(module))
-    lists = list(filter(_is_block_list, inner))
-    if in_list:
-        return any(_is_block(model, entry) for entries in lists for entry in entries.children())
-    return bool(lists) or any(_is_block(model, child) for child in inner)
+def _is_sequence(module: nn.Module) -> bool:
+    return isinstance(module, nn.Sequential) and len(module) > 0
 
 
-def _is_block_list(module: nn.Module) -> bool:
-    return isinstance(module, (nn.ModuleList, nn.ModuleDict)) and len(module) > 0
-
-
-def _is_block(model: nn.Module, module: nn.Module) -> bool:
-    """Whether transformers says that modules of this class must stay in one piece."""
-    return type(module).__name__ in (getattr(model, "_no_split_modules", None) or ())
+def _repeats(sequence: nn.Module) -> bool:
+    kinds = [type(entry) for entry in sequence.children() if next(entry.children(), None) is not None]
+    return len(kinds) > 1 and len(set(kinds)) == 1 and len(kinds) == len(list(sequence.children()))
 
 
 def _has_parameters(module: nn.Module) -> bool:

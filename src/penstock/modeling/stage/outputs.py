@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache
 
-from penstock.modeling.graph.loss import set_field
+from penstock.modeling.stage.named_output import form_of, output_of
 
 # A shape for each tensor of an output, in the output's own nesting.
 Shapes = Mapping[str, Any]
@@ -34,8 +34,9 @@ def merge_outputs(
             as large as the microbatch, so that either could be the samples'; by default the first is.
     """
     first = outputs[0]
+    kind = form_of(first) or type(first)
     if len(outputs) == 1:
-        return output_of(type(first), {name: v for name, v in first.items() if not isinstance(v, Cache)})
+        return output_of(kind, {name: v for name, v in first.items() if not isinstance(v, Cache)})
     known: list[Shapes] = []
 
     def resolve(path: Sequence[Any], shape: torch.Size) -> int:
@@ -57,16 +58,7 @@ def merge_outputs(
             merged[name] = sum(values)
         else:
             merged[name] = _merge(values, sizes, resolve, (name,))
-    return output_of(type(first), merged)
-
-
-def output_of(kind: Any, values: Mapping[str, Any]) -> Any:
-    """An output of class `kind`; a criterion may have given a loss to one that has no such field."""
-    known = {field.name for field in fields(kind)} if is_dataclass(kind) else values.keys()
-    output = kind(**{name: value for name, value in values.items() if name in known})
-    for name in values.keys() - known:
-        set_field(output, name, values[name])
-    return output
+    return output_of(kind, merged)
 
 
 def shapes_of(output: Mapping[str, Any]) -> Shapes:
@@ -98,6 +90,11 @@ def _merge(
         dim = resolve(path, first.shape) if len(rows) > 1 else rows[0] if rows else 0
         return torch.cat(list(values), dim)
     if isinstance(first, tuple | list):
-        parts = zip(*values, strict=True)
-        return type(first)(_merge(list(part), sizes, resolve, (*path, index)) for index, part in enumerate(parts))
+        parts = [
+            _merge(list(part), sizes, resolve, (*path, index)) for index, part in enumerate(zip(*values, strict=True))
+        ]
+        return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
+    if isinstance(first, Mapping) and not isinstance(first, Cache):
+        merged = {name: _merge([value[name] for value in values], sizes, resolve, (*path, name)) for name in first}
+        return type(first)(**merged) if is_dataclass(first) else type(first)(merged)  # type: ignore[call-arg]
     return first

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from penstock.modeling.graph.dataflow import ReachedInside
-from penstock.modeling.graph.loss import Criterion, loss_by, with_loss
+from penstock.modeling.graph.loss import Criterion, loss_by
 from penstock.modeling.graph.plan import (
     Plan,
     StagePlan,
@@ -27,7 +27,7 @@ from penstock.modeling.graph.plan import (
 from penstock.modeling.graph.shapes import ShapeFunctions
 from penstock.modeling.graph.trace import Trace, Untraceable, trace
 from penstock.modeling.graph.units import floating_modules, refusal
-from penstock.modeling.instrumentation import Interceptor, record_of
+from penstock.modeling.instrumentation import Interceptor, original_class, record_of
 from penstock.modeling.placeholders.ghosts import (
     absent_parameters,
     answer_for_parameters,
@@ -38,6 +38,7 @@ from penstock.modeling.placeholders.ghosts import (
 )
 from penstock.modeling.randomness import draws_random_numbers
 from penstock.modeling.stage.host_values import HostValues
+from penstock.modeling.stage.named_output import output_with_loss
 from penstock.modeling.stage.outputs import Shapes
 from penstock.modeling.stage.run import StageDone, StageRun
 from penstock.modeling.tensor_parallel import TensorParallel
@@ -59,6 +60,7 @@ class SplitModel:
         local_stages: the stages that this rank holds; more than one with interleaved schedules.
         tensor_parallel_rank, tensor_parallel_size: this rank's place among those that share its stages, of whose
             weights it keeps a shard.
+        aliases: of a model whose foreign units are ghosts, what is tied in the whole one, if it is known.
 
     Attributes:
         model: the model.
@@ -84,13 +86,14 @@ class SplitModel:
         local_stages: Collection[int],
         tensor_parallel_rank: int = 0,
         tensor_parallel_size: int = 1,
+        aliases: list[tuple[str, ...]] | None = None,
     ) -> None:
         self.model = model
         # The class's own call, whatever a face makes of calling the model later.
-        self._call = MethodType(type(model).__call__, model)
+        self._call = MethodType(original_class(type(model)).__call__, model)
         placement = checked_placement(model, stages, local_stages)
         self._modules = {name: model.get_submodule(name) for name in placement}
-        self.aliases = alias_groups(model)
+        self.aliases = alias_groups(model) if aliases is None else aliases
         # For whoever saves the model: from here on no rank can see by itself what is tied on other stages.
         record_of(model).aliases = self.aliases
         self.random = draws_random_numbers(model)
@@ -165,11 +168,14 @@ class SplitModel:
         self._module_names = {id(module): name for name, module in self.model.named_modules()}
         self._floating = floating_modules(self.model, self._stage_of)
         self._interceptor.install({**modules, **self._floating})
+        self._forget_plans()
+        interceptor = self._interceptor
+        answer_for_parameters(self.model, lambda: interceptor.handler is not None, lambda: self.device)
+
+    def _forget_plans(self) -> None:
         for known in (self._traces, self._plans_of_stages, self._plans, self._stage_plans):
             known.clear()
         self._plans_of_stages[self.stages] = self._plans
-        interceptor = self._interceptor
-        answer_for_parameters(self.model, lambda: interceptor.handler is not None, lambda: self.device)
 
     def _place(self, stages: Sequence[Sequence[str]], local_stages: Collection[int], placement: dict[str, int]) -> None:
         """Make ghosts of the units of stages that are not held here, and whole modules of those that are."""
@@ -242,6 +248,10 @@ class SplitModel:
             NotImplementedError: "Auto policy for <class> is not implemented..." with the reason, if inputs of this kind
                 cannot be run on these stages.
         """
+        if self._interceptor.converted:
+            self._interceptor.converted = False
+            self._functions.renew()
+            self._forget_plans()
         entry = entry_of(self._module_names, call)
         key = (entry, self.model.training, criterion_key(criterion), kind_of(inputs))
         known = self._plans.get(key)
@@ -278,7 +288,7 @@ class SplitModel:
         silent = call is None and not asked and "use_cache" in self._signature.parameters
         defaults: tuple[tuple[str, Any], ...] = (("use_cache", False),) if silent else ()
         if self.tensor_parallel is not None:
-            self.tensor_parallel.refuse(inputs, self.model.config)
+            self.tensor_parallel.refuse(inputs, getattr(self.model, "config", None))
         try:
             arguments, function = {**inputs, **dict(defaults)}, call or self._call
             floating = set(self._floating)
@@ -407,9 +417,10 @@ class SplitModel:
             loss = loss_by(criterion, output, inputs)
         if loss is None:
             return output
+        named = output_with_loss(output, plan.loss.scale(loss, shares, output))
         for name in plan.loss.fields:
-            output[name] = plan.loss.scale(output[name], shares, output)
-        return with_loss(output, plan.loss.scale(loss, shares, output))
+            named[name] = plan.loss.scale(named[name], shares, output)
+        return named
 
 
 def _under(mode: HostValues, evaluate: Callable[[], Any]) -> Any:

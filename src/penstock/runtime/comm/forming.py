@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import weakref
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -11,8 +12,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import PreTrainedModel
+from torch import nn
+from transformers import PretrainedConfig
 
+from penstock.modeling.instrumentation import known_of
 from penstock.random_state import generators_of, set_states, states_of
 from penstock.runtime.comm.bootstrap import default_store, ensure_process_group
 from penstock.runtime.comm.devices import refuse_shared_devices
@@ -21,15 +24,23 @@ from penstock.runtime.failures import watcher
 from penstock.runtime.failures.board import FailureBoard
 
 
-def facts_of(model: PreTrainedModel) -> dict[str, Any]:
+def facts_of(model: nn.Module) -> dict[str, Any]:
     """What tells two models apart, other than where they were loaded from and the weights; for `require_agreement`."""
-    settings = {f"the model's config.{name}": value for name, value in model.config.to_dict().items()}
-    settings.pop("the model's config._name_or_path", None)
+    config, given = getattr(model, "config", None), known_of(model).example_inputs or {}
+    settings = config.to_dict() if isinstance(config, PretrainedConfig) else {}
+    facts = {f"the model's config.{name}": value for name, value in settings.items() if name != "_name_or_path"}
+    if not settings:
+        shapes = [(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()]
+        facts["the model's layers"] = f"of shapes with digest {zlib.crc32(repr(shapes).encode()):x}"
     return {
         "the model's class": type(model).__name__,
         "the model's number of parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "the type of its weights": str(model.dtype),
-        **settings,
+        "the type of its weights": str(next((p.dtype for p in model.parameters() if p.is_floating_point()), None)),
+        "example_inputs": {
+            name: (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else type(value).__name__
+            for name, value in given.items()
+        },
+        **facts,
     }
 
 

@@ -43,7 +43,7 @@ class Settings(NamedTuple):
         loss_scale: the bits of the number.
         reduces: whether gradients are summed at the end of the step; not inside `no_sync()`.
         frozen, frozen_here: see `FrozenParameters`.
-        trainable: a digest of which of this rank's parameters are trainable.
+        trainable: a digest of which of this rank's parameters are trainable, and of their types.
     """
 
     fingerprint: int
@@ -100,7 +100,8 @@ class Settings(NamedTuple):
 def states_of_stages(said: Mapping[int, Sequence[int]], context: RankContext, training: bool) -> list[Hashable]:
     """For each stage of this pipeline, what decides types and gradient flags of the values it sends; see `Boundaries`.
 
-    These are autocast, which is the same everywhere, and what is trainable in all stages up to this one.
+    These are autocast, which is the same everywhere, and what is trainable, and of which type, in all stages up to this
+    one.
     """
     states: list[Hashable] = []
     trainable: tuple[int, ...] = ()
@@ -165,6 +166,7 @@ class Modes:
 
 
 _training = attrgetter("training")
+_type = attrgetter("dtype")
 
 
 class FrozenParameters:
@@ -184,6 +186,7 @@ class FrozenParameters:
         self._parameters = [one.parameter for one in held]
         self._rank = rank
         self._flags: tuple[bool, ...] = ()
+        self._types: tuple[torch.dtype, ...] = ()
         self._numbers = (0, 0, 0)
         names: dict[int, tuple[str, ...]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -199,8 +202,8 @@ class FrozenParameters:
 
     def numbers(self) -> tuple[int, int, int]:
         """This rank's `Settings.frozen`, `frozen_here` and `trainable`."""
-        flags = tuple(map(requires_grad, self._parameters))
-        if flags != self._flags:
+        flags, types = tuple(map(requires_grad, self._parameters)), tuple(map(_type, self._parameters))
+        if flags != self._flags or types != self._types:
             total = here = 0
             for index, trainable in enumerate(flags):
                 if trainable != self._known[index]:
@@ -210,7 +213,9 @@ class FrozenParameters:
                     digest = zlib.crc32(held.name.encode()) * 0x9E3779B97F4A7C15
                     total += digest * (len(held.ranks) - 1 if held.ranks[0] == self._rank else -1)
                     here += digest
-            self._flags, self._numbers = flags, (total % MODULUS, here % MODULUS, hash(flags) % MODULUS)
+            digest = hash((flags, tuple(map(str, types))))
+            self._flags, self._types = flags, types
+            self._numbers = (total % MODULUS, here % MODULUS, digest % MODULUS)
         return self._numbers
 
     def described(self) -> dict[str, Wish]:

@@ -1,0 +1,72 @@
+"""What both faces accept as a model to be parallelised."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.modeling.graph.dummy_inputs import arguments_by_name
+from penstock.modeling.instrumentation import record_of
+
+# Classes that wrap a model, by their names, as importing some of them takes long.
+WRAPPERS = {
+    "OptimizedModule": "torch.compile() made it. Pass the model itself, and call model.compile() afterwards",
+    "DistributedDataParallel": "start more processes than stages instead: further pipelines are replicas",
+    "FullyShardedDataParallel": "leave it out: the stages take its place",
+    "FSDPModule": "leave fully_shard() out: the stages take its place",
+    "DataParallel": "leave it out: each process drives one device",
+    "ScriptModule": "pass the model that was scripted",
+}
+
+
+def check_whole_model(model: Any, face: str, used_names: Collection[str]) -> None:
+    """Refuse what cannot be parallelised whatever its layers are. No communication.
+
+    Args:
+        face: the function that was called, for the message.
+        used_names: attributes that a parallelised model has.
+
+    Raises:
+        TypeError: `model` is no module, or one that wraps another. ValueError: it is compiled as a whole, or has an
+            attribute of its own under one of `used_names`.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{face} takes a torch.nn.Module, got {type(model).__name__}")
+    for cls in type(model).__mro__:
+        if cls.__module__.startswith("torch.") and cls.__name__ in WRAPPERS:
+            raise TypeError(f"{face} was given a {cls.__name__}: {WRAPPERS[cls.__name__]}")
+    if model._compiled_call_impl is not None:
+        raise ValueError(
+            f"this {type(model).__name__} is compiled as a whole: call model.compile() after {face} instead, which "
+            "compiles the blocks of each stage"
+        )
+    own = {*vars(model), *model._modules, *model._parameters, *model._buffers}
+    if taken := sorted(own & set(used_names)):
+        raise ValueError(
+            f"this {type(model).__name__} has an attribute {taken[0]!r} of its own, which a parallelised model needs "
+            "for itself: give it another name"
+        )
+
+
+def remember_example_inputs(model: nn.Module, example_inputs: Any) -> None:
+    """Find the units of `model` with these inputs from now on.
+
+    Args:
+        example_inputs: the arguments of a forward: by name in a mapping, by position in a tuple or list, or one tensor.
+
+    Raises:
+        TypeError: they are none of these.
+    """
+    if isinstance(example_inputs, torch.Tensor):
+        example_inputs = (example_inputs,)
+    if isinstance(example_inputs, Mapping):
+        found = dict(example_inputs)
+    elif isinstance(example_inputs, (tuple, list)):
+        found = arguments_by_name(model, tuple(example_inputs), {})
+    else:
+        kind = type(example_inputs).__name__
+        raise TypeError(f"example_inputs must be a mapping, a tuple or a tensor, got a {kind}")
+    record_of(model).example_inputs = found

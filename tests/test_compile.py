@@ -1,0 +1,89 @@
+"""torch.compile: each block by itself, exact over stages; the model as a whole says so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import penstock
+from families import FAMILIES, batch
+from own_models import OWN_MODELS
+from pool import Pool
+from training import EXACT, Step, assert_steps_equal, gradients_of, kept_in_double, run_step, unsplit_step
+
+
+def compiled_units(model: Any) -> list[str]:
+    return [name for name, module in model.named_modules() if module._compiled_call_impl is not None]
+
+
+def train_compiled(how: str, backend: str, schedule: str) -> tuple[Step, float, list[str], int]:
+    """A step and an evaluation, which units are compiled, and how many graphs were made."""
+    torch._dynamo.reset()
+    graphs = 0
+
+    def counting(graph: Any, example_inputs: Any) -> Any:
+        nonlocal graphs
+        graphs += 1
+        return torch._dynamo.lookup_backend(backend)(graph, example_inputs)
+
+    with kept_in_double():
+        model: Any = FAMILIES["gpt2"].build()
+        config = {"model_parallelism": {"pipeline_parallel_size": 2, "schedule": schedule, "num_microbatches": 2}}
+        if how == "blocks before":
+            for block in model.transformer.h:
+                block.compile(backend=counting)
+        model = penstock.initialize(model, config)
+        if how == "blocks after":
+            for block in model.transformer.h:
+                block.compile(backend=counting)
+        elif how == "model":
+            model.compile(backend=counting)
+        step = Step(run_step(model, batch("causal", 4)), gradients_of(model))
+        with torch.no_grad():
+            loss = model(**batch("causal", 4)).loss.item()
+        return step, loss, compiled_units(model), graphs
+
+
+@pytest.mark.parametrize(
+    ("how", "backend", "schedule"),
+    [
+        ("blocks before", "eager", "1f1b"),
+        ("blocks after", "aot_eager", "1f1b"),
+        ("model", "eager", "zb-h1"),
+        pytest.param("model", "inductor", "1f1b", marks=pytest.mark.slow),
+    ],
+)
+def test_compiled_blocks_are_exact(pool: Pool, how: str, backend: str, schedule: str) -> None:
+    found = pool.run(2, train_compiled, how, backend, schedule, timeout=240)
+    expected = unsplit_step(FAMILIES["gpt2"].build(), (batch("causal", 4), 1.0))
+    assert_steps_equal([step for step, *_ in found], expected)
+    for rank, (_, loss, units, graphs) in enumerate(found):
+        assert loss == pytest.approx(expected.losses[0], rel=EXACT)
+        assert graphs > 0
+        blocks = [name for name in units if name.startswith("transformer.h.")]
+        assert f"transformer.h.{3 * rank}" in blocks
+        if how == "model":
+            assert len(blocks) == 2 and "lm_head" not in units
+
+
+def compile_whole() -> list[str]:
+    config = {"model_parallelism": {"pipeline_parallel_size": 2}}
+    own = OWN_MODELS["gpt"]
+    model: Any = penstock.initialize(own.build(), config)
+    found = []
+    for options in ({}, {"fullgraph": True}):
+        torch._dynamo.reset()
+        with pytest.raises(Exception, match="communicat") as caught:
+            torch.compile(model, backend="eager", **options)(**own.inputs())
+        found.append(str(caught.value))
+    for out in model(**own.inputs()):  # it still trains
+        out.loss.backward()
+    return found
+
+
+def test_torch_compile_of_the_whole_model_says_what_to_do(pool: Pool) -> None:
+    for plain, full in pool.run(2, compile_whole, timeout=120):
+        assert "torch.compile() of a parallelised GPT" in plain and "model.compile()" in plain
+        assert "model.compile()" in full

@@ -1,0 +1,181 @@
+"""What is done to a model after it was parallelised: other types, copies, moving averages; and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import penstock
+from families import FAMILIES, batch
+from own_models import OWN_MODELS
+from pool import Pool
+from training import (
+    EXACT,
+    Step,
+    assert_steps_equal,
+    gradients_of,
+    kept_in_double,
+    parallelize,
+    run_step,
+    unsplit_step,
+)
+
+FAMILY = "gpt2"
+
+
+def build(dtype: torch.dtype = torch.float64) -> Any:
+    return FAMILIES[FAMILY].build(dtype=dtype)
+
+
+def convert(stages: int) -> tuple[list[Step], float]:
+    """A step and an evaluation in half precision, then both in double precision, of whose plans nothing may be left."""
+    with kept_in_double():
+        model = parallelize(build(torch.bfloat16), stages, num_microbatches=2)
+        run_step(model, batch("causal", 4))
+        with torch.no_grad():
+            model(**batch("causal", 4))
+        model.zero_grad()
+        model.to(torch.float64)
+        steps = [Step(run_step(model, batch("causal", 4)), gradients_of(model))]
+        model.zero_grad()
+        model.transformer.h.requires_grad_(False)
+        steps.append(Step(run_step(model, batch("causal", 4, seed=1)), gradients_of(model)))
+        with torch.no_grad():
+            return steps, model(**batch("causal", 4)).loss.item()
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_another_type_and_freezing_between_steps_are_followed(pool: Pool, stages: int) -> None:
+    found = pool.run(stages, convert, stages)
+    model = build(torch.bfloat16).to(torch.float64)
+    expected = unsplit_step(model, (batch("causal", 4), 1.0))
+    assert_steps_equal([steps[0] for steps, _ in found], expected)
+    model.transformer.h.requires_grad_(False)
+    assert_steps_equal([steps[1] for steps, _ in found], unsplit_step(model, (batch("causal", 4, seed=1), 1.0)))
+    for _, loss in found:
+        assert loss == pytest.approx(expected.losses[0], rel=EXACT)
+
+
+def train_with_an_average(model: Any, parameters: Any, step: Any) -> Any:
+    """Three steps of SGD, and the exponential moving average of the weights."""
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    for seed in range(3):
+        optimizer.zero_grad()
+        step(seed)
+        optimizer.step()
+        average.update_parameters(model)
+    return average
+
+
+def average(name: str, folder: str) -> tuple[float, float, bool, str]:
+    """The average's loss, that of a copy that is trained on, whether the original stayed, and how the copy prints."""
+    with kept_in_double():
+        if name == "own":
+            own = OWN_MODELS["gpt"]
+            model: Any = penstock.initialize(own.build(), {"model_parallelism": {"pipeline_parallel_size": 2}})
+            batches = [own.inputs()] * 3
+        else:
+            model = parallelize(build(), 2, schedule="zb-h1")
+            batches = [batch("causal", 4, seed=seed) for seed in range(3)]
+        averaged = train_with_an_average(model, model.parameters(), lambda seed: run_step(model, batches[seed]))
+        with torch.no_grad():
+            output = averaged(**batches[0])
+        loss = (output[1] if isinstance(output, tuple) else output.loss).item()
+        averaged.module.save_pretrained(folder)
+        before = [parameter.clone() for parameter in model.parameters()]
+        other = copy.deepcopy(averaged.module)
+        printed = repr(other)
+        run_step(other, batches[0])
+        torch.optim.SGD(other.parameters(), lr=0.1).step()
+        with torch.no_grad():
+            output = other(**batches[0])
+        trained = (output[1] if isinstance(output, tuple) else output.loss).item()
+        return loss, trained, all(map(torch.equal, before, model.parameters())), printed
+
+
+@pytest.mark.parametrize("name", ["transformers", "own"])
+def test_copies_and_moving_averages_run_over_stages_like_the_unsplit_ones(
+    pool: Pool, name: str, tmp_path: Path
+) -> None:
+    found = pool.run(2, average, name, str(tmp_path))
+    with kept_in_double():
+        if name == "own":
+            own = OWN_MODELS["gpt"]
+            model: Any = own.build()
+            batches = [own.inputs()] * 3
+        else:
+            model, batches = build(), [batch("causal", 4, seed=seed) for seed in range(3)]
+
+        def loss_of(one: Any, inputs: Any) -> torch.Tensor:
+            output = one(**inputs)
+            return output[1] if isinstance(output, tuple) else output.loss
+
+        averaged = train_with_an_average(
+            model, model.parameters(), lambda seed: loss_of(model, batches[seed]).backward()
+        )
+        loss = loss_of(averaged.module, batches[0])
+        expected = averaged.module.state_dict()
+        saved = load_file(tmp_path / "model.safetensors")
+        loss.backward()
+        torch.optim.SGD(averaged.module.parameters(), lr=0.1).step()
+        trained = loss_of(averaged.module, batches[0]).item()
+    assert saved
+    for _, (found_loss, found_trained, kept, printed) in enumerate(found):
+        assert found_loss == pytest.approx(loss.item(), rel=EXACT)
+        assert found_trained == pytest.approx(trained, rel=EXACT)
+        assert kept
+        assert "of 2 (counted from 0)" in printed
+    fresh = copy.deepcopy(averaged.module)
+    del expected
+    fresh.load_state_dict(saved, strict=name == "own")
+    with torch.no_grad(), kept_in_double():
+        assert loss_of(fresh, batches[0]).item() == pytest.approx(loss.item(), rel=EXACT)
+
+
+def misuse() -> dict[str, str]:
+    model = parallelize(build(torch.float32), 2)
+    inputs = batch("causal", 4)
+    uses: dict[str, Any] = {
+        "forward": lambda: model.forward(**inputs),
+        "part": lambda: model.transformer(inputs["input_ids"]),
+        "unit": lambda: model.transformer.h[2 if model.pipeline.rank == 0 else 0](torch.zeros(1, 2, 32)),
+        "pickle": lambda: pickle.dumps(model),
+        "save": lambda: torch.save(model, "/dev/null"),
+        "resize": lambda: model.resize_token_embeddings(200),
+    }
+    found = {}
+    before = {name: parameter.clone() for name, parameter in model.state_dict().items()}
+    for name, use in uses.items():
+        with pytest.raises((RuntimeError, TypeError, NotImplementedError)) as caught:
+            use()
+        found[name] = f"{type(caught.value).__name__}: {caught.value}"
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    vocabulary = model.config.vocab_size
+    assert model.resize_token_embeddings(vocabulary) is model.get_input_embeddings()
+    with torch.no_grad():
+        found["loss"] = str(model(**inputs).loss.item())
+    sharded = parallelize(FAMILIES[FAMILY].build(vocab_size=98), 1, tensor_parallel_size=2)
+    with pytest.raises(NotImplementedError, match="sharded"), torch.no_grad(), warnings.catch_warnings():
+        copy.deepcopy(sharded)(**inputs)
+    return found
+
+
+def test_what_cannot_be_done_to_a_stage_is_refused_by_name(pool: Pool) -> None:
+    loss = build(torch.float32)(**batch("causal", 4)).loss.item()
+    for found in pool.run(2, misuse):
+        for name in ("forward", "part", "unit"):
+            assert "is on another stage" in found[name] and "call the whole model, model(...)" in found[name]
+        for name in ("pickle", "save"):
+            assert "TypeError: a parallelised GPT2LMHeadModel cannot be pickled" in found[name]
+            assert "save_pretrained()" in found[name]
+        assert "resize_token_embeddings(200)" in found["resize"] and "before initialize()" in found["resize"]
+        assert float(found["loss"]) == pytest.approx(loss, rel=1e-5)

@@ -1,0 +1,293 @@
+"""Any `nn.Module` over stages: trained, evaluated and saved as the unsplit model."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch.utils import _pytree as pytree
+
+import penstock
+from own_models import GPT, OWN_MODELS, OwnModel
+from penstock import HeterogeneousParallelPlugin, PipelineTemplate
+from penstock.modeling.graph.loss import loss_of
+from penstock.modeling.graph.units import list_units
+from pool import Pool
+from training import EXACT, Step, assert_same_gradients, assert_steps_equal, gradients_of
+
+MICROBATCHES = 4  # of 6 samples: 2, 2, 1, 1
+
+
+def loss_by(own: OwnModel, output: Any, inputs: Mapping[str, Any]) -> Any:
+    return loss_of(output) if own.criterion is None else own.criterion(output, inputs)
+
+
+def plain(output: Any) -> Any:
+    """An output as lists and tensors, to be compared; and to be sent between processes."""
+    if dataclasses.is_dataclass(output):
+        output = {field.name: getattr(output, field.name) for field in dataclasses.fields(output)}
+    return pytree.tree_leaves(dict(output) if isinstance(output, Mapping) else output)
+
+
+def train_own(
+    name: str, stages: int, folder: str, schedule: str = "1f1b"
+) -> tuple[Step, Any, str, dict[str, torch.Tensor], list[Any]]:
+    """A step, then what an evaluation gives and of which class, buffers, and the fields off the last stage."""
+    own = OWN_MODELS[name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of batch statistics
+        number = MICROBATCHES * stages // dist.get_world_size()
+        section = {"pipeline_parallel_size": stages, "num_microbatches": number, "schedule": schedule}
+        inputs = own.inputs()
+        given = {key: value[:1] for key, value in inputs.items() if key != "target"}
+        model: Any = penstock.initialize(
+            own.build(), {"model_parallelism": section}, own.criterion, example_inputs=given
+        )
+    losses, fields = [], []
+    for out in model(**rows_of(inputs, model)):
+        out.loss.backward()
+        losses.append(out.loss.item())
+        fields.append({key: value is None for key, value in vars(out).items() if not key.startswith("_")})
+    model.eval()
+    with torch.no_grad():
+        output = model(**inputs)
+        if own.criterion is not None:
+            loss, output = output.loss, output.output
+            assert type(model(**{key: inputs[key] for key in given}, criterion=None)) is torch.Tensor
+            output = [loss, output]
+    step = Step(losses, gradients_of(model))
+    model.save_parallelized(f"{folder}/parallel")
+    model.save_parallelized(f"{folder}/merged", merge_checkpoints=True)
+    model.save_pretrained(f"{folder}/safe")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    model.from_parallelized(f"{folder}/parallel")
+    return step, plain(output), type(output).__name__, {**dict(model.named_buffers()), **model.state_dict()}, fields
+
+
+def rows_of(inputs: Mapping[str, Any], model: Any) -> dict[str, Any]:
+    size = len(next(iter(inputs.values()))) // model.data_parallel_size
+    start = model.data_parallel_rank * size
+    return {name: value[start : start + size] for name, value in inputs.items()}
+
+
+def expected_step(own: OwnModel) -> tuple[torch.nn.Module, Step]:
+    """The unsplit model after a step: of the whole batch, or of its microbatches where batch statistics are taken."""
+    model, inputs, losses = own.build(), own.inputs(), []
+    sizes = [2, 2, 1, 1] if own.per_microbatch else [6]
+    start = 0
+    for size in sizes:
+        piece = {name: value[start : start + size] for name, value in inputs.items()}
+        start += size
+        loss = loss_by(own, own.call(model, piece), piece) * size / 6
+        loss.backward()
+        losses.append(loss.item())
+    return model, Step(losses, gradients_of(model))
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "stages", "schedule"),
+    [
+        ("gpt", 2, 2, "1f1b"),
+        ("gpt", 3, 3, "zb-h1"),
+        ("gpt", 2, 1, "1f1b"),
+        ("convnet", 2, 2, "1f1b"),
+        ("convnet", 3, 3, "1f1b"),
+        ("sequential", 2, 2, "interleaved-1f1b"),
+        ("sequential", 3, 3, "1f1b"),
+        ("sequential, summed", 2, 2, "1f1b"),
+        ("dataclass", 2, 2, "1f1b"),
+        ("named tuple", 2, 2, "1f1b"),
+        ("dictionary", 3, 3, "1f1b"),
+        ("loss alone", 2, 2, "1f1b"),
+        ("around transformers", 2, 2, "1f1b"),
+        ("around transformers", 3, 3, "1f1b"),
+    ],
+)
+def test_a_model_of_ones_own_is_trained_evaluated_and_saved_as_the_unsplit_one(
+    pool: Pool, name: str, ranks: int, stages: int, schedule: str, tmp_path: Path
+) -> None:
+    own = OWN_MODELS[name]
+    found = pool.run(ranks, train_own, name, stages, str(tmp_path), schedule)
+    model, expected = expected_step(own)
+    replicas = ranks // stages
+    assert_steps_equal([step for step, *_ in found], expected, replicas=replicas)
+    model.eval()
+    with torch.no_grad():
+        output = own.call(model, own.inputs())
+        loss = loss_by(own, output, own.inputs())
+    wanted = plain(output if own.criterion is None else [loss, output])
+    for _, evaluated, kind, _, _ in found:
+        assert kind == (type(output).__name__ if own.criterion is None else "list")
+        assert len(evaluated) == len(wanted)
+        for one, other in zip(evaluated, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=EXACT, atol=EXACT)
+    state = model.state_dict()
+    for *_, held, _ in found:
+        for key, tensor in held.items():
+            if key in state:
+                torch.testing.assert_close(tensor, state[key], rtol=EXACT, atol=EXACT)
+    for content in (torch.load(tmp_path / "merged/pytorch_model.bin"), load_file(tmp_path / "safe/model.safetensors")):
+        fresh = own.build()
+        fresh.load_state_dict(content)
+        for key, tensor in fresh.state_dict().items():
+            torch.testing.assert_close(tensor, state[key], rtol=EXACT, atol=EXACT)
+    if stages > 1:  # what a stage does not have is None, under the same names
+        assert all(lacking.keys() <= having.keys() for lacking, having in zip(found[0][4], found[-1][4], strict=True))
+
+
+def generate_greedily() -> torch.Tensor:
+    model: Any = penstock.initialize(OWN_MODELS["gpt"].build(), {"model_parallelism": {"pipeline_parallel_size": 2}})
+    return model.generate(torch.tensor([[1, 2], [3, 4]]), 4)
+
+
+def test_its_own_generate_runs_over_stages_and_its_inputs_are_guessed(pool: Pool) -> None:
+    model: Any = OWN_MODELS["gpt"].build()
+    expected = model.generate(torch.tensor([[1, 2], [3, 4]]), 4)
+    assert all(torch.equal(found, expected) for found in pool.run(2, generate_greedily))
+
+
+def train_with_the_plugin() -> tuple[Step, float, torch.Tensor]:
+    own = OWN_MODELS["sequential"]
+    whole: Any = own.build()
+    whole.dummy_inputs = {"input": torch.zeros(2, 6, dtype=torch.float64)}
+    modules = PipelineTemplate.get_modules(whole)
+    templates = [PipelineTemplate("mlp", [modules]), PipelineTemplate.balanced(whole, 2)]
+    plugin = HeterogeneousParallelPlugin(microbatch_size=1)
+    plugin.set_pipelines(templates, {templates[0]: 2, templates[1]: 4})
+    data = [{name: value[index] for name, value in own.inputs().items()} for index in range(6)]
+    loader = plugin.prepare_dataloader(data)
+    booster = penstock.Booster(plugin)
+    model, _, criterion, _, _ = booster.boost(whole, criterion=own.criterion, dataloader=loader)
+    assert criterion is own.criterion
+    result = booster.execute_pipeline(iter(loader), model, return_outputs=True)
+    gradients = gradients_of(model)
+    with torch.no_grad():
+        evaluated = booster.execute_pipeline(iter(loader), model, return_outputs=True)
+    assert evaluated["loss"].item() == pytest.approx(result["loss"].item())
+    return Step([], gradients), result["loss"].item(), evaluated["outputs"]
+
+
+def test_pipelines_of_different_depth_train_it_with_the_plugins_criterion(pool: Pool) -> None:
+    own = OWN_MODELS["sequential"]
+    model, expected = expected_step(own)
+    with torch.no_grad():
+        outputs = own.call(model, own.inputs())
+    for rank, (step, loss, evaluated) in enumerate(pool.run(3, train_with_the_plugin)):
+        assert loss == pytest.approx(sum(expected.losses), rel=EXACT)
+        assert_same_gradients(step.gradients, expected.gradients)
+        torch.testing.assert_close(evaluated, outputs[:2] if rank == 0 else outputs[2:], rtol=EXACT, atol=EXACT)
+
+
+UNITS = {
+    "gpt": ["transformer.wte", "transformer.wpe", *(f"transformer.h.{i}" for i in range(4)), "transformer.ln_f",
+            "lm_head"],
+    "convnet": ["stem.0", "stem.1", "stem.2",
+                *(f"stages.{i}.{part}" for i in range(2) for part in ("downsample", "blocks.0", "blocks.1")),
+                "head.0", "head.1"],
+    "sequential": [str(i) for i in range(6)],
+    "around transformers": ["backbone.wte", "backbone.wpe", *(f"backbone.h.{i}" for i in range(3)), "backbone.ln_f",
+                            "head.0", "head.1"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNITS)
+def test_its_units_are_the_entries_of_its_lists_and_sequences(name: str) -> None:
+    own = OWN_MODELS[name]
+    inputs = {key: value for key, value in own.inputs().items() if key != "target"}
+    assert list_units(own.build(), inputs) == UNITS[name]
+
+
+def refused(model: Any, **options: Any) -> str:
+    section = {"pipeline_parallel_size": 2}
+    try:
+        penstock.initialize(model, {"model_parallelism": section}, **options)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "accepted"
+
+
+class Unguessable(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+
+    def forward(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        return self.two(self.one(left) * right)
+
+
+class WithPipeline(GPT):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pipeline = torch.nn.Linear(2, 2)
+
+
+class Hiding(GPT):
+    def forward(self, idx: torch.Tensor, targets: torch.Tensor | None = None) -> Any:
+        class Hidden:
+            pass
+
+        found = Hidden()
+        found.logits, _ = super().forward(idx, targets)  # type: ignore[attr-defined]  # set here
+        return found
+
+
+def refuse_models() -> dict[str, str]:
+    compiled: Any = GPT()
+    compiled.compile(backend="eager")
+    return {
+        "no module": refused(lambda x: x),
+        "torch.compile": refused(torch.compile(GPT(), backend="eager")),
+        "compile": refused(compiled),
+        "data parallel": refused(torch.nn.parallel.DistributedDataParallel(GPT())),
+        "a name": refused(WithPipeline()),
+        "inputs": refused(Unguessable()),
+        "wrong inputs": refused(Unguessable(), example_inputs={"left": torch.zeros(2, 3)}),
+        "no inputs": refused(Unguessable(), example_inputs=3),
+        "hidden": refused(Hiding()),
+        "right inputs": refused(Unguessable(), example_inputs=(torch.zeros(2, 3), torch.zeros(2, 3))),
+    }
+
+
+def test_what_cannot_be_parallelised_is_refused_by_name_on_all_ranks(pool: Pool) -> None:
+    for found in pool.run(2, refuse_models):
+        assert found["no module"] == "TypeError: initialize() takes a torch.nn.Module, got function"
+        assert found["torch.compile"].startswith("TypeError: initialize() was given a OptimizedModule: torch.compile()")
+        assert "call model.compile() after initialize()" in found["compile"]
+        assert "DistributedDataParallel: start more processes than stages" in found["data parallel"]
+        assert "an attribute 'pipeline' of its own" in found["a name"]
+        assert "give some as example_inputs" in found["inputs"] and "'left'" in found["inputs"]
+        assert "'right'" in found["wrong inputs"] and "guessed" not in found["wrong inputs"]
+        assert "example_inputs must be a mapping" in found["no inputs"]
+        assert "returns a Hidden" in found["hidden"]
+        assert found["right inputs"] == "accepted"
+
+
+def call_wrongly() -> list[str]:
+    own = OWN_MODELS["sequential"]
+    model: Any = penstock.initialize(own.build(), {"model_parallelism": {"pipeline_parallel_size": 2}})
+    x, target = own.inputs().values()
+    found = []
+    for args, kwargs in (((x, target), {}), ((x,), {"input": x}), ((x,), {}), ((x,), {"target": target})):
+        with pytest.raises((TypeError, ValueError, NotImplementedError)) as caught:
+            model(*args, **kwargs)
+        found.append(str(caught.value))
+    for out in model(x, target=target, criterion=own.criterion):
+        out.loss.backward()
+    return found
+
+
+def test_calls_that_cannot_be_bound_or_have_no_loss_say_so(pool: Pool) -> None:
+    for positional, twice, lossless, unknown in pool.run(2, call_wrongly):
+        assert "names 1 arguments that may be given by position (input), but 2 were given" in positional
+        assert "was given 'input' by position and by name" in twice
+        assert "Sequential computes no loss from the inputs ['input']" in lossless and "criterion" in lossless
+        assert "unexpected keyword argument 'target'" in unknown
