@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import signal
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -109,6 +111,24 @@ class Run:
             step: Counter(s for ranks in generations[max(generations)].values() for batch in ranks for s in batch)
             for step, generations in seen.items()
         }
+
+
+@contextlib.contextmanager
+def served_store(folder: Path) -> Iterator[tuple[str, int]]:
+    """The address of what `penstock store` serves, and its process."""
+    log = folder / "store.log"
+    with log.open("wb") as output, open(os.devnull, "rb") as nothing:
+        files = [nothing.fileno(), output.fileno(), output.fileno()]
+        arguments = ["-m", "penstock.cli", "store", "--port", "0", "--host", "127.0.0.1"]
+        process = zygote.fork(0, arguments, files, zygote.environment(), str(folder))
+    try:
+        deadline = time.monotonic() + 60
+        while (found := re.search(r"tcp://\S+", log.read_text())) is None:
+            assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+            time.sleep(0.02)
+        yield found[0], process.pid
+    finally:
+        process.send_signal(signal.SIGKILL)
 
 
 def undisturbed(steps: int) -> dict[int, float]:

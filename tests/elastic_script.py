@@ -3,7 +3,8 @@ told to.
 
     python elastic_script.py STORE FOLDER STEPS START WHAT...
 
-Each WHAT is `action@step/place`: this process does it when it comes there first. Without a STORE ("") the run is the
+Each WHAT is `action@step/place`: this process does it when it comes there first (kill, stop, leave,
+kill-store, or await others). Without a STORE ("") the run is the
 undisturbed one, of a single process.
 """
 
@@ -61,8 +62,10 @@ def main(store: str, folder: str, steps: int, start: int, *orders: str) -> None:
     note = Noting(Path(folder) / (f"{os.getpid()}.jsonl" if store else "undisturbed.jsonl"))
     options: dict[str, Any] = {"microbatch_size": MICROBATCH, "max_norm": 0.5}
     if store:
-        templates = [PipelineTemplate.balanced(model, stages) for stages in (1, 2, 3)]
-        elastic = Elastic(store, start=start, hang_timeout=float(os.environ.get("HANG", "60")), templates=templates)
+        depths = map(int, os.environ.get("DEPTHS", "1,2,3").split(","))
+        templates = [PipelineTemplate.balanced(model, stages) for stages in depths]
+        hang, copies = float(os.environ.get("HANG", "60")), int(os.environ.get("COPIES", "2"))
+        elastic = Elastic(store, start=start, hang_timeout=hang, templates=templates, copies=copies)
         plugin = HeterogeneousParallelPlugin(elastic=elastic, global_batch_size=GLOBAL_BATCH, **options)
     else:
         plugin = HeterogeneousParallelPlugin(**options)
@@ -76,7 +79,13 @@ def main(store: str, folder: str, steps: int, start: int, *orders: str) -> None:
             action, _, where = order.partition("@")
             if where == f"{now}/{place}" and order not in done:
                 done.add(order)
-                os.kill(os.getpid(), ACTIONS[action])
+                if action == "await":  # until somebody asks to join
+                    while plugin.run is not None and not plugin.run.asked:
+                        time.sleep(0.02)
+                elif action == "kill-store":
+                    os.kill(int(os.environ["STORE_PROCESS"]), signal.SIGKILL)
+                else:
+                    os.kill(os.getpid(), ACTIONS[action])
 
     def collate(samples: list[dict[str, Any]]) -> dict[str, Any]:
         here("data")
@@ -103,6 +112,9 @@ def main(store: str, folder: str, steps: int, start: int, *orders: str) -> None:
         model, wrapped, _, loader, scheduler = booster.boost(model, optimizer, None, loader, scheduler)
         for block in model.transformer.h:
             block.register_forward_hook(lambda *_: here("forward"))
+        if plugin.run is not None:
+            form = plugin.run.on_layout
+            plugin.run.on_layout = lambda decision: (here("forming"), form(decision))[1]
         batches, step = iter(loader), booster.step if store else 0
         note(begins=step, member=0 if not store else plugin.run.number)
         while step < steps:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from functools import cache
 from pathlib import Path
 
@@ -26,7 +27,6 @@ def assert_as_undisturbed(run: elastic.Run, survivors: list[elastic.Member]) -> 
             assert abs(loss - expected()[step]) < EXACT, f"step {step}\n{run.printed()}"
     for member in survivors:
         assert member.status == 0, run.printed()
-        assert member.losses.keys() == set(range(member.notes[0].get("begins", 0), STEPS)) or member.losses
         assert max(member.losses) == STEPS - 1
     elastic.assert_whole_epochs(run.samples(), STEPS)
 
@@ -42,6 +42,59 @@ def test_a_run_survives_processes_killed_in_a_forward_in_the_update_and_after_it
         assert member.losses.keys() == expected().keys()
         assert [change["step"] for change in member.end["changes"]] in ([2, 5, 8], [2, 6, 8])
         assert all(len(change["lost"]) == 1 for change in member.end["changes"])
+
+
+def test_processes_leave_join_and_are_lost_while_the_others_recover(tmp_path: Path) -> None:
+    run = elastic.Run(tmp_path, STEPS, 4)
+    orders = ["await@5/loop"], ["kill@8/forward"], ["kill@8/forming"], ["leave@2/loop"]
+    stays, killed, killed_later, leaver = [run.start(*order) for order in orders]
+    joiner = run.start()
+    run.wait()
+    assert (killed.status, killed_later.status, leaver.status) == (-9, -9, 0), run.printed()
+    assert_as_undisturbed(run, [stays, joiner])
+    assert stays.losses.keys() == expected().keys()
+    # It left at the end of a step, which all of them made.
+    assert max(leaver.losses) in (2, 3)
+    # It was taken in at the end of a step, and its scheduler goes on where that of the others was.
+    begins = joiner.notes[next(i for i, note in enumerate(joiner.notes) if "begins" in note)]["begins"]
+    assert min(joiner.losses) == begins and begins in (5, 6, 7)
+    assert all(joiner.rates[step] == stays.rates[step] for step in joiner.rates)
+    left, joined, lost = stays.end["changes"]
+    assert (len(left["left"]), len(joined["joined"]), len(lost["lost"])) == (1, 1, 2)
+
+
+def test_a_part_of_the_model_that_nobody_holds_any_more_is_named(tmp_path: Path) -> None:
+    run = elastic.Run(tmp_path, STEPS, 2, DEPTHS="2", COPIES="1")
+    members = [run.start("kill@2/loop"), run.start("kill@99/loop")]
+    run.wait()
+    survivor = members[1]
+    assert survivor.status == 1
+    assert "no device that is left has the values of transformer." in survivor.printed()
+    assert survivor.losses.keys() == {0, 1}
+
+
+@pytest.mark.slow
+def test_training_goes_on_without_the_store_until_somebody_is_lost(tmp_path: Path) -> None:
+    with elastic.served_store(tmp_path) as (address, process):
+        run = elastic.Run(tmp_path, STEPS, 2, store=address, STORE_PROCESS=str(process))
+        members = [run.start("kill-store@3/loop", "kill@6/loop"), run.start()]
+        run.wait()
+    assert members[1].status == 1
+    assert members[1].losses.keys() == set(range(6))
+    assert f"the store at {address} does not answer" in members[1].printed()
+
+
+@pytest.mark.slow
+def test_a_process_that_stands_still_is_left_out_and_ends_when_it_wakes(tmp_path: Path) -> None:
+    run = elastic.Run(tmp_path, STEPS, 3, HANG="15")
+    stopped = run.start("stop@3/loop")
+    others = [run.start(), run.start()]
+    run.wait(but=[stopped])
+    assert_as_undisturbed(run, others)
+    stopped.process.send_signal(signal.SIGCONT)
+    run.wait()
+    assert stopped.status == 1
+    assert "was taken for lost, and the others went on without it" in stopped.printed()
 
 
 def test_what_a_run_needs_is_said_before_anything_is_formed(tmp_path: Path) -> None:

@@ -112,6 +112,7 @@ class Membership:
     Attributes:
         id: its number.
         wants_to_leave: whether it was asked to.
+        silent: members that were found silent for too long.
         asked: how many requests to change the members there have been, as far as was heard.
     """
 
@@ -123,6 +124,7 @@ class Membership:
         self.pulse = Pulse(meeting)
         self.wants_to_leave = False
         self.asked = 0
+        self.silent: set[int] = set()
         self._generation = -1
         self._watched: Sequence[int] = ()
         self._fail: Callable[[str, Sequence[int]], None] | None = None
@@ -203,6 +205,7 @@ class Membership:
             if pulse.has_ended(member):
                 self._tell(generation, f"the process of member {member} has ended", (member,))
             elif pulse.still(member) > patience:
+                self.silent.add(member)
                 self._tell(generation, f"member {member} has been silent for {patience:g} s", (member,))
 
     def _tell(self, generation: int, why: str, members: Sequence[int]) -> None:

@@ -154,6 +154,11 @@ class ElasticRun:
         """This member's."""
         return self._membership.id
 
+    @property
+    def asked(self) -> int:
+        """How many processes have asked to join, as far as was heard."""
+        return self._membership.asked
+
     def enter(self) -> Decision:
         """Wait until this member is part of a generation: the first one, or a later one that takes it in.
 
@@ -410,7 +415,8 @@ class ElasticRun:
     def _suspects(self) -> tuple[int, ...]:
         assert self.engine is not None and self.decision is not None
         members = (self._deciding or self.decision).members
-        return tuple(members[rank] for rank in self.engine.board.lost if rank < len(members))
+        lost = {members[rank] for rank in self.engine.board.lost if rank < len(members)}
+        return tuple(sorted(lost | (self._membership.silent & set(members))))
 
     def _next(self, cause: str, suspects: tuple[int, ...], planned: bool, leaving: bool = False) -> Decision:
         """End this generation and agree on the next."""
@@ -433,10 +439,11 @@ class ElasticRun:
             ) from error
         gone = following.lost
         self._fruitless = 0 if gone or following.joining else self._fruitless + 1
+        unfinished = () if self._change is None else self._change.lost  # by a generation that did not come about
         self._change = Change(
             following.generation,
             cause,
-            tuple(member for member in gone if member not in following.left),
+            (*unfinished, *(member for member in gone if member not in following.left)),
             following.left,
             following.joining,
             tuple(f"{len(stages)}x{count}" for stages, count in following.pipelines),

@@ -350,7 +350,9 @@ class Engine:
         self.dissolve()
         place = layout.place_of(dist.get_rank())
         mine = layout.pipelines[place.pipeline]
+        saved = self.board.resume
         with forming(self._timeout, self.on_board) as board:
+            board.resume.update(saved)
             # If the last attempt failed, what is held may have no values: those that were there before it count.
             had = self._had = had_by(self) | self.given if self._had is None else self._had
             lacking = set(self._lacking)
