@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-import elastic
+import elastic_runs
 from penstock import Elastic, HeterogeneousParallelPlugin
 
 STEPS = 12
@@ -17,10 +17,10 @@ EXACT = 1e-9
 
 @cache
 def expected() -> dict[int, float]:
-    return elastic.undisturbed(STEPS)
+    return elastic_runs.undisturbed(STEPS)
 
 
-def assert_as_undisturbed(run: elastic.Run, survivors: list[elastic.Member]) -> None:
+def assert_as_undisturbed(run: elastic_runs.Run, survivors: list[elastic_runs.Member]) -> None:
     """All that trained saw the undisturbed run's losses; nobody lost a sample or trained on one twice."""
     for member in run.members:
         for step, loss in member.losses.items():
@@ -28,11 +28,11 @@ def assert_as_undisturbed(run: elastic.Run, survivors: list[elastic.Member]) -> 
     for member in survivors:
         assert member.status == 0, run.printed()
         assert max(member.losses) == STEPS - 1
-    elastic.assert_whole_epochs(run.samples(), STEPS)
+    elastic_runs.assert_whole_epochs(run.samples(), STEPS)
 
 
 def test_a_run_survives_processes_killed_in_a_forward_in_the_update_and_after_it(tmp_path: Path) -> None:
-    run = elastic.Run(tmp_path, STEPS, 5)
+    run = elastic_runs.Run(tmp_path, STEPS, 5)
     orders = ["kill@2/forward"], ["kill@5/update"], ["kill@7/updated"], [], []
     members = [run.start(*order) for order in orders]
     run.wait()
@@ -45,9 +45,10 @@ def test_a_run_survives_processes_killed_in_a_forward_in_the_update_and_after_it
 
 
 def test_processes_leave_join_and_are_lost_while_the_others_recover(tmp_path: Path) -> None:
-    run = elastic.Run(tmp_path, STEPS, 4)
+    run = elastic_runs.Run(tmp_path, STEPS, 4)
     orders = ["await@5/loop"], ["kill@8/forward"], ["kill@8/forming"], ["leave@2/loop"]
     stays, killed, killed_later, leaver = [run.start(*order) for order in orders]
+    run.begin()
     joiner = run.start()
     run.wait()
     assert (killed.status, killed_later.status, leaver.status) == (-9, -9, 0), run.printed()
@@ -64,7 +65,7 @@ def test_processes_leave_join_and_are_lost_while_the_others_recover(tmp_path: Pa
 
 
 def test_a_part_of_the_model_that_nobody_holds_any_more_is_named(tmp_path: Path) -> None:
-    run = elastic.Run(tmp_path, STEPS, 2, DEPTHS="2", COPIES="1")
+    run = elastic_runs.Run(tmp_path, STEPS, 2, DEPTHS="2", COPIES="1")
     members = [run.start("kill@2/loop"), run.start("kill@99/loop")]
     run.wait()
     survivor = members[1]
@@ -75,8 +76,8 @@ def test_a_part_of_the_model_that_nobody_holds_any_more_is_named(tmp_path: Path)
 
 @pytest.mark.slow
 def test_training_goes_on_without_the_store_until_somebody_is_lost(tmp_path: Path) -> None:
-    with elastic.served_store(tmp_path) as (address, process):
-        run = elastic.Run(tmp_path, STEPS, 2, store=address, STORE_PROCESS=str(process))
+    with elastic_runs.served_store(tmp_path) as (address, process):
+        run = elastic_runs.Run(tmp_path, STEPS, 2, store=address, STORE_PROCESS=str(process))
         members = [run.start("kill-store@3/loop", "kill@6/loop"), run.start()]
         run.wait()
     assert members[1].status == 1
@@ -86,7 +87,7 @@ def test_training_goes_on_without_the_store_until_somebody_is_lost(tmp_path: Pat
 
 @pytest.mark.slow
 def test_a_process_that_stands_still_is_left_out_and_ends_when_it_wakes(tmp_path: Path) -> None:
-    run = elastic.Run(tmp_path, STEPS, 3, HANG="15")
+    run = elastic_runs.Run(tmp_path, STEPS, 3, HANG="15")
     stopped = run.start("stop@3/loop")
     others = [run.start(), run.start()]
     run.wait(but=[stopped])

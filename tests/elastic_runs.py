@@ -79,6 +79,14 @@ class Run:
         self.members.append(member)
         return member
 
+    def begin(self, timeout: float = 120.0) -> None:
+        """Until the processes that were started have made a step, or one has ended."""
+        deadline = time.monotonic() + timeout
+        while not all(any("done" in note for note in member.read()) for member in self.members):
+            if time.monotonic() > deadline or any(member.status is not None for member in self.members):
+                return
+            time.sleep(0.02)
+
     def wait(self, timeout: float = 120.0, but: Sequence[Member] = ()) -> None:
         """Until all processes have ended. One that has not is shown, and killed."""
         deadline = time.monotonic() + timeout
