@@ -12,10 +12,11 @@ SESSIONS ?= 2
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help install demo test test-fast lint format docs package bench clean
+.PHONY: help install demo demo-elastic test test-fast lint format docs package bench clean
 
 help:
 	@echo "make demo    train, save, merge, reload and sample a small GPT-2 over $(STAGES) processes (STAGES=3 STEPS=200)"
+	@echo "make demo-elastic  four processes train, two are killed, one joins: what happens, beside a run left alone"
 	@echo "make test    all tests; make test-fast leaves out the slow ones"
 	@echo "make lint    ruff and mypy; make format rewrites the files as ruff wants them"
 	@echo "make docs    the site of docs/ and the public API, in site/; a dead link is an error"
@@ -36,6 +37,9 @@ demo: $(STAMP)
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(STAGES) examples/demo.py \
 		--pipeline-parallel-size $(STAGES) --steps $(STEPS) --output $(RUN)/$(STAGES)-stage
 	$(BIN)/python examples/compare_curves.py $(RUN)/1-stage $(RUN)/$(STAGES)-stage
+
+demo-elastic: $(STAMP)
+	$(BIN)/python examples/elastic_demo.py --output runs/elastic
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(SESSIONS) --dist loadfile

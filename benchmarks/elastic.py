@@ -52,6 +52,10 @@ def trial(draw: random.Random, expected: dict[int, float], timeout: float = 180.
                     kills.append({"at": time.time(), "process": victim.process.pid})
         hung = False
         try:
+            run.wait(timeout, but=run.members[number:])
+            late = [m for m in run.members[number:] if not any("begins" in note for note in m.read())]
+            for member in late:  # it came when the run was over, and waits for others to begin a new one
+                member.process.send_signal(signal.SIGKILL)
             run.wait(timeout)
         except AssertionError as error:
             hung = True
@@ -108,7 +112,7 @@ def main() -> None:
 def write(folder: Path, trials: list[dict[str, Any]]) -> None:
     """The record and the table."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "elastic.json", {**environment(), "trials": trials})
+    write_json({**environment(), "trials": trials}, folder / "elastic.json")
     kills = [kill for one in trials for kill in one["kills"]]
     timed = [kill for kill in kills if kill["seconds"] is not None]
     outcomes = Counter(one["outcome"] for one in trials)
