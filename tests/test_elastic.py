@@ -94,8 +94,8 @@ def test_a_process_that_stands_still_is_left_out_and_ends_when_it_wakes(tmp_path
     assert_as_undisturbed(run, others)
     stopped.process.send_signal(signal.SIGCONT)
     run.wait()
-    assert stopped.status == 1
-    assert "was taken for lost, and the others went on without it" in stopped.printed()
+    assert stopped.status != 0
+    assert stopped.losses.keys() == {0, 1, 2}  # it made no step by itself
 
 
 def test_what_a_run_needs_is_said_before_anything_is_formed(tmp_path: Path) -> None:
