@@ -16,6 +16,7 @@ from tokenizers.processors import TemplateProcessing
 from torch.utils.data import Dataset
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+import penstock
 from corpus import END_OF_TEXT, read_texts, token_blocks, train_tokenizer
 from penstock import Booster, HeterogeneousParallelPlugin
 from penstock.planning.pipelines import balanced_templates, parse_pipelines
@@ -42,6 +43,8 @@ def parse_options(description: str) -> argparse.Namespace:
     parser.add_argument("--precision", choices=["fp32", "bf16", "fp16"], default="fp32")
     parser.add_argument("--schedule", choices=schedule_names(), default="1f1b", help="of every pipeline")
     parser.add_argument("--output", type=Path, default=Path("runs/heterogeneous"), help="where the model is saved")
+    parser.add_argument("--save-every", type=int, help="steps between two checkpoints of the whole training state")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint, on any pipelines")
     parser.add_argument("--plot", type=Path, help="draw the layout and the schedule to this .svg file")
     options = parser.parse_args()
     _, world_size = rank_and_world_size()
@@ -84,24 +87,57 @@ def make_plugin(model: Any, options: argparse.Namespace) -> HeterogeneousParalle
     return plugin
 
 
-def train(booster: Booster, model: Any, optimizer: Any, dataloader: Any, lr_scheduler: Any, steps: int) -> list[float]:
-    """The training loop. Returns the loss of each step, which every rank knows."""
+def train(
+    booster: Booster,
+    model: Any,
+    optimizer: Any,
+    dataloader: Any,
+    lr_scheduler: Any,
+    options: argparse.Namespace,
+    output: Path,
+) -> list[float]:
+    """The training loop. Returns the loss of each step, which every rank knows; of a resumed run all steps as well."""
     model.train()
+    losses = Losses()
+    manager = penstock.CheckpointManager(
+        output / "checkpoints",
+        model=model,
+        optimizer=optimizer,
+        lr_scheduler=lr_scheduler,
+        dataloader=dataloader,
+        losses=losses,
+        every=options.save_every,
+        keep_last=2,
+        asynchronous=True,
+        on_signal=options.save_every is not None,
+    )
+    done = manager.resume() if options.resume else 0
     batches = endlessly(dataloader)
-    losses = []
-    for step in range(1, steps + 1):
-        begin = time.perf_counter()
-        loss = booster.execute_pipeline(batches, model, None, optimizer, return_loss=True)["loss"]
-        optimizer.step()
-        optimizer.zero_grad()
-        lr_scheduler.step()
-        losses.append(loss.item())
-        if is_leader() and (step == 1 or step == steps or step % max(1, steps // 10) == 0):
-            speed = dataloader.global_batch_size / (time.perf_counter() - begin)
-            reduction = model.pipeline.last_step.reduction
-            hidden = "" if reduction is None else f"  gradient reduction {reduction.hidden:.0%} hidden"
-            print(f"step {step:4d}  loss {losses[-1]:.4f}  {speed:.1f} samples/s{hidden}", flush=True)
+    with manager:
+        for step in range(done + 1, options.steps + 1):
+            begin = time.perf_counter()
+            loss = booster.execute_pipeline(batches, model, None, optimizer, return_loss=True)["loss"]
+            optimizer.step()
+            optimizer.zero_grad()
+            lr_scheduler.step()
+            losses.append(loss.item())
+            if is_leader() and (step in (1, options.steps) or step % max(1, options.steps // 10) == 0):
+                speed = dataloader.global_batch_size / (time.perf_counter() - begin)
+                reduction = model.pipeline.last_step.reduction
+                hidden = "" if reduction is None else f"  gradient reduction {reduction.hidden:.0%} hidden"
+                print(f"step {step:4d}  loss {losses[-1]:.4f}  {speed:.1f} samples/s{hidden}", flush=True)
+            manager.save(step)
     return losses
+
+
+class Losses(list[float]):
+    """A list that goes into the checkpoint."""
+
+    def state_dict(self) -> dict[str, list[float]]:
+        return {"losses": list(self)}
+
+    def load_state_dict(self, state: dict[str, list[float]]) -> None:
+        self[:] = state["losses"]
 
 
 def endlessly(dataloader: Any) -> Iterator[Any]:

@@ -36,7 +36,7 @@ def main() -> None:
     booster = Booster(plugin=plugin)
     model, optimizer, _, dataloader, lr_scheduler = booster.boost(model, optimizer, None, dataloader, lr_scheduler)
     plugin.describe(plot=options.plot)
-    losses = train(booster, model, optimizer, dataloader, lr_scheduler, options.steps)
+    losses = train(booster, model, optimizer, dataloader, lr_scheduler, options, options.output / "bert")
     finish(booster, model, losses, options.output / "bert", tokenizer)
 
 

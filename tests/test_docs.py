@@ -152,6 +152,22 @@ def assert_equal(folder, model):
 """
 
 RUNS = [
+    Run(
+        "docs/resume.md",
+        ("Never lose a run",),
+        2,
+        before=IMPORTS
+        + """
+model = penstock.initialize(whole(), {"model_parallelism": {"pipeline_parallel_size": 2}})
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+rows = samples(16)
+loader = model.prepare_dataloader(rows, 8)
+""",
+        after="""
+assert sorted(os.listdir("run")) == [f"step-{number:08d}" for number in (2, 4, 6, 7)]
+assert (checkpoint.step, loader.epoch, model.pipeline.step_number) == (7, 3, 6)
+""",
+    ),
     Run("README.md", ("In your script",), 2, after=TRAINED + "assert_trained('trained')"),
     Run(
         "docs/tutorial.md",

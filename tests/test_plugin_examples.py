@@ -3,6 +3,7 @@
 import json
 import math
 import runpy
+import shutil
 import subprocess
 import sys
 import threading
@@ -64,6 +65,18 @@ def test_an_example_goes_on_from_a_checkpoint_of_its_own(pool: Pool, tmp_path: P
     again = [*common, "--model", str(tmp_path / "first" / "gpt2"), "--precision", "bf16"]
     pool.run(1, example, "gpt2", [*again, "--output", str(tmp_path / "second")], init=False, timeout=120)
     assert losses_of(tmp_path / "second" / "gpt2")[0] < losses_of(tmp_path / "first" / "gpt2")[0]
+
+
+def test_an_example_resumes_on_other_pipelines(pool: Pool, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"{number} brown foxes jump over {number * 7} lazy dogs\n" for number in range(400)))
+    common = ["--steps", "4", "--dataset", str(text), "--output", str(tmp_path)]
+    pool.run(2, example, "gpt2", ["--pipelines", "1x2,1x2", "--save-every", "2", *common], init=False, timeout=120)
+    whole = losses_of(tmp_path / "gpt2")
+    shutil.rmtree(tmp_path / "gpt2" / "checkpoints" / "step-00000004")
+    pool.run(1, example, "gpt2", ["--pipelines", "1x4", "--resume", *common], init=False, timeout=120)
+    resumed = losses_of(tmp_path / "gpt2")
+    assert resumed[:2] == whole[:2] and resumed[2:] == pytest.approx(whole[2:], rel=1e-4)
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from penstock.booster import Booster
+    from penstock.checkpoint import CheckpointError
     from penstock.checkpoint_manager import CheckpointManager
     from penstock.config import Configuration, ConfigurationError
     from penstock.elastic.settings import Elastic
@@ -26,6 +27,7 @@ __version__ = "0.1.0.dev0"
 __all__ = [
     "Booster",
     "Checkpoint",
+    "CheckpointError",
     "CheckpointManager",
     "Configuration",
     "ConfigurationError",
@@ -50,6 +52,7 @@ __all__ = [
 _HOMES = {
     "Booster": "penstock.booster",
     "Checkpoint": "penstock.training_checkpoints",
+    "CheckpointError": "penstock.checkpoint",
     "CheckpointManager": "penstock.checkpoint_manager",
     "Configuration": "penstock.config",
     "ConfigurationError": "penstock.config",

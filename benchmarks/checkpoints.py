@@ -1,0 +1,266 @@
+"""Checkpoints of the whole training state: how long a step stalls for one, how fast it is written, and random kills.
+
+    python benchmarks/checkpoints.py speed                  # 0.1, 0.3 and 1 GB of state, one process
+    python benchmarks/checkpoints.py kills                  # 100 SIGKILLs at random moments of saves on two ranks
+
+`speed` compares, in turns: a synchronous save, an asynchronous one (how long the call takes, and how long until the
+checkpoint is whole), torch.distributed.checkpoint's `save` and `async_save`, and a plain write of as many bytes.
+Everything is flushed to disk. `kills` ends one rank of two, or both, while they save step after step, and then loads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import shutil
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import penstock
+from penstock.bench.result_files import environment, write_json
+
+RESULTS = Path(__file__).parent / "results"
+# Gigabytes of weights and of AdamW's two states: layers and width of a GPT-2.
+SIZES = {0.1: (4, 400), 0.3: (6, 576), 1.0: (10, 824)}
+
+
+# -- speed -------------------------------------------------------------------------------------------------------------
+
+
+def state(layers: int, width: int) -> tuple[Any, torch.optim.Optimizer, int]:
+    """A model, an optimizer with state, and how many bytes both have."""
+    model = GPT2LMHeadModel(GPT2Config(n_layer=layers, n_embd=width, n_head=8, vocab_size=512, n_positions=64))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer, 3 * sum(parameter.nbytes for parameter in model.parameters())
+
+
+def copy_plainly(folder: Path, block: memoryview, size: int) -> None:
+    with (folder / "copy").open("wb", buffering=0) as file:
+        left = size
+        while left:
+            left -= file.write(block[: min(left, len(block))])
+        os.fsync(file.fileno())
+
+
+def flushed(folder: Path) -> None:
+    """Have what DCP wrote on disk, as the others do."""
+    for path in folder.rglob("*"):
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+
+
+def speed(folder: Path, rounds: int, sizes: list[float]) -> dict[str, Any]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    results: dict[str, Any] = {}
+    for size in sizes:
+        model, optimizer, num_bytes = state(*SIZES[size])
+        block = memoryview(bytearray(os.urandom(1 << 24)))
+        given = {"model": model, "optimizer": optimizer}
+        seconds: dict[str, list[float]] = {}
+
+        def asynchronous(given: dict[str, Any] = given, seconds: Any = seconds) -> None:
+            begin = time.perf_counter()
+            penstock.save_checkpoint(folder, **given, step=1, asynchronous=True)
+            seconds.setdefault("asynchronous: stall", []).append(time.perf_counter() - begin)
+            penstock.finish_saving(given["model"])
+
+        def dcp_asynchronous(given: Any = given, seconds: Any = seconds) -> None:
+            begin = time.perf_counter()
+            weights, states = get_state_dict(given["model"], given["optimizer"])
+            future = dcp.async_save({"model": weights, "optimizer": states}, checkpoint_id=folder / "dcp")
+            seconds.setdefault("DCP async_save: stall", []).append(time.perf_counter() - begin)
+            future.result()
+            flushed(folder / "dcp")
+
+        def dcp_synchronous(given: Any = given) -> None:
+            weights, states = get_state_dict(given["model"], given["optimizer"])
+            dcp.save({"model": weights, "optimizer": states}, checkpoint_id=folder / "dcp")
+            flushed(folder / "dcp")
+
+        contestants: dict[str, Callable[[], Any]] = {
+            "synchronous": lambda given=given: penstock.save_checkpoint(folder, **given, step=1),
+            "asynchronous: whole": asynchronous,
+            "plain copy": lambda block=block, size=num_bytes: copy_plainly(folder, block, size),
+            "DCP save": dcp_synchronous,
+            "DCP async_save: whole": dcp_asynchronous,
+        }
+        order = random.Random(0)
+        for number in range(rounds + 1):
+            names = list(contestants)
+            order.shuffle(names)
+            for name in names:
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir(parents=True)
+                os.sync()
+                begin = time.perf_counter()
+                contestants[name]()
+                seconds.setdefault(name, []).append(time.perf_counter() - begin)
+            print(
+                f"{size} GB, round {number}: " + ", ".join(f"{k} {v[-1]:.2f}" for k, v in seconds.items()), flush=True
+            )
+        # The first round makes the memory that the others use again.
+        results[str(size)] = {"bytes": num_bytes, "seconds": {name: taken[1:] for name, taken in seconds.items()}}
+    dist.destroy_process_group()
+    return results
+
+
+def table_of_speed(results: dict[str, Any]) -> list[str]:
+    names = list(next(iter(results.values()))["seconds"])
+    lines = ["| state | " + " | ".join(names) + " | bytes/s of a plain copy |", "|---" * (len(names) + 2) + "|"]
+    for size, found in results.items():
+        medians = {name: statistics.median(taken) for name, taken in found["seconds"].items()}
+        share = medians["plain copy"] / medians["asynchronous: whole"]
+        cells = " | ".join(f"{medians[name]:.2f}" for name in names)
+        lines.append(f"| {size} GB ({found['bytes']:,} bytes) | {cells} | {share:.2f} |")
+    return lines
+
+
+# -- kills -------------------------------------------------------------------------------------------------------------
+
+
+def tiny(value: float) -> tuple[Any, torch.optim.Optimizer]:
+    """A model and an optimizer all of whose numbers are `value`."""
+    model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=64, n_head=2, vocab_size=64, n_positions=16))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    fill(model, optimizer, value)
+    return model, optimizer
+
+
+@torch.no_grad()
+def fill(model: Any, optimizer: torch.optim.Optimizer, value: float) -> None:
+    for parameter in model.parameters():
+        parameter.fill_(value)
+        if "momentum_buffer" in optimizer.state.get(parameter, {}):
+            optimizer.state[parameter]["momentum_buffer"].fill_(value)
+
+
+def save_on_and_on(rank: int, folder: Path, port: int, asynchronous: bool) -> None:
+    """A rank: saves step after step, each with its number everywhere, until it is killed."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1")
+    os.environ["MASTER_PORT"] = str(port)
+    model, optimizer = tiny(0.0)
+    model = penstock.initialize(model, {"model_parallelism": {"pipeline_parallel_size": 2}})
+    step = penstock.load_checkpoint(folder, model=model, optimizer=optimizer).step
+    (folder / f"ready-{rank}").touch()
+    while True:
+        step += 1
+        fill(model, optimizer, float(step))
+        penstock.save_checkpoint(
+            folder, model=model, optimizer=optimizer, step=step, keep_last=2, asynchronous=asynchronous
+        )
+        if rank == 0 and not asynchronous:
+            (folder / "done.draft").write_text(str(step))
+            os.replace(folder / "done.draft", folder / "done")
+
+
+def kill_once(folder: Path, chance: random.Random, number: int) -> dict[str, Any]:
+    """Two ranks save; one or both are killed; the newest checkpoint is loaded and looked at."""
+    with __import__("socket").socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    asynchronous = bool(number % 2)
+    ranks = []
+    for rank in range(2):
+        if not (child := os.fork()):
+            try:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+                save_on_and_on(rank, folder, port, asynchronous)
+            finally:
+                os._exit(1)
+        ranks.append(child)
+    while not all((folder / f"ready-{rank}").exists() for rank in range(2)):
+        time.sleep(0.01)
+    time.sleep(chance.uniform(0, 0.5))
+    victims = [ranks[number // 2 % 2]] if number % 5 else ranks
+    for child in victims:
+        os.kill(child, signal.SIGKILL)
+    for child in ranks:
+        os.waitpid(child, 0)
+    for rank in range(2):
+        (folder / f"ready-{rank}").unlink()
+    model, optimizer = tiny(-1.0)
+    found = penstock.load_checkpoint(folder, model=model, optimizer=optimizer)
+    buffers = [optimizer.state[parameter]["momentum_buffer"] for parameter in model.parameters()]
+    whole = all(bool((one == found.step).all()) for one in [*model.parameters(), *buffers])
+    acknowledged = int((folder / "done").read_text()) if (folder / "done").exists() else 0
+    return {
+        "whole": whole,
+        "damaged": len(found.damaged),
+        "step": found.step,
+        "lost": max(0, acknowledged - found.step),
+        "asynchronous": asynchronous,
+        "both": len(victims) == 2,
+    }
+
+
+def kills(folder: Path, number: int, seed: int) -> list[dict[str, Any]]:
+    torch.set_num_threads(1)
+    chance, outcomes = random.Random(seed), []
+    shutil.rmtree(folder, ignore_errors=True)
+    model, optimizer = tiny(1.0)
+    penstock.save_checkpoint(folder, model=model, optimizer=optimizer, step=1)
+    for one in range(number):
+        outcomes.append(kill_once(folder, chance, one))
+        print(f"kill {one + 1}: {outcomes[-1]}", flush=True)
+    return outcomes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["speed", "kills"])
+    parser.add_argument("--rounds", type=int, default=5, help="of speed")
+    parser.add_argument(
+        "--sizes", type=float, nargs="+", default=list(SIZES), choices=list(SIZES), help="of speed, in GB"
+    )
+    parser.add_argument("--number", type=int, default=100, help="of kills")
+    parser.add_argument("--seed", type=int, default=0, help="of kills")
+    parser.add_argument("--folder", type=Path, help="where to write; by default a temporary folder")
+    parser.add_argument("--output", type=Path, help="of the result files, without extension")
+    options = parser.parse_args()
+    output = options.output or RESULTS / f"checkpoints_{options.what}"
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = (options.folder or Path(temporary)) / "run"
+        if options.what == "speed":
+            found: Any = speed(folder, options.rounds, options.sizes)
+            lines = ["Seconds, median of rounds in turns; everything flushed to disk.", "", *table_of_speed(found)]
+        else:
+            found = kills(folder, options.number, options.seed)
+            bad = [one for one in found if not one["whole"] or one["damaged"] or one["lost"]]
+            waited, both = (sum(one[key] for one in found) for key in ("asynchronous", "both"))
+            lines = [
+                f"{len(found)} kills at random moments of saves on two ranks ({waited} of them asynchronous, {both} "
+                "of both ranks): "
+                f"{len(found) - len(bad)} times the newest checkpoint was whole, no older than the last one whose save "
+                f"had returned, and nothing was damaged; {len(bad)} times not."
+            ]
+    about = environment()
+    write_json(output.with_suffix(".json"), {"environment": about, "results": found})
+    head = ["# Checkpoints", "", " ".join(f"{key} {value};" for key, value in about.items() if key != "packages"), ""]
+    output.with_suffix(".md").write_text("\n".join([*head, *lines]) + "\n")
+    print("\n".join(lines))
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()
