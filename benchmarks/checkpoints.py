@@ -255,9 +255,8 @@ def main() -> None:
                 f"had returned, and nothing was damaged; {len(bad)} times not."
             ]
     about = environment()
-    write_json(output.with_suffix(".json"), {"environment": about, "results": found})
-    head = ["# Checkpoints", "", " ".join(f"{key} {value};" for key, value in about.items() if key != "packages"), ""]
-    output.with_suffix(".md").write_text("\n".join([*head, *lines]) + "\n")
+    write_json({"environment": about, "results": found}, output.with_suffix(".json"))
+    output.with_suffix(".md").write_text("\n".join(["# Checkpoints", "", *lines, "", f"Environment: {about}"]) + "\n")
     print("\n".join(lines))
     sys.exit(0)
 

@@ -36,6 +36,7 @@ def disaster(disasters: list[str], step: int, began: int) -> None:
 
 def main(folder: Path, num_steps: int, disasters: list[str], every: int = 2) -> None:
     torch.manual_seed(1)
+    random.seed(int(os.environ["RANK"]))
     model: Any = FAMILIES["gpt2"].build(dropout=0.2, dtype=torch.float32, n_layer=2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, gamma=0.5)

@@ -8,6 +8,8 @@ import datetime
 import os
 import re
 import sys
+import time
+import uuid
 from collections.abc import Callable, Mapping
 from functools import partial
 
@@ -19,6 +21,8 @@ from penstock.runtime.failures import watcher
 from penstock.runtime.failures.board import FailureBoard, any_failed
 
 DEFAULT_PORT = 29500
+# How often ranks look whether others have come, in seconds.
+PAUSE = 0.005
 
 
 def ensure_process_group(timeout: datetime.timedelta | None = None) -> None:
@@ -54,7 +58,43 @@ def _join(timeout: datetime.timedelta | None) -> None:
     limit = timeout or dist.distributed_c10d.default_pg_timeout
     store, rank, world_size = next(dist.rendezvous("env://", timeout=limit))
     store.set_timeout(limit)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store = dist.PrefixStore(agree_on_start(store, rank, world_size, limit), store)
     _meet(store, rank, world_size, timeout)
+
+
+def agree_on_start(store: dist.Store, rank: int, world_size: int, limit: datetime.timedelta) -> str:
+    """A name that the ranks of this start of the job have in common, and those of an earlier one have not.
+
+    torchrun keeps its store when it starts a job again, with all that the ranks before have left in it: addresses, for
+    example, at which nobody listens any more. Every rank leaves a name of its own, which rank 0 answers with its own
+    until the rank has confirmed it. What lies there from earlier starts is answered too, and read by nobody.
+
+    Raises:
+        TimeoutError: a rank did not come.
+    """
+    mine, deadline = uuid.uuid4().hex, time.monotonic() + limit.total_seconds()
+    where = "penstock/start"
+    if rank:
+        store.set(f"{where}/{rank}", mine)
+        while not store.check([f"{where}/{mine}"]):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"rank 0 did not come to the start of the job within {limit}")
+            time.sleep(PAUSE)
+        start = store.get(f"{where}/{mine}").decode()
+        store.set(f"{where}/{start}/{rank}", "here")
+        return start
+    waiting = set(range(1, world_size))
+    while waiting:
+        for other in sorted(waiting):
+            if store.check([f"{where}/{mine}/{other}"]):
+                waiting.remove(other)
+            elif store.check([f"{where}/{other}"]):
+                store.set(f"{where}/{store.get(f'{where}/{other}').decode()}", mine)
+        if waiting and time.monotonic() > deadline:
+            raise TimeoutError(f"ranks {sorted(waiting)} did not come to the start of the job within {limit}")
+        time.sleep(PAUSE if waiting else 0)
+    return mine
 
 
 def form_world(
