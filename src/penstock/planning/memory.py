@@ -99,7 +99,7 @@ def memory_of_ranks(schedule: Schedule, stages: Sequence[Held]) -> list[MemoryEs
     - each microbatch's `kept` from its forward to the end of its backward, and `deferred` from there to its weight
       gradients;
     - `working` or `splitting` of the stage whose forward or backward is under way, and the gradient that came for it;
-    - buffers of receives that are posted ahead, and gradients that were sent and not let go of (see `_Messages`);
+    - buffers of receives that are posted ahead, and gradients that were sent and not let go of (see `_Around`);
     - a gradient that waits on this rank for the backward of the stage below;
     - what the caller's loop holds until it is given the next loss: the output, and through the loss's graph the value
       that the rank's top stage received, with its gradient.
@@ -110,61 +110,51 @@ def memory_of_ranks(schedule: Schedule, stages: Sequence[Held]) -> list[MemoryEs
         stages: for each stage of the schedule.
     """
     found = []
-    last = schedule.num_stages - 1
+    last, count = schedule.num_stages - 1, schedule.num_microbatches
+    forward, weight = Kind.F, Kind.W
     for rank, actions in enumerate(schedule.actions):
         own = schedule.stages_of(rank)
-        count = schedule.num_microbatches
+        top = own[-1]
         from_here = {stage for stage in own if stage and schedule.is_local(stage - 1, stage)}
         to_here = {stage for stage in own if stage < last and schedule.is_local(stage, stage + 1)}
-        kept = {stage: stages[stage].kept - (stages[stage].received if stage in from_here else 0.0) for stage in own}
-        messages = {
-            stage: _Messages(
-                0.0 if stage in from_here else stages[stage].received, 0.0 if stage in to_here else stages[stage].sent,
-                count,
-            )
-            for stage in own
-        }  # fmt: skip
+        around = {stage: _Around(stages[stage], count, stage in from_here, stage in to_here) for stage in own}
         # Backwards whose weight gradients follow at once are not split.
         whole = schedule.whole_backwards(rank)
         deferred: set[tuple[int, int]] = set()
+        of_loop = stages[top].output + stages[top].received * (2 if top in from_here else 1)
         held = peak = of_caller = 0.0
-        under_way = sum(one.num_bytes for one in messages.values())
+        under_way = sum(one.num_bytes for one in around.values())
         for position, action in enumerate(actions):
-            stage, index = stages[action.stage], action.stage
-            if action.kind is Kind.W:
+            index = action.stage
+            here = around[index]
+            if action.kind is weight:
                 if (index, action.microbatch) in deferred:
-                    held -= stage.deferred
+                    held -= here.deferred
+                continue
+            if action.kind is forward:
+                held += here.kept
+                under_way += here.forward()
+                now = held + under_way + of_caller + here.working
+                if now > peak:
+                    peak = now
                 continue
             splits = schedule.splits_backward and position not in whole
-            working = stage.working
-            under_way -= messages[index].num_bytes
-            if action.kind is Kind.F:
-                held += kept[index]
-                messages[index].forward()
-            else:
-                if stage.splitting is not None and splits:
-                    working = stage.splitting
-                working += stage.sent
-                messages[index].backward()
-                if index == own[-1]:
-                    of_caller = 0.0
-            under_way += messages[index].num_bytes
-            peak = max(peak, held + under_way + of_caller + working)
-            if action.kind is Kind.B:
-                held -= kept[index]
-                if splits:
-                    held += stage.deferred
-                    deferred.add((index, action.microbatch))
-                if index in from_here:
-                    held += stage.received
-                if index in to_here:
-                    held -= stage.sent
-                if index == own[-1]:
-                    of_caller = stage.output + stage.received * (2 if index in from_here else 1)
-                under_way -= messages[index].num_bytes
-                messages[index].answer()
-                under_way += messages[index].num_bytes
-                peak = max(peak, held + under_way + of_caller)
+            under_way += here.backward()
+            if index == top:
+                of_caller = 0.0
+            now = held + under_way + of_caller + (here.splitting if splits else here.backing)
+            if now > peak:
+                peak = now
+            held += here.handed_over - here.kept
+            if splits:
+                held += here.deferred
+                deferred.add((index, action.microbatch))
+            if index == top:
+                of_caller = of_loop
+            under_way += here.answer()
+            now = held + under_way + of_caller
+            if now > peak:
+                peak = now
         state = Held.together(stages[stage] for stage in own)
         found.append(MemoryEstimate(state.weights, state.gradients, state.optimizer, peak))
     return found
@@ -176,43 +166,58 @@ def messages_at_most(received: float, sent: float, num_microbatches: int) -> flo
     return posted + min(num_microbatches, _ahead(sent) + 1) * sent
 
 
-class _Messages:
-    """Bytes of messages around one stage that its microbatches do not hold themselves.
+class _Around:
+    """What one stage holds, and the bytes of messages around it that its microbatches do not hold themselves.
 
     Receives are posted ahead, of activations as of gradients, for the microbatches that are left. An activation that
     was sent is held by its microbatch anyway, as its gradient is awaited. A gradient that was sent is the sender's
     until so many were that it looks which have left.
+
+    Args:
+        from_here, to_here: whether the stage below, and above, is on the same rank.
+
+    Attributes:
+        kept, deferred: see `Held`.
+        working, backing, splitting: in a forward, a whole backward and a split one.
+        handed_over: what a backward leaves for the stage below, less what the stage above left for it.
+        num_bytes: of messages.
     """
 
-    def __init__(self, received: float, sent: float, num_microbatches: int) -> None:
-        self._received, self._sent = received, sent
-        self._ahead = _ahead(received), _ahead(sent)
-        self._to_receive = self._to_come_back = num_microbatches
+    __slots__ = (
+        "_activations", "_answered", "_gradients", "_received", "_sent", "_to_come_back", "_to_receive", "backing",
+        "deferred", "handed_over", "kept", "num_bytes", "splitting", "working",
+    )  # fmt: skip
+
+    def __init__(self, held: Held, count: int, from_here: bool, to_here: bool) -> None:
+        self.kept = held.kept - (held.received if from_here else 0.0)
+        self.deferred = held.deferred
+        self.working = held.working
+        self.backing = held.working + held.sent
+        self.splitting = (held.working if held.splitting is None else held.splitting) + held.sent
+        self.handed_over = (held.received if from_here else 0.0) - (held.sent if to_here else 0.0)
+        self._received, self._sent = (0.0 if from_here else held.received), (0.0 if to_here else held.sent)
+        self._activations, self._gradients = _ahead(self._received), _ahead(self._sent)
+        self._to_receive = self._to_come_back = count
         self._answered = 0
-        self.num_bytes = 0.0
-        self._count()
+        self.num_bytes = self._received * min(count, self._activations) + self._sent * min(count, self._gradients)
 
-    def forward(self) -> None:
+    def forward(self) -> float:
+        """A microbatch is received. Returns by how much the messages grow."""
         self._to_receive -= 1
-        self._count()
+        return -self._received if self._to_receive < self._activations else 0.0
 
-    def backward(self) -> None:
+    def backward(self) -> float:
+        """Its gradient has come back. Returns by how much the messages grow."""
         self._to_come_back -= 1
-        self._count()
+        return -self._sent if self._to_come_back < self._gradients else 0.0
 
-    def answer(self) -> None:
-        """The gradient of what was received is on its way."""
+    def answer(self) -> float:
+        """The gradient of what was received is on its way. Returns by how much the messages grow."""
+        before = self._answered
         self._answered += 1
         if self._answered > 2 * SENDS_AHEAD:
             self._answered = SENDS_AHEAD
-        self._count()
-
-    def _count(self) -> None:
-        activations, gradients = self._ahead
-        self.num_bytes = (
-            self._received * (min(self._to_receive, activations) + self._answered)
-            + self._sent * min(self._to_come_back, gradients)
-        )  # fmt: skip
+        return self._received * (self._answered - before)
 
 
 def _ahead(num_bytes: float) -> int:

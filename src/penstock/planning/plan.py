@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
+from heapq import heappop, heappush
 from itertools import accumulate, groupby, pairwise
 
 from penstock.planning.cluster import Cluster, DeviceClass
@@ -17,8 +20,8 @@ from penstock.schedule import Costs, Schedule, build, schedule_names, simulate
 
 # GPipe takes as long as 1F1B and holds more.
 SCHEDULES = tuple(name for name in schedule_names() if name != "gpipe")
-# So many more plans than wanted are simulated as a whole.
-SPARE = 4
+# With so many microbatches for each rank a step is as much later than by formula as with any more.
+STEADY = 2
 # A simulated step has at most so many actions on all ranks of a pipeline; longer ones are ranked by formula.
 MOST_ACTIONS = 60_000
 
@@ -141,22 +144,32 @@ def make_plans(job: Job, most: int = 5) -> list[Plan]:
         Infeasible: there is none.
     """
     planner = _Planner(job)
-    estimates: list[tuple[float, list[_Line], list[int]]] = []
-    for bound, lines, counts in planner.under_schedules():
-        if len(estimates) > most + SPARE and bound >= estimates[most + SPARE][0]:
-            break
-        estimates.append((planner.estimate(lines, counts), lines, counts))
-        estimates.sort(key=lambda entry: entry[0])
     plans: list[Plan] = []
-    for _, lines, counts in estimates:
-        if len(plans) >= most + SPARE:
+    # What is estimated and not simulated as a whole yet, the most promising first. An estimate is no bound, but the
+    # bounds of what is not estimated yet are, so both queues end where they can give nothing better than `plans`.
+    estimated: list[tuple[float, int, list[_Line], list[int]]] = []
+    waiting = planner.under_schedules()[::-1]
+
+    def worst() -> float:
+        return plans[most - 1].seconds if len(plans) >= most else math.inf
+
+    while waiting or estimated:
+        if waiting and (not estimated or waiting[-1][0] <= estimated[0][0]):
+            bound, lines, counts = waiting.pop()
+            if bound >= worst():
+                waiting.clear()
+                continue
+            heappush(estimated, (planner.estimate(lines, counts), len(waiting), lines, counts))
+            continue
+        seconds, _, lines, counts = heappop(estimated)
+        if seconds >= worst():
             break
         plan = planner.realise(lines, counts)
         if plan is not None:
-            plans.append(plan)
+            insort(plans, plan, key=lambda plan: (plan.seconds, len(plan.devices)))
     if not plans:
         raise explain(job)
-    return sorted(plans, key=lambda plan: (plan.seconds, len(plan.devices)))[:most]
+    return plans[:most]
 
 
 @dataclass(frozen=True, eq=False)
@@ -338,7 +351,8 @@ class _Planner:
         """
 
         def late(line: _Line, count: int) -> float:
-            return self._alone(line, count) - line.seconds(count)
+            enough = min(count, STEADY * len(line.classes))
+            return self._alone(line, enough) - line.seconds(enough)
 
         extra = {line: late(line, count) for line, count in zip(lines, counts, strict=True)}
 
@@ -346,9 +360,7 @@ class _Planner:
             return line.seconds(count) + extra[line]
 
         again = split_microbatches([partial(seconds, line) for line in lines], self.job.num_microbatches)
-        steps = [
-            max(self._alone(line, count) for line, count in zip(lines, each, strict=True)) for each in (counts, again)
-        ]
+        steps = [max(seconds(line, count) for line, count in zip(lines, each, strict=True)) for each in (counts, again)]
         if steps[1] < steps[0]:
             counts[:] = again
         return min(steps)

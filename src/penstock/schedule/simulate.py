@@ -128,6 +128,15 @@ def _start_times(schedule: Schedule, durations: dict[Kind, tuple[float, ...]], c
     """Let each rank run as far as it can, and go back to it when what it waits for arrives."""
     arrivals = _nothing_arrived(schedule)
     routes = _routes(schedule, arrivals, costs)
+    # By kind and stage: when inputs arrive, how long it takes, where the result goes, and for a B its W's arrivals.
+    table = {
+        kind: [
+            (arrivals[kind][stage], durations[kind][stage], routes[kind][stage], arrivals[Kind.W][stage])
+            for stage in range(schedule.num_stages)
+        ]
+        for kind in Kind
+    }
+    backward = Kind.B
     starts: list[list[float]] = [[] for _ in schedule.actions]
     free_from = [0.0] * schedule.num_ranks
     waits_for: list[tuple[list[float | None], int] | None] = [None] * schedule.num_ranks
@@ -135,25 +144,26 @@ def _start_times(schedule: Schedule, durations: dict[Kind, tuple[float, ...]], c
     while movable:
         rank = movable.popleft()
         actions, own_starts, now = schedule.actions[rank], starts[rank], free_from[rank]
-        while len(own_starts) < len(actions):
-            action = actions[len(own_starts)]
-            kind, stage, microbatch = action.kind, action.stage, action.microbatch
-            arrival = arrivals[kind][stage][microbatch]
+        for position in range(len(own_starts), len(actions)):
+            action = actions[position]
+            kind, microbatch = action.kind, action.microbatch
+            inputs, duration, route, weights = table[kind][action.stage]
+            arrival = inputs[microbatch]
             if arrival is None:
-                waits_for[rank] = arrivals[kind][stage], microbatch
+                waits_for[rank] = inputs, microbatch
                 break
             start = arrival if arrival > now else now
             own_starts.append(start)
-            now = start + durations[kind][stage]
-            if kind is Kind.B:
-                arrivals[Kind.W][stage][microbatch] = now
-            route = routes[kind][stage]
+            now = start + duration
+            if kind is backward:
+                weights[microbatch] = now
             if route is None:
                 continue
             arrival = now
-            if route.link is not None:
-                sent = max(now, route.link.free_from) + route.occupancy
-                route.link.free_from = sent
+            link = route.link
+            if link is not None:
+                sent = (now if now > link.free_from else link.free_from) + route.occupancy
+                link.free_from = sent
                 arrival = sent + route.latency
             route.arrivals[microbatch] = arrival
             awaited = waits_for[route.peer]
