@@ -20,7 +20,9 @@ from measure import Comparison
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from penstock.planning.baselines import BASELINES
 from penstock.planning.cluster import Cluster, DeviceClass, Link
-from penstock.planning.plan import Infeasible, Job, Plan, make_plans
+from penstock.planning.job import Job
+from penstock.planning.plan import Infeasible, make_plans
+from penstock.planning.planned import Plan
 from penstock.planning.profile import Profile, UnitCost
 from penstock.planning.search import find_cuts, layouts
 from planning_cases import best_by_brute_force, random_case

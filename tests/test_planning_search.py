@@ -8,9 +8,12 @@ from dataclasses import replace
 import pytest
 
 from penstock.planning.baselines import BASELINES
+from penstock.planning.candidates import live_microbatches
 from penstock.planning.cluster import Cluster, DeviceClass, Link, parse_devices, parse_nodes
+from penstock.planning.job import SCHEDULES, Job
 from penstock.planning.memory import Held, memory_of_ranks, parse_bytes, readable
-from penstock.planning.plan import SCHEDULES, Infeasible, Job, live_microbatches, make_plans, place
+from penstock.planning.plan import Infeasible, make_plans
+from penstock.planning.planned import place
 from penstock.planning.profile import Profile, UnitCost
 from penstock.planning.search import find_cuts, layouts
 from penstock.schedule import build

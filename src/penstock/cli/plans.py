@@ -11,7 +11,7 @@ import typer
 from penstock.cli.models import subject_of
 
 if TYPE_CHECKING:
-    from penstock.planning.plan import Job
+    from penstock.planning.job import Job
     from penstock.planning.profile import Profile
 
 Model = Annotated[
@@ -157,7 +157,7 @@ def _job(
     checkpointing: bool,
 ) -> Job:  # fmt: skip
     from penstock.planning.cluster import Cluster, Link, parse_nodes
-    from penstock.planning.plan import SCHEDULES, Job
+    from penstock.planning.job import SCHEDULES, Job
     from penstock.schedule import schedule_names
 
     if global_batch % microbatch:

@@ -13,8 +13,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
+from penstock.planning.candidates import live_microbatches
+from penstock.planning.job import Job
 from penstock.planning.partition import partition
-from penstock.planning.plan import Job, Plan, PlannedPipeline, evaluate, live_microbatches
+from penstock.planning.planned import Plan, PlannedPipeline, evaluate
 from penstock.schedule import build
 
 Devices = tuple[int, ...]

@@ -11,7 +11,7 @@ from rich.table import Column, Table
 
 from penstock.planning.describe import compact
 from penstock.planning.memory import readable
-from penstock.planning.plan import Plan, PlannedPipeline
+from penstock.planning.planned import Plan, PlannedPipeline
 from penstock.planning.tables import as_text
 
 

@@ -2,7 +2,7 @@
 
 The formula: a pipeline whose stages take t_1, ..., t_p seconds for F, B and W of a microbatch needs at least
 sum(t) + (m - 1) max(t) for m of them (1F1B and GPipe reach it without communication). A layout takes as long as its
-slowest pipeline. `penstock.planning.plan` ranks what is found here by simulation.
+slowest pipeline. `penstock.planning.candidates` ranks what is found here by simulation.
 
 Three steps, each exact where it is not said otherwise:
 

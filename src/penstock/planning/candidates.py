@@ -1,0 +1,262 @@
+"""Layouts that may be the best: found by formula, bounded under every schedule, simulated one pipeline at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate, pairwise
+
+from penstock.planning.job import Job
+from penstock.planning.memory import Held
+from penstock.planning.partition import partition, split_microbatches
+from penstock.planning.planned import Plan, PlannedPipeline, costs_of, evaluate, place, schedule_of
+from penstock.planning.profile import UnitCost
+from penstock.planning.search import Cut, Template, find_cuts, layouts
+from penstock.schedule import Costs, simulate
+
+# With so many microbatches for each rank a step is as much later than by formula as with any more.
+STEADY = 2
+# A simulated step has at most so many actions on all ranks of a pipeline; longer ones are ranked by formula.
+MOST_ACTIONS = 60_000
+
+
+@dataclass(frozen=True, eq=False)
+class Line:
+    """A pipeline of a layout that is looked at: its devices' classes, its stages, its schedule, and bounds for them."""
+
+    name: str
+    classes: tuple[int, ...]
+    sizes: tuple[int, ...]
+    units: tuple[tuple[UnitCost, ...], ...]
+    splits_backward: bool
+    costs: Costs
+    limits: tuple[tuple[float, float], ...]
+    slowest: float
+    total: float
+
+    def bound(self, microbatches: int) -> float:
+        """Seconds below which no order of the actions ends a step."""
+        return max([entry + microbatches * work for entry, work in self.limits])
+
+    def seconds(self, microbatches: int) -> float:
+        """An estimate, from below for most schedules."""
+        if self.splits_backward or len(self.sizes) > len(self.classes):
+            return self.bound(microbatches)
+        return self.total + (microbatches - 1) * self.slowest
+
+
+class Candidates:
+    """Candidates by formula, and their simulations."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self._lines: dict[tuple, Line | None] = {}
+        self._tidy: dict[tuple, Cut] = {}
+        self._partitions: dict[tuple, tuple[int, ...] | None] = {}
+        self._simulated: dict[tuple[Line, int], float] = {}
+
+    def candidates(self) -> list[list[Cut]]:
+        """Layouts that may be the best, fastest first by formula: the last ones found on the way to the best, with
+        pipelines of any depth and of at least so many stages."""
+        found: dict[tuple, tuple[float, list[Cut]]] = {}
+        for templates in self.templates():
+            deepest = max((sum(template.counts) for template in templates), default=0)
+            for depth in (1 << power for power in range(deepest.bit_length())):
+                deep = [template for template in templates if sum(template.counts) >= depth]
+                limits, tolerance = self.job.cluster.counts, 0.0 if depth == 1 else 0.01
+                ways = layouts(deep, limits, self.job.num_microbatches, self.job.copies, tolerance)
+                for seconds, cuts in list(ways)[-2:]:
+                    cuts = sorted(cuts, key=lambda cut: (-len(cut.sizes), cut.classes, cut.sizes))
+                    found.setdefault(tuple((cut.classes, cut.sizes) for cut in cuts), (seconds, cuts))
+        best = [cuts for _, cuts in sorted(found.values(), key=lambda entry: entry[0])]
+        # The formula does not know which of equally good orders of devices and stages is best: the simulation decides.
+        tidied = [[self._tidied(cut, reverse) for cut in cuts] for cuts in best[:3] for reverse in (False, True)]
+        return best[:1] + [cuts for cuts in tidied if cuts not in best] + best[1:]
+
+    def _tidied(self, cut: Cut, reverse: bool) -> Cut:
+        """The same devices class by class, with the most even of the best stages; the cut itself if that is better."""
+        key = (cut.classes, cut.sizes, reverse)
+        if key not in self._tidy:
+            classes = tuple(sorted(cut.classes, reverse=reverse))
+            kinds = [self.job.cluster.classes[index] for index in classes]
+            seconds = [sum(unit.seconds for unit in part) for part in self.job.parts]
+            found = partition(seconds, [kind.speed for kind in kinds])
+            ends = pairwise(accumulate(found.sizes, initial=0))
+            times = [sum(seconds[a:b]) / kind.speed for (a, b), kind in zip(ends, kinds, strict=True)]
+            tidy = Cut(classes, found.sizes, found.time, sum(times))
+            self._tidy[key] = tidy if tidy.slowest <= cut.slowest * 1.1 else cut
+        return self._tidy[key]
+
+    def templates(self) -> list[list[Template]]:
+        """The cuts for each set of devices that fit under 1F1B; and under v-half, which holds least, where memory may
+        be short: without mixtures, unless nothing else fits, and for some depths."""
+        parts, cluster, most = self.job.parts, self.job.cluster, self.job.num_microbatches
+        under_1f1b = find_cuts(parts, cluster, most) if set(self.job.schedules) - {"v-half"} else []
+        under_v_half: list[Template] = []
+        # A pipeline holds about as much on each device as one device would of a model so many times smaller.
+        whole = Held.together(self.job.held).with_live(1)
+        if "v-half" in self.job.schedules and any(kind.memory < whole for kind in cluster.classes):
+            for depth in _some_depths(min(len(parts) // 2, cluster.size)):
+                live = partial(_same, live_microbatches("v-half", depth, 0, most))
+                cuts = find_cuts(parts, cluster, most, live, depth, mixtures=not under_1f1b)
+                under_v_half += [template for template in cuts if sum(template.counts) == depth]
+        return [under_1f1b, under_v_half]
+
+    def line(self, cut: Cut, name: str) -> Line | None:
+        """A cut under a schedule; None if its devices cannot hold that."""
+        key = (cut.classes, cut.sizes, name)
+        if key not in self._lines:
+            self._lines[key] = self._make_line(cut, name)
+        return self._lines[key]
+
+    def _make_line(self, cut: Cut, name: str) -> Line | None:
+        mapping = schedule_of(name, len(cut.classes), 1).stage_to_rank
+        sizes = self._sizes(cut, name, mapping)
+        if sizes is None:
+            return None
+        units = tuple(
+            tuple(unit for part in self.job.parts[a:b] for unit in part)
+            for a, b in pairwise(accumulate(sizes, initial=0))
+        )
+        splits = schedule_of(name, len(cut.classes), 1).splits_backward
+        speeds = [self.job.cluster.classes[cut.classes[rank]].speed for rank in mapping]
+        costs = costs_of(units, speeds)
+        triples = list(zip(costs.forward, costs.backward, costs.weight, strict=True))  # type: ignore[arg-type]  # tuples
+        seconds = [sum(times) for times in triples]
+        work, entry = [0.0] * len(cut.classes), [0.0] * len(cut.classes)
+        for stage, rank in reversed(list(enumerate(mapping))):
+            work[rank] += seconds[stage]
+            # Without a split backward the gradients of the last microbatch still pass the stages below.
+            entry[rank] = sum(forward for forward, _, _ in triples[:stage]) if splits else sum(seconds[:stage])
+        # Of ranks with as much work, or less, only those with a later entry can be the ones that limit the step.
+        limits: list[tuple[float, float]] = []
+        for pair in sorted(zip(entry, work, strict=True), key=lambda pair: (-pair[1], -pair[0])):
+            if not limits or pair[0] > limits[-1][0]:
+                limits.append(pair)
+        return Line(name, cut.classes, sizes, units, splits, costs, tuple(limits), max(work), sum(seconds))
+
+    def _sizes(self, cut: Cut, name: str, mapping: Sequence[int]) -> tuple[int, ...] | None:
+        """Parts on each stage: the cut's own, or, where the schedule has more stages or holds more, the best for it."""
+        parts, num_ranks = self.job.parts, len(cut.classes)
+        kinds = [self.job.cluster.classes[index] for index in cut.classes]
+        live = [live_microbatches(name, num_ranks, rank, self.job.num_microbatches) for rank in range(num_ranks)]
+        per_rank = len(mapping) // num_ranks
+
+        def fits(sizes: Sequence[int]) -> bool:
+            of_ranks: list[list[Held]] = [[] for _ in kinds]
+            for rank, (a, b) in zip(mapping, pairwise(accumulate(sizes, initial=0)), strict=True):
+                of_ranks[rank] += self.job.held[a:b]
+            return all(
+                Held.together(held).with_live(count) <= kind.memory
+                for held, count, kind in zip(of_ranks, live, kinds, strict=True)
+            )
+
+        if len(mapping) > len(parts):
+            return None
+        if per_rank == 1 and fits(cut.sizes):
+            return cut.sizes
+        speeds = tuple(kinds[rank].speed for rank in mapping)
+        sizes = self._partition(speeds, 0, ())
+        if sizes is not None and fits(sizes):
+            return sizes
+        working = max(one.working for one in self.job.held)
+        limits = tuple(max(0.0, kinds[rank].memory - working) / per_rank for rank in mapping)
+        return self._partition(speeds, max(live), limits)
+
+    def _partition(self, speeds: tuple[float, ...], live: int, limits: tuple[float, ...]) -> tuple[int, ...] | None:
+        key = (speeds, live, limits)
+        if key not in self._partitions:
+            seconds = [sum(unit.seconds for unit in part) for part in self.job.parts]
+            needs = [one.state + live * one.kept for one in self.job.held]
+            try:
+                self._partitions[key] = partition(seconds, speeds, *((needs, limits) if limits else ())).sizes
+            except ValueError:
+                self._partitions[key] = None
+        return self._partitions[key]
+
+    def under_schedules(self) -> list[tuple[float, list[Line], list[int]]]:
+        """Every candidate under every schedule that it fits: a bound of its step, its pipelines, their microbatches."""
+        found: dict[tuple, tuple[float, list[Line], list[int]]] = {}
+        for cuts in self.candidates():
+            names = self.job.schedules if any(len(cut.sizes) > 1 for cut in cuts) else self.job.schedules[:1]
+            for name in names:
+                lines = [line for cut in cuts if (line := self.line(cut, name)) is not None]
+                key = (name, *sorted((line.classes, line.sizes) for line in lines))
+                if key not in found and len(lines) == len(cuts) and self._is_short(lines):
+                    counts = split_microbatches([line.seconds for line in lines], self.job.num_microbatches)
+                    bound = max(line.bound(count) for line, count in zip(lines, counts, strict=True))
+                    found[key] = (bound, lines, counts)
+        return sorted(found.values(), key=lambda entry: entry[0])
+
+    def _is_short(self, lines: Sequence[Line]) -> bool:
+        each = self.job.num_microbatches / len(lines)
+        return 3 * each * max(len(line.sizes) for line in lines) <= MOST_ACTIONS
+
+    def estimate(self, lines: Sequence[Line], counts: list[int]) -> float:
+        """The step of pipelines that are simulated alone, without their nodes and the reduction.
+
+        Microbatches are given out once more by what the simulation says; `counts` has the better numbers afterwards.
+        """
+
+        def late(line: Line, count: int) -> float:
+            enough = min(count, STEADY * len(line.classes))
+            return self._alone(line, enough) - line.seconds(enough)
+
+        extra = {line: late(line, count) for line, count in zip(lines, counts, strict=True)}
+
+        def seconds(line: Line, count: int) -> float:
+            return line.seconds(count) + extra[line]
+
+        again = split_microbatches([partial(seconds, line) for line in lines], self.job.num_microbatches)
+        steps = [max(seconds(line, count) for line, count in zip(lines, each, strict=True)) for each in (counts, again)]
+        if steps[1] < steps[0]:
+            counts[:] = again
+        return min(steps)
+
+    def _alone(self, line: Line, count: int) -> float:
+        if (line, count) not in self._simulated:
+            schedule = schedule_of(line.name, len(line.classes), count)
+            link = self.job.cluster.inside
+            crossing = tuple(stage[-1].crossing for stage in line.units[:-1])
+            costs = replace(line.costs, latency=link.latency, bandwidth=link.bandwidth, message_bytes=crossing)
+            self._simulated[line, count] = simulate(schedule, costs).makespan
+        return self._simulated[line, count]
+
+    def realise(self, lines: Sequence[Line], counts: Sequence[int]) -> Plan | None:
+        """The layout on the cluster's devices, simulated; None if it cannot be placed as asked."""
+        devices = place(self.job.cluster, [line.classes for line in lines], self.job.copies)
+        if devices is None:
+            return None
+        pipelines = [
+            PlannedPipeline(tuple(own), line.units, schedule_of(line.name, len(line.classes), count))
+            for own, line, count in zip(devices, lines, counts, strict=True)
+        ]
+        return evaluate(self.job, pipelines)
+
+
+def live_microbatches(name: str, num_ranks: int, rank: int, num_microbatches: int) -> int:
+    """Microbatches that a rank holds at most under a schedule; see the table of docs/schedules.md."""
+    most = {
+        "gpipe": num_microbatches,
+        "1f1b": num_ranks - rank,
+        "zb-h1": num_ranks,
+        "zb-h2": 2 * num_ranks - 1,
+        "interleaved-1f1b": (7 * num_ranks + 3) // 4,  # with its largest groups
+        "zb-v": num_ranks,
+        "v-half": (num_ranks + 2) // 2,
+    }
+    return min(most[name], num_microbatches)
+
+
+def _same(live: int, stages_after: int) -> int:
+    return live
+
+
+def _some_depths(most: int) -> list[int]:
+    """2, 3, 4, 6, 9, ... and the most."""
+    depths, depth = [], 2
+    while depth < most:
+        depths.append(depth)
+        depth += max(1, depth // 2)
+    return [*depths, most] if most >= 2 else []

@@ -1,0 +1,180 @@
+"""Given pipelines on given devices, and what a step of them is predicted to cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from itertools import groupby, pairwise
+
+from penstock.planning.cluster import Cluster, DeviceClass
+from penstock.planning.job import Job
+from penstock.planning.memory import MemoryEstimate, memory_of_ranks
+from penstock.planning.profile import UnitCost, held_by_stages, sums
+from penstock.planning.simulate import LayoutSimulation, Reduction, simulate_layout
+from penstock.schedule import Costs, Schedule, build
+
+
+@dataclass(frozen=True)
+class PlannedPipeline:
+    """One pipeline: its devices in the order of its ranks, the units of each stage, and its schedule of a step."""
+
+    devices: tuple[int, ...]
+    stages: tuple[tuple[UnitCost, ...], ...]
+    schedule: Schedule
+
+    @property
+    def stage_names(self) -> list[list[str]]:
+        return [[unit.name for unit in stage] for stage in self.stages]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Pipelines and what a step of them is predicted to cost."""
+
+    job: Job
+    pipelines: tuple[PlannedPipeline, ...]
+    simulation: LayoutSimulation
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        return self.simulation.makespan
+
+    @property
+    def schedule_names(self) -> str:
+        return ", ".join(dict.fromkeys(pipeline.schedule.name for pipeline in self.pipelines))
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """The device of each rank."""
+        return tuple(device for pipeline in self.pipelines for device in pipeline.devices)
+
+    @property
+    def bubble(self) -> float:
+        """Share of the step in which the devices in use do not compute, on average."""
+        return sum(self.simulation.bubble) / len(self.simulation.bubble)
+
+    @cached_property
+    def memory(self) -> tuple[MemoryEstimate, ...]:
+        """Of each rank."""
+        return tuple(memory for pipeline in self.pipelines for memory in memory_of(pipeline))
+
+    @property
+    def fullest(self) -> tuple[int, MemoryEstimate]:
+        """The rank whose device has the smallest part of its memory left, and what it needs."""
+        limits = [self._class_of(device).memory for device in self.devices]
+        return max(enumerate(self.memory), key=lambda item: (item[1].total / limits[item[0]], item[1].total))
+
+    @property
+    def bytes_on_links(self) -> float:
+        """What a step sends: activations, their gradients, and gradients of weights between pipelines."""
+        crossing = sum(
+            2 * pipeline.schedule.num_microbatches * pipeline.stages[stage][-1].crossing
+            for pipeline in self.pipelines
+            for stage in range(pipeline.schedule.num_stages - 1)
+            if not pipeline.schedule.is_local(stage, stage + 1)
+        )
+        reduced = 2 * (len(self.pipelines) - 1) * sum(unit.gradients for unit in self.job.profile.units)
+        return crossing + reduced
+
+    def _class_of(self, device: int) -> DeviceClass:
+        return self.job.cluster.classes[self.job.cluster.class_of_device[device]]
+
+
+def evaluate(job: Job, pipelines: Sequence[PlannedPipeline]) -> Plan | None:
+    """The plan of given pipelines, simulated; None if one does not fit its devices."""
+    cluster = job.cluster
+    kinds = [[cluster.classes[cluster.class_of_device[device]] for device in line.devices] for line in pipelines]
+    memories: dict[tuple, list[MemoryEstimate]] = {}
+    costs: dict[tuple, Costs] = {}
+    simulated = []
+    for line, kind in zip(pipelines, kinds, strict=True):
+        mapping = line.schedule.stage_to_rank
+        links = tuple(cluster.link(line.devices[a], line.devices[b]) for a, b in pairwise(mapping))
+        key = (id(line.stages), line.schedule.name, line.schedule.num_microbatches, tuple(kind), links)
+        if key not in costs:
+            memories[key] = memory_of(line)
+            made = costs_of(line.stages, [kind[rank].speed for rank in mapping])
+            costs[key] = replace(
+                made,
+                latency=tuple(link.latency for link in links),
+                bandwidth=tuple(link.bandwidth for link in links),
+                message_bytes=tuple(stage[-1].crossing for stage in line.stages[:-1]),
+            )
+        if any(memory.total > one.memory for memory, one in zip(memories[key], kind, strict=True)):
+            return None
+        simulated.append((line.schedule, costs[key]))
+    return Plan(job, tuple(pipelines), simulate_layout(simulated, reductions_of(job, pipelines)))
+
+
+def reductions_of(job: Job, pipelines: Sequence[PlannedPipeline]) -> list[Reduction]:
+    """The sums of gradients between pipelines, last segment first, each as a ring: 2 (n - 1) / n of its bytes."""
+    if len(pipelines) < 2 or job.cluster.inside.seconds(1) == job.cluster.between.seconds(1) == 0:
+        return []
+    stage_of = [[stage for stage, units in enumerate(pipeline.stages) for _ in units] for pipeline in pipelines]
+    found = []
+    for stages, run in groupby(enumerate(job.profile.units), key=lambda item: tuple(of[item[0]] for of in stage_of)):
+        size = sum(unit.gradients for _, unit in run)
+        holders = tuple(enumerate(stages))
+        devices = [pipelines[p].devices[pipelines[p].schedule.stage_to_rank[stage]] for p, stage in holders]
+        slowest = max((job.cluster.link(a, b) for a, b in pairwise(devices)), key=lambda link: link.seconds(size))
+        count = len(holders)
+        found.append(Reduction(2 * (count - 1) * slowest.seconds(size / count), holders))
+    return found[::-1]
+
+
+def place(cluster: Cluster, pipelines: Sequence[Sequence[int]], copies: int = 1) -> list[list[int]] | None:
+    """Devices for pipelines given as the device class of each rank, neighbours on one node where it can be.
+
+    Nodes are filled one after another, the largest pipelines first.
+
+    Returns:
+        for each pipeline its devices; None if fewer than `copies` pipelines stand on nodes of their own.
+    """
+    num_nodes = max(cluster.node_of_device) + 1
+    free: list[dict[int, list[int]]] = [{} for _ in range(num_nodes)]
+    for device in reversed(range(cluster.size)):
+        free[cluster.node_of_device[device]].setdefault(cluster.class_of_device[device], []).append(device)
+    found: dict[int, list[int]] = {}
+    for index in sorted(range(len(pipelines)), key=lambda index: -len(pipelines[index])):
+        needed = {kind: pipelines[index].count(kind) for kind in set(pipelines[index])}
+        whole = [n for n in range(num_nodes) if all(len(free[n].get(k, ())) >= c for k, c in needed.items())]
+        # The node that is left with the fewest devices, or else the next one with any.
+        node = min(whole, key=lambda n: (sum(map(len, free[n].values())), n), default=None)
+        devices = []
+        for kind in pipelines[index]:
+            if node is None or not free[node].get(kind):
+                node = next((n for n in range(num_nodes) if free[n].get(kind)), None)
+            if node is None:
+                return None
+            devices.append(free[node][kind].pop())
+        found[index] = devices
+    placed = [found[index] for index in range(len(pipelines))]
+    if copies > 1 and num_nodes > 1:
+        apart: set[int] = set()
+        on_their_own = 0
+        for devices in sorted(placed, key=lambda own: len({cluster.node_of_device[device] for device in own})):
+            nodes = {cluster.node_of_device[device] for device in devices}
+            if not nodes & apart:
+                apart |= nodes
+                on_their_own += 1
+        if on_their_own < copies:
+            return None
+    return placed
+
+
+@lru_cache(maxsize=512)
+def schedule_of(name: str, num_ranks: int, num_microbatches: int) -> Schedule:
+    """The schedule of a pipeline; on a single rank there is nothing to overlap, and nothing to cut."""
+    return build("1f1b" if num_ranks == 1 else name, num_ranks, num_microbatches)
+
+
+def costs_of(stages: Sequence[Sequence[UnitCost]], speeds: Sequence[float]) -> Costs:
+    triples = [[seconds / speed for seconds in sums(stage)] for stage, speed in zip(stages, speeds, strict=True)]
+    forward, backward, weight = (tuple(triple[kind] for triple in triples) for kind in range(3))
+    return Costs(forward=forward, backward=backward, weight=weight)
+
+
+def memory_of(pipeline: PlannedPipeline) -> list[MemoryEstimate]:
+    return memory_of_ranks(pipeline.schedule, held_by_stages(pipeline.stages))
