@@ -302,7 +302,9 @@ class BoundaryBelow(_RemoteBoundary):
                 return
             if len(channel.posted) >= values.ahead:
                 return
-            self.post()
+            unposted.pop()
+            channel.post_receive(values.buffers())
+            self._expected.append(values)
 
     def _post_header(self) -> None:
         self._headers.post_receive([header_buffer(self.num_values)])
@@ -394,7 +396,8 @@ class BoundaryAbove(_RemoteBoundary):
                 return
             if self._losses_unposted >= len(unposted):
                 self.post_loss()
-            self.post()
+            unposted.pop()
+            channel.post_receive(values.gradient_buffers())
 
 
 class _Values:
