@@ -79,7 +79,7 @@ def judge(run: elastic_runs.Run, kills: list[dict[str, Any]], expected: dict[int
     elif ended and not failed and not complaint and largest <= EXACT:
         outcome = "went on, exact"
     elif not ended and all("the run cannot go on: no device that is left has" in m.printed() for m in failed):
-        outcome = "ended: two that were lost held all copies of a part"
+        outcome = "ended with the error: no copy of a part was left"
     else:
         outcome = "wrong"
         print(largest, complaint, [m.status for m in run.members], run.printed()[-8000:], flush=True)
