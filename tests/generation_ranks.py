@@ -8,8 +8,10 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -19,6 +21,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import penstock
 from families import FAMILIES, batch
+from penstock.runtime.boundary.p2p import P2PChannel
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
 
@@ -125,6 +128,25 @@ def numbers_of_groups(cases: list[tuple[int, Any, str, int]]) -> tuple[list[tupl
     logger.removeHandler(handler)
     logger.setLevel(level)
     return found, said
+
+
+def messages_of_tokens(few: int, many: int) -> dict[str, int]:
+    """How many messages of each kind this rank sends for so many tokens more."""
+    model, counts = parallel(build("gpt2"), 3), Counter[str]()
+    original = P2PChannel.send
+
+    def send(channel: P2PChannel, tensors: Sequence[torch.Tensor]) -> None:
+        counts[channel.name] += 1
+        original(channel, tensors)
+
+    found = []
+    with mock.patch.object(P2PChannel, "send", send):
+        for number in (few, many):
+            counts.clear()
+            model.generate(**prompt("gpt2", 6), max_new_tokens=number, do_sample=False)
+            found.append(counts.copy())
+    assert len(model.pipeline.decoding.groups) == 3
+    return {name: number - found[0][name] for name, number in found[1].items() if number != found[0][name]}
 
 
 def impossible_groups(numbers: list[Any]) -> list[str]:

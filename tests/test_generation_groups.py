@@ -75,3 +75,11 @@ def test_one_group_where_something_looks_at_the_whole_batch(pool: Pool) -> None:
 def test_impossible_numbers_of_groups_are_refused(pool: Pool) -> None:
     for error in pool.run(2, ranks.impossible_groups, [0, -1, True, 1.5, "two"]):
         assert error == ["ValueError"] * 5
+
+
+def test_a_token_of_a_group_is_one_message_over_each_boundary(pool: Pool) -> None:
+    """And one with the chosen tokens to each other rank; nobody announces shapes."""
+    first, second, last = pool.run(3, ranks.messages_of_tokens, 5, 9)
+    assert first == {"activations between stages 0 and 1": 3 * 4}
+    assert second == {"activations between stages 1 and 2": 3 * 4}
+    assert last == {"results for pipeline rank 0": 3 * 4, "results for pipeline rank 1": 3 * 4}

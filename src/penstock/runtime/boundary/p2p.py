@@ -95,13 +95,14 @@ class _Works:
 class P2PChannel:
     """This rank's end of one kind of message over the boundary between the stages `boundary` and `boundary + 1`.
 
-    `posted` holds the receives that were posted and not waited for yet, each with its buffers.
+    Attributes:
+        name: says what it carries, and where.
+        posted: the receives that were posted and not waited for yet, each with its buffers.
     """
 
     __slots__ = (
         "_channels",
         "_in_flight",
-        "_name",
         "_peer",
         "_peer_in_group",
         "_recv",
@@ -109,13 +110,14 @@ class P2PChannel:
         "_send",
         "_send_each",
         "_tag",
+        "name",
         "posted",
     )
 
     def __init__(self, channels: P2PChannels, boundary: int, kind: Message, group: dist.ProcessGroup, peer: int):
         self._channels = channels
         where = f"for pipeline rank {boundary}" if kind >= Message.RESULT_HEADER else None
-        self._name = f"{NAMES[kind]} {where or f'between stages {boundary} and {boundary + 1}'}"
+        self.name = f"{NAMES[kind]} {where or f'between stages {boundary} and {boundary + 1}'}"
         send: _Transfer = group.send
         recv: _Transfer = group.recv
         if channels.converts:
@@ -145,7 +147,7 @@ class P2PChannel:
         start = time.perf_counter()
         try:
             if channels.labels:
-                with label(f"receive {self._name}"):
+                with label(f"receive {self.name}"):
                     work.wait()
             else:
                 work.wait()
@@ -164,7 +166,7 @@ class P2PChannel:
         sent, peer, tag = list(map(torch.Tensor.contiguous, tensors)), self._peer_in_group, self._tag
         try:
             if self._channels.labels:
-                with label(f"send {self._name}"):
+                with label(f"send {self.name}"):
                     work = self._send_each(sent, peer, tag)
             else:
                 work = self._send(sent, peer, tag) if len(sent) == 1 else self._send_each(sent, peer, tag)
@@ -200,7 +202,7 @@ class P2PChannel:
         Whoever asks for it holds no work and no method of the group, as these keep connections open on which neighbours
         wait. What finished frames hold is dropped by the board.
         """
-        return self._channels.board.lost_connection(f"{doing} {self._name}", [self._peer], error)
+        return self._channels.board.lost_connection(f"{doing} {self.name}", [self._peer], error)
 
 
 class P2PChannels:
