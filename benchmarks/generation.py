@@ -12,16 +12,19 @@ from __future__ import annotations
 import argparse
 import copy
 import os
+import random
+import statistics
 import sys
 import time
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from emulated import SleepConfig, SleepingBlock, sleep_once_per_action
+from emulated import WIDTH, SleepConfig, SleepingBlock
 from measure import Comparison, median_of, ratio_of
 from processes import side_by_side
 from torch import nn
+from torch.nn import functional
 from transformers import GenerationMixin, GPT2Config, GPT2LMHeadModel, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from turns import Figures, Step, barrier, serve
@@ -61,64 +64,73 @@ def batch_of(arguments: dict[str, Any], size: int) -> torch.Tensor:
 
 def decoding_step(model: Any, prompt: torch.Tensor, arguments: dict[str, Any], **options: Any) -> Step:
     """A prefill alone, then a whole generation; the difference is the decoding of all tokens but the first."""
-    new, cache = arguments["new_tokens"], cache_mib(model, prompt, arguments["new_tokens"])
+    new = arguments["new_tokens"]
     options = {"do_sample": False, "use_cache": True, **options}
+    # Whoever works alone makes the other rank wait at the barrier after it, not in the middle.
+    model.generate(prompt, max_new_tokens=3, min_new_tokens=3, **options)
 
     def seconds(count: int) -> float:
-        barrier()
         start = time.perf_counter()
         model.generate(prompt, max_new_tokens=count, min_new_tokens=count, **options)
-        barrier()
         return time.perf_counter() - start
 
     def step() -> Figures:
         prefill, whole = seconds(1), seconds(new)
-        return {"prefill": prefill, "decode": (whole - prefill) / (new - 1), "whole": whole, "cache_mib": cache}
+        return {"prefill": prefill, "decode": (whole - prefill) / (new - 1), "whole": whole}
 
     return step
 
 
-def cache_mib(model: Any, prompt: torch.Tensor, new: int) -> Any:
-    """The memory of the keys and values at the end of a generation, on each rank."""
-    if isinstance(model, SleepingLanguageModel):
-        return []
-    row = model.generate(prompt[:1], max_new_tokens=2, do_sample=False, return_dict_in_generate=True).past_key_values
-    length = row.get_seq_length()
-    mine = sum(layer.keys.nbytes + layer.values.nbytes for layer in row.layers) / length
-    found = [torch.tensor(mine * len(prompt) * (prompt.shape[1] + new - 1) / 2**20, dtype=torch.float64)]
-    if dist.is_initialized():
-        found = [torch.empty_like(found[0]) for _ in range(dist.get_world_size())]
-        dist.all_gather(found, torch.tensor(mine * len(prompt) * (prompt.shape[1] + new - 1) / 2**20).double())
-    return [round(float(value), 2) for value in found]
+def cache_mib(model: Any, prompt: torch.Tensor, new: int) -> float:
+    """The memory of this rank's keys and values at the end of a generation of the whole batch."""
+    cache = model.generate(prompt[:1], max_new_tokens=2, do_sample=False, return_dict_in_generate=True).past_key_values
+    each = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers) / cache.get_seq_length()
+    return round(each * len(prompt) * (prompt.shape[1] + new - 1) / 2**20, 2)
 
 
-def one_process(arguments: dict[str, Any]) -> Step:
-    return decoding_step(gpt2(arguments), batch_of(arguments, arguments["batch_size"]), arguments)
+def decoding(arguments: dict[str, Any]) -> Step:
+    """All ways of decoding in two processes, one after another in each step, in an order that changes."""
+    whole = gpt2(arguments)
+    split, size = on_stages(copy.deepcopy(whole)), arguments["batch_size"]
+    prompt = batch_of(arguments, size)
+    half = prompt[: max(1, size // 2)]
+    ways: dict[str, Step | None] = {
+        "one process": decoding_step(whole, prompt, arguments) if dist.get_rank() == 0 else None,
+        "two apart, half the batch each": decoding_step(whole, half, arguments),
+        "two stages, one group": decoding_step(split, prompt, arguments, generation_groups=1),
+        "two stages, as chosen": decoding_step(split, prompt, arguments),
+    }
+    if arguments["peers"]:
+        ways["one process, device_map"] = decoding_step(device_map(arguments), prompt, arguments)
+    caches: list[Any] = [None, None]
+    mine = cache_mib(split, prompt, arguments["new_tokens"]), cache_mib(whole, prompt, arguments["new_tokens"])
+    dist.all_gather_object(caches, mine)
+    shuffle = random.Random(0)
+
+    def step() -> Figures:
+        figures: dict[str, Any] = {"cache_mib": {"unsplit": caches[0][1], "stages": [each for each, _ in caches]}}
+        for name in shuffle.sample(list(ways), len(ways)):
+            barrier()
+            way, start = ways[name], time.perf_counter()
+            found = {} if way is None else way()
+            barrier()
+            if found:  # the slower of two apart counts
+                found["both"] = time.perf_counter() - start
+            figures |= {f"{name}: {key}": value for key, value in found.items()}
+        every: list[Any] = [None, None]
+        dist.all_gather_object(every, figures)
+        return dict(every[0])
+
+    return step
 
 
-def apart(arguments: dict[str, Any]) -> Step:
-    """Processes that have nothing to do with each other, each with its share of the batch."""
-    dist.init_process_group("gloo")
-    size = max(1, arguments["batch_size"] // dist.get_world_size())
-    return decoding_step(gpt2(arguments), batch_of(arguments, size), arguments)
-
-
-def stages(arguments: dict[str, Any]) -> Step:
-    model, prompt = on_stages(gpt2(arguments)), batch_of(arguments, arguments["batch_size"])
-    return decoding_step(model, prompt, arguments, generation_groups=arguments["groups"])
-
-
-def device_map(arguments: dict[str, Any]) -> Step:
+def device_map(arguments: dict[str, Any]) -> Any:
     """As transformers runs a model that `device_map` spreads over devices: one after another, in one process."""
     from accelerate import dispatch_model
 
-    model = gpt2(arguments)
-    half = arguments["layers"] // 2
     names = ["transformer.wte", "transformer.wpe", *(f"transformer.h.{i}" for i in range(arguments["layers"]))]
     places = dict.fromkeys([*names, "transformer.ln_f", "lm_head"], "cpu")
-    assert half
-    dispatch_model(model, places, main_device="cpu", force_hooks=True)
-    return decoding_step(model, batch_of(arguments, arguments["batch_size"]), arguments)
+    return dispatch_model(gpt2(arguments), places, main_device="cpu", force_hooks=True)
 
 
 # -- devices that sleep ------------------------------------------------------------------------------------------------
@@ -131,27 +143,24 @@ class SleepingLanguageModel(PreTrainedModel, GenerationMixin):
 
     def __init__(self, config: SleepConfig):
         super().__init__(config)
-        self.embedding = nn.Embedding(64, 16)
         self.blocks = nn.ModuleList(SleepingBlock(config) for _ in range(config.num_blocks))
-        self.head = nn.Linear(16, 64)
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
         pass
 
     def forward(self, input_ids: torch.Tensor, past_key_values: Any = None, **kwargs: Any) -> CausalLMOutputWithPast:
-        hidden = self.embedding(input_ids)
+        hidden = functional.one_hot(input_ids, WIDTH).float()
         for block in self.blocks:
             hidden = block(hidden)
-        return CausalLMOutputWithPast(logits=self.head(hidden), past_key_values=past_key_values)
+        return CausalLMOutputWithPast(logits=hidden, past_key_values=past_key_values)
 
 
 def sleeping_stages(arguments: dict[str, Any]) -> Step:
     """Stages that take `seconds` for a forward of any group."""
     size = int(os.environ["WORLD_SIZE"])
-    config = SleepConfig(size, arguments["seconds"], vocab_size=64, hidden_size=16, num_hidden_layers=size)
+    config = SleepConfig(size, arguments["seconds"], vocab_size=WIDTH, hidden_size=WIDTH, num_hidden_layers=size)
     model = on_stages(SleepingLanguageModel(config).eval())
-    sleep_once_per_action(model)
     prompt = torch.ones(arguments["batch_size"], 4, dtype=torch.int64)
     return decoding_step(model, prompt, arguments, generation_groups=arguments["groups"])
 
@@ -200,10 +209,7 @@ def pippy(arguments: dict[str, Any]) -> Step:
 
 
 KINDS = {
-    "one process": one_process,
-    "apart": apart,
-    "stages": stages,
-    "device_map": device_map,
+    "decoding": decoding,
     "sleeping": sleeping_stages,
     "evaluated in one": evaluated_in_one,
     "evaluated apart": evaluated_apart,
@@ -218,56 +224,51 @@ KINDS = {
 def measure_decoding(options: argparse.Namespace) -> None:
     size, new = options.batch_size, options.new_tokens
     model = {"vocabulary": options.vocabulary, "layers": options.layers, "width": options.width}
-    config = {**model, "batch_size": size, "new_tokens": new, "prompt": PROMPT, "warmup": 1}
-    kinds: dict[str, tuple[str, int, dict[str, Any]]] = {
-        "one process": ("one process", 1, {}),
-        "two processes apart, half the batch each": ("apart", 2, {}),
-        "two stages, one group": ("stages", 2, {"groups": 1}),
-        "two stages, as chosen": ("stages", 2, {"groups": "auto"}),
-    }
-    if options.peers:
-        kinds["one process, device_map"] = ("device_map", 1, {})
-    results = run(kinds, config, options)
-    columns = [
-        "",
-        "tokens/s",
-        "of one process",
-        "of two apart",
-        "prefill s",
-        "decode ms/token",
-        "cache MiB on each rank",
-    ]
-    table = Comparison(f"generation_{size}", f"GPT-2: {size} x ({PROMPT} + {new}) tokens", columns, config, results)
-    one, ceiling = (results[name] for name in list(kinds)[:2])
-    share = max(1, size // 2) * 2 / size  # of the batch, that the two apart have together
-    for name, runs in results.items():
-        if not any("whole" in result for result in runs):
-            table.add_missing(name)
-            continue
-        whole, prefill, decode = (median_of(runs, key) for key in ("whole", "prefill", "decode"))
-        of_one, of_ceiling = ratio_of(one, runs, "whole"), ratio_of(ceiling, runs, "whole")
-        if name == list(kinds)[1]:
-            of_one *= share
-        tokens = size * new / whole * (share if name == list(kinds)[1] else 1)
-        figures = {"of_one": of_one, "of_apart": of_ceiling / (1 if name == list(kinds)[1] else share)}
-        cells = [f"{tokens:.0f}", f"{figures['of_one']:.2f}", f"{figures['of_apart']:.2f}", f"{prefill:.3f}"]
-        cache = next(result["cache_mib"][0] for result in runs if "cache_mib" in result)
-        cells += [f"{1000 * decode:.1f}", ", ".join(map(str, cache))]
-        table.add(name, cells, tokens_per_second=tokens, prefill=prefill, decode=decode, cache_mib=cache, **figures)
-    table.write("Ratios are medians over rounds; a round has each contestant once, in an order that changes.")
+    config = {**model, "batch_size": size, "new_tokens": new, "prompt": PROMPT, "warmup": 0, "peers": options.peers}
+    (runs,) = run({"decoding": ("decoding", 2, {})}, config, options).values()
+    runs = [result for result in runs if "seconds" in result]
+    columns = ["", "tokens/s", "of one process", "of two apart", "prefill s", "decode ms/token"]
+    table = Comparison(f"generation_{size}", f"GPT-2: {size} x ({PROMPT} + {new}) tokens", columns, config, runs)
+    names = [key.removesuffix(": both") for key in runs[0] if key.endswith(": both")]
+    one, apart = "one process", "two apart, half the batch each"
+
+    def rate(name: str, result: dict[str, Any]) -> float:
+        done = 2 * max(1, size // 2) if name == apart else size
+        return done * (new + 1) / median_of([result], f"{name}: both")
+
+    for name in names:
+        of_one, of_apart = (
+            statistics.median(rate(name, result) / rate(other, result) for result in runs) for other in (one, apart)
+        )
+        tokens = statistics.median(rate(name, result) for result in runs)
+        prefill, decode = (median_of(runs, f"{name}: {key}") for key in ("prefill", "decode"))
+        cells = [f"{tokens:.1f}", f"{of_one:.2f}", f"{of_apart:.2f}", f"{prefill:.3f}", f"{1000 * decode:.1f}"]
+        table.add(
+            name, cells, tokens_per_second=tokens, of_one=of_one, of_apart=of_apart, prefill=prefill, decode=decode
+        )
+    cache = runs[0]["cache_mib"][0]
+    table.write(
+        f"All in the same two processes, in an order that changes; {len(runs)} rounds of a prefill alone and a whole "
+        f"generation, ratios are medians over rounds. Keys and values: {cache['unsplit']} MiB unsplit, "
+        f"{' and '.join(map(str, cache['stages']))} MiB on the two stages."
+    )
 
 
 def measure_emulated(options: argparse.Namespace) -> None:
     ranks, seconds, new = 3, options.seconds, options.new_tokens
-    config = {"seconds": seconds, "new_tokens": new, "batch_size": 6, "ranks": ranks, "warmup": 1}
-    kinds = {f"{count} groups": ("sleeping", ranks, {"groups": count}) for count in (1, ranks)}
+    config = {"seconds": seconds, "new_tokens": new, "batch_size": 6, "ranks": ranks, "warmup": 0}
+    # Devices that are busy with each row: the whole batch takes as long as all groups one after another.
+    kinds = {
+        f"{count} groups": ("sleeping", ranks, {"groups": count, "seconds": seconds * ranks / count})
+        for count in (1, ranks)
+    }
     results = run(kinds, config, options)
     columns = ["", "s for each token of all groups", "of the ideal"]
     table = Comparison("generation_emulated", f"Decoding over {ranks} devices that sleep", columns, config, results)
     for count, (name, runs) in zip((1, ranks), results.items(), strict=True):
         decode = median_of(runs, "decode")
         # Every stage is at work all the time, for each group once.
-        ideal = seconds * (ranks if count == 1 else count)
+        ideal = seconds * ranks * (ranks if count == 1 else 1)
         table.add(name, [f"{decode:.4f}", f"{ideal / decode:.3f}"], decode=decode, of_ideal=ideal / decode)
     table.write(f"Ideal: no stage waits; with one group, the {ranks} stages one after another.")
 
