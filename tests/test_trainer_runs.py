@@ -1,0 +1,64 @@
+"""transformers' Trainer over pipelines, beyond test_trainer.py: more models, layouts and options."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pool import Pool
+from trainer_runs import differences, train, train_all
+
+TOLERANCE = 1e-6
+
+CASES: dict[str, dict[str, Any]] = {
+    "images": {"name": "ViT"},
+    "adapters": {"name": "Llama", "lora": True},
+    "checkpointing": {"name": "Llama", "gradient_checkpointing": True},
+    "lengths": {"name": "GPT-2", "train_sampling_strategy": "group_by_length"},
+    "stopping": {"name": "BERT", "patience": 1, "metric_for_best_model": "eval_loss", "greater_is_better": False}
+    | {"save_strategy": "steps", "save_steps": 2, "load_best_model_at_end": True},
+}
+
+
+@pytest.mark.parametrize(
+    ("stages", "pipelines", "cases"), [(3, 1, list(CASES)), (2, 2, ["images", "adapters"])], ids=["stages", "pipelines"]
+)
+def test_the_script_gives_the_same_run(
+    pool: Pool, tmp_path: Path, stages: int, pipelines: int, cases: list[str]
+) -> None:
+    chosen = {case: CASES[case] for case in cases}
+    plain = train_all(tmp_path / "plain", 0, 1, 6, chosen)
+    for run in pool.run(stages * pipelines, train_all, tmp_path, stages, pipelines, 6, chosen, init=False, timeout=240):
+        for case in cases:
+            assert ["loss" in entry for entry in plain[case]] == [True, True, False] * (2 if case == "stopping" else 3)
+            found = differences((run[case], tmp_path / case), (plain[case], tmp_path / "plain" / case))
+            assert {"loss", "grad_norm", "learning_rate", "eval_loss", "eval_labels", "weights"} <= found.keys()
+            assert all(value <= TOLERANCE for value in found.values()), (case, found)
+
+
+def test_adapters_are_resumed(pool: Pool, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"lora": True, "steps": 6, "save_strategy": "steps", "save_steps": 3}
+    whole = pool.run(2, train, tmp_path / "whole", "GPT-2", 2, init=False, **options)[0]
+    for stages, tolerance in ((2, 0.0), (1, TOLERANCE)):
+        folder = tmp_path / str(stages)
+        shutil.copytree(tmp_path / "whole/checkpoint-3", folder / "checkpoint-3")
+        for run in pool.run(stages, train, folder, "GPT-2", stages, init=False, resume=True, **options):
+            found = differences((run, folder), (whole, tmp_path / "whole"))
+            assert all(value <= tolerance for value in found.values()), (stages, found)
+
+
+def train_in_bfloat16(folder: Path, stages: int, bf16: bool) -> list[float]:
+    """The losses of two steps, of which the first has a learning rate of 0."""
+    run = train(folder, "Llama", stages=stages, steps=2, bf16=bf16, dtype=torch.float32)
+    return [entry["loss"] for entry in run if "loss" in entry]
+
+
+def test_bfloat16_is_that_of_the_plain_trainer(pool: Pool, tmp_path: Path) -> None:
+    half, single = (train_in_bfloat16(tmp_path / str(bf16), 0, bf16) for bf16 in (True, False))
+    assert half != pytest.approx(single, abs=5 * TOLERANCE), "bfloat16 changes the losses"
+    for losses in pool.run(2, train_in_bfloat16, tmp_path / "split", 2, True, init=False, timeout=120):
+        assert losses == pytest.approx(half, abs=TOLERANCE)
