@@ -1,4 +1,7 @@
-"""The heterogeneous face: pipelines of different depth train one model together."""
+"""The heterogeneous face: pipelines of different depth train one model together.
+
+It is one class, whose methods are what a script calls, in that order; that makes the file long.
+"""
 
 from __future__ import annotations
 
