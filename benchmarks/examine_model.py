@@ -17,14 +17,15 @@ from transformers.cache_utils import Cache
 
 import penstock
 from penstock.data.batch import microbatches_of
+from penstock.data.media import MediaTokens
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from tiny_models import build_running
+from tiny_models import NUM_TOKENS, build_running
 
 from training import gradients_of, kept_in_double, run_step
 
 NUM_MICROBATCHES = 4
-GENERATIVE = ("causal-lm", "seq2seq-lm", "speech-seq2seq", "image-text")
+GENERATIVE = ("causal-lm", "seq2seq-lm", "speech-seq2seq", "image-text", "image-text with images")
 # Sums in another order, in the type the model runs in, relative to the largest entry.
 TOLERANCES = {torch.float64: 1e-8, torch.float32: 2e-4}
 
@@ -79,7 +80,8 @@ def _train(model: Any, whole: nn.Module, inputs: Mapping[str, Any], caught: Sequ
     warned = next((text for text in told if text is not None), None)
     pieces: list[tuple[Mapping[str, Any], float]] = [(inputs, 1.0)]
     if warned is not None:
-        parts, sizes = microbatches_of(inputs, whole.main_input_name, NUM_MICROBATCHES)
+        media = MediaTokens.of(whole.config)
+        parts, sizes = microbatches_of(inputs, whole.main_input_name, NUM_MICROBATCHES, media=media)
         pieces = [(part, size / sum(sizes)) for part, size in zip(parts, sizes, strict=True)]
     expected = 0.0
     for piece, share in pieces:
@@ -131,10 +133,15 @@ def _evaluate(model: Any, whole: nn.Module, inputs: Mapping[str, Any]) -> str:
 def _generate(model: Any, whole: nn.Module, inputs: Mapping[str, Any]) -> str:
     model.eval(), whole.eval()
     # Without padding: this is about the forward's path, and padding belongs on the left here.
-    prompt = {name: value[:2] for name, value in inputs.items() if name != "labels" and "decoder" not in name}
+    given = {name: value for name, value in inputs.items() if name != "labels" and "decoder" not in name}
+    prompt = microbatches_of(given, whole.main_input_name, None, 2, media=MediaTokens.of(whole.config))[0][0]
     if "input_ids" in prompt:
-        prompt["input_ids"] = prompt["input_ids"][:, :4]
         prompt.pop("attention_mask", None)
+        ids = prompt["input_ids"]
+        end = ids.shape[1] - NUM_TOKENS + 4  # images, if any, come before the text
+        for name in ("input_ids", "mm_token_type_ids"):
+            if name in prompt:
+                prompt[name] = prompt[name][:, :end]
     options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
     try:
         expected = whole.generate(**prompt, **options)

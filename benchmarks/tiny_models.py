@@ -7,7 +7,7 @@ either, and is reported as that.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,8 @@ NUM_TOKENS = 12
 NUM_LABELS = 3
 NUM_CHOICES = 2
 IMAGE = 32
+# Texts use the tokens below it.
+IMAGE_TOKEN = 90
 MOST_PARAMETERS = 4_000_000
 # Whose causal form wants to be told.
 DECODERS_BY_OPTION = ("ReformerConfig",)
@@ -60,6 +62,18 @@ SIZES: dict[str, Any] = {
     "max_source_positions": 20,
     "layerdrop": 0.0,
     "attn_layer_period": 2,
+    # Of images: how their vectors reach the text, and the tokens that stand for them.
+    **dict.fromkeys(("out_hidden_size", "output_hidden_size"), 32),
+    **dict.fromkeys(("image_token_id", "image_token_index"), IMAGE_TOKEN),
+    **dict.fromkeys(("video_token_id", "video_token_index"), IMAGE_TOKEN + 1),
+    **dict.fromkeys(("vision_start_token_id", "image_start_token_id"), IMAGE_TOKEN + 2),
+    **dict.fromkeys(("vision_end_token_id", "image_end_token_id"), IMAGE_TOKEN + 3),
+    "depth": 3,
+    "deepstack_visual_indexes": [0, 1],
+    "fullatt_block_indexes": [1],
+    "image_grid_pinpoints": [[IMAGE, 2 * IMAGE], [2 * IMAGE, IMAGE]],
+    "image_seq_length": (IMAGE // 8) ** 2,
+    "mm_tokens_per_image": 4,
 }
 # Entries that stay None where a configuration has None: setting them would change what the model is.
 OPTIONAL = ("sliding_window", "num_key_value_heads", "q_lora_rank", "head_dim")
@@ -117,6 +131,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "drop_path_rate": 0,
     },
     "PerceiverConfig": {"num_latents": 8, "d_latents": 32, "num_blocks": 1, "num_self_attends_per_block": 3},
+    "PaliGemmaConfig": {"projection_dim": 32},
     "Wav2Vec2Config": {"num_feat_extract_layers": 2},
 }
 AUDIO = {
@@ -154,6 +169,7 @@ TASKS = {
     "multiple-choice": Task("MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES", "choices"),
     "next-sentence": Task("MODEL_FOR_NEXT_SENTENCE_PREDICTION_MAPPING_NAMES", "pairs"),
     "image-text": Task("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES", "tokens"),
+    "image-text with images": Task("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES", "tokens"),
     "image-classification": Task("MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES", "classes"),
     "masked-image": Task("MODEL_FOR_MASKED_IMAGE_MODELING_MAPPING_NAMES", "patches"),
     "video-classification": Task("MODEL_FOR_VIDEO_CLASSIFICATION_MAPPING_NAMES", "classes"),
@@ -223,6 +239,8 @@ def build(class_name: str, left_out: Collection[str] = (), dtype: torch.dtype = 
     """A model of a class in training mode, its weights drawn from a fixed seed, without dropout."""
     kind = getattr(transformers, class_name)
     config = tiny_config(kind.config_class, left_out)
+    if "QuestionAnswering" in class_name:  # where an answer begins, and where it ends
+        config.num_labels = 2
     without_dropout(config)
     with torch.device("meta"):  # what is too large is not made
         size = sum(parameter.numel() for parameter in kind(config).parameters())
@@ -272,6 +290,12 @@ def tiny_config(kind: type[PretrainedConfig], left_out: Collection[str] = ()) ->
             # A few layers that still have every kind of layer the default has.
             every = list(dict.fromkeys(kinds))
             changes[name] = [every[index % len(every)] for index in range(layers)]
+    if "mrope_section" in (getattr(kind, "ignore_keys_at_rope_validation", None) or ()) and "hidden_size" in changes:
+        # Rotary dimensions for time, height and width.
+        rope = {"rope_type": "default", **(getattr_or_none(default, "rope_parameters") or {})}
+        width = changes.get("head_dim", changes["hidden_size"] // changes.get("num_attention_heads", 4))
+        half = int(width * rope.get("partial_rotary_factor", 1.0)) // 2
+        changes["rope_parameters"] = {**rope, "mrope_section": [half // 4, half // 4, half - 2 * (half // 4)]}
     config = kind(**changes)
     for name, value in (("pad_token_id", 0), ("eos_token_id", 2), ("decoder_start_token_id", 2)):
         if getattr_or_none(config, name) is None:
@@ -309,14 +333,14 @@ def batch(model: Any, task: str, samples: int = NUM_SAMPLES) -> dict[str, Any]:
     if "input_ids" in parameters and main not in parameters:
         main = "input_ids"
     inputs: dict[str, Any] = {}
-    if main in ("pixel_values", "pixel_values_videos") and task != "image-text":
+    if main in ("pixel_values", "pixel_values_videos") and not task.startswith("image-text"):
         inputs[main] = _images(config, samples, main, generator)
     elif main == "input_values":
         inputs[main] = torch.randn(samples, 400, generator=generator, dtype=torch.float64)
     elif main == "input_features":
         inputs[main] = _spectra(config, samples, generator)
     if task in ("speech-seq2seq",) or not inputs or "ids" in main:
-        if "ids" not in main and task == "image-text":
+        if "ids" not in main and task.startswith("image-text"):
             main = "input_ids"
         if "ids" in main or not inputs:
             inputs.update(_text(config, parameters, samples, generator))
@@ -333,11 +357,110 @@ def batch(model: Any, task: str, samples: int = NUM_SAMPLES) -> dict[str, Any]:
     if "bbox" in parameters and "input_ids" in inputs:
         corners = torch.randint(0, 400, (*inputs["input_ids"].shape, 4), generator=generator)
         inputs["bbox"] = torch.cat([corners[..., :2], corners[..., :2] + 1 + corners[..., 2:]], -1)
+    if task == "image-text with images":
+        inputs.update(with_images(model, inputs, generator))
     return {**inputs, **_labels(model, task, inputs, samples, generator)}
 
 
+def with_images(model: Any, inputs: Mapping[str, Any], generator: torch.Generator) -> dict[str, Any]:
+    """Images for the texts: one for each sample, two for the third.
+
+    Of the forms in which models take images, the first that the model's own `get_image_features` runs on; its output
+    says how many placeholder tokens each image has.
+    """
+    owner = getattr(model, "base_model", model)
+    if not hasattr(owner, "get_image_features"):
+        owner = model
+    takes = inspect.signature(owner.get_image_features).parameters
+    samples = inputs["input_ids"].shape[0]
+    shares = [2 if sample == 2 else 1 for sample in range(samples)]
+    dtype = next(model.parameters()).dtype
+    failure: Exception | None = None
+    for images in _forms_of_images(model, takes, sum(shares), samples, generator):
+        images = in_dtype(images, dtype)
+        try:
+            with torch.no_grad():
+                features = owner.get_image_features(**images, return_dict=True).pooler_output
+        except Exception as error:
+            failure = failure or error
+            continue
+        per_image = [int(part[..., 0].numel()) for part in features]
+        if len(per_image) != sum(shares):  # one after another
+            per_image = [sum(per_image) // sum(shares)] * sum(shares)
+        token = next(getattr(model.config, name) for name in ("image_token_id", "image_token_index"))
+        starts = [sum(shares[:sample]) for sample in range(samples)]
+        counts = [per_image[start : start + share] for start, share in zip(starts, shares, strict=True)]
+        longest = max(sum(own) + len(own) for own in counts)
+        rows = []
+        for own, ids in zip(counts, inputs["input_ids"], strict=True):
+            row = [piece for count in own for piece in ([5], [token] * count)]
+            flat = [entry for piece in row for entry in piece]
+            rows.append(torch.tensor([*flat, *[7] * (longest - len(flat)), *ids.tolist()]))
+        found: dict[str, Any] = {**images, "input_ids": torch.stack(rows)}
+        if "attention_mask" in inputs:
+            ahead = torch.ones(samples, longest, dtype=inputs["attention_mask"].dtype)
+            found["attention_mask"] = torch.cat([ahead, inputs["attention_mask"]], 1)
+        if "mm_token_type_ids" in inspect.signature(model.forward).parameters:
+            found["mm_token_type_ids"] = (found["input_ids"] == token).long()
+        return found
+    assert failure is not None
+    raise failure
+
+
+def _forms_of_images(
+    model: Any, takes: Collection[str], number: int, samples: int, generator: torch.Generator
+) -> Iterator[dict[str, Any]]:
+    """Forms of `number` images that a model with such arguments may take, the likeliest first."""
+    config = model.config
+    vision = getattr(config, "vision_config", None) or config
+    patch = getattr(vision, "patch_size", None) or 8
+    patch = patch if isinstance(patch, int) else patch[-1]
+    channels = getattr(vision, "num_channels", None) or getattr(vision, "in_channels", None) or 3
+    size = getattr(vision, "image_size", None) or IMAGE
+    height, width = (size, size) if isinstance(size, int) else (size[0], size[-1])
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    if "image_grid_thw" in takes:
+        # Flattened, with the numbers of patches along time, height and width; every third image is wider.
+        merge = getattr(vision, "spatial_merge_size", None) or 2
+        merge = merge if isinstance(merge, int) else merge[-1]
+        grid = torch.tensor([[1, 2 * merge, 2 * merge * (1 + (image % 3 == 2))] for image in range(number)])
+        patches = int(grid.prod(1).sum())
+        told = {"image_grid_thw": grid}
+        if "image_merge_sizes" in takes:
+            told["image_merge_sizes"] = torch.full((number,), merge)
+        frames = getattr(vision, "temporal_patch_size", None) or 1
+        yield {"pixel_values": drawn(patches, channels * frames * patch**2), **told}
+        yield {"pixel_values": drawn(patches, channels, patch, patch), **told}
+        yield {"pixel_values": drawn(patches, channels * patch**2), **told}
+    if "spatial_shapes" in takes:
+        # As many patches for each image as the largest has.
+        shapes = torch.tensor([[4, 4 if image % 3 else 2] for image in range(number)])
+        real = torch.arange(16)[None] < shapes.prod(1)[:, None]
+        pixels = drawn(number, 16, channels * patch**2)
+        yield {"pixel_values": pixels, "spatial_shapes": shapes, "pixel_attention_mask": real.long()}
+    sizes = torch.tensor([[height, width]] * number)
+    if "image_sizes" in takes and hasattr(config, "image_grid_pinpoints"):
+        # Each image once whole, and in two tiles.
+        pixels = drawn(number, 3, channels, height, width)
+        yield {"pixel_values": pixels, "image_sizes": torch.tensor([[height, 2 * width]] * number)}
+    if "pixel_attention_mask" in takes:
+        # As many images for each sample as any has; what is zero is no image.
+        pixels = drawn(samples, 2, channels, height, width)
+        pixels[[sample for sample in range(samples) if sample != 2], 1] = 0
+        yield {"pixel_values": pixels, "pixel_attention_mask": torch.ones(samples, 2, height, width, dtype=torch.long)}
+    plain = {"pixel_values": drawn(number, channels, height, width)}
+    if "high_res_pixel_values" in takes:
+        yield {**plain, "high_res_pixel_values": drawn(number, 3, 64, 64)}
+    if "image_sizes" in takes:
+        yield {**plain, "image_sizes": sizes}
+    yield plain
+
+
 def _text(config: Any, parameters: Mapping[str, Any], samples: int, generator: torch.Generator) -> dict[str, Any]:
-    ids = torch.randint(3, min(VOCABULARY, _vocabulary(config)), (samples, NUM_TOKENS), generator=generator)
+    ids = torch.randint(3, min(IMAGE_TOKEN, _vocabulary(config)), (samples, NUM_TOKENS), generator=generator)
     mask = torch.ones_like(ids)
     for row, length in enumerate((NUM_TOKENS, 9, NUM_TOKENS, 5, 11, 7, 10, NUM_TOKENS, 6)[:samples]):
         ids[row, length - 1] = 2

@@ -22,6 +22,8 @@ SAMPLE = [
     ("ctc", "SEWDForCTC"),  # a value is changed in place after a dropout of another stage
     ("masked-lm", "LukeForMaskedLM"),  # a second loss in the output
     ("sequence-classification", "XLNetForSequenceClassification"),  # the second dimension of a memory is the batch
+    ("image-text with images", "Qwen3VLForConditionalGeneration"),  # flattened patches, images of several sizes
+    ("image-text with images", "LlavaForConditionalGeneration"),  # generate() encodes images before the first forward
 ]
 
 

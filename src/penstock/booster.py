@@ -27,7 +27,7 @@ from penstock.checkpoint import (
     save_object,
     save_training_state,
 )
-from penstock.data.batch import MicrobatchedBatch, microbatches_of
+from penstock.data.batch import MicrobatchedBatch
 from penstock.data.loader import Batches, HeterogeneousDataLoader
 from penstock.elastic.events import Change
 from penstock.elastic.run import Call, ElasticRun
@@ -185,7 +185,7 @@ class Booster:
                 self.backward(output.loss, optimizer)
                 if return_outputs and pipeline.holds_output:
                     kept.append(without_graph(output))
-            outputs = merge_outputs(kept, microbatches_of(batch)[1]) if kept else None
+            outputs = merge_outputs(kept, pipeline.microbatches(batch)[1]) if kept else None
             assert pipeline.last_step is not None
             loss = pipeline.last_step.global_loss
         if isinstance(outputs, NamedOutput):

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from penstock.data.microbatch import batch_size_of, microbatch_sizes, split_batch
+from penstock.data.media import MediaTokens, rows_of_media
+from penstock.data.microbatch import batch_dim, batch_size_of, microbatch_sizes, rows_of, split_batch
 
 
 class PerMicrobatch(tuple[Any, ...]):
@@ -97,29 +98,48 @@ def microbatches_of(
     num_microbatches: int | None = None,
     micro_batch_size: int | None = None,
     default: int | None = None,
+    media: MediaTokens | None = None,
 ) -> tuple[list[dict[str, Any]], list[int]]:
     """Return the microbatches of a model call's keyword arguments, and the number of samples in each.
 
     Inputs from a `MicrobatchedBatch` keep its microbatches (perhaps none), and other inputs beside them are split to
-    fit. An ordinary batch is split by `microbatch_sizes`. Raises ValueError and TypeError like `batch_size_of`,
-    `microbatch_sizes` and `split_batch`.
+    fit. An ordinary batch is split by `microbatch_sizes`; images and other media go with the sample in whose text their
+    tokens stand, if `media` tells these. Raises ValueError and TypeError like `batch_size_of`, `microbatch_sizes`,
+    `split_batch` and `rows_of_media`.
     """
     cut = {name: value for name, value in inputs.items() if isinstance(value, PerMicrobatch)}
     if not cut:
-        batch_size = batch_size_of(inputs, main_input_name)
+        rows = _rows_of_media(inputs, media)
+        batch_size = batch_size_of(inputs, main_input_name, rows)
         sizes = microbatch_sizes(batch_size, num_microbatches, micro_batch_size, default)
-        return split_batch(inputs, batch_size, sizes), sizes
+        return split_batch(inputs, batch_size, sizes, rows), sizes
     counts = {name: len(value) for name, value in cut.items()}
     count = next(iter(counts.values()))
     if any(other != count for other in counts.values()):
         raise ValueError(f"The inputs come from batches with different numbers of microbatches: {counts}.")
     microbatches = [{name: value[index] for name, value in cut.items()} for index in range(count)]
-    sizes = [batch_size_of(microbatch, main_input_name) for microbatch in microbatches]
+    sizes = [batch_size_of(part, main_input_name, _rows_of_media(part, media)) for part in microbatches]
     whole = {name: value for name, value in inputs.items() if name not in cut}
     if whole and count:
         parts = split_batch(whole, sum(sizes), sizes)
         microbatches = [microbatch | part for microbatch, part in zip(microbatches, parts, strict=True)]
     return microbatches, sizes
+
+
+def with_one_sample_more(inputs: Mapping[str, Any], size: int, media: MediaTokens | None = None) -> dict[str, Any]:
+    """A microbatch of `size` samples with its first sample a second time, at the end."""
+    rows = _rows_of_media(inputs, media)
+    first = split_batch(inputs, size, [1, size - 1], rows)[0] if size > 1 else dict(inputs)
+    grown = dict(inputs)
+    for name, value in inputs.items():
+        if name in rows or rows_of(name, value) == size:
+            one = first[name] if size > 1 or name in rows else value[:1]
+            grown[name] = value if one is None else torch.cat([value, one], batch_dim(name, value))
+    return grown
+
+
+def _rows_of_media(inputs: Mapping[str, Any], media: MediaTokens | None) -> dict[str, list[int]]:
+    return {} if media is None else rows_of_media(inputs, media)
 
 
 def to_device(value: Any, device: torch.device | str | int, non_blocking: bool = False) -> Any:

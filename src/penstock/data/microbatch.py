@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -80,17 +81,18 @@ def microbatch_sizes(
     return [size + 1] * larger + [size] * (num_microbatches - larger)
 
 
-def batch_size_of(inputs: Mapping[str, Any], main_input_name: str | None = None) -> int:
+def batch_size_of(inputs: Mapping[str, Any], main_input_name: str | None = None, media: Collection[str] = ()) -> int:
     """Return the number of samples in a batch of model inputs, read from dim 0 of the main input.
 
     The main input is `main_input_name` (a model's attribute of this name), else the first of `MAIN_INPUTS`, else the
-    first tensor. Every other input that by its name has a row per sample (labels, masks, ids) must agree.
+    first tensor. Every other input that by its name has a row per sample (labels, masks, ids) must agree, except for
+    `media`, which have as many rows as the samples have images, say.
 
     Raises TypeError if `inputs` is no mapping, ValueError if it holds no tensor, no sample, or two batch sizes.
     """
     if not isinstance(inputs, Mapping):
         raise TypeError(f"A batch must be a mapping from input names to tensors, but is a {type(inputs).__name__}.")
-    main = _main_input(inputs, main_input_name)
+    main = _main_input({name: value for name, value in inputs.items() if name not in media}, main_input_name)
     if main is None:
         names = ", ".join(map(str, inputs)) or "none at all"
         raise ValueError(
@@ -102,7 +104,7 @@ def batch_size_of(inputs: Mapping[str, Any], main_input_name: str | None = None)
         raise ValueError(f"The batch is empty: {main} has shape {tuple(inputs[main].shape)}, without a single sample.")
     for name, value in inputs.items():
         rows = rows_of(name, value)
-        if rows is None or rows == batch_size:
+        if rows is None or rows == batch_size or name in media:
             continue
         strict = name in MAIN_INPUTS or name.endswith(ROWS_PER_SAMPLE)
         if strict or (rows != 1 and name.endswith(ROWS_PER_SAMPLE_OR_ONE)):
@@ -113,12 +115,19 @@ def batch_size_of(inputs: Mapping[str, Any], main_input_name: str | None = None)
     return batch_size
 
 
-def split_batch(inputs: Mapping[str, Any], batch_size: int, sizes: Sequence[int]) -> list[dict[str, Any]]:
+def split_batch(
+    inputs: Mapping[str, Any],
+    batch_size: int,
+    sizes: Sequence[int],
+    media: Mapping[str, Sequence[int]] | None = None,
+) -> list[dict[str, Any]]:
     """Cut a batch of model inputs into microbatches of the given sizes, in order.
 
     Tensors with `batch_size` rows are cut along dim 0 (views, no copies), also inside tuples, lists and mappings, and
     so are lists of `batch_size` mappings (one annotation per sample). `position_ids` of shape (axes, batch, length) are
     cut along dim 1. Everything else is handed to every microbatch as it is.
+
+    `media` says, for some inputs, how many of their rows belong to each sample; a microbatch without any gets None.
 
     Raises ValueError if the sizes are not positive or do not sum to `batch_size`.
     """
@@ -128,7 +137,8 @@ def split_batch(inputs: Mapping[str, Any], batch_size: int, sizes: Sequence[int]
         return [dict(inputs)]
     microbatches: list[dict[str, Any]] = [{} for _ in sizes]
     for name, value in inputs.items():
-        parts = _split_input(name, value, batch_size, sizes)
+        rows = (media or {}).get(name)
+        parts = _split_input(name, value, batch_size, sizes) if rows is None else _split_media(value, rows, sizes)
         for index, microbatch in enumerate(microbatches):
             microbatch[name] = value if parts is None else parts[index]
     return microbatches
@@ -152,10 +162,11 @@ def rows_of(name: str, value: Any) -> int | None:
     """The number of samples a top-level input seems to hold, None if it is no tensor of samples."""
     if name in WITHOUT_BATCH or not _has_rows(value):
         return None
-    return value.shape[_batch_dim(name, value)]
+    return value.shape[batch_dim(name, value)]
 
 
-def _batch_dim(name: str, value: torch.Tensor) -> int:
+def batch_dim(name: str, value: torch.Tensor) -> int:
+    """The dimension of a top-level input that has a row for each sample."""
     # Multi-axis rotary embeddings (time, height, width) put the axes first.
     return 1 if name == "position_ids" and value.dim() == 3 else 0
 
@@ -167,8 +178,15 @@ def _split_input(name: str, value: Any, batch_size: int, sizes: Sequence[int]) -
     if isinstance(value, torch.Tensor):
         if rows_of(name, value) != batch_size:
             return None
-        return value.split_with_sizes(list(sizes), _batch_dim(name, value))
+        return value.split_with_sizes(list(sizes), batch_dim(name, value))
     return _split_nested(value, batch_size, sizes)
+
+
+def _split_media(value: torch.Tensor, rows: Sequence[int], sizes: Sequence[int]) -> Sequence[Any]:
+    """The parts of an input of which each sample has `rows`."""
+    ends = [0, *accumulate(sizes)]
+    lengths = [sum(rows[start:end]) for start, end in pairwise(ends)]
+    return [part if len(part) else None for part in value.split_with_sizes(lengths)]
 
 
 def _split_nested(value: Any, batch_size: int, sizes: Sequence[int]) -> Sequence[Any] | None:

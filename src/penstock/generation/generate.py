@@ -29,6 +29,8 @@ from penstock.runtime.decoding import Decoding
 
 # Arguments in which the ranks may differ.
 INDIVIDUAL_ARGUMENTS = ("streamer", "stopping_criteria")
+# Methods that encode images and videos.
+MEDIA_ENCODERS = ("get_image_features", "get_video_features")
 # Decoding that uses parts of the model by themselves, or another forward than its own.
 REFUSED_SETTINGS = {
     "assistant_early_exit": "it runs the first layers by themselves",
@@ -240,6 +242,11 @@ def _over_stages(model: Any, decoding: Decoding, choices: Sequence[Choice], watc
         if getattr(model.config, "is_encoder_decoder", False):
             encoder = model.get_encoder()
             replace(encoder, "forward", _over_all_stages(decoding, encoder.forward))
+        # What generate() calls for images before the first forward: it goes round the forward of the model.
+        for name in MEDIA_ENCODERS:
+            encode = getattr(model.base_model, name, None)
+            if encode is not None:
+                replace(model.base_model, name, _over_all_stages(decoding, encode))
         processors, criteria = model._get_logits_processor, model._get_stopping_criteria
         replace(model, "_get_logits_processor", processors_where_chosen(decoding, choice, model, processors))
         replace(model, "_get_stopping_criteria", criteria_of_all_ranks(decoding, watched, criteria))

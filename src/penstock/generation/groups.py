@@ -33,6 +33,7 @@ WATCHING = {
     "return_dict_in_generate": "return_dict_in_generate returns the whole batch's cache and scores",
     "guidance_scale": "guidance_scale makes forwards of its own",
     "watermarking_config": "a watermark is made for the whole batch",
+    **dict.fromkeys(("pixel_values", "pixel_values_videos"), "images are encoded for the whole batch at once"),
     **dict.fromkeys(MANY_POSITIONS, "another model, a lookup or a function of yours proposes the tokens"),
 }
 # Those with which only the order of the stages is that of one group.

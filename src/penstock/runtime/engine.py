@@ -23,6 +23,7 @@ from torch import nn
 
 from penstock.data.batch import PerMicrobatch, microbatches_of
 from penstock.data.fingerprint import fingerprint
+from penstock.data.media import MediaTokens
 from penstock.data.placing import place
 from penstock.modeling.graph.loss import Criterion
 from penstock.modeling.instrumentation import known_of
@@ -184,6 +185,7 @@ class Engine:
         # Every parameter of the model, by its unsplit name.
         self._known: dict[str, nn.Parameter] = dict(split.released)
         self._main_input_name = getattr(split.model, "main_input_name", None)
+        self._media = MediaTokens.of(getattr(split.model, "config", None))
         board = job_board() if board is None else board
         self._form(layout, make_schedule, board, copy_from_first_holders if values is None else self._joining(values))
 
@@ -481,7 +483,7 @@ class Engine:
         self._refuse_if_over()
         self._open_step.refuse("another training step")
         return self.train_microbatches(
-            *self._microbatches(inputs), first_microbatch=first, criterion=criterion, digest=fingerprint(inputs)
+            *self.microbatches(inputs), first_microbatch=first, criterion=criterion, digest=fingerprint(inputs)
         )
 
     def train_microbatches(
@@ -659,20 +661,20 @@ class Engine:
 
     # -- parts -----------------------------------------------------------------------------------------------------
 
-    def _microbatches(self, inputs: Mapping[str, Any], at_most: bool = False) -> tuple[list[dict[str, Any]], list[int]]:
+    def microbatches(self, inputs: Mapping[str, Any], at_most: bool = False) -> tuple[list[dict[str, Any]], list[int]]:
         """Microbatches of a batch and their sizes."""
         wanted = self.num_microbatches
         default = DEFAULT_MICROBATCHES_PER_STAGE * self.context.pipeline.num_stages
         if wanted is not None and at_most:
-            return microbatches_of(inputs, self._main_input_name, default=wanted)
-        return microbatches_of(inputs, self._main_input_name, wanted, self.micro_batch_size, default)
+            return microbatches_of(inputs, self._main_input_name, default=wanted, media=self._media)
+        return microbatches_of(inputs, self._main_input_name, wanted, self.micro_batch_size, default, self._media)
 
     @contextlib.contextmanager
     def _evaluation(
         self, inputs: Mapping[str, Any], criterion: Criterion | None, over_all_pipelines: bool
     ) -> Iterator[tuple[Any, Form | None]]:
         """Evaluate a batch; gives the output on the rank of the last stage, None elsewhere, and its form."""
-        microbatches, sizes = self._microbatches(inputs, at_most=True)
+        microbatches, sizes = self.microbatches(inputs, at_most=True)
         prepared = self._prepare(microbatches, sizes, 0, criterion)
         if over_all_pipelines:
             refuse_without_loss(self.split.model, prepared)
@@ -692,6 +694,7 @@ class Engine:
                     self._totals.counts if over_all_pipelines else None,
                     seed=self.seed,
                     criterion=criterion,
+                    media=self._media,
                 )
                 yield output, prepared.plans[0].form if prepared.plans else None
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
-from penstock.data.microbatch import rows_of
+from penstock.data.batch import with_one_sample_more
+from penstock.data.media import MediaTokens
 from penstock.modeling.graph.loss import Criterion
 from penstock.modeling.stage.named_output import Form, named_output, output_of
 from penstock.modeling.stage.outputs import Shapes, merge_outputs
-from penstock.modeling.stage.split import SplitModel
 from penstock.modeling.tensor_spec import TensorSpec
 from penstock.runtime.boundary.tensors import broadcast_specs, broadcast_tensor
 from penstock.runtime.context import RankContext
@@ -33,6 +32,7 @@ def evaluate(
     *,
     seed: int = 0,
     criterion: Criterion | None = None,
+    media: MediaTokens | None = None,
 ) -> Any:
     """Run the forwards; return the merged output on the rank of the last stage, None elsewhere.
 
@@ -44,6 +44,7 @@ def evaluate(
             has no output. Without it the loss is the mean over this pipeline's batch.
         seed: the run's, for dropout.
         criterion: gives the loss in place of the model's own.
+        media: the tokens of images and other media, with which the batch was split.
     """
     last = program.last
     is_last = program.top == last
@@ -79,17 +80,13 @@ def evaluate(
         boundaries.channels.flush()
         if not (is_last and outputs):
             return None
-        first = partial(_grown, stages.split, inputs.microbatches[0], inputs.sizes[0])
+
+        def grown() -> Shapes:
+            more = with_one_sample_more(inputs.microbatches[0], inputs.sizes[0], media)
+            return stages.split.output_shapes(more)
+
         rule = inputs.plans[0].loss
-        return merge_outputs(outputs, inputs.sizes, () if rule is None else rule.fields, first)
-
-
-def _grown(split: SplitModel, inputs: Mapping[str, Any], size: int) -> Shapes:
-    """The shapes of the model's output for a microbatch of `size` samples and one more."""
-    arguments = {
-        name: torch.cat([value, value[:1]]) if rows_of(name, value) == size else value for name, value in inputs.items()
-    }
-    return split.output_shapes(arguments)
+        return merge_outputs(outputs, inputs.sizes, () if rule is None else rule.fields, grown)
 
 
 def share_output(output: Any, context: RankContext, form: Form | None = None) -> Any:

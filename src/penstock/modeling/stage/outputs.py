@@ -46,18 +46,22 @@ def merge_outputs(
             known.append(grown())
         larger: Any = known[0]
         for step in path:
+            if step not in larger and isinstance(step, str):  # the first microbatch lacks it
+                return 0
             larger = larger[step]
         return next((dim for dim, (a, b) in enumerate(zip(shape, larger, strict=True)) if a != b), 0)
 
     merged = {}
-    for name, value in first.items():
-        if isinstance(value, Cache):
+    for name in dict.fromkeys(name for output in outputs for name in output):
+        # A microbatch of texts alone has no vectors of images.
+        having = [index for index, output in enumerate(outputs) if output.get(name) is not None]
+        values = [outputs[index][name] for index in having]
+        if not values or isinstance(values[0], Cache):
             continue
-        values = [output[name] for output in outputs]
         if name == "loss" or name in losses:
             merged[name] = sum(values)
         else:
-            merged[name] = _merge(values, sizes, resolve, (name,))
+            merged[name] = _merge(values, [sizes[index] for index in having], resolve, (name,))
     return output_of(kind, merged)
 
 
