@@ -96,8 +96,11 @@ def _train(model: Any, whole: nn.Module, inputs: Mapping[str, Any], caught: Sequ
     scale = max((float(g.abs().max()) for g in wanted.values() if g is not None and g.numel()), default=0.0)
     if not scale:
         return "wrong: no gradients unsplit, so that nothing was compared"
+    sharding = model.pipeline.split.tensor_parallel
     for name, gradient in gradients_of(model).items():
         reference = wanted[name]
+        if sharding is not None and name in sharding.shards and reference is not None:
+            reference = sharding.shards[name].take(reference, sharding.index, sharding.size)
         zero = reference is None or not reference.any()
         if gradient is None or reference is None:
             if (gradient is None) != (reference is None) and not (zero and (gradient is None or not gradient.any())):

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PretrainedConfig
 from transformers.models.auto import modeling_auto
 
-VOCABULARY = 97
+VOCABULARY = 96
 NUM_SAMPLES = 9
 NUM_TOKENS = 12
 NUM_LABELS = 3
@@ -104,7 +104,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "LukeConfig": {"entity_vocab_size": 20, "entity_emb_size": 16},
     "MLukeConfig": {"entity_vocab_size": 20, "entity_emb_size": 16},
     "XGLMConfig": {"activation_function": "gelu"},
-    "FSMTConfig": {"src_vocab_size": 97, "tgt_vocab_size": 97, "langs": ["en", "de"]},
+    "FSMTConfig": {"src_vocab_size": 96, "tgt_vocab_size": 96, "langs": ["en", "de"]},
     "JambaConfig": {"attn_layer_offset": 1, "expert_layer_offset": 1, "attn_layer_period": 2, "mamba_dt_rank": 4},
     "BambaConfig": {"attn_layer_indices": [1, 3], "mamba_n_heads": 8, "mamba_d_head": 8},
     "GraniteMoeHybridConfig": {"layer_types": ["mamba", "attention"] * 2, "mamba_n_heads": 8, "mamba_d_head": 8},

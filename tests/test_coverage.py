@@ -23,6 +23,8 @@ SAMPLE = [
     ("masked-lm", "LukeForMaskedLM"),  # a second loss in the output
     ("sequence-classification", "XLNetForSequenceClassification"),  # the second dimension of a memory is the batch
     ("image-text with images", "Qwen3VLForConditionalGeneration"),  # flattened patches, images of several sizes
+    ("image-text with images", "Ovis2ForConditionalGeneration"),  # parts for images are defined after the text's
+    ("image-text with images", "Mistral3ForConditionalGeneration"),  # shapes depend on the images' sizes
     ("image-text with images", "LlavaForConditionalGeneration"),  # generate() encodes images before the first forward
 ]
 
@@ -30,6 +32,21 @@ SAMPLE = [
 @pytest.mark.parametrize(("task", "name"), SAMPLE)
 def test_two_stages_are_exact(pool: Pool, task: str, name: str) -> None:
     found = worst(pool.run(2, examine, name, task, 2, timeout=120))
+    assert "train" in found, found
+    assert set(found.values()) == {"exact"}, found
+
+
+@pytest.mark.parametrize(
+    ("task", "name"),
+    [
+        ("seq2seq-lm", "T5ForConditionalGeneration"),  # a bias for each head, handed on from block to block
+        ("causal-lm", "BloomForCausalLM"),  # a bias that is made for all heads
+        ("causal-lm", "Phi3ForCausalLM"),  # outputs gathered, and taken in part again
+        ("masked-lm", "RobertaForMaskedLM"),
+    ],
+)
+def test_tensor_parallelism_is_exact(pool: Pool, task: str, name: str) -> None:
+    found = worst(pool.run(2, examine, name, task, 1, 2, timeout=120))
     assert "train" in found, found
     assert set(found.values()) == {"exact"}, found
 

@@ -27,6 +27,7 @@ class Record:
         intercepted: how the module is intercepted, None if it is not.
         absent: what the module lacks as a ghost, by name; None if it is no ghost.
         region: what a tensor-parallel layer exchanges through.
+        by_heads: of which arguments a tensor-parallel attention takes its own heads, with the dimension of the heads.
         aliases: of a whole model, the names of each of its parameters before it was split.
         tensor_parallel: of a whole model, how its weights are sharded.
         shards: of a whole model that was made in shards, these, by name, until `TensorParallel.apply` takes them.
@@ -42,6 +43,7 @@ class Record:
     intercepted: Intercepted | None = None
     absent: dict[str, Absent] | None = None
     region: Any = None
+    by_heads: dict[str, int] = field(default_factory=dict)
     aliases: list[tuple[str, ...]] = field(default_factory=list)
     tensor_parallel: Any = None
     shards: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -55,7 +57,7 @@ class Record:
 
     def __reduce__(self) -> Any:
         # Copies and pickles of a module are not intercepted, and nothing runs them.
-        return Record, (None, self.absent, self.region, self.aliases, self.tensor_parallel, self.shards)
+        return Record, (None, self.absent, self.region, self.by_heads, self.aliases, self.tensor_parallel, self.shards)
 
 
 def record_of(module: nn.Module) -> Record:

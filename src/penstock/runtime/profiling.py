@@ -10,7 +10,7 @@ import copy
 import statistics
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
@@ -26,7 +26,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from penstock.modeling.check import build_on_meta, check
 from penstock.modeling.graph.dummy_inputs import dummy_inputs
-from penstock.modeling.graph.shapes import ShapeFunctions, flatten
+from penstock.modeling.graph.shapes import OutputShape, ShapeFunctions, flatten
 from penstock.modeling.graph.units import trace_units
 from penstock.planning.profile import Profile, UnitCost
 from penstock.runtime.gradients.weight_gradients import Deferred, WeightGradientQueues, install, uninstall
@@ -119,10 +119,12 @@ class _Recorder(ShapeFunctions):
         super().__init__(units)
         self.calls: dict[str, list[tuple[list[Any], pytree.TreeSpec]]] = {}
 
-    def __call__(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], known: Collection[int] = ()
+    ) -> OutputShape:
         leaves, spec = flatten((args, kwargs))
         self.calls.setdefault(name, []).append((leaves, spec))
-        return super().__call__(name, args, kwargs)
+        return super().__call__(name, args, kwargs, known)
 
 
 def _calls(model: nn.Module, names: list[str], inputs: Mapping[str, Any]) -> dict[str, list[tuple[list[Any], Any]]]:

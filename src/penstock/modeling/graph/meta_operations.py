@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # Emptied when it grows beyond this; an entry takes about a kilobyte.
@@ -45,6 +46,24 @@ class RememberedOperations(TorchDispatchMode):
                 _remembered.clear()
             _remembered[key] = found
         return output
+
+
+class KnownValues(TorchDispatchMode):
+    """Lets a few tensors with values into a run on meta tensors: what is computed from them alone has values too.
+
+    So a module's code may ask how large each image is, say, and cut its meta tensors accordingly.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if func is not torch.ops.aten.index.Tensor and len({tensor.is_meta for tensor in tensors}) > 1:
+            args, kwargs = pytree.tree_map_only(torch.Tensor, _without_values, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _without_values(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.is_meta else torch.empty_like(tensor, device="meta")
 
 
 @cache

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache
 from transformers.utils import output_capturing
 
-from penstock.modeling.graph.meta_operations import RememberedOperations
+from penstock.modeling.graph.meta_operations import KnownValues, RememberedOperations
 from penstock.modeling.placeholders.caches import CacheUse, shape_cache
 from penstock.modeling.placeholders.ghosts import meta_placeholder, sync_capture_hooks
 from penstock.modeling.tensor_spec import TensorSpec
@@ -23,7 +23,7 @@ from penstock.modeling.tensor_spec import TensorSpec
 MAX_REMEMBERED = 4096
 
 # How many modules inside one unit may lack meta kernels before the whole unit is taken for shape-preserving.
-MAX_RETRIES = 8
+MAX_RETRIES = 16
 
 
 # Stands for a tensor where shape and dtype do not matter.
@@ -58,6 +58,7 @@ class OutputShape:
         written: indices of the argument leaves that the call changes in place.
         assumed: whether a part of the unit has no meta kernel and was taken for shape-preserving, so that the unit's
             owner must check the real shapes.
+        known: indices of the argument leaves on whose values the shapes depend.
     """
 
     leaves: tuple[Any, ...]
@@ -67,6 +68,7 @@ class OutputShape:
     state_layers: tuple[int, ...] = ()
     written: tuple[int, ...] = ()
     assumed: bool = False
+    known: tuple[int, ...] = ()
 
     def without_shapes(self) -> OutputShape:
         """The same structure for tensors of any shape."""
@@ -90,13 +92,17 @@ class ShapeFunctions:
     Attributes:
         units: the same.
         around: entered with the unit's name around each run of a copy, if set.
+        hidden: why a unit could not be run as it is, so that something was assumed of it; the first error of each.
     """
 
     def __init__(self, units: dict[str, nn.Module]) -> None:
         self.units = units
         self._copies = {name: meta_placeholder(module) for name, module in units.items()}
         self._remembered: dict[Any, OutputShape] = {}
+        self.hidden: dict[str, Exception] = {}
         self._assumed: dict[str, int] = {}
+        # Units whose shapes depend on values of their arguments.
+        self._asking: set[str] = set()
         # Of layers of caches with a convolution's or a recurrence's state, how a call left them.
         self._states: dict[int, Any] = {}
         self.around: Callable[[str], AbstractContextManager[None]] | None = None
@@ -117,8 +123,14 @@ class ShapeFunctions:
         """Elements of the parameters in those parts of a unit that were taken for shape-preserving in its last run."""
         return self._assumed.get(name, 0)
 
-    def __call__(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OutputShape:
+    def __call__(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], known: Collection[int] = ()
+    ) -> OutputShape:
         """The shape of what the unit `name` returns for these arguments.
+
+        Args:
+            known: those leaves of the arguments whose values every stage has, as they come from the inputs alone; the
+                unit's code may ask for them.
 
         Raises:
             NotImplementedError: the unit cannot run on meta tensors and has no tensor argument to be shaped like.
@@ -129,52 +141,81 @@ class ShapeFunctions:
             return OutputShape((_shape_of(first),), flatten(first)[1])
         lasting = self.around is None and not any(isinstance(leaf, Cache) for leaf in leaves)
         key = (name, *map(_shape_key, leaves), *lengths(side_outputs()).items())
-        known = self._remembered.get(key) if lasting else None
-        if known is not None:
-            return known
-        found = self._run(name, leaves, spec)
+        if name in self._asking:
+            key += tuple(tuple(leaves[index].flatten().tolist()) for index in known)
+        remembered = self._remembered.get(key) if lasting else None
+        if remembered is not None:
+            return remembered
+        asking = name in self._asking
+        found = self._run(name, leaves, spec, known)
+        if asking != (name in self._asking):
+            return found  # the key did not tell the values yet
         if lasting:
             if len(self._remembered) >= MAX_REMEMBERED:
                 self._remembered.clear()
             self._remembered[key] = found
         return found
 
-    def _run(self, name: str, leaves: list[Any], spec: pytree.TreeSpec) -> OutputShape:
+    def _run(self, name: str, leaves: list[Any], spec: pytree.TreeSpec, known: Collection[int]) -> OutputShape:
+        if known:
+            try:
+                return self._attempt(name, leaves, spec, False, known if name in self._asking else ())
+            except Exception:
+                if name not in self._asking:
+                    with suppress(Exception):
+                        found = self._attempt(name, leaves, spec, False, known)
+                        self._asking.add(name)
+                        return found
         placeholder = self._copies[name]
-        assumed: list[nn.Module] = []
+        assumptions: dict[nn.Module, _Assumption] = {}
+        width = next((leaf.shape[-1] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()), None)
         try:
             for _ in range(MAX_RETRIES):
                 try:
-                    return self._attempt(name, leaves, spec, bool(assumed))
+                    return self._attempt(name, leaves, spec, bool(assumptions))
                 except Exception as error:
+                    if not assumptions:
+                        self.hidden.setdefault(name, error)
+                    # A module that was taken for one that returns a tensor may return several.
+                    if isinstance(error, _Unpacked):
+                        error.assumption.length = 1
+                        continue
+                    short = next((each for each in reversed(assumptions.values()) if each.length == 1), None)
+                    if short is not None and isinstance(error, (ValueError, IndexError)) and _lacks_one(error):
+                        short.length = 2
+                        continue
                     # A kernel without a meta version (grouped matmul of mixture-of-experts layers) or data-dependent
                     # code: take the innermost module that failed for one that keeps its input's shape, or else the one
                     # around it.
                     running = _running(placeholder, error.__traceback__)
-                    culprit = next((module for module in running if module not in assumed), None)
+                    culprit = next((module for module in running if module not in assumptions), None)
                     if culprit is None or not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
                         raise NotImplementedError(
                             f"the unit {name} cannot be run on meta tensors: {type(error).__name__}: {error}"
                         ) from error
-                    culprit.forward = _first_tensor
-                    assumed.append(culprit)
-            if placeholder not in assumed:
-                placeholder.forward = _first_tensor
-                assumed.append(placeholder)
+                    culprit.forward = assumptions[culprit] = _Assumption(width)
+            if placeholder not in assumptions:
+                placeholder.forward = assumptions[placeholder] = _Assumption(width)
             return self._attempt(name, leaves, spec, True)
         finally:
             # Forgotten at once: what one rank assumed while running must not enter a plan that all ranks make.
-            self._assumed[name] = sum(p.numel() for module in assumed for p in module.parameters())
-            for module in assumed:
+            self._assumed[name] = sum(p.numel() for module in assumptions for p in module.parameters())
+            for module in assumptions:
                 del module.forward
 
-    def _attempt(self, name: str, leaves: list[Any], spec: pytree.TreeSpec, assumed: bool) -> OutputShape:
+    def _attempt(
+        self, name: str, leaves: list[Any], spec: pytree.TreeSpec, assumed: bool, known: Collection[int] = ()
+    ) -> OutputShape:
         use = CacheUse()
         with torch.inference_mode(False):  # inference tensors have no version counter
             batch = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()), 1)
             meta_leaves = [
-                shape_cache(leaf, use, self._states, batch) if isinstance(leaf, Cache) else _to_meta(leaf)
-                for leaf in leaves
+                shape_cache(leaf, use, self._states, batch)
+                if isinstance(leaf, Cache)
+                else leaf.detach().to("cpu", copy=True)
+                if index in known
+                else _to_meta(leaf)
+                for index, leaf in enumerate(leaves)
             ]
         versions = [leaf._version if isinstance(leaf, torch.Tensor) else 0 for leaf in meta_leaves]
         args, kwargs = pytree.tree_unflatten(meta_leaves, spec)
@@ -182,7 +223,11 @@ class ShapeFunctions:
             if lists:  # transformers installs its hooks when something is collected for the first time
                 sync_capture_hooks(self.units[name], self._copies[name])
             before = lengths(lists)
-            with RememberedOperations(), self.around(name) if self.around else nullcontext():
+            with (
+                RememberedOperations(),
+                KnownValues() if known else nullcontext(),
+                self.around(name) if self.around else nullcontext(),
+            ):
                 output = self._copies[name](*args, **kwargs)
         self._states.update(use.states)
         output_leaves, output_spec = flatten(output)
@@ -197,8 +242,9 @@ class ShapeFunctions:
                 captured.append(_captured(key, index, value, output_leaves))
         shapes = tuple(_shape_of(leaf) for leaf in output_leaves)
         return OutputShape(
-            shapes, output_spec, tuple(captured), tuple(use.lengthened), tuple(use.states), written, assumed
-        )
+            shapes, output_spec, tuple(captured), tuple(use.lengthened), tuple(use.states), written, assumed,
+            tuple(known),
+        )  # fmt: skip
 
 
 def _captured(key: str, index: int, value: Any, output_leaves: list[Any]) -> Captured:
@@ -229,18 +275,53 @@ def _to_meta(leaf: Any) -> Any:
     return leaf
 
 
+class _Unpacked(TypeError):
+    """A module that returns several tensors was taken for one that returns a tensor."""
+
+    def __init__(self, assumption: _Assumption) -> None:
+        super().__init__("a module that returns several tensors was taken for one that keeps its input's shape")
+        self.assumption = assumption
+
+
 class _Assumed(torch.Tensor):
     """The output of a module that was taken for shape-preserving: one tensor, not to be unpacked like a tuple."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch itself does
+    assumption: _Assumption
 
     def __iter__(self) -> Iterator[Any]:
-        raise TypeError("a module that returns several tensors was taken for one that keeps its input's shape")
+        raise _Unpacked(self.assumption)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, (int, slice)):  # of a tensor that would be a sample
+            raise _Unpacked(self.assumption)
+        return super().__getitem__(index)
 
 
-def _first_tensor(*args: Any, **kwargs: Any) -> torch.Tensor:
-    first = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
-    return torch.empty_like(first).as_subclass(_Assumed)
+class _Assumption:
+    """The forward of a module that is taken for one that keeps its input's shape.
+
+    Args:
+        width: of what flows through the unit. Of several arguments that one is kept which is as wide.
+
+    Attributes:
+        length: how many values it returns, all but the first None; 0 for a tensor alone.
+    """
+
+    def __init__(self, width: int | None) -> None:
+        self.width = width
+        self.length = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        wide = (t for t in tensors if t.dim() and t.shape[-1] == self.width and t.is_floating_point())
+        made = torch.empty_like(next(wide, tensors[0]), device="meta").as_subclass(_Assumed)
+        made.assumption = self
+        return made if not self.length else (made.as_subclass(torch.Tensor), *[None] * (self.length - 1))
+
+
+def _lacks_one(error: Exception) -> bool:
+    return "not enough values to unpack" in str(error) or "tuple index out of range" in str(error)
 
 
 def _running(root: nn.Module, traceback: TracebackType | None) -> list[nn.Module]:

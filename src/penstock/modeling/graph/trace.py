@@ -7,7 +7,7 @@ computed. `graph.plan` turns it into what crosses each boundary between stages.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
@@ -20,6 +20,7 @@ from transformers.cache_utils import Cache
 from penstock.modeling.graph.dataflow import (
     Altered,
     DataFlow,
+    Given,
     Inside,
     Outside,
     ReachedInside,
@@ -37,6 +38,9 @@ from penstock.modeling.stage.outputs import Shapes, shapes_of
 from penstock.modeling.tensor_spec import TensorSpec
 from penstock.modeling.weights.names import unit_of
 from penstock.random_state import all_restored, generators_in_use
+
+# Longer tensors are not looked into, as shapes hardly depend on them.
+MAX_KNOWN = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +155,7 @@ def trace(
             raise
         except Exception as error:
             where = f" (after the call of {planner.calls[-1].unit})" if planner.calls else ""
-            raise Untraceable(f"{type(error).__name__}: {error}{where}") from error
+            raise Untraceable(f"{type(error).__name__}: {error}{where}{_assumed(functions)}") from error
         finally:
             interceptor.handler = None
     leaves, _ = flatten(output)
@@ -227,7 +231,8 @@ class _Planner:
     def _run_shape_function(
         self, name: str, index: int, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]
     ) -> tuple[Any, OutputShape]:
-        shape = self._functions(name, args, kwargs)
+        known = _plain_values(leaves, self.flow)
+        shape = self._functions(name, args, kwargs, known)
         outputs = [
             leaf.zeros(self._device) if isinstance(leaf, TensorSpec) else _known(name, leaf) for leaf in shape.leaves
         ]
@@ -247,6 +252,30 @@ class _Planner:
             self.flow.mark(leaves[position], (Altered(name, index),))
         advance_cache(leaves, shape.cache_layers, shape.state_layers)
         return pytree.tree_unflatten(outputs, shape.spec), shape
+
+
+def _assumed(functions: ShapeFunctions) -> str:
+    """What may be the true reason why a forward cannot be followed: the first unit that could not run as it is."""
+    for name, error in functions.hidden.items():
+        text = str(error).strip().partition("\n")[0]
+        return (
+            f"; before that, the shape of what {name} returns was guessed, as its code depends on values that are "
+            f"computed in it ({type(error).__name__}: {text})"
+        )
+    return ""
+
+
+def _plain_values(leaves: Sequence[Any], flow: DataFlow) -> tuple[int, ...]:
+    """The leaves that are short tensors of integers which come from the inputs alone: sizes of images, say."""
+    return tuple(
+        index
+        for index, leaf in enumerate(leaves)
+        if isinstance(leaf, torch.Tensor)
+        and leaf.dtype in (torch.int32, torch.int64)
+        and not leaf.is_meta
+        and leaf.numel() <= MAX_KNOWN
+        and all(isinstance(source, Given) for source in flow.sources(leaf))
+    )
 
 
 def _known(name: str, leaf: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -17,6 +18,8 @@ from penstock.modeling.graph.shapes import ShapeFunctions
 from penstock.modeling.graph.trace import Trace, Untraceable, trace
 from penstock.modeling.instrumentation import Interceptor, known_of
 
+# Arguments that a text-only forward lacks.
+MEDIA = ("pixel_values", "pixel_values_videos", "input_features", "input_values")
 # How often the choice of units is corrected by what a trace shows before giving up.
 MAX_CORRECTIONS = 100
 
@@ -75,7 +78,7 @@ def _units_for(model: nn.Module, arguments: Mapping[str, Any]) -> tuple[list[str
         called = {call.unit for call in found.calls}
         looked_into = [unit for unit in units if unit not in called and inner_calls[unit]]
         if not looked_into:
-            return _ordered(units, found), found
+            return _ordered(model, units, found, arguments), found
         units = [part for unit in units for part in (_parts(model, unit) if unit in looked_into else [unit])]
     raise Untraceable("no modules were found that its forward calls as a whole")
 
@@ -243,11 +246,18 @@ def _without(model: nn.Module, units: list[str], tensor: str, inner_calls: Mappi
     return kept
 
 
-def _ordered(units: list[str], found: Trace) -> list[str]:
-    """Units by their first call; one that is never called stands before the unit that is defined after it."""
+def _ordered(model: nn.Module, units: list[str], found: Trace, arguments: Mapping[str, Any]) -> list[str]:
+    """Units by their first call; one that is never called stands before the unit that is defined after it.
+
+    If the trace had no images or sounds, although the model takes some, units that were not called are for these, and
+    stand before the first block at the latest: what they compute goes into its input.
+    """
     first: dict[str, int] = {}
     for position, call in enumerate(found.calls):
         first.setdefault(call.unit, position)
+    blocks = [position for unit, position in first.items() if unit.rpartition(".")[2].isdigit()]
+    media = [name for name in MEDIA if name in inspect.signature(model.forward).parameters]
+    latest = min(blocks) if blocks and media and not any(name in arguments for name in media) else len(found.calls)
     following = len(found.calls)
     place: dict[str, tuple[int, int]] = {}
     for index in range(len(units) - 1, -1, -1):
@@ -256,7 +266,7 @@ def _ordered(units: list[str], found: Trace) -> list[str]:
             following = first[unit]
             place[unit] = (following, len(units))
         else:
-            place[unit] = (following, index)
+            place[unit] = (min(following, latest), index)
     return sorted(units, key=place.__getitem__)
 
 

@@ -122,7 +122,7 @@ class StageRun:
         """What ghosts of a unit take the shapes of its output to be."""
         if call.output.spec.is_leaf() and call.like_input:
             return (TensorSpec.shape_of(_first(args, kwargs)),)
-        return self._functions(call.unit, args, kwargs).leaves
+        return self._functions(call.unit, args, kwargs, call.output.known).leaves
 
     def _answer(
         self, planned: StageCall, unit: Intercepted, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -147,7 +147,7 @@ class StageRun:
         if not planned.complete and not self._early_exit and not planned.writable and not output.captured:
             leaves = self._lazy_leaves(planned, args, kwargs)
         else:
-            shape = output if planned.complete else self._functions(call.unit, args, kwargs)
+            shape = output if planned.complete else self._functions(call.unit, args, kwargs, output.known)
             leaves = [self._leaf(planned, index, leaf) for index, leaf in enumerate(shape.leaves)]
             lists = side_outputs() if shape.captured else {}
             for entry in shape.captured:
@@ -165,7 +165,8 @@ class StageRun:
 
         @functools.cache
         def shapes() -> tuple[Any, ...]:
-            return self._functions(call.unit, *pytree.tree_unflatten(frozen, structure)).leaves
+            args, kwargs = pytree.tree_unflatten(frozen, structure)
+            return self._functions(call.unit, args, kwargs, call.output.known).leaves
 
         def leaf(index: int, shape: Any) -> Any:
             if not isinstance(shape, TensorSpec):

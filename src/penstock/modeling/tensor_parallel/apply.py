@@ -16,7 +16,7 @@ from penstock.modeling.instrumentation import known_of, record_of
 from penstock.modeling.placeholders.ghosts import replace_parameters, stripped_tensors
 from penstock.modeling.randomness import draws_random_numbers
 from penstock.modeling.tensor_parallel.dropout import ShardedDropout
-from penstock.modeling.tensor_parallel.layers import COLUMN, GATHERED, HEAD, VOCABULARY, extend
+from penstock.modeling.tensor_parallel.layers import COLUMN, GATHERED, HEAD, VOCABULARY, extend, extend_by_heads
 from penstock.modeling.tensor_parallel.loss import ShardedLoss
 from penstock.modeling.tensor_parallel.plans import Style, layer_styles, matching, or_none, plan_of, whole_shapes
 from penstock.modeling.tensor_parallel.region import Region
@@ -121,6 +121,9 @@ class TensorParallel:
                 for attribute in attributes:
                     module = model.get_submodule(name)
                     setattr(module, attribute, getattr(module, attribute) // self.size)
+        for pattern, arguments in self._plan.by_heads.items():
+            for name in matching(model, pattern, [name for name, _ in model.named_modules()]):
+                extend_by_heads(model.get_submodule(name), arguments, self.region)
         self._loss.install(model)
         if draws_random_numbers(model):
             self.region.around = partial(ShardedDropout, self.region)
@@ -254,6 +257,8 @@ def _sharding_of(module: nn.Module, style: Style, parameter: str, fused: int) ->
         return Sharding(1 if transposed and parameter == "weight" else 0, blocks)
     if style.along == "in" and parameter != "bias":
         return Sharding(0 if transposed else 1, blocks)
+    if style.along == "columns":
+        return Sharding(1)
     return Sharding(0) if style.along == "rows" else None
 
 

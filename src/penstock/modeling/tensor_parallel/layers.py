@@ -5,6 +5,7 @@ A class is swapped rather than a forward replaced, so that copies of the module 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -48,6 +49,30 @@ class _Row:
             self._parameters["bias"] = bias
         output = region.leave(output)
         return output + bias.to(output.dtype)
+
+
+class _RowOfWhole(_Row):
+    """Row-wise, after layers whose outputs were gathered: takes its shard of a whole activation."""
+
+    def __call__(self: Any, activation: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        region = _region(self)
+        region.end()
+        return super().__call__(region.own_part(region.enter(activation)), *args, **kwargs)
+
+
+class _Heads:
+    """Takes its own heads of arguments that are made for all heads, such as a bias of the attention scores."""
+
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        region = _region(self)
+        for name, dim in self.__dict__["_penstock"].by_heads.items():
+            value = kwargs.get(name)
+            if isinstance(value, torch.Tensor) and not value.is_meta:
+                heads = value.unflatten(dim, (-1, self.num_heads * region.size))
+                kwargs[name] = heads.narrow(dim + 1, region.index * self.num_heads, self.num_heads).flatten(
+                    dim, dim + 1
+                )
+        return super().__call__(*args, **kwargs)  # type: ignore[misc]  # a mixin
 
 
 class _RowConv1D(_Row):
@@ -108,6 +133,7 @@ class _Experts:
 
 
 COLUMN, ROW, GATHERED, HEAD, VOCABULARY, EXPERTS = _Column, _Row, _Gathered, _Head, _Vocabulary, _Experts
+ROW_OF_WHOLE = _RowOfWhole
 
 
 def extend(module: nn.Module, kind: type, region: Region) -> None:
@@ -123,7 +149,14 @@ def extend(module: nn.Module, kind: type, region: Region) -> None:
         module.padding_idx = place if 0 <= place < rows else None
 
 
+def extend_by_heads(module: nn.Module, arguments: Mapping[str, int], region: Region) -> None:
+    """Let `module`, which counts only its own heads already, take its heads of these arguments: `{name: dimension}`."""
+    record = record_of(module)
+    record.region, record.by_heads = region, dict(arguments)
+    mix_in(module, _Heads)
+
+
 def plain_class(module: nn.Module) -> type:
     """The class of a module, of a tensor-parallel layer that which it was made from."""
     cls = type(module)
-    return original_class(cls) if issubclass(cls, (_Column, _Row, _Gathered, _Vocabulary, _Experts)) else cls
+    return original_class(cls) if issubclass(cls, (_Column, _Row, _Gathered, _Vocabulary, _Experts, _Heads)) else cls

@@ -13,15 +13,16 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from penstock.modeling.placeholders.ghosts import stripped_tensors
-from penstock.modeling.tensor_parallel.layers import COLUMN, EXPERTS, GATHERED, ROW, VOCABULARY
+from penstock.modeling.tensor_parallel.layers import COLUMN, EXPERTS, GATHERED, ROW, ROW_OF_WHOLE, VOCABULARY
 
 
 class Style(NamedTuple):
     """What a plan may say of a layer.
 
     Attributes:
-        along: how its weight is sharded: by `"out"` or `"in"` features, by `"rows"`, or not (`""`); `"part"`: it is
-            whole, but used on shards, so that each rank has a part of its gradient.
+        along: how its weight is sharded: by `"out"` or `"in"` features, by `"rows"` or `"columns"` of a
+            table, or not (`""`); `"part"`: it is whole, but used on shards, so that each rank has a part of its
+            gradient.
         layer: what the layer becomes, if it changes.
         blocks: how many fused weights there are.
     """
@@ -36,6 +37,8 @@ STYLES = {
     "packed_colwise": Style("out", COLUMN, 2),
     "rowwise": Style("in", ROW),
     "packed_rowwise": Style("in", ROW, 2),
+    "rowwise_split_input": Style("in", ROW_OF_WHOLE),
+    "embedding_colwise": Style("columns"),
     "colwise_gather_output": Style("out", GATHERED),
     "colwise_rep": Style("out", GATHERED),
     "embedding_rowwise": Style("rows", VOCABULARY),
@@ -56,15 +59,19 @@ class TensorParallelPlan:
         styles: the style of each layer: `colwise` (output features; the input is whole), `rowwise` (input features; the
             outputs are summed), `packed_colwise` (two fused weights), `moe_tp_experts` (the module of all experts,
             beside its parameters), `replicated_with_grad_allreduce` (whole, but used on shards, such as a norm of each
-            head), `embedding_rowwise` and `colwise_gather_output` (by vocabulary), `replicate`.
+            head), `rowwise_split_input` (row-wise, of a whole input), `embedding_colwise` (a table with a column for
+            each head), `embedding_rowwise` and `colwise_gather_output` (by vocabulary), `replicate`.
         fused: of a `colwise` layer that fuses several weights along its output features, how many.
         divided: of a module, the attributes that count features or heads of this rank.
+        by_heads: of a module that has `num_heads`, the arguments that are made for all heads, which it is given by
+            name, with the dimension in which the heads stand, alone or within the samples.
         vocabulary: whether input embeddings and the language-model head are sharded by vocabulary.
     """
 
     styles: Mapping[str, str]
     fused: Mapping[str, int] = field(default_factory=dict)
     divided: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    by_heads: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     vocabulary: bool = True
 
     def __post_init__(self) -> None:
@@ -72,6 +79,49 @@ class TensorParallelPlan:
             if style not in STYLES:
                 raise ValueError(f"the style of {name!r} is {style!r}, but must be one of {', '.join(STYLES)}")
 
+
+_BERT = TensorParallelPlan(
+    styles={
+        "encoder.layer.*.attention.self.query": "colwise",
+        "encoder.layer.*.attention.self.key": "colwise",
+        "encoder.layer.*.attention.self.value": "colwise",
+        "encoder.layer.*.attention.output.dense": "rowwise",
+        "encoder.layer.*.intermediate.dense": "colwise",
+        "encoder.layer.*.output.dense": "rowwise",
+    },
+    divided={"encoder.layer.*.attention.self": ("num_attention_heads", "all_head_size")},
+)
+
+_T5 = TensorParallelPlan(
+    styles={
+        "encoder.embed_tokens": "embedding_rowwise",
+        "decoder.embed_tokens": "embedding_rowwise",
+        **{
+            f"{part}.block.*.layer.0.SelfAttention.{name}": "colwise"
+            for part in ("encoder", "decoder")
+            for name in "qkv"
+        },
+        **{f"{part}.block.*.layer.0.SelfAttention.o": "rowwise" for part in ("encoder", "decoder")},
+        # Each rank has the bias of its own heads, also where the first block hands it on.
+        **{
+            f"{part}.block.*.layer.0.SelfAttention.relative_attention_bias": "embedding_colwise"
+            for part in ("encoder", "decoder")
+        },
+        **{f"decoder.block.*.layer.1.EncDecAttention.{name}": "colwise" for name in "qkv"},
+        "decoder.block.*.layer.1.EncDecAttention.o": "rowwise",
+        **{
+            f"{part}.DenseReluDense.{name}": "colwise"
+            for part in ("encoder.block.*.layer.1", "decoder.block.*.layer.2")
+            for name in ("wi", "wi_0", "wi_1")
+        },
+        **{f"{part}.DenseReluDense.wo": "rowwise" for part in ("encoder.block.*.layer.1", "decoder.block.*.layer.2")},
+    },
+    divided={
+        "encoder.block.*.layer.0.SelfAttention": ("n_heads", "inner_dim"),
+        "decoder.block.*.layer.0.SelfAttention": ("n_heads", "inner_dim"),
+        "decoder.block.*.layer.1.EncDecAttention": ("n_heads", "inner_dim"),
+    },
+)
 
 PLANS: dict[str, TensorParallelPlan] = {
     "gpt2": TensorParallelPlan(
@@ -84,17 +134,21 @@ PLANS: dict[str, TensorParallelPlan] = {
         fused={"h.*.attn.c_attn": 3},
         divided={"h.*.attn": ("split_size", "num_heads")},
     ),
-    "bert": TensorParallelPlan(
-        styles={
-            "encoder.layer.*.attention.self.query": "colwise",
-            "encoder.layer.*.attention.self.key": "colwise",
-            "encoder.layer.*.attention.self.value": "colwise",
-            "encoder.layer.*.attention.output.dense": "rowwise",
-            "encoder.layer.*.intermediate.dense": "colwise",
-            "encoder.layer.*.output.dense": "rowwise",
-        },
-        divided={"encoder.layer.*.attention.self": ("num_attention_heads", "all_head_size")},
+    **dict.fromkeys(
+        ("bert", "roberta", "xlm-roberta", "camembert", "electra", "ernie", "data2vec-text", "roberta-prelayernorm"),
+        _BERT,
     ),
+    "bloom": TensorParallelPlan(
+        styles={
+            "h.*.self_attention.query_key_value": "colwise",  # head after head, each with its query, key and value
+            "h.*.self_attention.dense": "rowwise",
+            "h.*.mlp.dense_h_to_4h": "colwise",
+            "h.*.mlp.dense_4h_to_h": "rowwise",
+        },
+        divided={"h.*.self_attention": ("num_heads",)},
+        by_heads={"h.*.self_attention": {"alibi": 0}},
+    ),
+    **dict.fromkeys(("t5", "mt5", "umt5"), _T5),
     "opt": TensorParallelPlan(
         styles={
             "decoder.layers.*.self_attn.q_proj": "colwise",

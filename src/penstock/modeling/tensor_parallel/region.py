@@ -94,6 +94,11 @@ class Region:
         self._entered = activation, entered, activation._version
         return entered
 
+    def own_part(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's shard of the last dimension of a whole activation that was entered."""
+        width = whole.shape[-1] // self.size
+        return whole if whole.is_meta else whole.narrow(-1, self.index * width, width)
+
     def leave(self, partial: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' `partial`, a tensor that nothing else refers to."""
         return partial if partial.is_meta else _Leave.apply(self.ready, partial)
