@@ -66,7 +66,7 @@ def examine(class_name: str, task: str, num_stages: int, tensor_parallel_size: i
             if what == "generate" and (task not in GENERATIVE or not whole.can_generate()):
                 continue
             try:
-                results[what] = attempt(model, whole, inputs)
+                results[what] = attempt(model, whole, inputs, results["train"])
             except Exception as error:
                 results[what] = _failed(error)
         return results
@@ -82,7 +82,7 @@ def _train(model: Any, whole: nn.Module, inputs: Mapping[str, Any], caught: Sequ
     if warned is not None:
         media = MediaTokens.of(whole.config)
         parts, sizes = microbatches_of(inputs, whole.main_input_name, NUM_MICROBATCHES, media=media)
-        pieces = [(part, size / sum(sizes)) for part, size in zip(parts, sizes, strict=True)]
+        pieces = list(zip(parts, _shares(whole, inputs, parts, sizes, warned), strict=True))
     expected = 0.0
     for piece, share in pieces:
         loss = whole(**piece).loss * share
@@ -105,15 +105,49 @@ def _train(model: Any, whole: nn.Module, inputs: Mapping[str, Any], caught: Sequ
         if gradient is None or reference is None:
             if (gradient is None) != (reference is None) and not (zero and (gradient is None or not gradient.any())):
                 return f"wrong: the gradient of {name} is {'there' if reference is None else 'missing'}"
-        elif not float((gradient - reference).abs().max()) <= tolerance * scale:
+        elif gradient.numel() and not float((gradient - reference).abs().max()) <= tolerance * scale:
             return f"wrong: the gradient of {name} differs by {float((gradient - reference).abs().max()) / scale:.1e}"
     return "exact" if warned is None else f"warned: {warned.partition(': the run equals')[0]}"
 
 
-def _evaluate(model: Any, whole: nn.Module, inputs: Mapping[str, Any]) -> str:
+def _shares(
+    whole: nn.Module, inputs: Mapping[str, Any], parts: Sequence[Mapping[str, Any]], sizes: Sequence[int], warned: str
+) -> list[float]:
+    """What the losses of microbatches are weighed by.
+
+    By samples, where the warning is about the loss. Otherwise by those of the usual weights that give the whole batch's
+    loss in evaluation, where no statistics of the batch are in the way.
+    """
+    if "the loss of" in warned:
+        return [size / sum(sizes) for size in sizes]
+    labels = [part["labels"] for part in parts if isinstance(part.get("labels"), torch.Tensor)]
+    weights: list[list[int]] = [list(sizes)]
+    if len(labels) == len(parts):
+        weights.append([int((each != -100).sum()) for each in labels])
+        if labels[0].dim() > 1:
+            weights.append([int((each[:, 1:] != -100).sum()) for each in labels])
+    kinds = [*([count / sum(counts) for count in counts] for counts in weights), [1.0] * len(parts)]
+    training = whole.training
+    whole.eval()
+    with torch.no_grad():
+        expected = float(whole(**inputs).loss)
+        losses = [float(whole(**part).loss) for part in parts]
+    whole.train(training)
+    totals = [sum(loss * share for loss, share in zip(losses, shares, strict=True)) for shares in kinds]
+    best = min(range(len(kinds)), key=lambda index: abs(totals[index] - expected))
+    return kinds[best] if abs(totals[best] - expected) <= 1e-6 * max(1.0, abs(expected)) else kinds[0]
+
+
+def _evaluate(model: Any, whole: nn.Module, inputs: Mapping[str, Any], trained: str) -> str:
     model.eval(), whole.eval()
     with torch.no_grad():
         found, expected = model(**inputs), whole(**inputs)
+        if trained.startswith("warned"):  # the loss, too, is that of accumulation
+            media = MediaTokens.of(whole.config)
+            parts, sizes = microbatches_of(inputs, whole.main_input_name, NUM_MICROBATCHES, media=media)
+            shares = _shares(whole, inputs, parts, sizes, trained)
+            losses = [whole(**part).loss * share for part, share in zip(parts, shares, strict=True)]
+            expected["loss"] = torch.stack(losses).sum()
     tolerance = TOLERANCES[next(p.dtype for p in whole.parameters())]
     for name, reference in expected.items():
         if isinstance(reference, Cache):
@@ -133,7 +167,7 @@ def _evaluate(model: Any, whole: nn.Module, inputs: Mapping[str, Any]) -> str:
     return "exact"
 
 
-def _generate(model: Any, whole: nn.Module, inputs: Mapping[str, Any]) -> str:
+def _generate(model: Any, whole: nn.Module, inputs: Mapping[str, Any], trained: str) -> str:
     model.eval(), whole.eval()
     # Without padding: this is about the forward's path, and padding belongs on the left here.
     given = {name: value for name, value in inputs.items() if name != "labels" and "decoder" not in name}

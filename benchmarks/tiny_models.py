@@ -7,7 +7,7 @@ either, and is reported as that.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,8 @@ import transformers
 from torch import nn
 from transformers import PretrainedConfig
 from transformers.models.auto import modeling_auto
+
+from penstock.modeling.graph.dummy_images import forms_of_images
 
 VOCABULARY = 96
 NUM_SAMPLES = 9
@@ -26,6 +28,8 @@ IMAGE = 32
 # Texts use the tokens below it.
 IMAGE_TOKEN = 90
 MOST_PARAMETERS = 4_000_000
+# Parts of the names of configuration entries that make a model draw random numbers in training.
+RANDOM = ("drop", "jitter")
 # Whose causal form wants to be told.
 DECODERS_BY_OPTION = ("ReformerConfig",)
 
@@ -80,6 +84,7 @@ OPTIONAL = ("sliding_window", "num_key_value_heads", "q_lora_rank", "head_dim")
 # Of single configurations, what the names above do not make consistent.
 SPECIAL: dict[str, dict[str, Any]] = {
     "ReformerConfig": {
+        "max_position_embeddings": 12,
         "axial_pos_shape": (3, 4),
         "axial_pos_embds_dim": (16, 16),
         "attention_head_size": 8,
@@ -104,6 +109,31 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "LukeConfig": {"entity_vocab_size": 20, "entity_emb_size": 16},
     "MLukeConfig": {"entity_vocab_size": 20, "entity_emb_size": 16},
     "XGLMConfig": {"activation_function": "gelu"},
+    "LayoutLMv3Config": {"coordinate_size": 4, "shape_size": 4, "visual_embed": False},
+    "LiltConfig": {
+        "channel_shrink_ratio": 1,
+        "hidden_size": 36,
+        "num_attention_heads": 3,
+        "max_2d_position_embeddings": 1024,
+    },
+    "BrosConfig": {"dim_bbox_sinusoid_emb_2d": 8, "dim_bbox_projection": 8, "hidden_size": 32},
+    "BitConfig": {"hidden_sizes": [16, 16, 32, 32], "depths": [1, 1, 1, 1], "embedding_size": 16, "num_groups": 4},
+    "PvtConfig": {
+        "hidden_sizes": [8, 16, 16, 16],
+        "depths": [1, 1, 1, 1],
+        "num_attention_heads": [1, 2, 2, 2],
+        "image_size": 64,
+    },
+    "PoolFormerConfig": {"hidden_sizes": [8, 16, 16, 16], "depths": [1, 1, 1, 1]},
+    "HieraConfig": {
+        "depths": [1, 1, 1],
+        "embed_dim": 16,
+        "num_heads": [1, 2, 4],
+        "query_stride": [2, 2],
+        "num_query_pool": 2,
+    },
+    "DeiTConfig": {"image_size": 32, "patch_size": 8, "encoder_stride": 8},
+    "ViTConfig": {"image_size": 32, "patch_size": 8, "encoder_stride": 8},
     "FSMTConfig": {"src_vocab_size": 96, "tgt_vocab_size": 96, "langs": ["en", "de"]},
     "JambaConfig": {"attn_layer_offset": 1, "expert_layer_offset": 1, "attn_layer_period": 2, "mamba_dt_rank": 4},
     "BambaConfig": {"attn_layer_indices": [1, 3], "mamba_n_heads": 8, "mamba_d_head": 8},
@@ -216,8 +246,11 @@ def build_running(class_name: str, task: str) -> tuple[nn.Module, dict[str, Any]
                 inputs = in_dtype(batch(model, task), dtype)
                 with torch.no_grad():
                     loss = model(**inputs).loss
+                    again = model(**inputs).loss
                 if loss is None or not torch.isfinite(loss):
                     raise ValueError(f"its loss is {loss}")
+                if not torch.allclose(loss, again, rtol=1e-9):
+                    raise ValueError("its loss is random in training, also without dropout")
                 return model, inputs
             except Exception as error:
                 failure = failure or error
@@ -318,8 +351,11 @@ def without_dropout(config: PretrainedConfig) -> None:
     for name, value in vars(config).items():
         if isinstance(value, PretrainedConfig):
             without_dropout(value)
-        elif ("drop" in name or name.endswith("_prob")) and isinstance(value, float):
-            setattr(config, name, 0.0)
+        elif any(part in name for part in RANDOM) or name.endswith("_prob"):
+            if isinstance(value, float):
+                setattr(config, name, 0.0)
+            elif isinstance(value, (list, tuple)) and all(isinstance(entry, (int, float)) for entry in value):
+                setattr(config, name, type(value)(0.0 * entry for entry in value))
 
 
 def batch(model: Any, task: str, samples: int = NUM_SAMPLES) -> dict[str, Any]:
@@ -376,7 +412,7 @@ def with_images(model: Any, inputs: Mapping[str, Any], generator: torch.Generato
     shares = [2 if sample == 2 else 1 for sample in range(samples)]
     dtype = next(model.parameters()).dtype
     failure: Exception | None = None
-    for images in _forms_of_images(model, takes, sum(shares), samples, generator):
+    for images in forms_of_images(model, takes, sum(shares), samples, generator):
         images = in_dtype(images, dtype)
         try:
             with torch.no_grad():
@@ -405,58 +441,6 @@ def with_images(model: Any, inputs: Mapping[str, Any], generator: torch.Generato
         return found
     assert failure is not None
     raise failure
-
-
-def _forms_of_images(
-    model: Any, takes: Collection[str], number: int, samples: int, generator: torch.Generator
-) -> Iterator[dict[str, Any]]:
-    """Forms of `number` images that a model with such arguments may take, the likeliest first."""
-    config = model.config
-    vision = getattr(config, "vision_config", None) or config
-    patch = getattr(vision, "patch_size", None) or 8
-    patch = patch if isinstance(patch, int) else patch[-1]
-    channels = getattr(vision, "num_channels", None) or getattr(vision, "in_channels", None) or 3
-    size = getattr(vision, "image_size", None) or IMAGE
-    height, width = (size, size) if isinstance(size, int) else (size[0], size[-1])
-
-    def drawn(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    if "image_grid_thw" in takes:
-        # Flattened, with the numbers of patches along time, height and width; every third image is wider.
-        merge = getattr(vision, "spatial_merge_size", None) or 2
-        merge = merge if isinstance(merge, int) else merge[-1]
-        grid = torch.tensor([[1, 2 * merge, 2 * merge * (1 + (image % 3 == 2))] for image in range(number)])
-        patches = int(grid.prod(1).sum())
-        told = {"image_grid_thw": grid}
-        if "image_merge_sizes" in takes:
-            told["image_merge_sizes"] = torch.full((number,), merge)
-        frames = getattr(vision, "temporal_patch_size", None) or 1
-        yield {"pixel_values": drawn(patches, channels * frames * patch**2), **told}
-        yield {"pixel_values": drawn(patches, channels, patch, patch), **told}
-        yield {"pixel_values": drawn(patches, channels * patch**2), **told}
-    if "spatial_shapes" in takes:
-        # As many patches for each image as the largest has.
-        shapes = torch.tensor([[4, 4 if image % 3 else 2] for image in range(number)])
-        real = torch.arange(16)[None] < shapes.prod(1)[:, None]
-        pixels = drawn(number, 16, channels * patch**2)
-        yield {"pixel_values": pixels, "spatial_shapes": shapes, "pixel_attention_mask": real.long()}
-    sizes = torch.tensor([[height, width]] * number)
-    if "image_sizes" in takes and hasattr(config, "image_grid_pinpoints"):
-        # Each image once whole, and in two tiles.
-        pixels = drawn(number, 3, channels, height, width)
-        yield {"pixel_values": pixels, "image_sizes": torch.tensor([[height, 2 * width]] * number)}
-    if "pixel_attention_mask" in takes:
-        # As many images for each sample as any has; what is zero is no image.
-        pixels = drawn(samples, 2, channels, height, width)
-        pixels[[sample for sample in range(samples) if sample != 2], 1] = 0
-        yield {"pixel_values": pixels, "pixel_attention_mask": torch.ones(samples, 2, height, width, dtype=torch.long)}
-    plain = {"pixel_values": drawn(number, channels, height, width)}
-    if "high_res_pixel_values" in takes:
-        yield {**plain, "high_res_pixel_values": drawn(number, 3, 64, 64)}
-    if "image_sizes" in takes:
-        yield {**plain, "image_sizes": sizes}
-    yield plain
 
 
 def _text(config: Any, parameters: Mapping[str, Any], samples: int, generator: torch.Generator) -> dict[str, Any]:

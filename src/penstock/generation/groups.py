@@ -33,7 +33,6 @@ WATCHING = {
     "return_dict_in_generate": "return_dict_in_generate returns the whole batch's cache and scores",
     "guidance_scale": "guidance_scale makes forwards of its own",
     "watermarking_config": "a watermark is made for the whole batch",
-    **dict.fromkeys(("pixel_values", "pixel_values_videos"), "images are encoded for the whole batch at once"),
     **dict.fromkeys(MANY_POSITIONS, "another model, a lookup or a function of yours proposes the tokens"),
 }
 # Those with which only the order of the stages is that of one group.
@@ -42,6 +41,7 @@ TOGETHER = {
     "past_key_values": "a cache is given, of the whole batch",
     "token_healing": "token_healing makes generations of its own",
     "prefill_chunk_size": "the prompt goes in chunks",
+    **dict.fromkeys(("pixel_values", "pixel_values_videos"), "images are encoded for the whole batch at once"),
 }
 # Settings that mean nothing at these values.
 NEUTRAL = {"guidance_scale": 1}
@@ -128,7 +128,9 @@ def batch_size_in(arguments: Mapping[str, Any], model: Any) -> int | None:
 def _first(reasons: Mapping[str, str], arguments: Mapping[str, Any], model: Any) -> str | None:
     for name, reason in reasons.items():
         value = setting(name, arguments, model)
-        if value is None or value is False or value == NEUTRAL.get(name, False):
+        if value is None or value is False:
+            continue
+        if not isinstance(value, torch.Tensor) and value == NEUTRAL.get(name, False):
             continue
         if name in ("logits_processor", "stopping_criteria") and not len(value):
             continue

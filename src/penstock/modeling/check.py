@@ -18,6 +18,7 @@ from penstock.modeling.graph.costs import unit_costs
 from penstock.modeling.graph.plan import make_plan
 from penstock.modeling.graph.trace import Trace
 from penstock.modeling.graph.units import traced_units
+from penstock.modeling.verdicts import Verdict, verdicts
 from penstock.modeling.weights.initialise import meta_model, resolve_model_class
 from penstock.modeling.weights.names import alias_groups, unit_of
 from penstock.planning.describe import compact
@@ -88,6 +89,7 @@ class Report:
         ties: names of each parameter that several units hold.
         everywhere: names of the parameters outside of units, which every stage holds.
         reason: why the model cannot be split, empty if it can.
+        verdicts: what training and evaluation on two stages will be.
     """
 
     model: str
@@ -98,6 +100,7 @@ class Report:
     ties: tuple[tuple[str, ...], ...] = ()
     everywhere: tuple[str, ...] = ()
     reason: str = ""
+    verdicts: tuple[Verdict, ...] = ()
 
     def data(self) -> dict[str, Any]:
         """The report for JSON."""
@@ -126,6 +129,7 @@ class Report:
             ],
             "tied": [list(names) for names in self.ties],
             "on_every_stage": list(self.everywhere),
+            "on_2_stages": [asdict(verdict) for verdict in self.verdicts],
         }
 
     @property
@@ -154,6 +158,8 @@ class Report:
             lines += wrapped(f"tied: {' = '.join(holders)}")
         if self.everywhere:
             lines += wrapped(f"on every stage: {', '.join(self.everywhere)}")
+        for verdict in self.verdicts:
+            lines += wrapped(f"on 2 stages, {verdict}")
         return "\n".join(lines)
 
     def _alike(self) -> list[tuple[list[UnitReport], str | None]]:
@@ -203,7 +209,10 @@ def check(subject: nn.Module | type | PretrainedConfig | str, inputs: dict[str, 
         ValueError: `subject` names no model.
         OSError: a checkpoint was not found.
     """
-    model = subject if isinstance(subject, nn.Module) else build_on_meta(subject)
+    try:
+        model = subject if isinstance(subject, nn.Module) else build_on_meta(subject)
+    except AssertionError as error:  # of a model's own code
+        return Report(str(getattr(subject, "__name__", subject)), 0, reason=f"it cannot be built: {error}")
     aliases = alias_groups(model)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     name = type(model).__name__
@@ -211,6 +220,8 @@ def check(subject: nn.Module | type | PretrainedConfig | str, inputs: dict[str, 
         units, found, used = traced_units(model, inputs)
     except NotImplementedError as error:
         return Report(name, parameters, reason=str(error).partition("is not implemented... ")[2] or str(error))
+    except Exception as error:  # whatever a model's own code raises
+        return Report(name, parameters, reason=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
     modules = [model.get_submodule(unit) for unit in units]
     sizes = [sum(parameter.numel() for parameter in module.parameters()) for module in modules]
     costs = unit_costs(model, units, inputs=inputs)
@@ -226,6 +237,7 @@ def check(subject: nn.Module | type | PretrainedConfig | str, inputs: dict[str, 
         boundaries=tuple(_boundary(found, units, index) for index in range(1, len(units))),
         ties=tuple(names for names, stages in holders.items() if len(stages) > 1),
         everywhere=tuple(names[0] for names, stages in holders.items() if None in stages),
+        verdicts=verdicts(model, units, costs, used) if len(units) > 1 else (),
     )
 
 

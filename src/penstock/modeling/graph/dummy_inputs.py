@@ -18,6 +18,8 @@ TOKENS = 8
 CHOICES = 2
 # Between a question, and the text it is about, and at its end.
 SEPARATORS = 3
+# No longer sequence is tried.
+MOST_TOKENS = 4096
 # Entries of a configuration that say how long a sequence may be.
 POSITION_LIMITS = ("max_position_embeddings", "n_positions", "max_target_positions", "max_seq_len")
 
@@ -70,6 +72,9 @@ def dummy_inputs(model: nn.Module, batch: int = BATCH, tokens: int = TOKENS) -> 
     if "inputs" in parameters and "inputs" not in plain:
         yield {**plain, "inputs": _ids(config, batch, _number(config, "max_position_embeddings") or tokens)}
         yield {**plain, "inputs": _made("pixel_values", config, batch, tokens)}
+    limit = _most_positions(config)
+    if limit is not None and tokens < limit <= MOST_TOKENS and "input_ids" in text:  # some take full sequences only
+        yield _guess(model, batch, limit)
 
 
 def arguments_by_name(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -125,8 +130,7 @@ def _guess(model: nn.Module, batch: int, tokens: int) -> dict[str, Any]:
     parameters = inspect.signature(model.forward).parameters
     if main not in parameters and "input_ids" in parameters:
         main = "input_ids"
-    limits = [_number(config, name) for name in POSITION_LIMITS]
-    tokens = max(1, min([tokens, *(limit for limit in limits if limit)]))
+    tokens = max(1, min(tokens, _most_positions(config) or tokens))
     inputs: dict[str, Any] = {}
     names = [main, *sorted(_needed(parameters) - {main})]
     if main not in parameters and not isinstance(model, PreTrainedModel):
@@ -143,6 +147,11 @@ def _guess(model: nn.Module, batch: int, tokens: int) -> dict[str, Any]:
     if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in parameters:
         inputs["decoder_input_ids"] = _ids(config, batch, tokens)
     return inputs
+
+
+def _most_positions(config: Any) -> int | None:
+    limits = [_number(config, name) for name in POSITION_LIMITS]
+    return min((limit for limit in limits if limit), default=None)
 
 
 def _is_two_tower(model: nn.Module) -> bool:

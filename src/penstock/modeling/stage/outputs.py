@@ -25,7 +25,8 @@ def merge_outputs(
     """One output for the batch from those of its microbatches of `sizes` samples.
 
     The loss is the sum of the shares. Tensors are concatenated along the dimension that has a row for each sample, also
-    inside tuples; without one (router logits of shape (samples * length, experts)) along the first. Other scalars (a
+    inside tuples; without one (router logits of shape (samples * length, experts)) along the dimension in which they
+    differ, or the first. Other scalars (a
     router's balance loss) are averaged by samples. Caches are dropped: each stage's holds only its own layers.
 
     Args:
@@ -91,6 +92,8 @@ def _merge(
             for dim in range(first.dim())
             if all(value.shape[dim] == size for value, size in zip(values, sizes, strict=True))
         ]
+        if not rows:  # several rows for each sample: choices, beams, or as many as a sample has images
+            rows = [dim for dim in range(first.dim()) if len({value.shape[dim] for value in values}) > 1]
         dim = resolve(path, first.shape) if len(rows) > 1 else rows[0] if rows else 0
         return torch.cat(list(values), dim)
     if isinstance(first, tuple | list):
