@@ -2,6 +2,8 @@
 
     python benchmarks/coverage.py run                        # all tasks; goes on where it was stopped
     python benchmarks/coverage.py run --task causal-lm --only Llama
+    python benchmarks/coverage.py run --again failing        # after a change: those whose result was bad
+    python benchmarks/coverage.py write                      # docs/models.md from what was run
 
 Each class gets a tiny model (`tiny_models.py`), nine samples with uneven padding in four microbatches, double
 precision, no dropout; the ranks compare the loss, all gradients, the output of an evaluation and greedy tokens with
@@ -11,9 +13,11 @@ the same model unsplit (`examine_model.py`).
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import re
 import sys
+import textwrap
 import time
 from collections import Counter
 from collections.abc import Iterable
@@ -24,6 +28,7 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "tests")]
 
 RESULTS = HERE / "results" / "coverage.jsonl"
+SHARDED = HERE / "results" / "coverage_tensor_parallel.jsonl"
 PAGE = HERE.parent / "docs" / "models.md"
 SECONDS = 90.0
 FEATURES = ("train", "evaluate", "generate")
@@ -124,6 +129,117 @@ def summary(records: Iterable[Record]) -> dict[str, Counter[str]]:
     return counts
 
 
+# ---------------------------------------------------------------- the page
+
+INTRODUCTION = """# Models
+
+Does it work with your model? This page lists the classes of transformers' tasks that were tried, by
+`benchmarks/coverage.py`, which writes it: transformers {transformers}, torch {torch}, {date}. For a model of your own,
+or of another version, ask `penstock check` (see [the tutorial](tutorial.md)).
+
+Each class was built tiny, without dropout, in double precision where its code allows it (otherwise in single), and
+trained for a step on two stages: nine samples with uneven padding, in four microbatches. The loss, every gradient, all
+fields of an evaluation's output, and for models that generate four greedy tokens were compared with the same model
+unsplit. **Exact** means equal within 1e-8 of the largest entry (2e-4 in single precision).
+
+- *Exact against accumulation*: exact against the unsplit model that accumulates over the same microbatches, and a
+  warning says why the whole batch at once would differ; see [exactness](exactness.md).
+- *Refused*: an error says why, on every rank, before anything is sent.
+- *Other*: what came out is said as it is. Do not rely on these.
+- *Not tried*: no tiny configuration and batch were found with which the class runs by itself. This says nothing about
+  the class.
+
+The sweep was made in passes on one day: what was exact in the first was not run again after later changes; a sample of
+it runs in the test suite.
+
+A class in *italics* is exact with `tensor_parallel_size` 2 on one stage, too. Classes without italics may have no
+tensor-parallel plan, or were not tried ({tried} were tried).
+"""
+
+
+def write(results: Path, with_tensor_parallelism: Path, page: Path) -> None:
+    """Write the page from what was run."""
+    from importlib.metadata import version
+
+    records = [r for r in read(results) if r["tensor_parallel"] == 1]
+    sharded = read(with_tensor_parallelism)
+    both = {(r["task"], r["class"]) for r in sharded if "train" in r and is_good(r)}
+    tasks = list(dict.fromkeys(r["task"] for r in records))
+    lines = [
+        INTRODUCTION.format(
+            transformers=version("transformers"),
+            torch=version("torch").partition("+")[0],
+            date=datetime.date.today().isoformat(),
+            tried=len({(r["task"], r["class"]) for r in sharded if "train" in r}),
+        ),
+        "| task | exact | exact against accumulation | refused | other | not tried |",
+        "|---|---|---|---|---|---|",
+    ]
+    groups = {task: grouped([r for r in records if r["task"] == task]) for task in tasks}
+    columns = ("exact", "exact against accumulation", "refused", "other", "not tried")
+    totals = {column: sum(len(groups[task][column]) for task in tasks) for column in columns}
+    for name, counts in [*groups.items(), ("**all**", {column: [None] * totals[column] for column in columns})]:
+        lines.append(f"| {name} | " + " | ".join(str(len(counts[column])) for column in columns) + " |")
+    for task in tasks:
+        lines += ["", f"## {task[0].upper()}{task[1:]}", ""]
+        found = groups[task]
+        marked = [f"*{r['class']}*" if (task, r["class"]) in both else r["class"] for r in found["exact"]]
+        lines += textwrap.wrap(f"Exact: {', '.join(marked) or 'none'}.", 120, break_on_hyphens=False)
+        rows = [
+            (r["class"], column, reason_of(r))
+            for column in ("exact against accumulation", "refused", "other")
+            for r in found[column]
+        ]
+        if rows:
+            lines += ["", "| class | | |", "|---|---|---|"]
+            lines += [f"| {name} | {column} | {reason} |" for name, column, reason in rows]
+        if found["not tried"]:
+            names = ", ".join(r["class"] for r in found["not tried"])
+            lines += ["", *textwrap.wrap(f"Not tried: {names}.", 120, break_on_hyphens=False)]
+    page.write_text("\n".join(lines) + "\n")
+
+
+def grouped(records: Iterable[Record]) -> dict[str, list[Record]]:
+    """The records by what a reader is told of them, by the worst of training, evaluation and generation."""
+    found: dict[str, list[Record]] = {
+        name: [] for name in ("exact", "exact against accumulation", "refused", "other", "not tried")
+    }
+    for record in sorted(records, key=lambda record: str(record["class"]).lower()):
+        kinds = {kind_of(record[feature]) for feature in FEATURES if feature in record} - {"unsplit"}
+        if "train" not in record:
+            name = "not tried"
+        elif kinds == {"exact"}:
+            name = "exact"
+        elif kinds <= {"exact", "warned"}:
+            name = "exact against accumulation"
+        elif kind_of(record["train"]) == "refused":
+            name = "refused"
+        else:
+            name = "other"
+        found[name].append(record)
+    return found
+
+
+def reason_of(record: Record) -> str:
+    """What of a record is not exact."""
+    parts = []
+    for feature in FEATURES:
+        said = record.get(feature, "exact")
+        kind, _, why = said.partition(": ")
+        if kind in ("exact", "unsplit"):
+            continue
+        if kind == "hang":
+            why = f"no answer within the time ({record['seconds']:.0f} s on a busy machine)"
+        if kind == "warned":
+            kind, why = "", why.replace(f"the loss of {record['class']}", "the loss")
+        elif feature == "train" and kind == "refused":
+            kind = ""
+        what = {"train": "training", "evaluate": "evaluation", "generate": "generate"}[feature]
+        parts.append(f"{what}{': ' if kind or why else ''}{kind}{', ' if kind and why else ''}{why}")
+    text = "; ".join(parts).replace("|", "/").replace("`", "").replace("<", "(").replace(">", ")").replace("*", "N")
+    return textwrap.shorten(text, 300, placeholder=" ...")
+
+
 def main() -> None:
     from tiny_models import TASKS
 
@@ -137,13 +253,17 @@ def main() -> None:
     runs.add_argument(
         "--again", choices=("all", "failing"), default="", help="also classes that have a result, or a bad one"
     )
-    for command in (runs, commands.add_parser("count", help="print how many classes had which outcome")):
+    writes = commands.add_parser("write", help="write docs/models.md")
+    writes.add_argument("--with-tensor-parallelism", type=Path, default=SHARDED)
+    for command in (runs, writes, commands.add_parser("count", help="print how many classes had which outcome")):
         command.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
     if options.command == "run":
         run(
             options.task or TASKS, options.only, options.stages, options.tensor_parallel, options.results, options.again
         )
+    if options.command == "write":
+        write(options.results, options.with_tensor_parallelism, PAGE)
     for task, counts in summary(read(options.results)).items():
         print(f"{task:26}", dict(counts))
 
