@@ -152,7 +152,7 @@ unsplit. **Exact** means equal within 1e-8 of the largest entry (2e-4 in single 
 The sweep was made in passes on one day: what was exact in the first was not run again after later changes; a sample of
 it runs in the test suite.
 
-A class in *italics* is exact with `tensor_parallel_size` 2 on one stage, too. Classes without italics may have no
+A class in *italics* is exact with `tensor_parallel_size` 2, too. Classes without italics may have no
 tensor-parallel plan, or were not tried ({tried} were tried).
 """
 
