@@ -77,9 +77,9 @@ def test_check_takes_folders_and_classes(make: str, tmp_path: Path) -> None:
 
 
 def test_check_says_why_not_with_status_1() -> None:
-    result = run("check", "ReformerForMaskedLM")
+    result = run("check", "ReformerModelWithLMHead")
     assert result.exit_code == 1 and "cannot be split: " in result.output
-    data = json.loads(run("check", "ReformerForMaskedLM", "--json").output)
+    data = json.loads(run("check", "ReformerModelWithLMHead", "--json").output)
     assert not data["splittable"] and data["reason"] and data["units"] == []
 
 

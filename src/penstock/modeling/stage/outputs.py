@@ -52,12 +52,15 @@ def merge_outputs(
             larger = larger[step]
         return next((dim for dim, (a, b) in enumerate(zip(shape, larger, strict=True)) if a != b), 0)
 
-    merged = {}
+    merged: dict[str, Any] = {}
     for name in dict.fromkeys(name for output in outputs for name in output):
         # A microbatch of texts alone has no vectors of images.
         having = [index for index, output in enumerate(outputs) if output.get(name) is not None]
         values = [outputs[index][name] for index in having]
-        if not values or isinstance(values[0], Cache):
+        if not values:
+            merged[name] = None
+            continue
+        if isinstance(values[0], Cache):
             continue
         if name == "loss" or name in losses:
             merged[name] = sum(values)
