@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+import penstock.runtime.engine as engine
 from families import FAMILIES, VOCABULARY
 from penstock import Booster, Elastic, HeterogeneousParallelPlugin, PipelineTemplate
 from training import kept_in_double
@@ -115,6 +116,8 @@ def main(store: str, folder: str, steps: int, start: int, *orders: str) -> None:
         if plugin.run is not None:
             form = plugin.run.on_layout
             plugin.run.on_layout = lambda decision: (here("forming"), form(decision))[1]
+            adopt = engine.adopt_random_state
+            engine.adopt_random_state = lambda *given: (here("moved"), adopt(*given))[1]  # what follows the move
         batches, step = iter(loader), booster.step if store else 0
         note(begins=step, member=0 if not store else plugin.run.number)
         while step < steps:

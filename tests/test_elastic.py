@@ -64,6 +64,15 @@ def test_processes_leave_join_and_are_lost_while_the_others_recover(tmp_path: Pa
     assert (len(left["left"]), len(joined["joined"]), len(lost["lost"])) == (1, 1, 2)
 
 
+def test_a_process_killed_when_the_others_have_what_they_need_costs_no_optimizer_state(tmp_path: Path) -> None:
+    run = elastic_runs.Run(tmp_path, STEPS, 6)
+    orders = [], ["kill@4/forward"], ["kill@4/moved"], [], [], []
+    members = [run.start(*order) for order in orders]
+    run.wait()
+    assert [members[number].status for number in (1, 2)] == [-9, -9], run.printed()
+    assert_as_undisturbed(run, [members[0], *members[3:]])
+
+
 def test_a_part_of_the_model_that_nobody_holds_any_more_is_named(tmp_path: Path) -> None:
     run = elastic_runs.Run(tmp_path, STEPS, 2, DEPTHS="2", COPIES="1")
     members = [run.start("kill@2/loop"), run.start("kill@99/loop")]

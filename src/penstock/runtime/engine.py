@@ -372,7 +372,6 @@ class Engine:
                 board,
                 lambda held, groups: self._fill(fill, had),
             )
-            self._had, self._lacking, self.given = None, set(), {}
 
     def _fill(self, values: Values, had: MutableMapping[str, torch.Tensor]) -> None:
         """Give everything that is held and lacks its values what it is to have."""
@@ -382,6 +381,8 @@ class Engine:
                 if name in had:  # it was released by an attempt that failed
                     lacking.pop(name).copy_(had[name])
         values(self, lacking, had)
+        # All ranks have all they need; what is held no longer has no optimizer state now, so it counts as had no more.
+        self._had, self._lacking, self.given = None, set(), {}
 
     def _joining(self, values: Values) -> Callable[[Sequence[HeldParameter], Groups], None]:
         """What fills in everything that is held here, on a rank that comes new to a run."""
