@@ -181,7 +181,7 @@ def dropout_against_one_stage(family: str, stages: int, size: int, **settings: A
     for index, microbatch in enumerate(microbatches):
         plan = split.plan(microbatch)
         shares = plan.loss.shares(counts[index], totals)
-        seed = StepInputs.of([microbatch], split.plan, [2], index, 0, False).seed(model.pipeline._seed, 0)
+        seed = StepInputs.of([microbatch], split.plan, [2], index, 0, False).seed(model.pipeline.seed, 0)
         output, _ = split.forward(plan, 0, microbatch, (), seed=seed, shares=shares)
         output.loss.backward()
         expected += float(output.loss)
