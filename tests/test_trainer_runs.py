@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import GPT2Config
 
+from launch import run_python, torchrun
+from local_hub import local_hub
 from pool import Pool
 from trainer_runs import differences, train, train_all
 
+HERE = Path(__file__).parent
 TOLERANCE = 1e-6
 
 CASES: dict[str, dict[str, Any]] = {
@@ -62,3 +67,55 @@ def test_bfloat16_is_that_of_the_plain_trainer(pool: Pool, tmp_path: Path) -> No
     assert half != pytest.approx(single, abs=5 * TOLERANCE), "bfloat16 changes the losses"
     for losses in pool.run(2, train_in_bfloat16, tmp_path / "split", 2, True, init=False, timeout=120):
         assert losses == pytest.approx(half, abs=TOLERANCE)
+
+
+# What the user of a peer's script changes: the import, and one argument.
+CHANGES = {
+    "    Trainer,\n": "",
+    "from transformers.trainer_utils": "from penstock.integrations.transformers import PipelineTrainer as Trainer\n"
+    "from transformers.trainer_utils",
+    "        model=model,\n": '        model=model,\n        parallelism={"pipeline_parallel_size": 2},\n',
+}
+
+
+@pytest.mark.slow
+def test_a_script_like_run_clm_needs_two_changes(tmp_path: Path) -> None:
+    local_hub(tmp_path)
+    config = GPT2Config.from_pretrained(tmp_path / "gpt2")
+    config.attn_pdrop = config.embd_pdrop = config.resid_pdrop = 0.0  # masks depend on the microbatches
+    config.save_pretrained(tmp_path / "gpt2")
+    script = (HERE / "clm_script.py").read_text()
+    changed = script
+    for line, other in CHANGES.items():
+        assert changed.count(line) == 1
+        changed = changed.replace(line, other)
+    results = {}
+    options = ["--model_name_or_path", "gpt2", "--train_file", "squad/train.jsonl", "--block_size", "16", "--max_steps"]
+    options += ["6", "--use_cpu", "--report_to", "none", "--learning_rate", "1e-2", "--logging_steps", "1"]
+    environment = {"HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"}
+    options += ["--adam_epsilon", "1e-4", "--per_device_train_batch_size", "8", "--save_steps", "3", "--output_dir"]
+    for name, text in (("plain", script), ("pipelined", changed)):
+        path = tmp_path / f"{name}.py"
+        path.write_text(text)
+        arguments = [str(path), *options, name]
+        ran = (
+            run_python(*arguments, cwd=tmp_path, environment=environment, timeout=200)
+            if name == "plain"
+            else torchrun(2, *arguments, cwd=tmp_path, environment=environment, timeout=200)
+        )
+        assert ran.returncode == 0, ran.stderr[:8000]
+        assert ran.stdout.count("perplexity") == 1, "one rank prints"
+        results[name] = {
+            file: json.loads((tmp_path / name / f"{file}.json").read_text())
+            for file in ("all_results", "trainer_state")
+        }
+    logs = [result["trainer_state"]["log_history"] for result in results.values()]
+    steps = [[(e["step"], e["loss"], e["grad_norm"]) for e in log if "loss" in e] for log in logs]
+    assert len(steps[0]) == 6
+    for mine, theirs in zip(steps[1], steps[0], strict=True):
+        assert mine == pytest.approx(theirs, abs=1e-5)  # single precision
+    for name in ("perplexity", "eval_accuracy", "train_loss", "train_samples"):
+        assert results["pipelined"]["all_results"][name] == pytest.approx(
+            results["plain"]["all_results"][name], rel=1e-5
+        )
+    assert (tmp_path / "pipelined/checkpoint-6/model.safetensors").exists()
