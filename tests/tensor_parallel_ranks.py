@@ -262,7 +262,7 @@ def refusals() -> list[str]:
         (build("gpt2"), config(1, 3)),
         (build("llama"), config(1, 6)),
         (build("gpt2", vocab_size=97, n_head=4), config(1, 2)),
-        (FAMILIES["bloom"].build(), config(1, 2)),
+        (FAMILIES["falcon"].build(), config(1, 2)),
         (build("gpt2"), config(2, 2)),
     ):
         try:

@@ -39,7 +39,7 @@ def test_refusals_name_the_quantity_and_what_would_do(pool: Pool) -> None:
         assert "attention heads, which 6 does not divide: sizes that would do are [1, 2]" in groups
         assert "97 entries in its vocabulary, which 2 does not divide" in vocabulary
         assert "resize_token_embeddings(98)" in vocabulary
-        assert family.startswith("NotImplementedError: there is no tensor-parallel plan for BloomForCausalLM")
+        assert family.startswith("NotImplementedError: there is no tensor-parallel plan for FalconForCausalLM")
         assert "register_tensor_parallel_plan" in family
         assert "pipelines of 4 processes, but 6 processes were started" in world
 
