@@ -137,7 +137,7 @@ def _number_of_groups(
         reason = f"it has fewer than {groups.LEAST_SAMPLES} samples for each of {num_ranks} ranks"
     if reason is None:
         return number, size
-    if pipeline.rank == pipeline.decoding.ranks[0]:
+    if pipeline.rank == 0:  # the log is one rank's, also with several pipelines
         groups.tell(reason, pipeline.decoding.told)
     return 1, size
 
