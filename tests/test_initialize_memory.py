@@ -63,7 +63,7 @@ def build() -> Any:
 
 
 def resident() -> int:
-    """Bytes of memory of its own this process has in RAM, without pages of libraries, which are read when first used."""
+    """Bytes of this process's own memory in RAM: without pages of libraries, which come in when first used."""
     resident, shared = map(int, Path("/proc/self/statm").read_text().split()[1:3])
     return (resident - shared) * 4096
 
