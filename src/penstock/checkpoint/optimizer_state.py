@@ -133,8 +133,7 @@ def restore_optimizer(
 
 
 def _laid_out_like(parameter: torch.Tensor | None, saved: torch.Tensor) -> torch.Tensor:
-    """A copy of a saved state, in the strides in which the optimizer would have made it: with others, a kernel may
-    take another path, whose last digits differ."""
+    """A copy of a saved state, in the strides in which the optimizer itself would have made it."""
     if parameter is None or parameter.shape != saved.shape:
         return saved.clone()
     return torch.empty_like(parameter, dtype=saved.dtype, device=saved.device, requires_grad=False).copy_(saved)

@@ -1,4 +1,7 @@
-"""Saving a model from all ranks at once: a file for each rank and a table of contents, or one merged checkpoint."""
+"""Saving a model from all ranks at once: a file for each rank and a table of contents, or one merged checkpoint.
+
+All kinds of save are one sequence of phases over the same staging folder (`_Save`); that makes the file long.
+"""
 
 from __future__ import annotations
 

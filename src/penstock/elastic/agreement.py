@@ -87,7 +87,7 @@ def latest(meeting: Meeting, since: int = 0) -> Decision | None:
     return found
 
 
-def everyone(meeting: Meeting, pulse: Pulse) -> list[int]:
+def everyone(pulse: Pulse) -> list[int]:
     """All members that ever came."""
     found: list[int] = []
     number = missed = 0

@@ -5,6 +5,8 @@ update; `commit` makes the update, after a vote. When a rank is lost in any of t
 next generation (`agreement`), take up its layout with the same objects (`Engine.reform`), and repeat what the log says
 is lost: gradients always, anything else only if some rank has not completed it. So the caller sees a call that took
 longer.
+
+The log, the vote and the recovery share the state of the step that is under way; that makes the file long.
 """
 
 from __future__ import annotations
@@ -186,9 +188,7 @@ class ElasticRun:
         known: list[int] = []
         changed = time.monotonic()
         while (first := decision(meeting, 0)) is None:
-            here = [
-                m for m in everyone(meeting, pulse) if m == membership.id or not pulse.lost([m], (), FORMING_PATIENCE)
-            ]
+            here = [m for m in everyone(pulse) if m == membership.id or not pulse.lost([m], (), FORMING_PATIENCE)]
             if here != known:
                 known, changed = here, time.monotonic()
             waited = time.monotonic() - changed
@@ -493,7 +493,7 @@ class ElasticRun:
         """Who asks to join and lives."""
         meeting, pulse = self._membership.meeting, self._membership.pulse
         own, found = self._membership.record, []
-        for member in everyone(meeting, pulse):
+        for member in everyone(pulse):
             if member in now.members or meeting.get(f"join/{member}") is None or pulse.has_ended(member):
                 continue
             record = pulse.record(member)
