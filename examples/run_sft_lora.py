@@ -50,8 +50,9 @@ def main() -> None:
     options = parse_options()
     texts = read_texts(options.dataset, 200_000)
     model = options.model or str(options.output / "base")
-    with PartialState().main_process_first():  # the other ranks then find the folder
-        if not options.model and PartialState().is_main_process:
+    ranks = PartialState(cpu=not torch.cuda.is_available())  # without a GPU it knows other ranks only if told so
+    with ranks.main_process_first():  # the other ranks then find the folder
+        if not options.model and ranks.is_main_process:
             make_model(Path(model), texts)
     lines = [line for text in texts for line in text.splitlines() if len(line.split()) > 4]
     dataset = Dataset.from_list([{"text": line} for line in lines])
