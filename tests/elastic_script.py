@@ -23,7 +23,7 @@ import torch
 
 import penstock.runtime.engine as engine
 from families import FAMILIES, VOCABULARY
-from penstock import Booster, Elastic, HeterogeneousParallelPlugin, PipelineTemplate
+from penstock import Booster, CheckpointManager, Elastic, HeterogeneousParallelPlugin, PipelineTemplate
 from training import kept_in_double
 
 NUM_SAMPLES, GLOBAL_BATCH, MICROBATCH = 48, 8, 2
@@ -120,6 +120,11 @@ def main(store: str, folder: str, steps: int, start: int, *orders: str) -> None:
             engine.adopt_random_state = lambda *given: (here("moved"), adopt(*given))[1]  # what follows the move
         batches, step = iter(loader), booster.step if store else 0
         note(begins=step, member=0 if not store else plugin.run.number)
+        manager = None
+        if store and (folder_of := os.environ.get("CHECKPOINTS")):
+            objects = {"optimizer": wrapped, "lr_scheduler": scheduler, "dataloader": loader}
+            manager = CheckpointManager(folder_of, model=model, every=3, keep_last=2, **objects)
+            step = manager.resume()
         while step < steps:
             here("loop")
             wrapped.zero_grad()
@@ -131,8 +136,12 @@ def main(store: str, folder: str, steps: int, start: int, *orders: str) -> None:
             here("between")
             wrapped.step()
             scheduler.step()
+            step = booster.step - 1 if manager is not None else step
             note(done=step, loss=loss.item(), rate=optimizer.param_groups[0]["lr"])
             step += 1
+            if manager is not None:
+                manager.save(booster.step)
+                step = booster.step
             if store:
                 assert booster.step == step, (booster.step, step)
     ids = {id(parameter) for parameter in whole}

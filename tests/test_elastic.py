@@ -83,6 +83,21 @@ def test_a_part_of_the_model_that_nobody_holds_any_more_is_named(tmp_path: Path)
     assert survivor.losses.keys() == {0, 1}
 
 
+@pytest.mark.parametrize("place", ["forward", "update"])
+def test_what_nobody_has_any_more_comes_from_the_last_checkpoint(tmp_path: Path, place: str) -> None:
+    """One pipeline without a copy: with each process a part of the model and of the optimizer's state is lost."""
+    run = elastic_runs.Run(tmp_path, STEPS, 4, DEPTHS="4,3", COPIES="1", CHECKPOINTS=str(tmp_path / "checkpoints"))
+    members = [run.start(f"kill@5/{place}"), run.start(), run.start(), run.start()]
+    run.wait()
+    assert_as_undisturbed(run, members[1:])
+    for survivor in members[1:]:
+        assert survivor.losses.keys() == expected().keys()
+        (change,) = survivor.end["changes"]
+        assert change["restored"].endswith("step-00000003") and len(change["lost"]) == 1
+        again = {note["step"] for note in survivor.notes if "samples" in note and note["generation"] == 1}
+        assert again == set(range(3, STEPS))
+
+
 @pytest.mark.slow
 def test_training_goes_on_without_the_store_until_somebody_is_lost(tmp_path: Path) -> None:
     with elastic_runs.served_store(tmp_path) as (address, process):

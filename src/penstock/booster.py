@@ -146,14 +146,26 @@ class Booster:
                 f"with elastic= the data iterator must be iter(dataloader) itself, which can be set back, got a "
                 f"{type(data_iter).__name__}"
             )
-        position, trains = data_iter.position, torch.is_grad_enabled()
+        position, restored, trains = data_iter.position, run.num_restored, torch.is_grad_enabled()
         synchronises = _pipeline_of(model).synchronises
+        arguments = data_iter, model, criterion, optimizer, return_loss, return_outputs
 
         def execute() -> dict[str, Any]:
+            nonlocal position, restored
+            moved = trains and restored != run.num_restored
+            if moved:  # the loader went back to its position in the checkpoint
+                position, restored = data_iter.position, run.num_restored
             data_iter.seek(position)
             pause = contextlib.nullcontext() if synchronises else _pipeline_of(model).no_sync()
             with torch.set_grad_enabled(trains), pause:
-                return self._execute(data_iter, model, criterion, optimizer, return_loss, return_outputs)
+                try:
+                    return self._execute(*arguments)
+                except StopIteration:
+                    if not moved:
+                        raise
+                    data_iter.follow()  # into the next epoch
+                    position = data_iter.position
+                    return self._execute(*arguments)
 
         result: dict[str, Any] = run.perform(Call(execute, trains))
         return result
@@ -241,7 +253,7 @@ class Booster:
         _pipeline_of(model)
         if self.plugin.run is not None and not self.plugin.run.performing:
             save = partial(self.save_model, model, checkpoint, shard, gather_dtensor, prefix, size_per_shard)
-            self.plugin.run.perform(Call(partial(save, use_safetensors), trains=False))
+            self.plugin.run.do(partial(save, use_safetensors))
             return
         size = {"max_shard_size": f"{size_per_shard}MB"} if shard else {}
         model.save_parallelized(checkpoint, merge_checkpoints=True, safe_serialization=use_safetensors, **size)
@@ -275,7 +287,7 @@ class Booster:
         """
         pipeline = _checked(optimizer).pipeline
         if self.plugin.run is not None and not self.plugin.run.performing:
-            self.plugin.run.perform(Call(partial(self.save_optimizer, optimizer, checkpoint, shard), trains=False))
+            self.plugin.run.do(partial(self.save_optimizer, optimizer, checkpoint, shard))
             return
         scale = optimizer.loss_scale
         world, ranks = checkpoint_comms(pipeline)

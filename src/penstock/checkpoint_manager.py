@@ -12,6 +12,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from penstock.checkpoint import CheckpointError, find_checkpoints
+from penstock.data.loader import HeterogeneousDataLoader
 from penstock.training_checkpoints import (
     Checkpoint,
     Participants,
@@ -45,6 +47,7 @@ class CheckpointManager:
         every: steps between two checkpoints; None saves only when `on_signal` asks for it.
         keep_last: how many checkpoints stay; None for all of them.
         asynchronous: write files while training goes on.
+        (with `elastic=`: where the run goes back to if some values are lost; `asynchronous` is not possible then.)
         on_signal: after a SIGTERM or SIGUSR1 to any rank, the next `save` saves on all ranks and ends the program with
             status `EXIT_CODE`, 75. To be made in the main thread.
 
@@ -84,6 +87,10 @@ class CheckpointManager:
             **objects,
         }
         self._participants = Participants(model)
+        if (elastic := self._participants.elastic) is not None:
+            if on_signal:
+                raise ValueError("with elastic= a process that gets a SIGTERM leaves the run: leave on_signal out")
+            elastic.last_resort = self
         self._every, self._keep_last, self._asynchronous = every, keep_last, asynchronous
         self._on_signal = on_signal
         self._signalled = 0
@@ -97,10 +104,58 @@ class CheckpointManager:
         Raises:
             CheckpointError: there are checkpoints, but none of them can be loaded.
         """
+        if (elastic := self._participants.elastic) is not None:
+            return self._resume_elastic(elastic)
         if not has_checkpoint(self.folder, self._model):
             return 0
         self.last = load_checkpoint(self.folder, model=self._model, **self._state)
         return self.last.step
+
+    def _resume_elastic(self, run: Any) -> int:
+        """As `resume`. A process that joins a run has its state from the others, and takes no part in any loading."""
+        errors: list[CheckpointError] = []
+
+        def load() -> int | None:
+            errors.clear()
+            try:
+                if not has_checkpoint(self.folder, self._model):
+                    return None
+                self.last = load_checkpoint(self.folder, model=self._model, **self._state)
+            except CheckpointError as error:
+                errors.append(error)
+                return None
+            return self.last.step
+
+        if not run.joined:
+            run.load(load)
+        if errors:
+            raise errors[0]
+        return int(run.step)
+
+    def newest(self) -> tuple[int, str] | None:
+        """Step and path of the newest whole checkpoint, as this process sees it; None if there is none."""
+        known = [id(one) for one in self._state.values()]
+        objects = {"optimizer": self._state["optimizer"] or self, **self._participants.elastic.objects}
+        if missing := [name for name, one in objects.items() if id(one) not in known]:
+            logger.warning("the run cannot go back to %s, which is without %s", self.folder, ", ".join(missing))
+            return None
+        if not os.path.isdir(self.folder):
+            return None
+        found = (one for one in find_checkpoints(self.folder) if one.fault is None and one.step is not None)
+        return next(((one.step or 0, one.path) for one in found), None)
+
+    def go_back(self, step: int) -> None:
+        """Load the checkpoint of a step into a run under way; iterations of its loader go back as well.
+
+        Raises:
+            ValueError: it cannot be loaded.
+        """
+        try:
+            self.last = load_checkpoint(self.folder, step, model=self._model, **self._state)
+        except CheckpointError as error:
+            raise ValueError(str(error)) from error
+        if isinstance(loader := self._state["dataloader"], HeterogeneousDataLoader):
+            loader.rewind()
 
     def save(self, step: int, extra: Mapping[str, Any] | None = None) -> bool:
         """After step number `step` (counted from 1): save if it is time to, or if the job was told to end.

@@ -108,6 +108,15 @@ def save_checkpoint(
         raise ValueError(f"keep_last must be at least 1, got {keep_last}")
     model = base_of(model)
     run = Participants(model)
+    if (elastic := run.elastic) is not None and not elastic.performing:
+        if asynchronous:
+            raise ValueError("with elastic= asynchronous=True is not possible: the ranks that write may be lost")
+        if step not in (None, elastic.step):
+            raise ValueError(f"with elastic= the step is booster.step, which is {elastic.step}, got {step!r}")
+        objects |= {"lr_scheduler": lr_scheduler, "dataloader": dataloader, "scaler": scaler}
+        save = partial(save_checkpoint, folder, model=model, optimizer=optimizer, step=elastic.step, extra=extra)
+        path = step_folder(folder, elastic.step)
+        return str(elastic.do(partial(save, keep_last=keep_last, **objects), stale=lambda: path))
     number = run.steps_begun if step is None else step
     if isinstance(number, bool) or not isinstance(number, int) or number < 0:
         raise ValueError(f"step must be a whole number of steps done, got {number!r}")
@@ -285,6 +294,11 @@ class Participants:
 
     def comms(self) -> tuple[Comm, Comm]:
         return (SoloComm(), SoloComm()) if self.engine is None else checkpoint_comms(self.engine)
+
+    @property
+    def elastic(self) -> Any:
+        """The elastic run that they are part of, None if there is none."""
+        return None if self.engine is None else self.engine.run
 
     @property
     def place(self) -> SavingRank:

@@ -74,6 +74,7 @@ class HeterogeneousDataLoader(DataLoader[Any]):
         self._position = 0  # samples of this epoch, over all pipelines, that have been given out
         self._resume_at = 0
         self._num_reshared = 0
+        self._num_rewound = 0
         super().__init__(
             MicrobatchFetcher(dataset, collate_fn, seed),
             batch_sampler=self._shares,  # type: ignore[arg-type]  # its shares go to the fetcher untouched
@@ -141,6 +142,11 @@ class HeterogeneousDataLoader(DataLoader[Any]):
         self._shares.pipeline_index = pipeline_index
         self._num_reshared += 1
 
+    def rewind(self) -> None:
+        """Iterations under way go on from the state that was loaded last."""
+        self._resume_at = 0
+        self._num_rewound += 1
+
     def __iter__(self) -> Batches:  # type: ignore[override]  # torch promises its own iterator class
         if self._at_the_end():
             self.set_epoch(self.epoch + 1)
@@ -166,38 +172,48 @@ class HeterogeneousDataLoader(DataLoader[Any]):
 
 
 class Batches(Iterator[Any]):
-    """The batches of an epoch that a loader gives.
-
-    Attributes:
-        position: samples of the epoch before the next batch, over all pipelines.
-    """
+    """The batches of an epoch that a loader gives."""
 
     def __init__(self, loader: HeterogeneousDataLoader, epoch: int, position: int) -> None:
-        self.position = position
+        self._position = position
         self._loader = loader
         self._epoch = epoch
         self._fetched: Iterator[Fetched] | None = loader._fetch(epoch, position)
-        self._shared = loader._num_reshared
+        self._shared, self._rewound = loader._num_reshared, loader._num_rewound
+
+    @property
+    def position(self) -> int:
+        """Samples of the epoch before the next batch, over all pipelines."""
+        if self._rewound != self._loader._num_rewound:
+            self.follow()
+        return self._position
 
     def seek(self, position: int) -> None:
         """Go on from a position that this iterator had."""
         if position != self.position:
-            self.position, self._fetched = position, None
+            self._position, self._fetched = position, None
+
+    def follow(self) -> None:
+        """Go on where the loader's state is: maybe in another epoch."""
+        loader = self._loader
+        self._rewound, self._fetched = loader._num_rewound, None
+        self._epoch, self._position = loader.epoch, loader._position
 
     def __next__(self) -> Any:
         loader = self._loader
+        position = self.position
         if self._fetched is None or self._shared != loader._num_reshared:
             self._fetched = None  # workers of the one before end first
-            self._fetched, self._shared = loader._fetch(self._epoch, self.position), loader._num_reshared
+            self._fetched, self._shared = loader._fetch(self._epoch, position), loader._num_reshared
         try:
             names, microbatches, num_samples, start, first_microbatch = next(self._fetched)
         except StopIteration:
             if loader.epoch == self._epoch:
                 loader.set_epoch(self._epoch + 1)
             raise
-        self.position = start + num_samples
+        self._position = start + num_samples
         if loader.epoch == self._epoch:
-            loader._position = self.position
+            loader._position = self._position
         return loader._present(MicrobatchedBatch(microbatches, num_samples, names, first_microbatch))
 
 

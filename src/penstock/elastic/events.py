@@ -16,6 +16,7 @@ class Change:
         cause: the failure, or why it was planned.
         lost, left, joined: numbers of members.
         pipelines: stages and microbatches of each, as `2x4`.
+        restored: the checkpoint that the run went back to, empty if nothing was lost.
         step: updates made before it.
         at: when this member noticed, seconds since the epoch.
         seconds: of each phase. detect: from what first failed on this member to the beginning of the change. agree:
@@ -31,6 +32,7 @@ class Change:
     left: tuple[int, ...] = ()
     joined: tuple[int, ...] = ()
     pipelines: tuple[str, ...] = ()
+    restored: str = ""
     step: int = 0
     at: float = 0.0
     seconds: dict[str, float] = field(default_factory=dict)
@@ -49,7 +51,8 @@ class Change:
             if members
         )
         phases = ", ".join(f"{name} {self.seconds.get(name, 0.0):.2f}" for name in PHASES)
+        back = f", back to {self.restored}" if self.restored else ""
         return (
             f"generation {self.generation} at step {self.step}: {who or self.cause}; now {' + '.join(self.pipelines)} "
-            f"(stages x microbatches); {self.total:.2f} s: {phases}"
+            f"(stages x microbatches){back}; {self.total:.2f} s: {phases}"
         )

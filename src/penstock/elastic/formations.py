@@ -104,6 +104,7 @@ class Formations:
         before: Decision | None = None,
         step: int = 0,
         calls: int = 0,
+        checkpoint: Callable[[], tuple[int, str] | None] = lambda: None,
     ) -> Decision:
         """The next generation.
 
@@ -112,6 +113,7 @@ class Formations:
             joining: who comes new.
             record: what a member said of itself.
             before: the generation that ends, None at the beginning of a run.
+            checkpoint: finds step and path of one to go back to, if nobody has some part of the model.
         """
         started = time.monotonic()
         held = {report.member: report.held for report in reports} | dict.fromkeys(joining, ())
@@ -119,14 +121,17 @@ class Formations:
         members = [member for device in devices for member in device]
         old = () if before is None else before.members
         left = tuple(member for member in old if member not in members)
-        decision = Decision(generation, (), step=step, calls=calls, lost=left)
+        restore = ""
         missing = [] if before is None else [
             unit for unit in self.units if not any(unit in held[device[0]] for device in devices)
         ]  # fmt: skip
         try:
             if not devices:
                 raise Infeasible("no member is left that could go on")
-            if missing:
+            if missing and (found := checkpoint()) is not None:
+                (step, restore), calls = found, 0
+                held = dict.fromkeys(held, ())  # all values come from there
+            elif missing:
                 raise Infeasible(
                     f"no device that is left has the values of {', '.join(missing[:4])}"
                     + (f" and {len(missing) - 4} more units" if len(missing) > 4 else "")
@@ -153,9 +158,10 @@ class Formations:
             ranks,
             tuple(member for member in joining if member in ranks),
             step,
-            decision.calls,
+            calls,
             pipelines,
             lost=left,
+            restore=restore,
             seconds=time.monotonic() - started,
         )
 

@@ -4,7 +4,7 @@ A step is a transaction. `perform` makes the calls in which all ranks take part,
 update; `commit` makes the update, after a vote. When a rank is lost in any of them, those that are left agree on the
 next generation (`agreement`), take up its layout with the same objects (`Engine.reform`), and repeat what the log says
 is lost: gradients always, anything else only if some rank has not completed it. So the caller sees a call that took
-longer.
+longer. If values were lost with all that had them, everybody goes back to the last checkpoint.
 
 The log, the vote and the recovery share the state of the step that is under way; that makes the file long.
 """
@@ -21,7 +21,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
@@ -37,7 +37,7 @@ from penstock.runtime.comm.bootstrap import form_world, leave_world
 from penstock.runtime.comm.rollcall import Call as RollCallName
 from penstock.runtime.engine import Engine, Values
 from penstock.runtime.failures.board import FailureBoard, PipelineFailure, is_transport_error
-from penstock.runtime.moving import from_live_ranks, hand_over
+from penstock.runtime.moving import from_elsewhere, from_live_ranks, hand_over
 
 logger = logging.getLogger("penstock")
 
@@ -55,6 +55,16 @@ MOST_FRUITLESS = 3
 
 class RunEnded(PipelineFailure):
     """The members that are left cannot go on."""
+
+
+class LastResort(Protocol):
+    """Where values come from that no member has any more."""
+
+    def newest(self) -> tuple[int, str] | None:
+        """Step and path of a checkpoint to go back to, if there is one."""
+
+    def go_back(self, step: int) -> None:
+        """Load the checkpoint of a step. All members call this."""
 
 
 @dataclass
@@ -81,6 +91,10 @@ class ElasticRun:
         changes: what happened to the members, see `Change`.
         decision: the present generation.
         performing: whether `perform` is at work.
+        last_resort: checkpoints of this run, if it makes any.
+        objects: whose states a process that joins is given, by name; see `register`.
+        joined: whether this process came to a run under way.
+        num_restored: how many times the run went back to a checkpoint.
     """
 
     def __init__(self, settings: Elastic, formations: Formations, tp_size: int, facts: str) -> None:
@@ -90,12 +104,17 @@ class ElasticRun:
         self.changes: list[Change] = []
         self.decision: Decision | None = None
         self.on_layout: Callable[[Decision], tuple[Any, Any]] = lambda decision: (None, None)
-        self._objects: dict[str, Any] = {}
+        self.objects: dict[str, Any] = {}
         # On a joiner, the states of objects that are not registered yet.
         self._received: dict[str, Any] = {}
         self.engine: Engine | None = None
         self.optimizer: Any = None
         self.performing = False
+        self.joined = False
+        self.last_resort: LastResort | None = None
+        self.num_restored = 0
+        self._restoring = False
+        self._num_updates = 0
         self._log: list[Call] = []
         self._todo: list[Call] = []
         self._first_number = 0
@@ -175,7 +194,7 @@ class ElasticRun:
             now = self._join(now)
         if now.end:
             raise RunEnded(f"the run cannot begin: {now.end}")
-        self.decision, self.step = now, now.step
+        self.decision, self.step, self.joined = now, now.step, not self.begins(now)
         if self.settings.leave_on_sigterm:
             self._hear_of_leaving()
         self._handled = now.requests
@@ -277,9 +296,9 @@ class ElasticRun:
         for method in ("state_dict", "load_state_dict"):
             if not callable(getattr(one, method, None)):
                 raise TypeError(f"register({name!r}, ...): a {type(one).__name__} has no {method}()")
-        if name in self._objects:
+        if name in self.objects:
             raise ValueError(f"register({name!r}, ...): something is registered under this name already")
-        self._objects[name] = one
+        self.objects[name] = one
         if name in self._received:
             one.load_state_dict(self._received.pop(name))
 
@@ -290,7 +309,7 @@ class ElasticRun:
         first = next(rank for rank, member in enumerate(now.members) if member not in now.joining)
         content: list[Any] = [None]
         if dist.get_rank() == first:
-            states = {name: one.state_dict() for name, one in self._objects.items()}
+            states = {name: one.state_dict() for name, one in self.objects.items()}
             settings = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
             content = [(states, settings, engine.loss_scale)]
         dist.broadcast_object_list(content, first, group=engine.groups.world_control)
@@ -303,12 +322,13 @@ class ElasticRun:
                 )
             for group, values in zip(self.optimizer.param_groups, settings, strict=True):
                 group.update(values)
-            for name in self._received.keys() & self._objects.keys():
-                self._objects[name].load_state_dict(self._received.pop(name))
+            for name in self._received.keys() & self.objects.keys():
+                self.objects[name].load_state_dict(self._received.pop(name))
 
     def formed(self, engine: Engine) -> None:
         """The engine stands; failures of its ranks are survived from here on."""
         self.engine = engine
+        engine.run = self
         engine.on_board = self.on_board
         self._first_number = engine.step_number
         self._watch(engine.board, self.settings.hang_timeout)
@@ -337,14 +357,50 @@ class ElasticRun:
             self._note_redone()
             return result
 
+    def do(self, work: Callable[[], Any], stale: Callable[[], Any] | None = None) -> Any:
+        """Do something without gradients on all ranks, again after a rank was lost. See `perform`.
+
+        Args:
+            stale: is done in place of `work` if the run went back to a checkpoint meanwhile; by default that is an
+                error.
+        """
+        if self.performing:
+            return work()
+        restored = self.num_restored
+
+        def unless_stale() -> Any:
+            if restored == self.num_restored:
+                return work()
+            if stale is not None:
+                return stale()
+            raise RunEnded(f"values were lost meanwhile, and the run went back to step {self.step}. {self._advice()}")
+
+        return self.perform(Call(unless_stale, trains=False))
+
+    def load(self, load: Callable[[], int | None]) -> None:
+        """Load all values on all ranks, again after a rank was lost.
+
+        Args:
+            load: returns the step of what it has loaded; None if nothing has changed.
+        """
+
+        def work() -> None:
+            self._restoring = True
+            step = load()
+            self._restoring = False
+            self.step = self.step if step is None else step
+
+        self.do(work)
+        self.drop()
+
     def commit(self, prepare: Callable[[], Callable[[], Any]]) -> Any:
         """Make an update on all ranks or on none.
 
         Args:
             prepare: does what needs other ranks, and returns the update, which needs none.
         """
-        before = self.step
-        while self.step == before:
+        before = self._num_updates
+        while self._num_updates == before:
             try:
                 self._repeat()
                 self._update = prepare()
@@ -366,6 +422,7 @@ class ElasticRun:
         assert self._update is not None and self.engine is not None
         self._updated, self._update = self._update(), None
         self.step += 1
+        self._num_updates += 1
         self._fruitless = 0
         self.drop()
 
@@ -447,6 +504,7 @@ class ElasticRun:
             following.left,
             following.joining,
             tuple(f"{len(stages)}x{count}" for stages, count in following.pipelines),
+            following.restore,
             self.step,
             failed_at or started,
             {
@@ -458,7 +516,7 @@ class ElasticRun:
         if leaving:
             self._say_goodbye()
         if following.end:
-            raise RunEnded(f"the run cannot go on: {following.end}. {engine.board.advice()}")
+            raise RunEnded(f"the run cannot go on: {following.end}. {self._advice()}")
         self._deciding = following
         self._settle(following)
         return following
@@ -474,7 +532,7 @@ class ElasticRun:
         if fresh:
             joining = self._candidates(now)
         generation = now.generation + 1
-        arguments = (pulse.record, now, step, calls)
+        arguments = (pulse.record, now, step, calls, self._newest_checkpoint)
         following = self.formations.decide(generation, going_on, joining, *arguments)
         while following.end and joining:  # the members go on without the last who came
             refused = joining.pop()
@@ -488,6 +546,13 @@ class ElasticRun:
             left=left,
             lost=tuple(member for member in following.lost if member not in left),
         )
+
+    def _advice(self) -> str:
+        assert self.engine is not None
+        return self.engine.board.advice()
+
+    def _newest_checkpoint(self) -> tuple[int, str] | None:
+        return None if self.last_resort is None else self.last_resort.newest()
 
     def _candidates(self, now: Decision) -> list[int]:
         """Who asks to join and lives."""
@@ -511,7 +576,11 @@ class ElasticRun:
         """Make the last update, if another survivor has made it; otherwise forget its gradients."""
         engine = self.engine
         assert engine is not None
-        if following.step == self.step + 1:
+        if following.restore:
+            self._log, self._change_due = [call for call in self._log if call.trains], False
+            self.step, self._restoring = following.step, True
+            self.num_restored += 1
+        elif following.step == self.step + 1:
             self._make_update()
         assert following.step == self.step, f"step {self.step}, but the members are at {following.step}"
         for parameter in engine.known.values():
@@ -530,13 +599,32 @@ class ElasticRun:
         started = time.perf_counter()
         layout, make_schedule = self.on_layout(following)
         self.meet(following)
-        engine.reform(layout, make_schedule, values=self.values(following))
+        values = from_elsewhere(self.optimizer) if following.restore else self.values(following)
+        engine.reform(layout, make_schedule, values=values)
         self.decision, self._deciding = following, None
         self.formed(engine)
+        if following.restore:
+            self._restore(engine, following)
         change.seconds["move"] = self._moved
         change.seconds["form"] = time.perf_counter() - started - self._moved
         change.num_bytes = self._num_bytes
         self._redo_from = time.perf_counter()
+
+    def _restore(self, engine: Engine, now: Decision) -> None:
+        """Go back to a checkpoint: some values were lost."""
+        assert self.last_resort is not None
+        started = time.perf_counter()
+        logger.warning("some values were lost with those that had them: back to step %d, %s", now.step, now.restore)
+        try:
+            self.performing = True
+            self.last_resort.go_back(now.step)
+        except ValueError as error:
+            raise RunEnded(f"the run cannot go on: {error}") from error
+        finally:
+            self.performing = False
+        self._restoring = False
+        self._first_number = engine.step_number
+        self._moved, self._num_bytes = time.perf_counter() - started, 0
 
     def _note_redone(self) -> None:
         change = self._change
@@ -557,6 +645,8 @@ class ElasticRun:
 
     def _held_units(self, engine: Engine) -> tuple[str, ...]:
         """The units whose values are all here."""
+        if self._restoring:  # what is here may be half loaded
+            return ()
         units = engine.layout.units
         known, lacking = engine.value_names, set[str | None]()
         for names in engine.split.aliases:

@@ -141,6 +141,7 @@ class Engine:
         decoding: single forwards, for generation.
         roll_call: what begins each call on all ranks or on none.
         on_board: is given the failure board of each re-formation when that begins.
+        run: the elastic run that it is part of, if any.
     """
 
     context: RankContext
@@ -175,6 +176,7 @@ class Engine:
         self.step_number = 0
         self.seed: int | None = None
         self.on_board: Callable[[FailureBoard], object] = lambda board: None
+        self.run: Any = None
         self._timeout, self._patience = timeout, patience
         self._synchronising = True
         # While a re-formation is not complete, the values that were here before it, and what lacks them here.

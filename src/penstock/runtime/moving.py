@@ -53,6 +53,15 @@ def from_live_ranks(optimizer: Optimizer | None = None, *, also: Callable[[Engin
     return fill
 
 
+def from_elsewhere(optimizer: Optimizer) -> Values:
+    """Leaves newly held values to what is loaded afterwards, and makes the optimizer that of what is held."""
+
+    def fill(engine: Engine, taken: Mapping[str, torch.Tensor], had: MutableMapping[str, torch.Tensor]) -> None:
+        _fit(getattr(optimizer, "optim", optimizer), engine)
+
+    return fill
+
+
 def share_changes(
     before: Mapping[torch.nn.Parameter, torch.Tensor],
     holders: Mapping[torch.nn.Parameter, tuple[int, ...]],
