@@ -419,18 +419,19 @@ for name, parameter in model.named_parameters():
     ),
     Run(
         "docs/elastic.md",
-        ("In your script",),
+        ("In your script", "If every copy is lost"),
         2,
         before=IMPORTS
         + """
-from penstock import Elastic
+from penstock import CheckpointManager, Elastic
 os.environ["STORE"] = "file://" + os.path.abspath("store")
 os.environ.pop("LOCAL_RANK", None)
 model, dataset, num_steps = whole(), samples(128), 3
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
 """,
-        after="assert loss.isfinite() and booster.step == 3 and loader.epoch == 1 and not booster.changes",
+        after="assert loss.isfinite() and booster.step == 3 and loader.epoch == 1 and not booster.changes; "
+        "assert manager.newest() is None and not manager.save(3)",
     ),
     Run(
         "docs/trainer.md",
