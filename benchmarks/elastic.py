@@ -6,7 +6,7 @@
 
 Each run begins with 4 to 8 processes on this machine (CPU, gloo, a GPT-2 of 4 blocks and width 32 in double precision,
 with dropout, clipping, AdamW and a scheduler). At random moments a random process is killed, sometimes two at once,
-until two are left; sometimes a new one comes. Then every loss is compared with those of a run that nothing happened
+until two are left; sometimes a new one comes. Half of the runs save a checkpoint every third step. Then every loss is compared with those of a run that nothing happened
 to, and the samples are counted.
 """
 
@@ -30,6 +30,8 @@ EXACT = 1e-9
 # Seconds between two kills, and how often two are killed at once or a new process comes.
 PAUSE = (0.2, 2.0)
 TWO_AT_ONCE, JOINS = 0.15, 0.3
+# How many of the runs save checkpoints.
+SAVING = 0.5
 PHASES = ("detect", "agree", "plan", "form", "move", "redo")
 
 
@@ -37,7 +39,8 @@ def trial(draw: random.Random, expected: dict[int, float], timeout: float = 180.
     """One run: its outcome, and a record of each kill."""
     with tempfile.TemporaryDirectory() as folder:
         number = draw.randint(4, 8)
-        run = elastic_runs.Run(Path(folder), STEPS, number, DEPTHS=draw.choice(["1,2,3", "2,3,4", "1,2"]))
+        saves = {"CHECKPOINTS": str(Path(folder) / "checkpoints")} if draw.random() < SAVING else {}
+        run = elastic_runs.Run(Path(folder), STEPS, number, DEPTHS=draw.choice(["1,2,3", "2,3,4", "1,2"]), **saves)
         alive = [run.start() for _ in range(number)]
         run.begin(timeout)
         kills: list[dict[str, Any]] = []
@@ -74,11 +77,14 @@ def judge(run: elastic_runs.Run, kills: list[dict[str, Any]], expected: dict[int
     except (AssertionError, KeyError) as error:
         complaint = f"samples: {error!r}"
     failed = [m for m in run.members if m.status not in (0, -9) and m.losses]
+    went_back = any(change["restored"] for member in ended for change in member.end.get("changes", []))
     if hung:
         outcome = "hung"
     elif ended and not failed and not complaint and largest <= EXACT:
-        outcome = "went on, exact"
-    elif not ended and all("the run cannot go on: no device that is left has" in m.printed() for m in failed):
+        outcome = "went back to a checkpoint and on, exact" if went_back else "went on, exact"
+    elif (
+        not ended and failed and all("the run cannot go on: no device that is left has" in m.printed() for m in failed)
+    ):
         outcome = "ended with the error: no copy of a part was left"
     else:
         outcome = "wrong"

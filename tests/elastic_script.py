@@ -106,6 +106,17 @@ def main(store: str, folder: str, steps: int, start: int, *orders: str) -> None:
             here("updated")
             return result
 
+    class Own:
+        """An object of the user's, whose state is read by the rank that writes a checkpoint."""
+
+        def state_dict(self) -> dict[str, int]:
+            if plugin.run is not None and plugin.run.decision is not None:
+                here(f"saving in {plugin.run.decision.generation}")
+            return {}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            here("loading")
+
     optimizer = AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.9)
     loader = plugin.prepare_dataloader(Samples(), shuffle=True, collate_fn=collate)
@@ -122,7 +133,7 @@ def main(store: str, folder: str, steps: int, start: int, *orders: str) -> None:
         note(begins=step, member=0 if not store else plugin.run.number)
         manager = None
         if store and (folder_of := os.environ.get("CHECKPOINTS")):
-            objects = {"optimizer": wrapped, "lr_scheduler": scheduler, "dataloader": loader}
+            objects = {"optimizer": wrapped, "lr_scheduler": scheduler, "dataloader": loader, "own": Own()}
             manager = CheckpointManager(folder_of, model=model, every=3, keep_last=2, **objects)
             step = manager.resume()
         while step < steps:

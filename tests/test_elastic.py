@@ -10,6 +10,7 @@ import pytest
 
 import elastic_runs
 from penstock import Elastic, HeterogeneousParallelPlugin
+from penstock.checkpoint import find_checkpoints
 
 STEPS = 12
 EXACT = 1e-9
@@ -83,19 +84,36 @@ def test_a_part_of_the_model_that_nobody_holds_any_more_is_named(tmp_path: Path)
     assert survivor.losses.keys() == {0, 1}
 
 
-@pytest.mark.parametrize("place", ["forward", "update"])
+@pytest.mark.parametrize("place", ["forward", "update", "loading"])
 def test_what_nobody_has_any_more_comes_from_the_last_checkpoint(tmp_path: Path, place: str) -> None:
     """One pipeline without a copy: with each process a part of the model and of the optimizer's state is lost."""
-    run = elastic_runs.Run(tmp_path, STEPS, 4, DEPTHS="4,3", COPIES="1", CHECKPOINTS=str(tmp_path / "checkpoints"))
-    members = [run.start(f"kill@5/{place}"), run.start(), run.start(), run.start()]
+    first = "forward" if place == "loading" else place
+    more = ["kill@3/loading"] if place == "loading" else []  # then they load once more
+    number = 4 + len(more)
+    folder, depths = str(tmp_path / "checkpoints"), ",".join(map(str, range(3, number + 1)))
+    run = elastic_runs.Run(tmp_path, STEPS, number, DEPTHS=depths, COPIES="1", CHECKPOINTS=folder)
+    killed, others = run.start(f"kill@5/{first}"), [run.start(*more), *(run.start() for _ in range(number - 2))]
     run.wait()
-    assert_as_undisturbed(run, members[1:])
-    for survivor in members[1:]:
+    survivors = others[len(more) :]
+    assert all(member.status == -9 for member in (killed, *others[: len(more)])), run.printed()
+    assert_as_undisturbed(run, survivors)
+    for survivor in survivors:
         assert survivor.losses.keys() == expected().keys()
         (change,) = survivor.end["changes"]
-        assert change["restored"].endswith("step-00000003") and len(change["lost"]) == 1
-        again = {note["step"] for note in survivor.notes if "samples" in note and note["generation"] == 1}
+        assert change["restored"].endswith("step-00000003") and len(change["lost"]) == 1 + len(more)
+        again = {note["step"] for note in survivor.notes if "samples" in note and note["generation"]}
         assert again == set(range(3, STEPS))
+
+
+def test_a_process_killed_in_a_save_leaves_the_others_a_whole_checkpoint(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    run = elastic_runs.Run(tmp_path, STEPS, 4, CHECKPOINTS=str(folder))
+    members = [run.start("kill@6/saving in 0") for _ in range(4)]  # whoever is the one that writes
+    run.wait()
+    survivors = [member for member in members if member.status != -9]
+    assert len(survivors) == 3, run.printed()
+    assert_as_undisturbed(run, survivors)
+    assert [(one.step, one.fault) for one in find_checkpoints(folder)] == [(12, None), (9, None)]
 
 
 @pytest.mark.slow
