@@ -6,8 +6,8 @@
 
 Each run begins with 4 to 8 processes on this machine (CPU, gloo, a GPT-2 of 4 blocks and width 32 in double precision,
 with dropout, clipping, AdamW and a scheduler). At random moments a random process is killed, sometimes two at once,
-until two are left; sometimes a new one comes. Half of the runs save a checkpoint every third step. Then every loss is compared with those of a run that nothing happened
-to, and the samples are counted.
+until two are left; sometimes a new one comes. Half of the runs save a checkpoint every third step. Then every loss is
+compared with those of a run that nothing happened to, and the samples are counted.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ PAUSE = (0.2, 2.0)
 TWO_AT_ONCE, JOINS = 0.15, 0.3
 # How many of the runs save checkpoints.
 SAVING = 0.5
+NO_COPY = "the run cannot go on: no device that is left has"
 PHASES = ("detect", "agree", "plan", "form", "move", "redo")
 
 

@@ -4,7 +4,7 @@ told to.
     python elastic_script.py STORE FOLDER STEPS START WHAT...
 
 Each WHAT is `action@step/place`: this process does it when it comes there first (kill, stop, leave,
-kill-store, or await others). Without a STORE ("") the run is the
+kill-store, or await others), whatever the step with `any` for it. Without a STORE ("") the run is the
 undisturbed one, of a single process.
 """
 
@@ -78,7 +78,7 @@ def main(store: str, folder: str, steps: int, start: int, *orders: str) -> None:
         now = booster.step if plugin.run is not None else -1
         for order in orders:
             action, _, where = order.partition("@")
-            if where == f"{now}/{place}" and order not in done:
+            if where in (f"{now}/{place}", f"any/{place}") and order not in done:
                 done.add(order)
                 if action == "await":  # until somebody asks to join
                     while plugin.run is not None and not plugin.run.asked:
@@ -126,9 +126,14 @@ def main(store: str, folder: str, steps: int, start: int, *orders: str) -> None:
             block.register_forward_hook(lambda *_: here("forward"))
         if plugin.run is not None:
             form = plugin.run.on_layout
-            plugin.run.on_layout = lambda decision: (here("forming"), form(decision))[1]
-            adopt = engine.adopt_random_state
-            engine.adopt_random_state = lambda *given: (here("moved"), adopt(*given))[1]  # what follows the move
+            plugin.run.on_layout = lambda new: (here("forming"), here(f"forming {new.generation}"), form(new))[-1]
+            adopt = engine.adopt_random_state  # it follows the move
+
+            def moved() -> str:
+                new = plugin.run and plugin.run._deciding
+                return f"moved in {new.generation if new else 0}"
+
+            engine.adopt_random_state = lambda *given: (here("moved"), here(moved()), adopt(*given))[-1]
         batches, step = iter(loader), booster.step if store else 0
         note(begins=step, member=0 if not store else plugin.run.number)
         manager = None
@@ -139,6 +144,7 @@ def main(store: str, folder: str, steps: int, start: int, *orders: str) -> None:
         while step < steps:
             here("loop")
             wrapped.zero_grad()
+            restored = plugin.run.num_restored if store else 0
             try:
                 loss = booster.execute_pipeline(batches, model, None, wrapped)["loss"]
             except StopIteration:
@@ -148,7 +154,8 @@ def main(store: str, folder: str, steps: int, start: int, *orders: str) -> None:
             wrapped.step()
             scheduler.step()
             step = booster.step - 1 if manager is not None else step
-            note(done=step, loss=loss.item(), rate=optimizer.param_groups[0]["lr"])
+            if not store or plugin.run.num_restored == restored:  # else the loss in hand is that of a step that is lost
+                note(done=step, loss=loss.item(), rate=optimizer.param_groups[0]["lr"])
             step += 1
             if manager is not None:
                 manager.save(booster.step)

@@ -105,6 +105,18 @@ def test_what_nobody_has_any_more_comes_from_the_last_checkpoint(tmp_path: Path,
         assert again == set(range(3, STEPS))
 
 
+def test_a_process_comes_in_though_another_is_killed_meanwhile(tmp_path: Path) -> None:
+    run = elastic_runs.Run(tmp_path, STEPS, 3)
+    stays, killed, also = [run.start(*order) for order in (["await@5/loop"], ["kill@any/forming 1"], [])]
+    run.begin()
+    joiner = run.start()
+    run.wait()
+    assert killed.status == -9, run.printed()
+    assert_as_undisturbed(run, [stays, also, joiner])
+    assert stays.losses.keys() == expected().keys()
+    assert min(joiner.losses) in (5, 6, 7)
+
+
 def test_a_process_killed_in_a_save_leaves_the_others_a_whole_checkpoint(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     run = elastic_runs.Run(tmp_path, STEPS, 4, CHECKPOINTS=str(folder))

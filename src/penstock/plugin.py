@@ -442,7 +442,6 @@ class HeterogeneousParallelPlugin:
         if self.precision == "fp16":
             run.register("loss scale", self._loss_scale)
         now = run.enter()
-        run.meet(now)
         layout, make_schedule = self._take_layout(now)
         with forming(self.time_limit, run.on_board) as board:
             if run.begins(now):

@@ -122,7 +122,7 @@ class Formations:
         old = () if before is None else before.members
         left = tuple(member for member in old if member not in members)
         restore = ""
-        missing = [] if before is None else [
+        missing = [] if not reports else [
             unit for unit in self.units if not any(unit in held[device[0]] for device in devices)
         ]  # fmt: skip
         try:

@@ -31,6 +31,7 @@ class Report:
         suspects: members whose connections it saw close.
         held: the units whose values it has.
         ready: whether it is between two steps, where others can join.
+        new: whether it was to come in with this generation, which did not come about.
     """
 
     member: int
@@ -40,6 +41,7 @@ class Report:
     suspects: tuple[int, ...] = ()
     held: tuple[str, ...] = ()
     ready: bool = False
+    new: bool = False
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

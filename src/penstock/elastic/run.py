@@ -128,6 +128,7 @@ class ElasticRun:
         self._moved = 0.0
         self._num_bytes = 0
         self._deciding: Decision | None = None  # the generation that is being formed
+        self._board: FailureBoard | None = None
         self._membership = self._come(tp_size, facts)
         atexit.register(self._membership.close)
 
@@ -181,7 +182,8 @@ class ElasticRun:
         return self._membership.asked
 
     def enter(self) -> Decision:
-        """Wait until this member is part of a generation: the first one, or a later one that takes it in.
+        """Wait until this member is part of a generation, the first one or a later one that takes it in, and meet the
+        other members.
 
         Raises:
             RuntimeError: the run has ended, or refuses it.
@@ -192,13 +194,31 @@ class ElasticRun:
             now = self._begin()
         if membership.id not in now.members:
             now = self._join(now)
-        if now.end:
-            raise RunEnded(f"the run cannot begin: {now.end}")
-        self.decision, self.step, self.joined = now, now.step, not self.begins(now)
+        while True:
+            if now.end:
+                raise RunEnded(f"the run cannot begin: {now.end}")
+            self.decision, self.step, self.joined = now, now.step, not self.begins(now)
+            try:
+                self.meet(now)
+            except PipelineFailure as error:
+                now = self._come_again(now, error)
+            else:
+                break
         if self.settings.leave_on_sigterm:
             self._hear_of_leaving()
         self._handled = now.requests
         return now
+
+    def _come_again(self, now: Decision, error: PipelineFailure) -> Decision:
+        """The next generation, as this member's first one did not meet."""
+        self._membership.unwatch()
+        suspects = self._lost_ranks(now) | (self._membership.silent & set(now.members))
+        report = Report(self.number, now.step, suspects=tuple(sorted(suspects)), new=True)
+        following = agree(self._membership, now, report, self._decide)
+        self._fruitless = 0 if following.lost else self._fruitless + 1
+        if self._fruitless >= MOST_FRUITLESS:
+            raise error
+        return following
 
     def _begin(self) -> Decision:
         """Meet the other members that begin the run."""
@@ -255,11 +275,18 @@ class ElasticRun:
         meeting = self._membership.meeting.clone()
         store = meeting.process_store(f"generation {now.generation}", FORMING)
         rank = now.members.index(self.number)
-        form_world(store, rank, len(now.members), FORMING, self.on_board)
+        try:
+            form_world(store, rank, len(now.members), FORMING, self.on_board)
+        except PipelineFailure:
+            raise
+        except STORE_ERRORS as error:
+            reason = str(error).splitlines()[0][:200]
+            raise PipelineFailure(f"the members of generation {now.generation} did not meet: {reason}") from error
 
     def on_board(self, board: FailureBoard) -> None:
         """Failures that this member's heartbeat thread hears of go to `board` from here on."""
         board.detail_wait = DETAILS
+        self._board = board
         self._watch(board, FORMING_PATIENCE)
 
     def _watch(self, board: FailureBoard, patience: float) -> None:
@@ -471,9 +498,13 @@ class ElasticRun:
 
     def _suspects(self) -> tuple[int, ...]:
         assert self.engine is not None and self.decision is not None
-        members = (self._deciding or self.decision).members
-        lost = {members[rank] for rank in self.engine.board.lost if rank < len(members)}
-        return tuple(sorted(lost | (self._membership.silent & set(members))))
+        now = self._deciding or self.decision
+        return tuple(sorted(self._lost_ranks(now) | (self._membership.silent & set(now.members))))
+
+    def _lost_ranks(self, now: Decision) -> set[int]:
+        """The members whose loss is on the board."""
+        lost = () if self._board is None else self._board.lost
+        return {now.members[rank] for rank in lost if rank < len(now.members)}
 
     def _next(self, cause: str, suspects: tuple[int, ...], planned: bool, leaving: bool = False) -> Decision:
         """End this generation and agree on the next."""
@@ -523,14 +554,15 @@ class ElasticRun:
 
     def _decide(self, view: View) -> Decision:
         going_on, step, calls = successor(view)
-        joining: list[int] = []
+        joining = [report.member for report in going_on if report.new]
+        going_on = [report for report in going_on if not report.new]
         meeting, pulse = self._membership.meeting, self._membership.pulse
         now = self._deciding or self.decision
         assert now is not None
         requests = int(meeting.get("requests") or 0)
         fresh = all(report.ready for report in going_on)
         if fresh:
-            joining = self._candidates(now)
+            joining += self._candidates(now)
         generation = now.generation + 1
         arguments = (pulse.record, now, step, calls, self._newest_checkpoint)
         following = self.formations.decide(generation, going_on, joining, *arguments)
