@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
-from turns import Figures, Step, serve
+from turns import Figures, Step, barrier, serve
 
 import penstock
 from penstock.runtime.gradients.weight_gradients import Deferred, WeightGradientQueues
@@ -129,13 +129,13 @@ def equal_pipelines(arguments: dict[str, Any]) -> Step:
     """Equal pipelines of one stage per rank, or of as many as the schedule has."""
     size = int(os.environ["WORLD_SIZE"])
     num_stages = build(arguments["schedule"], size, 1).num_stages
-    # A rank's work is the same however many stages it is cut into.
-    cut = num_stages // size
+    # A rank's work is the same however many stages it is split into.
+    per_rank = num_stages // size
     config = SleepConfig(
         arguments.get("num_blocks", num_stages),
-        arguments["forward"] / cut,
-        arguments["backward"] / cut,
-        arguments["weight"] / cut,
+        arguments["forward"] / per_rank,
+        arguments["backward"] / per_rank,
+        arguments["weight"] / per_rank,
     )
     model = penstock.initialize(
         SleepingModel(config),
@@ -170,6 +170,23 @@ def unlike_pipelines(arguments: dict[str, Any]) -> Step:
         for kind in ("forward", "backward", "weight"):
             setattr(block, f"{kind}_seconds", arguments[kind] / speed)
     return training_step(model, arguments["num_microbatches"][plugin.pipeline_index])
+
+
+def several_layouts(arguments: dict[str, Any]) -> Step:
+    """Each of `arguments["layouts"]`, which are of as many ranks, in turn. A step's figures are the seconds of each."""
+    steps = [unlike_pipelines({**arguments, **layout}) for layout in arguments["layouts"]]
+
+    def step() -> Figures:
+        seconds = {}
+        for index, one in enumerate(steps):
+            barrier()
+            start = time.perf_counter()
+            one()
+            barrier()
+            seconds[str(index)] = time.perf_counter() - start
+        return seconds
+
+    return step
 
 
 def training_step(model: Any, num_samples: int) -> Step:
@@ -275,6 +292,7 @@ KINDS = {
     "penstock": equal_pipelines,
     "torch": torch_pipeline,
     "heterogeneous": unlike_pipelines,
+    "layouts": several_layouts,
 }
 
 

@@ -83,7 +83,7 @@ class Comparison:
         self._name = name
         self._title = title
         self._config = config
-        self._runs = runs
+        self.runs = runs
         self._width = len(columns)
         self._rows = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
 
@@ -104,7 +104,7 @@ class Comparison:
             "config": self._config,
             "allocator": ALLOCATOR,
             "figures": self.figures,
-            "runs": self._runs,
+            "runs": self.runs,
         }
         write_json({"environment": facts, **content}, RESULTS / f"{self._name}.json")
         head = ", ".join(f"{package} {number}" for package, number in facts["versions"].items() if number)

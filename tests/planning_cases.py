@@ -40,7 +40,7 @@ def random_case(seed: int, most_devices: int = 7, most_units: int = 10) -> tuple
 
 
 def best_by_brute_force(profile: Profile, cluster: Cluster, microbatches: int, copies: int) -> float | None:
-    """The least seconds of a step by formula over all sets of pipelines, orders of devices, cuts and microbatches."""
+    """The least seconds of a step by formula over all sets of pipelines, orders of devices, splits and microbatches."""
     tables = {}
     for counts in product(*(range(count + 1) for count in cluster.counts)):
         if 0 < sum(counts) <= len(profile.units):
@@ -55,12 +55,12 @@ def best_by_brute_force(profile: Profile, cluster: Cluster, microbatches: int, c
 
 
 def _times(units: Sequence[UnitCost], cluster: Cluster, counts: Counts, microbatches: int) -> tuple[float, ...] | None:
-    """The fastest pipeline of these devices for 0, 1, 2, ... microbatches, over all orders and cuts."""
+    """The fastest pipeline of these devices for 0, 1, 2, ... microbatches, over all orders and splits."""
     depth = sum(counts)
     orders = {order for order in product(range(len(counts)), repeat=depth) if _count(order, len(counts)) == counts}
     best = [math.inf] * (microbatches + 1)
-    for cuts in combinations(range(1, len(units)), depth - 1):
-        runs = [units[a:b] for a, b in pairwise((0, *cuts, len(units)))]
+    for boundaries in combinations(range(1, len(units)), depth - 1):
+        runs = [units[a:b] for a, b in pairwise((0, *boundaries, len(units)))]
         seconds = [sum(unit.forward + unit.backward + unit.weight for unit in run) for run in runs]
         needs = [
             sum(unit.weights + unit.gradients + unit.optimizer for unit in run)

@@ -172,7 +172,7 @@ def test_an_error_in_a_devices_thread_reaches_the_caller() -> None:
     pipeline = DevicePipeline(parts, 2, next_token_loss)
     with pytest.raises(IndexError, match="out of range"):
         pipeline(tokens() + 1000, tokens())
-    with pytest.raises(ValueError, match="a batch of 8 cannot be cut into 3 equal microbatches"):
+    with pytest.raises(ValueError, match="a batch of 8 cannot be split into 3 equal microbatches"):
         DevicePipeline(parts, 3, next_token_loss)(tokens(), tokens())
     pipeline(tokens(), tokens()).backward()
 

@@ -16,12 +16,12 @@ from penstock.runtime.gradients.ownership import find_holders
 UNITS = [f"u.{index}" for index in range(6)]
 
 
-def cut(units: list[str], ends: list[int]) -> list[list[str]]:
+def split(units: list[str], ends: list[int]) -> list[list[str]]:
     return [units[a:b] for a, b in pairwise([0, *ends, len(units)])]
 
 
 def test_pipelines_are_placed_one_after_another() -> None:
-    layout = Layout.place([cut(UNITS, [2, 4]), cut(UNITS, []), cut(UNITS, [3])])
+    layout = Layout.place([split(UNITS, [2, 4]), split(UNITS, []), split(UNITS, [3])])
     assert layout.world_size == 6
     assert [layout.place_of(rank) for rank in range(6)] == [
         *[Place(0, stage, 0) for stage in range(3)],
@@ -34,7 +34,7 @@ def test_pipelines_are_placed_one_after_another() -> None:
 
 
 def test_several_stages_on_a_rank_make_no_more_ranks() -> None:
-    layout = Layout.place([cut(UNITS, [1, 3, 5])] * 2, [(0, 1, 1, 0)] * 2)
+    layout = Layout.place([split(UNITS, [1, 3, 5])] * 2, [(0, 1, 1, 0)] * 2)
     assert layout.world_size == 4
     assert layout.pipelines[1].stages_of(0) == (0, 3) and layout.pipelines[1].stages_of(1) == (1, 2)
     assert layout.holders("u.0") == layout.holders("u.5") == (0, 2)
@@ -47,20 +47,20 @@ def test_segments_are_the_runs_of_units_with_the_same_holders(seed: int) -> None
     pipelines = []
     for _ in range(draw.randint(1, 4)):
         size = draw.randint(1, len(units))
-        pipelines.append(cut(units, sorted(draw.sample(range(1, len(units)), size - 1))))
+        pipelines.append(split(units, sorted(draw.sample(range(1, len(units)), size - 1))))
     layout = Layout.place(pipelines)
     segments = layout.segments()
     assert [unit for segment in segments for unit in segment.units] == units
     for segment in segments:
         assert all(layout.holders(unit) == segment.ranks for unit in segment.units)
         assert len(segment.ranks) == len(pipelines)
-    # Neighbours differ, so no segment could be longer; the number is bounded by the cuts.
+    # Neighbours differ, so no segment could be longer; the number is bounded by the boundaries.
     assert all(one.ranks != other.ranks for one, other in pairwise(segments))
     assert len(segments) <= 1 + sum(len(stages) - 1 for stages in pipelines)
 
 
 def test_a_tied_weight_is_held_by_all_stages_of_its_names_and_a_loose_one_by_everybody() -> None:
-    layout = Layout.place([cut(UNITS, [2, 4]), cut(UNITS, [3])])
+    layout = Layout.place([split(UNITS, [2, 4]), split(UNITS, [3])])
     aliases = [("u.0.weight", "u.5.weight"), ("u.2.weight",), ("scale",)]
     weights = [nn.Parameter(torch.zeros(1)) for _ in range(3)]
     local = {"u.0.weight": weights[0], "scale": weights[2]}

@@ -27,8 +27,8 @@ def partition_problems(draw: st.DrawFn) -> tuple[list[int], list[float], list[in
 
 def all_splits(num_units: int, num_stages: int) -> list[list[tuple[int, int]]]:
     splits = []
-    for cuts in combinations(range(1, num_units), num_stages - 1):
-        ends = (0, *cuts, num_units)
+    for boundaries in combinations(range(1, num_units), num_stages - 1):
+        ends = (0, *boundaries, num_units)
         splits.append(list(pairwise(ends)))
     return splits
 

@@ -15,7 +15,7 @@ from penstock.planning.memory import Held, memory_of_ranks, parse_bytes, readabl
 from penstock.planning.plan import Infeasible, make_plans
 from penstock.planning.planned import place
 from penstock.planning.profile import Profile, UnitCost
-from penstock.planning.search import find_cuts, layouts
+from penstock.planning.search import find_splits, layouts
 from penstock.schedule import build
 from planning_cases import best_by_brute_force, random_case
 
@@ -43,7 +43,7 @@ def cluster(devices: str, memory: str | None = None, speed: str | None = None, *
 def test_the_search_finds_the_optimum_of_all_layouts(first: int) -> None:
     for seed in range(first, first + 25):
         profile, devices, microbatches, copies = random_case(seed, most_devices=6, most_units=9)
-        templates = find_cuts(profile.parts(), devices, microbatches)
+        templates = find_splits(profile.parts(), devices, microbatches)
         found = [seconds for seconds, _ in layouts(templates, devices.counts, microbatches, copies)]
         assert found == sorted(found, reverse=True)
         best = best_by_brute_force(profile, devices, microbatches, copies)
@@ -79,11 +79,11 @@ def test_large_clusters_are_solved_by_a_linear_program_to_within_a_few_percent()
     """1,000 devices with so many microbatches that the bubble is small: at best all compute all the time."""
     devices = cluster("a:300,b:700", "a=40GB,b=9GB", "a=1,b=0.4")
     profile = gpt(30)
-    templates = find_cuts(profile.parts(), devices, 80_000)
-    *_, (seconds, cuts) = layouts(templates, devices.counts, 80_000, 1)
+    templates = find_splits(profile.parts(), devices, 80_000)
+    *_, (seconds, splits) = layouts(templates, devices.counts, 80_000, 1)
     work = 80_000 * sum(unit.seconds for unit in profile.units)
     assert work / (300 + 0.4 * 700) <= seconds <= 1.02 * work / (300 + 0.4 * 700)
-    used = [sum(cut.classes.count(kind) for cut in cuts) for kind in (0, 1)]
+    used = [sum(split.classes.count(kind) for split in splits) for kind in (0, 1)]
     assert used[0] <= 300 and used[1] <= 700
 
 

@@ -52,12 +52,12 @@ def recursive_ends(schedule: Schedule, costs: Costs) -> dict[Action, float]:
         target = row_of[user(message)]
         earlier = [a for a in row[: row.index(message)] if user(a) and row_of[user(a)] is target]
         free_from = sent(earlier[-1]) if earlier else 0.0
-        return max(end(message), free_from) + per_stage.occupancy[cut(message)]
+        return max(end(message), free_from) + per_stage.occupancy[boundary(message)]
 
     def arrival(message: Action) -> float:
-        return sent(message) + per_stage.latency[cut(message)]
+        return sent(message) + per_stage.latency[boundary(message)]
 
-    def cut(message: Action) -> int:
+    def boundary(message: Action) -> int:
         return message.stage if message.kind is Kind.F else message.stage - 1
 
     def user(action: Action) -> Action | None:
@@ -72,7 +72,7 @@ NUMBER = st.floats(0.0, 5.0)
 @st.composite
 def problems(draw: st.DrawFn) -> tuple[Schedule, Costs]:
     schedule = build(draw(st.sampled_from(schedule_names())), draw(st.integers(1, 4)), draw(st.integers(1, 6)))
-    stages, cuts = schedule.num_stages, schedule.num_stages - 1
+    stages, boundaries = schedule.num_stages, schedule.num_stages - 1
 
     def numbers(count: int) -> st.SearchStrategy[list[float]]:
         return st.lists(NUMBER, min_size=count, max_size=count)
@@ -81,9 +81,9 @@ def problems(draw: st.DrawFn) -> tuple[Schedule, Costs]:
         forward=draw(numbers(stages)),
         backward=draw(numbers(stages)),
         weight=draw(numbers(stages)),
-        latency=draw(numbers(cuts)),
+        latency=draw(numbers(boundaries)),
         bandwidth=draw(st.floats(0.5, 4.0)),
-        message_bytes=draw(numbers(cuts)),
+        message_bytes=draw(numbers(boundaries)),
         activation_bytes=draw(numbers(stages)),
     )
     return schedule, costs
@@ -193,7 +193,7 @@ def test_a_schedule_that_deadlocks_is_refused_with_its_blocked_actions() -> None
     ("costs", "message"),
     [
         (Costs(forward=[1, 2, 3]), "forward has 3 numbers for 2 stages"),
-        (Costs(latency=[1, 2]), "latency has 2 numbers for 1 cuts"),
+        (Costs(latency=[1, 2]), "latency has 2 numbers for 1 boundaries"),
         (Costs(weight=-1), "weight must not be negative"),
         (Costs(bandwidth=0), "bandwidth must be above 0"),
     ],

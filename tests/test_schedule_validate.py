@@ -41,7 +41,7 @@ def runs_to_the_end(schedule: Schedule) -> bool:
 
 
 def keeps_its_orders(schedule: Schedule) -> bool:
-    """The caller's order, and one order at both ends of each cut and direction."""
+    """The caller's order, and one order at both ends of each boundary and direction."""
 
     def order(kind: Kind, stage: int) -> list[int]:
         row = schedule.actions[schedule.stage_to_rank[stage]]
@@ -51,9 +51,9 @@ def keeps_its_orders(schedule: Schedule) -> bool:
     if any(order(Kind.B, top) != sorted(order(Kind.B, top)) for top in tops):
         return False
     return all(
-        order(kind, cut) == order(kind, cut + 1)
-        for cut in range(schedule.num_stages - 1)
-        if not schedule.is_local(cut, cut + 1)
+        order(kind, boundary) == order(kind, boundary + 1)
+        for boundary in range(schedule.num_stages - 1)
+        if not schedule.is_local(boundary, boundary + 1)
         for kind in (Kind.F, Kind.B)
     )
 
@@ -84,7 +84,7 @@ def test_a_dropped_a_repeated_and_a_foreign_action_are_refused_by_name(schedule:
         validate(with_row(schedule, rank, row[:position] + row[position + 1 :]))
     with pytest.raises(ScheduleError, match=f"rank {rank} has more than once {row[position]}$"):
         validate(with_row(schedule, rank, row + [row[position]]))
-    foreign = replace(row[position], microbatch=schedule.num_microbatches)
+    foreign = row[position]._replace(microbatch=schedule.num_microbatches)
     with pytest.raises(ScheduleError, match=f"rank {rank} must not have {foreign}$"):
         validate(with_row(schedule, rank, [*row, foreign]))
 

@@ -30,7 +30,7 @@ class DevicePipeline(nn.Module):
 
     Args:
         partitions: from `sequential_gpt`.
-        num_microbatches: that a batch is cut into; it must divide the batch.
+        num_microbatches: that a batch is split into; it must divide the batch.
         criterion: the loss of a microbatch, a mean over its samples.
     """
 
@@ -54,7 +54,9 @@ class DevicePipeline(nn.Module):
         arriving: list[Future[torch.Tensor]] = [_done(part) for part in inputs.chunk(self.num_microbatches)]
         wanted = targets.chunk(self.num_microbatches)
         if len(arriving) != self.num_microbatches or any(len(part) != len(arriving[0].result()) for part in wanted):
-            raise ValueError(f"a batch of {len(inputs)} cannot be cut into {self.num_microbatches} equal microbatches")
+            raise ValueError(
+                f"a batch of {len(inputs)} cannot be split into {self.num_microbatches} equal microbatches"
+            )
         for stage in self._stages:
             arriving = stage.forward(arriving, wanted)
         losses = [loss.result() for loss in arriving]  # raises what any thread has raised

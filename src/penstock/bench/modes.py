@@ -102,7 +102,7 @@ class Replicas(Contestant):
         world, rank = dist.get_world_size(), dist.get_rank()
         mine = {name: tensor.chunk(world)[rank].to(self._device) for name, tensor in batch.items()}
         total = torch.zeros((), device=self._device)
-        chunks = cut(mine, [self._chunks])[0]
+        chunks = split(mine, [self._chunks])[0]
         for index, chunk in enumerate(chunks):
             with self._accumulating(index < len(chunks) - 1):
                 with clock.phase("forward"):
@@ -183,7 +183,7 @@ class Pipelines(Contestant):
     def step(self, batch: Batch, clock: Clock) -> float:
         self._clock = clock
         on_device = {name: tensor.to(self._device) for name, tensor in batch.items()}
-        mine = cut(on_device, self._counts)[self._index]
+        mine = split(on_device, self._counts)[self._index]
         first = sum(self._counts[: self._index])
         sizes = [len(microbatch["input_ids"]) for microbatch in mine]
         for out in self.pipeline.train_microbatches(mine, sizes, first_microbatch=first):
@@ -231,8 +231,8 @@ def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
             yield module
 
 
-def cut(batch: Batch, counts: Sequence[int]) -> list[list[dict[str, torch.Tensor]]]:
-    """Cut a batch into `sum(counts)` equal microbatches, and these into consecutive runs of `counts`."""
+def split(batch: Batch, counts: Sequence[int]) -> list[list[dict[str, torch.Tensor]]]:
+    """Split a batch into `sum(counts)` equal microbatches, and these into consecutive runs of `counts`."""
     total = sum(counts)
     pieces = {name: tensor.chunk(total) for name, tensor in batch.items()}
     microbatches = [{name: piece[index] for name, piece in pieces.items()} for index in range(total)]

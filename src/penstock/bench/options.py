@@ -171,7 +171,7 @@ def _check_combination(given: argparse.Namespace) -> None:
             gpts = ", ".join(name for name in MODEL_NAMES if not is_resnet(name))
             raise OptionError(
                 f"{given.model} has no meaning with --mode {given.mode}: its batch normalisation takes statistics over "
-                f"the whole batch, which a pipeline cuts into microbatches. Use --mode {' or '.join(RESNET_MODES)}, "
+                f"the whole batch, which a pipeline splits into microbatches. Use --mode {' or '.join(RESNET_MODES)}, "
                 f"or one of {gpts}"
             )
         for name in GPT_OPTIONS:

@@ -68,25 +68,29 @@ def _consecutive(sizes: Sequence[int]) -> list[Devices]:
 def _best(job: Job, schedule: str, layouts: Sequence[Sequence[Devices]], by_speed: bool) -> Plan | None:
     best = None
     for devices in layouts:
-        cuts = [_cut(job, own, schedule, by_speed) for own in devices]
-        if None in cuts:
+        stages_of_all = [_stages(job, own, schedule, by_speed) for own in devices]
+        if None in stages_of_all:
             continue
-        rates = [1.0] * len(cuts)
+        rates = [1.0] * len(stages_of_all)
         if by_speed:
-            rates = [1 / _slowest(job, own, cut) for own, cut in zip(devices, cuts, strict=True) if cut]
+            rates = [
+                1 / _slowest(job, own, stages) for own, stages in zip(devices, stages_of_all, strict=True) if stages
+            ]
         counts = _shares(rates, job.num_microbatches)
         if (
             best is not None
             and max(
-                count * _slowest(job, own, cut) for own, cut, count in zip(devices, cuts, counts, strict=True) if cut
+                count * _slowest(job, own, stages)
+                for own, stages, count in zip(devices, stages_of_all, counts, strict=True)
+                if stages
             )
             >= best.seconds
         ):
             continue  # not even without a bubble
         pipelines = [
-            PlannedPipeline(own, cut, build("1f1b" if len(own) == 1 else schedule, len(own), count))
-            for own, cut, count in zip(devices, cuts, counts, strict=True)
-            if cut is not None
+            PlannedPipeline(own, stages, build("1f1b" if len(own) == 1 else schedule, len(own), count))
+            for own, stages, count in zip(devices, stages_of_all, counts, strict=True)
+            if stages is not None
         ]
         plan = evaluate(job, pipelines)
         if plan is not None and (best is None or plan.seconds < best.seconds):
@@ -94,7 +98,7 @@ def _best(job: Job, schedule: str, layouts: Sequence[Sequence[Devices]], by_spee
     return best
 
 
-def _cut(job: Job, devices: Devices, schedule: str, by_speed: bool) -> tuple | None:
+def _stages(job: Job, devices: Devices, schedule: str, by_speed: bool) -> tuple | None:
     """The units of each stage: balanced, within the devices' memory where that is known to the system; None if the
     units are too few or do not fit."""
     kinds = [job.cluster.classes[job.cluster.class_of_device[device]] for device in devices]
@@ -116,13 +120,13 @@ def _cut(job: Job, devices: Devices, schedule: str, by_speed: bool) -> tuple | N
     )
 
 
-def _slowest(job: Job, devices: Devices, cut: Sequence) -> float:
+def _slowest(job: Job, devices: Devices, stages: Sequence) -> float:
     """Seconds of the slowest device for a microbatch."""
-    per_rank = len(cut) // len(devices)
+    per_rank = len(stages) // len(devices)
     speeds = [job.cluster.classes[job.cluster.class_of_device[device]].speed for device in devices]
     if per_rank > 1:
-        return sum(unit.seconds for stage in cut for unit in stage) / sum(speeds)
-    return max(sum(unit.seconds for unit in stage) / speed for stage, speed in zip(cut, speeds, strict=True))
+        return sum(unit.seconds for stage in stages for unit in stage) / sum(speeds)
+    return max(sum(unit.seconds for unit in stage) / speed for stage, speed in zip(stages, speeds, strict=True))
 
 
 def _shares(rates: Sequence[float], total: int) -> list[int]:

@@ -7,23 +7,34 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise
 
+from penstock.planning.cluster import Link
 from penstock.planning.job import Job
 from penstock.planning.memory import Held
 from penstock.planning.partition import partition, split_microbatches
 from penstock.planning.planned import Plan, PlannedPipeline, costs_of, evaluate, place, schedule_of
 from penstock.planning.profile import UnitCost
-from penstock.planning.search import Cut, Template, find_cuts, layouts
+from penstock.planning.search import Chain, Split, Template, find_splits, layouts
+from penstock.planning.simulate import gradients_ready
 from penstock.schedule import Costs, simulate
 
 # With so many microbatches for each rank a step is as much later than by formula as with any more.
 STEADY = 2
+# Deeper pipelines are not simulated under v-half where zb-v, which holds more and has less of a bubble, fits too.
+SHALLOW = 8
 # A simulated step has at most so many actions on all ranks of a pipeline; longer ones are ranked by formula.
 MOST_ACTIONS = 60_000
 
 
 @dataclass(frozen=True, eq=False)
-class Line:
-    """A pipeline of a layout that is looked at: its devices' classes, its stages, its schedule, and bounds for them."""
+class CandidatePipeline:
+    """A pipeline of a layout that is looked at: its devices' classes, its stages, its schedule, and bounds for them.
+
+    Attributes:
+        limits: of the ranks that may limit a step, seconds before their work or behind it, and those of their work for
+            a microbatch.
+        ends: of each rank, seconds before its work, those of its work, and bytes of gradients that it has to reduce
+            after the last of it. Of the first stage only, if the backward is not split: it has its gradients last.
+    """
 
     name: str
     classes: tuple[int, ...]
@@ -32,12 +43,18 @@ class Line:
     splits_backward: bool
     costs: Costs
     limits: tuple[tuple[float, float], ...]
+    ends: tuple[tuple[float, float, float], ...]
     slowest: float
     total: float
 
     def bound(self, microbatches: int) -> float:
         """Seconds below which no order of the actions ends a step."""
         return max([entry + microbatches * work for entry, work in self.limits])
+
+    def bound_with_reduction(self, microbatches: int, seconds_per_byte: float) -> float:
+        """The same, if gradients are reduced at so many seconds a byte."""
+        ends = [entry + microbatches * work + size * seconds_per_byte for entry, work, size in self.ends]
+        return max(self.bound(microbatches), *ends)
 
     def seconds(self, microbatches: int) -> float:
         """An estimate, from below for most schedules."""
@@ -51,80 +68,86 @@ class Candidates:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self._lines: dict[tuple, Line | None] = {}
-        self._tidy: dict[tuple, Cut] = {}
+        self._chain = Chain(job.parts, job.cluster, job.num_microbatches)
+        self._lines: dict[tuple, CandidatePipeline | None] = {}
+        self._tidy: dict[tuple, Split] = {}
         self._partitions: dict[tuple, tuple[int, ...] | None] = {}
-        self._simulated: dict[tuple[Line, int], float] = {}
+        self._simulated: dict[tuple[CandidatePipeline, int], tuple[float, dict[int, float]]] = {}
 
-    def candidates(self) -> list[list[Cut]]:
+    def candidates(self) -> list[list[Split]]:
         """Layouts that may be the best, fastest first by formula: the last ones found on the way to the best, with
         pipelines of any depth and of at least so many stages."""
-        found: dict[tuple, tuple[float, list[Cut]]] = {}
+        found: dict[tuple, tuple[float, list[Split]]] = {}
         for templates in self.templates():
             deepest = max((sum(template.counts) for template in templates), default=0)
             for depth in (1 << power for power in range(deepest.bit_length())):
                 deep = [template for template in templates if sum(template.counts) >= depth]
                 limits, tolerance = self.job.cluster.counts, 0.0 if depth == 1 else 0.01
                 ways = layouts(deep, limits, self.job.num_microbatches, self.job.copies, tolerance)
-                for seconds, cuts in list(ways)[-2:]:
-                    cuts = sorted(cuts, key=lambda cut: (-len(cut.sizes), cut.classes, cut.sizes))
-                    found.setdefault(tuple((cut.classes, cut.sizes) for cut in cuts), (seconds, cuts))
-        best = [cuts for _, cuts in sorted(found.values(), key=lambda entry: entry[0])]
+                for seconds, splits in list(ways)[-2:]:
+                    splits = sorted(splits, key=lambda split: (-len(split.sizes), split.classes, split.sizes))
+                    found.setdefault(tuple((split.classes, split.sizes) for split in splits), (seconds, splits))
+        best = [splits for _, splits in sorted(found.values(), key=lambda entry: entry[0])]
         # The formula does not know which of equally good orders of devices and stages is best: the simulation decides.
-        tidied = [[self._tidied(cut, reverse) for cut in cuts] for cuts in best[:3] for reverse in (False, True)]
-        return best[:1] + [cuts for cuts in tidied if cuts not in best] + best[1:]
+        tidied = [
+            [self._tidied(split, reverse) for split in splits] for splits in best[:3] for reverse in (False, True)
+        ]
+        return best[:1] + [splits for splits in tidied if splits not in best] + best[1:]
 
-    def _tidied(self, cut: Cut, reverse: bool) -> Cut:
-        """The same devices class by class, with the most even of the best stages; the cut itself if that is better."""
-        key = (cut.classes, cut.sizes, reverse)
+    def _tidied(self, split: Split, reverse: bool) -> Split:
+        """The same devices class by class, with the most even of the best stages; the split itself if it is better."""
+        key = (split.classes, split.sizes, reverse)
         if key not in self._tidy:
-            classes = tuple(sorted(cut.classes, reverse=reverse))
+            classes = tuple(sorted(split.classes, reverse=reverse))
             kinds = [self.job.cluster.classes[index] for index in classes]
             seconds = [sum(unit.seconds for unit in part) for part in self.job.parts]
             found = partition(seconds, [kind.speed for kind in kinds])
             ends = pairwise(accumulate(found.sizes, initial=0))
             times = [sum(seconds[a:b]) / kind.speed for (a, b), kind in zip(ends, kinds, strict=True)]
-            tidy = Cut(classes, found.sizes, found.time, sum(times))
-            self._tidy[key] = tidy if tidy.slowest <= cut.slowest * 1.1 else cut
+            tidy = Split(classes, found.sizes, found.time, sum(times))
+            self._tidy[key] = tidy if tidy.slowest <= split.slowest * 1.1 else split
         return self._tidy[key]
 
     def templates(self) -> list[list[Template]]:
-        """The cuts for each set of devices that fit under 1F1B; and under v-half, which holds least, where memory may
+        """The splits for each set of devices that fit under 1F1B; and under v-half, which holds least, where memory may
         be short: without mixtures, unless nothing else fits, and for some depths."""
         parts, cluster, most = self.job.parts, self.job.cluster, self.job.num_microbatches
-        under_1f1b = find_cuts(parts, cluster, most) if set(self.job.schedules) - {"v-half"} else []
+        under_1f1b = (
+            find_splits(parts, cluster, most, chain=self._chain) if set(self.job.schedules) - {"v-half"} else []
+        )
         under_v_half: list[Template] = []
         # A pipeline holds about as much on each device as one device would of a model so many times smaller.
         whole = Held.together(self.job.held).with_live(1)
         if "v-half" in self.job.schedules and any(kind.memory < whole for kind in cluster.classes):
             for depth in _some_depths(min(len(parts) // 2, cluster.size)):
                 live = partial(_same, live_microbatches("v-half", depth, 0, most))
-                cuts = find_cuts(parts, cluster, most, live, depth, mixtures=not under_1f1b)
-                under_v_half += [template for template in cuts if sum(template.counts) == depth]
+                found = find_splits(parts, cluster, most, live, depth, not under_1f1b, self._chain)
+                under_v_half += [template for template in found if sum(template.counts) == depth]
         return [under_1f1b, under_v_half]
 
-    def line(self, cut: Cut, name: str) -> Line | None:
-        """A cut under a schedule; None if its devices cannot hold that."""
-        key = (cut.classes, cut.sizes, name)
+    def line(self, split: Split, name: str) -> CandidatePipeline | None:
+        """A split under a schedule; None if its devices cannot hold that."""
+        key = (split.classes, split.sizes, name)
         if key not in self._lines:
-            self._lines[key] = self._make_line(cut, name)
+            self._lines[key] = self._make_line(split, name)
         return self._lines[key]
 
-    def _make_line(self, cut: Cut, name: str) -> Line | None:
-        mapping = schedule_of(name, len(cut.classes), 1).stage_to_rank
-        sizes = self._sizes(cut, name, mapping)
+    def _make_line(self, split: Split, name: str) -> CandidatePipeline | None:
+        mapping = schedule_of(name, len(split.classes), 1).stage_to_rank
+        sizes = self._sizes(split, name, mapping)
         if sizes is None:
             return None
         units = tuple(
             tuple(unit for part in self.job.parts[a:b] for unit in part)
             for a, b in pairwise(accumulate(sizes, initial=0))
         )
-        splits = schedule_of(name, len(cut.classes), 1).splits_backward
-        speeds = [self.job.cluster.classes[cut.classes[rank]].speed for rank in mapping]
+        splits = schedule_of(name, len(split.classes), 1).splits_backward
+        speeds = [self.job.cluster.classes[split.classes[rank]].speed for rank in mapping]
         costs = costs_of(units, speeds)
         triples = list(zip(costs.forward, costs.backward, costs.weight, strict=True))  # type: ignore[arg-type]  # tuples
         seconds = [sum(times) for times in triples]
-        work, entry = [0.0] * len(cut.classes), [0.0] * len(cut.classes)
+        work, entry = [0.0] * len(split.classes), [0.0] * len(split.classes)
+        gradients = [sum(unit.gradients for unit in stage) for stage in units]
         for stage, rank in reversed(list(enumerate(mapping))):
             work[rank] += seconds[stage]
             # Without a split backward the gradients of the last microbatch still pass the stages below.
@@ -134,12 +157,21 @@ class Candidates:
         for pair in sorted(zip(entry, work, strict=True), key=lambda pair: (-pair[1], -pair[0])):
             if not limits or pair[0] > limits[-1][0]:
                 limits.append(pair)
-        return Line(name, cut.classes, sizes, units, splits, costs, tuple(limits), max(work), sum(seconds))
+        if splits:
+            own: list[list[float]] = [[] for _ in work]
+            for stage, rank in enumerate(mapping):
+                own[rank].append(gradients[stage])
+            ends = tuple(zip(entry, work, map(min, own), strict=True))
+        else:
+            ends = tuple((*pair, gradients[0]) for pair in limits)
+        return CandidatePipeline(
+            name, split.classes, sizes, units, splits, costs, tuple(limits), ends, max(work), sum(seconds)
+        )
 
-    def _sizes(self, cut: Cut, name: str, mapping: Sequence[int]) -> tuple[int, ...] | None:
-        """Parts on each stage: the cut's own, or, where the schedule has more stages or holds more, the best for it."""
-        parts, num_ranks = self.job.parts, len(cut.classes)
-        kinds = [self.job.cluster.classes[index] for index in cut.classes]
+    def _sizes(self, split: Split, name: str, mapping: Sequence[int]) -> tuple[int, ...] | None:
+        """Parts on each stage: the split's own, or the best for a schedule that has more stages or holds more."""
+        parts, num_ranks = self.job.parts, len(split.classes)
+        kinds = [self.job.cluster.classes[index] for index in split.classes]
         live = [live_microbatches(name, num_ranks, rank, self.job.num_microbatches) for rank in range(num_ranks)]
         per_rank = len(mapping) // num_ranks
 
@@ -152,10 +184,11 @@ class Candidates:
                 for held, count, kind in zip(of_ranks, live, kinds, strict=True)
             )
 
-        if len(mapping) > len(parts):
+        whole = Held.together(self.job.held)
+        if len(mapping) > len(parts) or whole.state + min(live) * whole.kept > sum(kind.memory for kind in kinds):
             return None
-        if per_rank == 1 and fits(cut.sizes):
-            return cut.sizes
+        if per_rank == 1 and fits(split.sizes):
+            return split.sizes
         speeds = tuple(kinds[rank].speed for rank in mapping)
         sizes = self._partition(speeds, 0, ())
         if sizes is not None and fits(sizes):
@@ -175,37 +208,52 @@ class Candidates:
                 self._partitions[key] = None
         return self._partitions[key]
 
-    def under_schedules(self) -> list[tuple[float, list[Line], list[int]]]:
+    def under_schedules(self) -> list[tuple[float, list[CandidatePipeline], list[int]]]:
         """Every candidate under every schedule that it fits: a bound of its step, its pipelines, their microbatches."""
-        found: dict[tuple, tuple[float, list[Line], list[int]]] = {}
-        for cuts in self.candidates():
-            names = self.job.schedules if any(len(cut.sizes) > 1 for cut in cuts) else self.job.schedules[:1]
+        found: dict[tuple, tuple[float, list[CandidatePipeline], list[int]]] = {}
+        for splits in self.candidates():
+            names = self.job.schedules if any(len(split.sizes) > 1 for split in splits) else self.job.schedules[:1]
+            fits_zb_v = False
             for name in names:
-                lines = [line for cut in cuts if (line := self.line(cut, name)) is not None]
+                if name == "v-half" and fits_zb_v and any(len(split.sizes) > SHALLOW for split in splits):
+                    continue
+                lines = [line for split in splits if (line := self.line(split, name)) is not None]
+                fits_zb_v |= name == "zb-v" and len(lines) == len(splits)
                 key = (name, *sorted((line.classes, line.sizes) for line in lines))
-                if key not in found and len(lines) == len(cuts) and self._is_short(lines):
+                if key not in found and len(lines) == len(splits) and self._is_short(lines):
                     counts = split_microbatches([line.seconds for line in lines], self.job.num_microbatches)
-                    bound = max(line.bound(count) for line, count in zip(lines, counts, strict=True))
+                    reduction = self._seconds_per_byte(len(lines))
+                    each = set(zip(lines, counts, strict=True))
+                    bound = max(line.bound_with_reduction(count, reduction) for line, count in each)
                     found[key] = (bound, lines, counts)
         return sorted(found.values(), key=lambda entry: entry[0])
 
-    def _is_short(self, lines: Sequence[Line]) -> bool:
+    def _seconds_per_byte(self, num_pipelines: int) -> float:
+        """The least for the reduction of gradients; see `planned.reductions_of`."""
+        fastest = max(self.job.cluster.inside.bandwidth, self.job.cluster.between.bandwidth)
+        return 2 * (num_pipelines - 1) / num_pipelines / fastest
+
+    def _is_short(self, lines: Sequence[CandidatePipeline]) -> bool:
         each = self.job.num_microbatches / len(lines)
         return 3 * each * max(len(line.sizes) for line in lines) <= MOST_ACTIONS
 
-    def estimate(self, lines: Sequence[Line], counts: list[int]) -> float:
-        """The step of pipelines that are simulated alone, without their nodes and the reduction.
+    def estimate(self, lines: Sequence[CandidatePipeline], counts: list[int]) -> float:
+        """The step of pipelines that are simulated alone, without their nodes, and with a reduction of their own.
 
         Microbatches are given out once more by what the simulation says; `counts` has the better numbers afterwards.
         """
 
-        def late(line: Line, count: int) -> float:
+        used = sum(len(line.classes) for line in lines)
+        cluster = self.job.cluster
+        link = cluster.inside if used <= max(cluster.node_sizes, default=cluster.size) else cluster.between
+
+        def late(line: CandidatePipeline, count: int) -> float:
             enough = min(count, STEADY * len(line.classes))
-            return self._alone(line, enough) - line.seconds(enough)
+            return self._alone(line, enough, len(lines), link) - line.seconds(enough)
 
         extra = {line: late(line, count) for line, count in zip(lines, counts, strict=True)}
 
-        def seconds(line: Line, count: int) -> float:
+        def seconds(line: CandidatePipeline, count: int) -> float:
             return line.seconds(count) + extra[line]
 
         again = split_microbatches([partial(seconds, line) for line in lines], self.job.num_microbatches)
@@ -214,16 +262,26 @@ class Candidates:
             counts[:] = again
         return min(steps)
 
-    def _alone(self, line: Line, count: int) -> float:
+    def _alone(self, line: CandidatePipeline, count: int, num_pipelines: int, link: Link) -> float:
+        """The step of a pipeline that is simulated alone, with the reduction of what it has in common with others."""
         if (line, count) not in self._simulated:
             schedule = schedule_of(line.name, len(line.classes), count)
-            link = self.job.cluster.inside
+            inside = self.job.cluster.inside
             crossing = tuple(stage[-1].crossing for stage in line.units[:-1])
-            costs = replace(line.costs, latency=link.latency, bandwidth=link.bandwidth, message_bytes=crossing)
-            self._simulated[line, count] = simulate(schedule, costs).makespan
-        return self._simulated[line, count]
+            costs = replace(line.costs, latency=inside.latency, bandwidth=inside.bandwidth, message_bytes=crossing)
+            simulation = simulate(schedule, costs)
+            self._simulated[line, count] = simulation.makespan, gradients_ready(simulation)
+        end, ready = self._simulated[line, count]
+        if num_pipelines > 1 and link.seconds(1):
+            schedule, free_from = schedule_of(line.name, len(line.classes), count), [0.0] * len(line.classes)
+            for stage, rank in reversed(list(enumerate(schedule.stage_to_rank))):
+                size = sum(unit.gradients for unit in line.units[stage]) / num_pipelines
+                start = max(ready[stage], free_from[rank])
+                free_from[rank] = start + 2 * (num_pipelines - 1) * link.seconds(size)
+            end = max(end, *free_from)
+        return end
 
-    def realise(self, lines: Sequence[Line], counts: Sequence[int]) -> Plan | None:
+    def realise(self, lines: Sequence[CandidatePipeline], counts: Sequence[int]) -> Plan | None:
         """The layout on the cluster's devices, simulated; None if it cannot be placed as asked."""
         devices = place(self.job.cluster, [line.classes for line in lines], self.job.copies)
         if devices is None:

@@ -192,7 +192,7 @@ class LayoutDescription:
                 yield _text(x + width / 2, y + line, label, 12, anchor="middle")
 
     def _segments(self, height: float) -> Iterator[str]:
-        """Dashed lines where some pipeline is cut: between two of them lies a segment."""
+        """Dashed lines where some pipeline has a boundary: between two of them lies a segment."""
         step, position = WIDTH / len(self.layout.units), 0
         for segment in self.layout.segments()[:-1]:
             position += len(segment.units)

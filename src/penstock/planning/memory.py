@@ -125,13 +125,13 @@ def memory_of_ranks(schedule: Schedule, stages: Sequence[Held]) -> list[MemoryEs
         held = peak = of_caller = 0.0
         under_way = sum(one.num_bytes for one in around.values())
         for position, action in enumerate(actions):
-            index = action.stage
+            kind, index, microbatch = action
             here = around[index]
-            if action.kind is weight:
-                if (index, action.microbatch) in deferred:
+            if kind is weight:
+                if (index, microbatch) in deferred:
                     held -= here.deferred
                 continue
-            if action.kind is forward:
+            if kind is forward:
                 held += here.kept
                 under_way += here.forward()
                 now = held + under_way + of_caller + here.working
@@ -148,7 +148,7 @@ def memory_of_ranks(schedule: Schedule, stages: Sequence[Held]) -> list[MemoryEs
             held += here.handed_over - here.kept
             if splits:
                 held += here.deferred
-                deferred.add((index, action.microbatch))
+                deferred.add((index, microbatch))
             if index == top:
                 of_caller = of_loop
             under_way += here.answer()

@@ -55,50 +55,78 @@ def partition(
         )
     if min(unit_costs) < 0 or min(memory) < 0 or min(speeds) <= 0:
         raise ValueError("costs and memory must not be negative, and speeds must be above 0")
-    costs, needs = run_sums(unit_costs), run_sums(memory)
-    devices = list(zip(speeds, limits, strict=True))
-    times_of = {
-        (speed, limit): np.where(needs <= limit * (1 + ROUNDING), costs / speed, np.inf)
-        for speed, limit in set(devices)
-    }
-    times = [times_of[device] for device in devices]
-    slowest = np.full(num_units + 1, np.inf)
-    slowest[-1] = 0.0
-    for stage_times in reversed(times):
-        slowest = np.append(np.maximum(stage_times, slowest).min(1), np.inf)
-    if not np.isfinite(slowest[0]):
-        raise ValueError(
-            f"no split of {num_units} units over {num_stages} devices stays within the memory limits: the units need "
-            f"{sum(memory):g} in all, the limits are {limits}"
-        )
-    sizes = _most_even(times, float(slowest[0]) * (1 + ROUNDING))
-    return Partition(sizes, float(slowest[0]))
+    # Without memory limits each device can take more than its share less one unit, so no stage needs to be longer than:
+    share = (sum(unit_costs) + num_stages * max(unit_costs)) / sum(speeds)
+    bound = max(share, max(unit_costs) / min(speeds)) * max(speeds) * (1 + ROUNDING)
+    before = np.concatenate([[0.0], np.cumsum(unit_costs)])
+    longest = num_units - num_stages + 1
+    enough = int((np.searchsorted(before, before[:-1] + bound, "right") - np.arange(num_units)).max())
+    for most in dict.fromkeys((min(enough, longest), longest)):
+        runs = _Runs(before, memory, speeds, limits, most)
+        slowest = runs.slowest()
+        if math.isfinite(slowest):
+            return Partition(runs.most_even(slowest * (1 + ROUNDING)), slowest)
+    raise ValueError(
+        f"no split of {num_units} units over {num_stages} devices stays within the memory limits: the units need "
+        f"{sum(memory):g} in all, the limits are {limits}"
+    )
+
+
+class _Runs:
+    """Seconds of every run of at most `most` units on each device: from a first unit on, by their number less 1."""
+
+    def __init__(
+        self, before: np.ndarray, memory: Sequence[float], speeds: Sequence[float], limits: Sequence[float], most: int
+    ) -> None:
+        self._num_units = num_units = len(memory)
+        ends = np.arange(num_units)[:, None] + np.arange(1, most + 1)
+        beyond = ends > num_units
+        self._ends = ends = np.minimum(ends, num_units)
+        costs = before[ends] - before[:-1, None]
+        costs[beyond] = np.inf
+        needs_before = np.concatenate([[0.0], np.cumsum(memory)])
+        needs = needs_before[ends] - needs_before[:-1, None]
+        devices = list(zip(speeds, limits, strict=True))
+        times_of = {
+            (speed, limit): np.where(needs <= limit * (1 + ROUNDING), costs / speed, np.inf)
+            for speed, limit in set(devices)
+        }
+        self._times = [times_of[device] for device in devices]
+
+    def slowest(self) -> float:
+        """Of the best split; infinite if there is none."""
+        slowest = np.full(self._num_units + 1, np.inf)
+        slowest[-1] = 0.0
+        for times in reversed(self._times):
+            slowest[:-1] = np.maximum(times, slowest[self._ends]).min(1)
+            slowest[-1] = np.inf
+        return float(slowest[0])
+
+    def most_even(self, limit: float) -> tuple[int, ...]:
+        """Of the splits within `limit`, the one with the least sum of squared stage times."""
+        squared = {id(times): np.where(times <= limit, times, np.inf) ** 2 for times in self._times}
+        squares = np.full(self._num_units + 1, np.inf)
+        squares[-1] = 0.0
+        rows = np.arange(self._num_units)
+        best = []
+        for times in reversed(self._times):
+            totals = squared[id(times)] + squares[self._ends]
+            best.append(totals.argmin(1))
+            squares[:-1] = totals[rows, best[-1]]
+            squares[-1] = np.inf
+        sizes, start = [], 0
+        for number in reversed(best):
+            sizes.append(int(number[start]) + 1)
+            start += sizes[-1]
+        return tuple(sizes)
 
 
 def run_sums(values: Sequence[float]) -> np.ndarray:
     """[start, end]: the sum of values from start up to end; infinite for empty runs. Shape (n, n + 1)."""
     before = np.concatenate([[0.0], np.cumsum(values)])
     sums = before[None, :] - before[:-1, None]
-    sums[np.tril_indices(len(values), 0, len(values) + 1)] = np.inf
+    sums[np.arange(sums.shape[1]) <= np.arange(sums.shape[0])[:, None]] = np.inf
     return sums
-
-
-def _most_even(times: Sequence[np.ndarray], limit: float) -> tuple[int, ...]:
-    """Of the splits within `limit`, the one with the least sum of squared stage times."""
-    num_units = len(times[0])
-    squared = {id(one): np.where(one <= limit, one, np.inf) ** 2 for one in times}
-    squares = np.full(num_units + 1, np.inf)
-    squares[-1] = 0.0
-    ends = []
-    for stage_times in reversed(times):
-        totals = squared[id(stage_times)] + squares
-        ends.append(totals.argmin(1))
-        squares = np.append(totals.min(1), np.inf)
-    sizes, start = [], 0
-    for end in reversed(ends):
-        sizes.append(int(end[start]) - start)
-        start = int(end[start])
-    return tuple(sizes)
 
 
 def split_microbatches(times: Sequence[Callable[[int], float]], total: int, minimum: int = 1) -> list[int]:

@@ -7,7 +7,7 @@ from bisect import insort
 from dataclasses import replace
 from heapq import heappop, heappush
 
-from penstock.planning.candidates import Candidates, Line
+from penstock.planning.candidates import CandidatePipeline, Candidates
 from penstock.planning.job import Job
 from penstock.planning.memory import Held, readable
 from penstock.planning.planned import Plan
@@ -31,7 +31,7 @@ def make_plans(job: Job, most: int = 5) -> list[Plan]:
     plans: list[Plan] = []
     # What is estimated and not simulated as a whole yet, the most promising first. An estimate is no bound, but the
     # bounds of what is not estimated yet are, so both queues end where they can give nothing better than `plans`.
-    estimated: list[tuple[float, int, list[Line], list[int]]] = []
+    estimated: list[tuple[float, int, list[CandidatePipeline], list[int]]] = []
     waiting = planner.under_schedules()[::-1]
 
     def worst() -> float:
@@ -82,7 +82,7 @@ def explain(job: Job) -> Infeasible:
         factor = _missing_memory(job)
         sizes = ", ".join(f"{readable(factor * kind.memory)} instead of {readable(kind.memory)}" for kind in classes)
         return Infeasible(
-            f"no plan: no cut of {len(parts)} parts over {job.cluster.size} devices fits; it would with "
+            f"no plan: no split of {len(parts)} parts over {job.cluster.size} devices fits; it would with "
             f"{factor:.3g} times the memory on each device ({sizes}), more devices, or --checkpointing"
         )
     if job.num_microbatches < job.copies:
@@ -103,7 +103,7 @@ def explain(job: Job) -> Infeasible:
 
 
 def _missing_memory(job: Job) -> float:
-    """The least factor for all devices' memory, to a thousandth, with which some cut fits."""
+    """The least factor for all devices' memory, to a thousandth, with which some split fits."""
     low, high = 1.0, 2.0
 
     def fits(factor: float) -> bool:

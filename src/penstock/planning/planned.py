@@ -166,7 +166,7 @@ def place(cluster: Cluster, pipelines: Sequence[Sequence[int]], copies: int = 1)
 
 @lru_cache(maxsize=512)
 def schedule_of(name: str, num_ranks: int, num_microbatches: int) -> Schedule:
-    """The schedule of a pipeline; on a single rank there is nothing to overlap, and nothing to cut."""
+    """The schedule of a pipeline; on a single rank there is nothing to overlap, and nothing to split."""
     return build("1f1b" if num_ranks == 1 else name, num_ranks, num_microbatches)
 
 

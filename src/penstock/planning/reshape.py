@@ -16,7 +16,7 @@ from penstock.planning.cluster import Cluster, DeviceClass
 from penstock.planning.partition import partition, split_microbatches
 from penstock.planning.plan import Infeasible
 from penstock.planning.profile import Profile
-from penstock.planning.search import find_cuts
+from penstock.planning.search import find_splits
 
 Stages = tuple[tuple[str, ...], ...]
 
@@ -80,16 +80,16 @@ def best_shapes(
     seconds = {unit.name: unit.seconds for unit in profile.units}
     cluster = Cluster((DeviceClass("device", most_devices, memory=memory),))
     found: dict[int, Shape] = {}
-    for template in find_cuts(parts, cluster, num_microbatches):
+    for template in find_splits(parts, cluster, num_microbatches):
         (devices,) = template.counts
         mapping = stage_to_rank.get(devices)
         if mapping is None or len(mapping) > len(parts):
             continue
-        sizes: Sequence[int] = template.cut_for(num_microbatches).sizes
+        sizes: Sequence[int] = template.split_for(num_microbatches).sizes
         if len(mapping) != devices:  # several stages on a device
             sizes = partition([sum(unit.seconds for unit in part) for part in parts], [1.0] * len(mapping)).sizes
-        cuts = [0, *accumulate(sizes)]
-        stages = [[unit.name for part in parts[begin:end] for unit in part] for begin, end in pairwise(cuts)]
+        ends = [0, *accumulate(sizes)]
+        stages = [[unit.name for part in parts[begin:end] for unit in part] for begin, end in pairwise(ends)]
         found[devices] = shape_of(stages, mapping, seconds)
     return found
 

@@ -1,4 +1,4 @@
-"""Which pipelines, by formula: the best cuts for every set of devices, and the best sets of pipelines for a cluster.
+"""Which pipelines, by formula: the best splits for every set of devices, and the best sets of pipelines for a cluster.
 
 The formula: a pipeline whose stages take t_1, ..., t_p seconds for F, B and W of a microbatch needs at least
 sum(t) + (m - 1) max(t) for m of them (1F1B and GPipe reach it without communication). A layout takes as long as its
@@ -6,8 +6,8 @@ slowest pipeline. `penstock.planning.candidates` ranks what is found here by sim
 
 Three steps, each exact where it is not said otherwise:
 
-- `find_cuts`: dynamic programming over (devices used of each class, first unit of the remaining stages), from the last
-  stage to the first, since a stage holds as many microbatches under 1F1B as stages follow it, and its own.
+- `find_splits`: dynamic programming over (devices used of each class, first unit of the remaining stages), from the
+  last stage to the first, since a stage holds as many microbatches under 1F1B as stages follow it, and its own.
 - `layouts`: a step of T seconds is possible if some set of pipelines has room for all microbatches within T. That
   is a knapsack: pipelines weigh devices of each class and are worth the microbatches they finish. T is searched.
 - Microbatches are given out by the greedy rule (`split_microbatches`).
@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from itertools import product
 
 import numpy as np
@@ -30,7 +31,7 @@ from penstock.planning.profile import UnitCost
 Counts = tuple[int, ...]
 # Mixed pipelines are looked at up to the depth at which there are so many multisets of device classes.
 MOST_MIXTURES = 600
-# Of cuts where none is better in both numbers so many are kept, and fewer for models of many units.
+# Of splits where none is better in both numbers so many are kept, and fewer for models of many units.
 MOST_ALTERNATIVES = 32
 ALTERNATIVES_BUDGET = 20_000
 # States of the exact knapsack; larger ones are solved as a linear program and rounded.
@@ -38,8 +39,8 @@ MOST_STATES = 500
 
 
 @dataclass(frozen=True)
-class Cut:
-    """Units cut into stages for devices of certain classes.
+class Split:
+    """A model's parts split into stages for devices of certain classes.
 
     Attributes:
         classes: the device class of each stage.
@@ -58,19 +59,33 @@ class Cut:
         return self.total + (microbatches - 1) * self.slowest
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Template:
-    """The cuts for a number of devices of each class; none is better than another in both numbers."""
+    """The best splits for a number of devices of each class.
+
+    Attributes:
+        counts: of devices.
+        times: `slowest` and `total` of each split; none is better than another in both.
+        follow: the classes and sizes of one.
+    """
 
     counts: Counts
-    cuts: tuple[Cut, ...]
-
-    def cut_for(self, microbatches: int) -> Cut:
-        """The fastest for so many microbatches."""
-        return min(self.cuts, key=lambda cut: cut.seconds(microbatches))
+    times: tuple[tuple[float, float], ...]
+    follow: Callable[[int], tuple[Counts, Counts]]
 
     def seconds(self, microbatches: int) -> float:
-        return min(cut.seconds(microbatches) for cut in self.cuts)
+        """The formula's time of a step of the best split."""
+        return min([total + (microbatches - 1) * slowest for slowest, total in self.times])
+
+    def split_for(self, microbatches: int) -> Split:
+        """The fastest for so many microbatches."""
+        label = min(range(len(self.times)), key=lambda i: self.times[i][1] + (microbatches - 1) * self.times[i][0])
+        return self.splits[label]
+
+    @cached_property
+    def splits(self) -> tuple[Split, ...]:
+        """Written out: most are never asked for."""
+        return tuple(Split(*self.follow(label), *times) for label, times in enumerate(self.times))
 
 
 def live_under_1f1b(stages_after: int) -> int:
@@ -78,15 +93,16 @@ def live_under_1f1b(stages_after: int) -> int:
     return stages_after + 1
 
 
-def find_cuts(
+def find_splits(
     parts: Sequence[Sequence[UnitCost]],
     cluster: Cluster,
     most_microbatches: int,
     live: Callable[[int], int] = live_under_1f1b,
     deepest: int | None = None,
     mixtures: bool = True,
+    chain: Chain | None = None,
 ) -> list[Template]:
-    """The best cuts for every number of devices of each class that some cut within their memory exists for.
+    """The best splits for every number of devices of each class that some split within their memory exists for.
 
     Args:
         parts: units that stay together, in forward order.
@@ -94,14 +110,16 @@ def find_cuts(
         live: the microbatches that a stage holds, from the number of stages after it.
         deepest: no pipeline has more stages.
         mixtures: whether a pipeline may have devices of several classes.
+        chain: of these parts, cluster and microbatches, if it is at hand.
     """
-    problem = _Chain(parts, cluster, most_microbatches)
+    chain = chain or Chain(parts, cluster, most_microbatches)
     num_classes, num_parts = len(cluster.classes), len(parts)
     width = max(1, min(MOST_ALTERNATIVES, ALTERNATIVES_BUDGET // (num_classes * num_parts**2)))
     deepest = min(num_parts, cluster.size, deepest or num_parts)
     deepest_mixture = _deepest_mixture(num_classes) if mixtures else 1
     nothing = (0,) * num_classes
-    # Per devices used: (slowest, total) of the best cuts of the parts from each first part on; and what they came from.
+    # Per devices used: (slowest, total) of the best splits of the parts from each first part on; and what they came
+    # from: the class, the end and the alternative of the rest.
     slowest = {nothing: np.full((num_parts + 1, 1), np.inf)}
     total = {nothing: np.full((num_parts + 1, 1), np.inf)}
     slowest[nothing][num_parts] = total[nothing][num_parts] = 0.0
@@ -109,7 +127,9 @@ def find_cuts(
     templates = []
     level = [nothing]
     for depth in range(1, deepest + 1):
-        stages = [problem.stage_times(k, min(live(depth - 1), most_microbatches), depth) for k in range(num_classes)]
+        if not level:
+            break
+        stages = [chain.stage_times(k, min(live(depth - 1), most_microbatches), depth) for k in range(num_classes)]
         successors: dict[Counts, list[int]] = {}
         for counts in level:
             for k in range(num_classes):
@@ -118,80 +138,116 @@ def find_cuts(
                     successors.setdefault(more, []).append(k)
         level = []
         for counts, added in successors.items():
-            front, latest, sources = [], [], []
-            for k in added:
-                before = (*counts[:k], counts[k] - 1, *counts[k + 1 :])
-                bottleneck, seconds = stages[k]
-                rest, alternatives = slowest[before], slowest[before].shape[1]
-                front.append(np.maximum(bottleneck[:, :, None], rest[None]).reshape(num_parts, -1))
-                latest.append((seconds[:, :, None] + total[before][None]).reshape(num_parts, -1))
-                ends, labels = np.divmod(np.arange((num_parts + 1) * alternatives), alternatives)
-                sources.append(np.stack([np.full_like(ends, k), ends, labels]))
-            chosen, best_front, best_latest = _best_of(np.concatenate(front, 1), np.concatenate(latest, 1), width)
-            if not np.isfinite(best_front).any():
+            rests = [(*counts[:k], counts[k] - 1, *counts[k + 1 :]) for k in added]
+            alternatives = [(*stages[k], slowest[rest], total[rest]) for k, rest in zip(added, rests, strict=True)]
+            found = (_single_best if width == 1 else _several_best)(added, alternatives, width)
+            if found is None:
                 continue
+            best_slowest, best_total, origin[counts] = found
             level.append(counts)
-            closed = np.full((1, best_front.shape[1]), np.inf)
-            slowest[counts] = np.concatenate([best_front, closed])
-            total[counts] = np.concatenate([best_latest, closed])
-            origin[counts] = np.concatenate(sources, 1)[:, chosen]
-            cuts = tuple(
-                Cut(*_follow(origin, counts, label), float(best_front[0, label]), float(best_latest[0, label]))
-                for label in range(best_front.shape[1])
-                if np.isfinite(best_front[0, label])
-            )
-            if cuts:
-                templates.append(Template(counts, cuts))
+            closed = np.full((1, best_slowest.shape[1]), np.inf)
+            slowest[counts] = np.concatenate([best_slowest, closed])
+            total[counts] = np.concatenate([best_total, closed])
+            times = tuple(pair for pair in zip(best_slowest[0].tolist(), best_total[0].tolist(), strict=True))
+            if times[0][0] < math.inf:
+                finite = tuple(pair for pair in times if pair[0] < math.inf)
+                templates.append(Template(counts, finite, partial(_follow, origin, counts)))
     return templates
 
 
-class _Chain:
+class Chain:
     """Times and memory of every run of parts as a stage."""
 
     def __init__(self, parts: Sequence[Sequence[UnitCost]], cluster: Cluster, most_microbatches: int) -> None:
         held = [Held.together(unit.held for unit in part) for part in parts]
         self.cluster = cluster
-        self.seconds = run_sums([sum(unit.seconds for unit in part) for part in parts])
-        self.state = run_sums([one.state for one in held])
-        self.kept = run_sums([one.kept for one in held])
+        self._seconds = run_sums([sum(unit.seconds for unit in part) for part in parts])
+        state = run_sums([one.state for one in held])
+        kept = run_sums([one.kept for one in held])
         # See `Held.together`: what a part works with, when those above it have let go of what they kept.
         before = np.cumsum([one.kept for one in held])
-        working = before + np.array([one.working for one in held])
-        self.working = np.zeros_like(self.state)
+        need = before + np.array([one.working for one in held])
+        working = np.zeros_like(state)
         for start in range(len(parts)):
-            self.working[start, start + 1 :] = np.maximum.accumulate(working[start:]) - before[start:]
+            working[start, start + 1 :] = np.maximum.accumulate(need[start:]) - before[start:]
         # What crosses before each end; nothing at the model's own ends.
-        self.crossing = np.array([0.0, *(part[-1].crossing for part in parts[:-1]), 0.0])
-        below = np.array([messages_at_most(size, 0.0, most_microbatches) for size in self.crossing[:-1]])
-        above = np.array([messages_at_most(0.0, size, most_microbatches) for size in self.crossing])
-        self.messages = below[:, None] + above
-        self.largest_node = max(cluster.node_sizes, default=cluster.size)
+        self._crossing = np.array([0.0, *(part[-1].crossing for part in parts[:-1]), 0.0])
+        below = np.array([messages_at_most(size, 0.0, most_microbatches) for size in self._crossing[:-1]])
+        above = np.array([messages_at_most(0.0, size, most_microbatches) for size in self._crossing])
+        self._each = kept + self._crossing  # for a microbatch
+        self._always = state + working + below[:, None] + above
+        self._largest_node = max(cluster.node_sizes, default=cluster.size)
+        self._times: dict[tuple, tuple[np.ndarray, np.ndarray]] = {}
 
     def stage_times(self, device_class: int, live: int, depth: int) -> tuple[np.ndarray, np.ndarray]:
         """Of every run of parts on a device: its seconds or its message's, if they are longer; and both together."""
-        kind = self.cluster.classes[device_class]
-        activations = live * (self.kept + self.crossing) + self.working + self.messages
-        fits = self.state + activations <= kind.memory
-        times = np.where(fits, self.seconds / kind.speed, np.inf)
-        link = self.cluster.inside if depth <= self.largest_node else self.cluster.between
-        if link == Link():
-            return times, times
-        occupied = self.crossing / link.bandwidth
-        message = np.where(self.crossing > 0, occupied + link.latency, 0.0)
-        # An activation passes one way and its gradient the other; each direction has its own bandwidth.
-        return np.maximum(times, occupied), times + 2 * message
+        link = self.cluster.inside if depth <= self._largest_node else self.cluster.between
+        key = device_class, live, link
+        if key not in self._times:
+            fits = self._always + live * self._each <= self.cluster.classes[device_class].memory
+            longest, together = self._without_limit(device_class, link)
+            times = np.where(fits, longest, np.inf)
+            self._times[key] = times, times if together is longest else np.where(fits, together, np.inf)
+        return self._times[key]
+
+    def _without_limit(self, device_class: int, link: Link) -> tuple[np.ndarray, np.ndarray]:
+        key = device_class, link
+        if key not in self._times:
+            times = self._seconds / self.cluster.classes[device_class].speed
+            self._times[key] = times, times
+            if link != Link():
+                occupied = self._crossing / link.bandwidth
+                message = np.where(self._crossing > 0, occupied + link.latency, 0.0)
+                # An activation passes one way and its gradient the other; each direction has its own bandwidth.
+                self._times[key] = np.maximum(times, occupied), times + 2 * message
+        return self._times[key]
 
 
-def _best_of(front: np.ndarray, latest: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of each row's alternatives the ones that no other beats in both numbers, at most `width`: fastest stages first.
+# What `find_splits` knows of an alternative: times of stages, and of the best splits of the parts after them.
+_Alternative = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+_Found = tuple[np.ndarray, np.ndarray, np.ndarray]
 
-    Returns:
-        their places in the row, their numbers; infinite where there are fewer.
+
+def _single_best(added: Sequence[int], alternatives: Sequence[_Alternative], width: int) -> _Found | None:
+    """Of each first part the split with the fastest slowest stage, and of equal ones with the least total."""
+    best: list[np.ndarray] = []
+    rows = np.arange(len(alternatives[0][0]))
+    for k, (bottleneck, seconds, slowest, total) in zip(added, alternatives, strict=True):
+        scores = np.maximum(bottleneck, slowest[:, 0])
+        together = seconds + total[:, 0]
+        together *= ROUNDING
+        scores += together
+        ends = scores.argmin(1)
+        own = [
+            scores[rows, ends], np.maximum(bottleneck[rows, ends], slowest[ends, 0]),
+            seconds[rows, ends] + total[ends, 0], np.full_like(ends, k), ends,
+        ]  # fmt: skip
+        if best:
+            better = own[0] < best[0]
+            own = [np.where(better, new, old) for new, old in zip(own, best, strict=True)]
+        best = own
+    _, front, latest, classes, ends = best
+    if not np.isfinite(front).any():
+        return None
+    return front[:, None], latest[:, None], np.stack([classes, ends, np.zeros_like(ends)])[:, :, None]
+
+
+def _several_best(added: Sequence[int], alternatives: Sequence[_Alternative], width: int) -> _Found | None:
+    """Of each first part the splits that no other beats in both numbers, at most `width`: fastest stages first.
+
+    Numbers are infinite where there are fewer.
     """
-    rows = np.arange(len(front))[:, None]
-    if width == 1:
-        chosen = np.argmin(front + ROUNDING * np.where(np.isfinite(latest), latest, 0.0), 1)[:, None]
-        return chosen, front[rows, chosen], latest[rows, chosen]
+    num_parts = len(alternatives[0][0])
+    fronts, latests, sources = [], [], []
+    for k, (bottleneck, seconds, slowest, total) in zip(added, alternatives, strict=True):
+        fronts.append(np.maximum(bottleneck[:, :, None], slowest[None]).reshape(num_parts, -1))
+        latests.append((seconds[:, :, None] + total[None]).reshape(num_parts, -1))
+        ends, labels = np.divmod(np.arange(slowest.size), slowest.shape[1])
+        sources.append(np.stack([np.full_like(ends, k), ends, labels]))
+    front, latest = np.concatenate(fronts, 1), np.concatenate(latests, 1)
+    if not np.isfinite(front).any():
+        return None
+    rows = np.arange(num_parts)[:, None]
     order = np.lexsort((latest, front), axis=1)
     sorted_latest = latest[rows, order]
     best_before = np.minimum.accumulate(sorted_latest, 1)
@@ -199,16 +255,17 @@ def _best_of(front: np.ndarray, latest: np.ndarray, width: int) -> tuple[np.ndar
     better[:, 1:] &= sorted_latest[:, 1:] < best_before[:, :-1] * (1 - ROUNDING)
     place = np.cumsum(better, 1) - 1
     num_kept = int(min(width, max(1, better.sum(1).max())))
-    chosen = np.zeros((len(front), num_kept), int)
-    kept = np.zeros((len(front), num_kept), bool)
+    chosen = np.zeros((num_parts, num_kept), int)
+    kept = np.zeros((num_parts, num_kept), bool)
     row, column = np.nonzero(better & (place < num_kept))
     chosen[row, place[row, column]] = order[row, column]
     kept[row, place[row, column]] = True
-    return chosen, np.where(kept, front[rows, chosen], np.inf), np.where(kept, latest[rows, chosen], np.inf)
+    first, both = (np.where(kept, numbers[rows, chosen], np.inf) for numbers in (front, latest))
+    return first, both, np.concatenate(sources, 1)[:, chosen]
 
 
 def _follow(origin: dict[Counts, np.ndarray], counts: Counts, label: int) -> tuple[Counts, Counts]:
-    """Device classes and sizes of the stages of a cut."""
+    """Device classes and sizes of the stages of a split."""
     classes, sizes, start = [], [], 0
     while any(counts):
         device_class, end, label = (int(number) for number in origin[counts][:, start, label])
@@ -231,7 +288,7 @@ def _deepest_mixture(num_classes: int) -> int:
 
 def layouts(
     templates: Sequence[Template], limits: Counts, microbatches: int, copies: int, tolerance: float = 0.0
-) -> Iterator[tuple[float, list[Cut]]]:
+) -> Iterator[tuple[float, list[Split]]]:
     """Layouts by falling time of a step, by formula; the last is the best. Nothing if there is none.
 
     Args:
@@ -244,11 +301,11 @@ def layouts(
     if not templates or microbatches < copies:
         return
     knapsack = _Knapsack(templates, limits, copies)
-    slowest = np.array([max(cut.total for cut in template.cuts) for template in templates])
+    longest = max(total for template in templates for _, total in template.times)
     # Device seconds that no pipeline undercuts, even without a bubble.
-    least = min(sum(template.counts) * min(cut.slowest for cut in template.cuts) for template in templates)
+    least = min(sum(template.counts) * min(slowest for slowest, _ in template.times) for template in templates)
     low = microbatches * least / sum(limits) * (1 - ROUNDING)
-    high = float(max(template.seconds(microbatches) for template in templates)) + float(slowest.max())
+    high = max(template.seconds(microbatches) for template in templates) + longest
     found: float | None = None
     while True:
         # First halve the interval; at its end ask for anything faster than what was found.
@@ -265,7 +322,7 @@ def layouts(
         counts = split_microbatches([template.seconds for template in chosen], microbatches)
         found = max(template.seconds(count) for template, count in zip(chosen, counts, strict=True))
         high = min(found, high)
-        yield found, [template.cut_for(count) for template, count in zip(chosen, counts, strict=True)]
+        yield found, [template.split_for(count) for template, count in zip(chosen, counts, strict=True)]
 
 
 class _Knapsack:
@@ -275,11 +332,11 @@ class _Knapsack:
         self.templates = templates
         self.limits = limits
         self.copies = copies
-        width = max(len(template.cuts) for template in templates)
+        width = max(len(template.times) for template in templates)
         self.slowest, self.total = np.full((2, len(templates), width), np.inf)
         for row, template in enumerate(templates):
-            for column, cut in enumerate(template.cuts):
-                self.slowest[row, column], self.total[row, column] = max(cut.slowest, 1e-300), cut.total
+            for column, (slowest, total) in enumerate(template.times):
+                self.slowest[row, column], self.total[row, column] = max(slowest, 1e-300), total
         self.weights = np.array([template.counts for template in templates])
 
     def fill(self, time: float, microbatches: int) -> list[Template] | None:

@@ -89,7 +89,7 @@ def simulate_layout(
     simulations = tuple(simulated[id(schedule), id(costs)] for schedule, costs in pipelines)
     sizes = (schedule.num_ranks for schedule, _ in pipelines)
     first_ranks = tuple(accumulate(sizes, initial=0))[:-1]
-    ready_of = {key: _gradients_ready(simulation) for key, simulation in simulated.items()} if reductions else {}
+    ready_of = {key: gradients_ready(simulation) for key, simulation in simulated.items()} if reductions else {}
     ready = [ready_of.get((id(schedule), id(costs)), {}) for schedule, costs in pipelines]
     network_free: dict[int, float] = {}
     spans = []
@@ -109,13 +109,16 @@ def _rank_of(simulation: Simulation, stage: int) -> int:
     return simulation.schedule.stage_to_rank[stage]
 
 
-def _gradients_ready(simulation: Simulation) -> dict[int, float]:
+def gradients_ready(simulation: Simulation) -> dict[int, float]:
     """Per stage, when its last gradient is there."""
     schedule = simulation.schedule
-    ready = dict.fromkeys(range(schedule.num_stages), 0.0)
-    for actions, starts in zip(schedule.actions, simulation.starts, strict=True):
-        for action, start in zip(actions, starts, strict=True):
-            if action.kind is not Kind.F:
-                end = start + simulation.durations[action.kind][action.stage]
-                ready[action.stage] = max(ready[action.stage], end)
+    ready: dict[int, float] = {}
+    for rank, (actions, starts) in enumerate(zip(schedule.actions, simulation.starts, strict=True)):
+        missing = set(schedule.stages_of(rank))
+        for action, start in zip(reversed(actions), reversed(starts), strict=True):
+            if action.kind is not Kind.F and action.stage in missing:
+                missing.remove(action.stage)
+                ready[action.stage] = start + simulation.durations[action.kind][action.stage]
+                if not missing:
+                    break
     return ready

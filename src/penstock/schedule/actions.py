@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 from itertools import pairwise
+from typing import NamedTuple
 
 
 class Kind(StrEnum):
@@ -24,8 +25,7 @@ class Kind(StrEnum):
     __hash__ = str.__hash__
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
+class Action(NamedTuple):
     """One piece of compute: `kind` on `stage` for `microbatch`. Prints as ``0F1``: stage, kind, microbatch."""
 
     kind: Kind
@@ -102,10 +102,13 @@ class Schedule:
 
         Those of the first stage, which owes nobody a gradient, whose W follows at once.
         """
+        if not self.splits_backward or 0 not in self.stages_of(rank):
+            return frozenset()
+        weight = Kind.W
         return frozenset(
             position
             for position, (action, following) in enumerate(pairwise(self.actions[rank]))
-            if action.stage == 0 and action.kind is Kind.B and following == replace(action, kind=Kind.W)
+            if following[0] is weight and action == (Kind.B, 0, following[2]) and following[1] == 0
         )
 
     def is_local(self, stage: int, neighbour: int) -> bool:

@@ -65,11 +65,11 @@ class _Problem:
             earliest += self.backward[stage] + (self._hop(stage) if stage < self.last else 0.0)
             self.earliest_gradient[stage] = earliest
 
-    def _is_link(self, cut: int) -> bool:
-        return self.stage_to_rank[cut] != self.stage_to_rank[cut + 1]
+    def _is_link(self, boundary: int) -> bool:
+        return self.stage_to_rank[boundary] != self.stage_to_rank[boundary + 1]
 
-    def _hop(self, cut: int) -> float:
-        return self.costs.occupancy[cut] + self.costs.latency[cut] if self._is_link(cut) else 0.0
+    def _hop(self, boundary: int) -> float:
+        return self.costs.occupancy[boundary] + self.costs.latency[boundary] if self._is_link(boundary) else 0.0
 
     def rank_bound(self, rank: int, num_microbatches: int) -> float:
         stages = [stage for stage in range(self.num_stages) if self.stage_to_rank[stage] == rank]
@@ -80,21 +80,25 @@ class _Problem:
 
     def links(self) -> set[tuple[int, int]]:
         pairs = {
-            (self.stage_to_rank[cut], self.stage_to_rank[cut + 1]) for cut in range(self.last) if self._is_link(cut)
+            (self.stage_to_rank[boundary], self.stage_to_rank[boundary + 1])
+            for boundary in range(self.last)
+            if self._is_link(boundary)
         }
         return pairs | {(target, source) for source, target in pairs}
 
     def link_bound(self, link: tuple[int, int], num_microbatches: int) -> float:
         occupied = 0.0
         before, after = [], []
-        for cut in range(self.last):
-            lower, upper = self.stage_to_rank[cut], self.stage_to_rank[cut + 1]
+        for boundary in range(self.last):
+            lower, upper = self.stage_to_rank[boundary], self.stage_to_rank[boundary + 1]
             if link == (lower, upper):
-                occupied += self.costs.occupancy[cut]
-                before.append(self.earliest_forward[cut] + self.costs.forward[cut])
-                after.append(self.costs.latency[cut] + self.rest_from_forward[cut + 1])
+                occupied += self.costs.occupancy[boundary]
+                before.append(self.earliest_forward[boundary] + self.costs.forward[boundary])
+                after.append(self.costs.latency[boundary] + self.rest_from_forward[boundary + 1])
             if link == (upper, lower):
-                occupied += self.costs.occupancy[cut]
-                before.append(self.earliest_gradient[cut + 1])
-                after.append(self.costs.latency[cut] + self.backward[cut] + self.rest_after_backward[cut])
+                occupied += self.costs.occupancy[boundary]
+                before.append(self.earliest_gradient[boundary + 1])
+                after.append(
+                    self.costs.latency[boundary] + self.backward[boundary] + self.rest_after_backward[boundary]
+                )
         return min(before) + num_microbatches * occupied + min(after)

@@ -87,9 +87,9 @@ class Transfer:
 Operation = Step | Transfer
 
 
-def carries_loss(cut: int, num_stages: int, num_ranks: int) -> bool:
-    """Whether losses come down over `cut`: over the last ones only, until every rank has seen them."""
-    return cut >= num_stages - num_ranks
+def carries_loss(boundary: int, num_stages: int, num_ranks: int) -> bool:
+    """Whether losses come down over `boundary`: over the last ones only, until every rank has seen them."""
+    return boundary >= num_stages - num_ranks
 
 
 def insert_communication(
@@ -99,7 +99,7 @@ def insert_communication(
 
     Args:
         schedule: compute only, free of dependency cycles.
-        window: the most messages of one channel (one cut, one direction) that a receiver holds or awaits before
+        window: the most messages of one channel (one boundary, one direction) that a receiver holds or awaits before
             their use; ``None`` is no bound. A sender waits with an action while its receiver's window is full.
         losses: whether to insert the messages that tell each rank the losses, too, and a `LossKnown` before each
             backward of a rank's top stage.

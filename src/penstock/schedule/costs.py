@@ -13,7 +13,7 @@ Number = float | Sequence[float]
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs of one pipeline. Each is one number for all stages or cuts, or one per stage or cut.
+    """Costs of one pipeline. Each is one number for all stages or boundaries, or one per stage or boundary.
 
     A message takes ``message_bytes / bandwidth + latency`` seconds (the alpha-beta model). It occupies its link, one
     per ordered pair of ranks, for the first part only: latency delays a message and not those behind it.
@@ -23,9 +23,9 @@ class Costs:
         backward: seconds of the input gradient, per stage.
         weight: seconds of the weight gradient, per stage. A schedule that does not split the backward spends
             ``backward + weight`` on its B, so the same costs serve every schedule.
-        latency: seconds, per cut.
-        bandwidth: bytes per second, per cut.
-        message_bytes: size of an activation, and of its gradient, per cut.
+        latency: seconds, per boundary.
+        bandwidth: bytes per second, per boundary.
+        message_bytes: size of an activation, and of its gradient, per boundary.
         activation_bytes: what a stage holds for one microbatch from its F to the end of its backward, per stage.
     """
 
@@ -38,21 +38,21 @@ class Costs:
     activation_bytes: Number = 0.0
 
     def per_stage(self, num_stages: int) -> StageCosts:
-        """These costs written out for every stage and cut of a pipeline.
+        """These costs written out for every stage and boundary of a pipeline.
 
         Raises:
             ValueError: a sequence of another length, a negative or undefined number, or a bandwidth of 0.
         """
-        num_cuts = num_stages - 1
-        bandwidth = _spread("bandwidth", self.bandwidth, num_cuts, "cuts")
+        num_boundaries = num_stages - 1
+        bandwidth = _spread("bandwidth", self.bandwidth, num_boundaries, "boundaries")
         if 0 in bandwidth:
             raise ValueError("bandwidth must be above 0 bytes per second")
-        message_bytes = _spread("message_bytes", self.message_bytes, num_cuts, "cuts")
+        message_bytes = _spread("message_bytes", self.message_bytes, num_boundaries, "boundaries")
         return StageCosts(
             forward=_spread("forward", self.forward, num_stages, "stages"),
             backward=_spread("backward", self.backward, num_stages, "stages"),
             weight=_spread("weight", self.weight, num_stages, "stages"),
-            latency=_spread("latency", self.latency, num_cuts, "cuts"),
+            latency=_spread("latency", self.latency, num_boundaries, "boundaries"),
             occupancy=tuple(size / rate for size, rate in zip(message_bytes, bandwidth, strict=True)),
             activation_bytes=_spread("activation_bytes", self.activation_bytes, num_stages, "stages"),
         )
@@ -60,7 +60,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class StageCosts:
-    """`Costs` for a given number of stages; `occupancy` is the seconds that a message over a cut keeps its link."""
+    """`Costs` for a given number of stages; `occupancy` is how long a message over a boundary keeps its link."""
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -21,7 +21,6 @@ class Simulation:
         durations: seconds of an action, per kind and stage.
         starts: seconds from the beginning of the step to the start of each action, per rank, in the schedule's order.
         makespan: seconds until the last action ends.
-        busy: seconds of compute, per rank.
         activation_bytes: what each stage holds for a microbatch.
     """
 
@@ -29,8 +28,15 @@ class Simulation:
     durations: dict[Kind, tuple[float, ...]]
     starts: tuple[tuple[float, ...], ...]
     makespan: float
-    busy: tuple[float, ...]
     activation_bytes: tuple[float, ...]
+
+    @cached_property
+    def busy(self) -> tuple[float, ...]:
+        """Seconds of compute, per rank."""
+        numbers = [Counter(action[:2] for action in actions) for actions in self.schedule.actions]
+        return tuple(
+            sum(self.durations[kind][stage] * number for (kind, stage), number in own.items()) for own in numbers
+        )
 
     @cached_property
     def peak_live(self) -> tuple[int, ...]:
@@ -101,7 +107,6 @@ def simulate(schedule: Schedule, costs: Costs) -> Simulation:
         durations=durations,
         starts=tuple(tuple(own_starts) for own_starts in starts),
         makespan=max(ends),
-        busy=tuple(sum(durations[a.kind][a.stage] for a in actions) for actions in schedule.actions),
         activation_bytes=stage_costs.activation_bytes,
     )
 
@@ -145,9 +150,8 @@ def _start_times(schedule: Schedule, durations: dict[Kind, tuple[float, ...]], c
         rank = movable.popleft()
         actions, own_starts, now = schedule.actions[rank], starts[rank], free_from[rank]
         for position in range(len(own_starts), len(actions)):
-            action = actions[position]
-            kind, microbatch = action.kind, action.microbatch
-            inputs, duration, route, weights = table[kind][action.stage]
+            kind, stage, microbatch = actions[position]
+            inputs, duration, route, weights = table[kind][stage]
             arrival = inputs[microbatch]
             if arrival is None:
                 waits_for[rank] = inputs, microbatch
@@ -200,8 +204,8 @@ def _routes(
         if schedule.is_local(source, target):
             return _Route(arrivals[kind][target], peer, None, 0.0, 0.0)
         link = links.setdefault((schedule.stage_to_rank[source], peer), _Link())
-        cut = min(source, target)
-        return _Route(arrivals[kind][target], peer, link, costs.occupancy[cut], costs.latency[cut])
+        boundary = min(source, target)
+        return _Route(arrivals[kind][target], peer, link, costs.occupancy[boundary], costs.latency[boundary])
 
     last = schedule.num_stages - 1
     return {

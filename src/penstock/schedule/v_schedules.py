@@ -7,8 +7,8 @@ holds for the length of a block, it holds (length / interval) times at once.
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 
 from penstock.schedule.actions import Action, Kind, Schedule
@@ -55,19 +55,27 @@ def _v_schedule(
     num_stages = 2 * num_ranks
     orders = []
     for rank, block in enumerate(_building_block(num_ranks, hops)):
-        stage_of_pass = (rank, num_stages - 1 - rank, num_stages - 1 - rank, rank)
-        timed = [
-            (time + INTERVAL * microbatch, Action(kind, stage, microbatch))
-            for kind, stage, time in zip((Kind.F, Kind.F, Kind.B, Kind.B), stage_of_pass, block, strict=True)
-            for microbatch in range(num_microbatches)
-        ]
-        orders.append([action for _, action in sorted(timed, key=lambda pair: pair[0])])
+        above = num_stages - 1 - rank
+        passes = sorted(zip(block, ((Kind.F, rank), (Kind.F, above), (Kind.B, above), (Kind.B, rank)), strict=True))
+        # In every interval each pass has one microbatch, later passes an earlier one.
+        first, *_ = passes[0]
+        phases = sorted(((time - first) % INTERVAL, (time - first) // INTERVAL, what) for time, what in passes)
+        latest = max(delay for _, delay, _ in phases)
+        orders.append(
+            [
+                Action(*what, interval - delay)
+                for interval in range(num_microbatches + latest)
+                for _, delay, what in phases
+                if 0 <= interval - delay < num_microbatches
+            ]
+        )
     stage_to_rank = tuple(min(stage, num_stages - 1 - stage) for stage in range(num_stages))
     actions = _squeeze(orders, num_stages, live_limit, early_limit)
     return Schedule(name, num_stages, num_microbatches, stage_to_rank, actions, True)
 
 
-def _building_block(num_ranks: int, hops: Hops) -> list[tuple[int, int, int, int]]:
+@lru_cache(maxsize=256)
+def _building_block(num_ranks: int, hops: Hops) -> tuple[tuple[int, int, int, int], ...]:
     """Per rank, when one microbatch is there on its four passes: F down, F up, B down, B up.
 
     The turns at either end take the shortest times with which no rank ever has two actions at once when the block is
@@ -79,17 +87,18 @@ def _building_block(num_ranks: int, hops: Hops) -> list[tuple[int, int, int, int
         forward_up = hops.forward_down * last + turns[0]
         backward_down = forward_up + hops.forward_up * last + turns[1]
         backward_up = backward_down + hops.backward_down * last + turns[2]
-        block = [
-            (
+
+        def passes(rank: int, ups: tuple[int, int, int] = (forward_up, backward_down, backward_up)) -> tuple:
+            return (
                 hops.forward_down * rank,
-                forward_up + hops.forward_up * (last - rank),
-                backward_down + hops.backward_down * rank,
-                backward_up + hops.backward_up * (last - rank),
+                ups[0] + hops.forward_up * (last - rank),
+                ups[1] + hops.backward_down * rank,
+                ups[2] + hops.backward_up * (last - rank),
             )
-            for rank in range(num_ranks)
-        ]
-        if all(len({time % INTERVAL for time in times}) == len(times) for times in block):
-            return block
+
+        # Times repeat after so many ranks.
+        if all(len({time % INTERVAL for time in passes(rank)}) == 4 for rank in range(min(num_ranks, INTERVAL))):
+            return tuple(passes(rank) for rank in range(num_ranks))
     raise ValueError(f"{hops} collide on {num_ranks} ranks whatever the turns")
 
 
@@ -102,50 +111,63 @@ def _squeeze(
     takes its next F on the way down out of turn if it holds fewer than `early_limit`, and else a W that was put off:
     the latest, whose tensors are still in the caches.
     """
-    to_do = [deque(order) for order in orders]
-    on_the_way_down = [
-        deque(action for action in order if action.kind is Kind.F and action.stage == rank)
-        for rank, order in enumerate(orders)
-    ]
+    last = num_stages - 1
+    forward, weight = Kind.F, Kind.W
+    num_microbatches = sum(action[0] is forward and action[1] == 0 for action in orders[0])
+    # How many microbatches have come to an F and a B of each stage, and how many F have run. Each stage takes them in
+    # order, so an action has its input if its microbatch is below the number. A rank's own order has F before B, so
+    # the input from the neighbour decides.
+    come_forward, come_backward = [0] * num_stages, [0] * num_stages
+    come_forward[0] = num_microbatches
+    forwards = [0] * num_stages
+    waiting = [[*order[::-1]] for order in orders]  # the next one last
     deferred: list[list[Action]] = [[] for _ in orders]
     live = [0] * len(orders)
-    # Actions whose input is at hand. A rank's own order has F before B, so the input from the neighbour decides.
-    ready = set(on_the_way_down[0])
-
-    def choose(rank: int) -> Action | None:
-        if to_do[rank]:
-            head = to_do[rank][0]
-            if head in ready and (head.kind is Kind.B or live[rank] < live_limit):
-                return head
-        if on_the_way_down[rank] and on_the_way_down[rank][0] in ready and live[rank] < early_limit:
-            return on_the_way_down[rank][0]
-        return deferred[rank][-1] if deferred[rank] else None
-
-    def execute(rank: int, action: Action) -> None:
-        if action.kind is Kind.W:
-            deferred[rank].pop()
-            live[rank] -= 1
-            return
-        to_do[rank].remove(action)  # at or near the head
-        if action.kind is Kind.F:
-            live[rank] += 1
-            if action.stage == rank:
-                on_the_way_down[rank].popleft()
-        else:
-            deferred[rank].append(Action(Kind.W, action.stage, action.microbatch))
-        user = action.feeds(num_stages)
-        if user is not None:
-            ready.add(user)
-        elif action.kind is Kind.F:
-            ready.add(Action(Kind.B, action.stage, action.microbatch))
-
     result: list[list[Action]] = [[] for _ in orders]
-    while any(to_do) or any(deferred):
-        chosen = [(rank, choose(rank)) for rank in range(len(orders))]
-        in_this_unit = [(rank, action) for rank, action in chosen if action is not None]
-        if not in_this_unit:
+    unfinished = list(range(len(orders)))
+    while unfinished:
+        chosen = []
+        for rank in unfinished:
+            order = waiting[rank]
+            if order:
+                kind, stage, microbatch = action = order[-1]
+                if kind is forward:
+                    if microbatch < come_forward[stage] and live[rank] < live_limit:
+                        chosen.append((rank, action))
+                        continue
+                elif microbatch < come_backward[stage]:
+                    chosen.append((rank, action))
+                    continue
+            # Out of turn: the F on the way down are those of stage `rank`.
+            if forwards[rank] < come_forward[rank] and live[rank] < early_limit:
+                chosen.append((rank, Action(forward, rank, forwards[rank])))
+            elif deferred[rank]:
+                chosen.append((rank, deferred[rank][-1]))
+        if not chosen:
             raise ValueError(f"{live_limit} live pairs of stage and microbatch per rank are too few for this order")
-        for rank, action in in_this_unit:
-            execute(rank, action)
+        for rank, action in chosen:
+            kind, stage, microbatch = action
             result[rank].append(action)
+            order = waiting[rank]
+            if kind is weight:
+                deferred[rank].pop()
+                live[rank] -= 1
+                if not order and not deferred[rank]:
+                    unfinished.remove(rank)
+                continue
+            place = len(order) - 1
+            while order[place] != action:  # at or near the end
+                place -= 1
+            del order[place]
+            if kind is forward:
+                live[rank] += 1
+                forwards[stage] += 1
+                if stage == last:
+                    come_backward[last] += 1
+                else:
+                    come_forward[stage + 1] += 1
+            else:
+                deferred[rank].append(Action(weight, stage, microbatch))
+                if stage:
+                    come_backward[stage - 1] += 1
     return tuple(tuple(actions) for actions in result)

@@ -21,7 +21,7 @@ def validate(schedule: Schedule) -> None:
 
     Checked: every rank holds a stage and every stage has a rank; every action exactly once, on the rank of its stage;
     the caller's order (each rank runs the B of its top stage for microbatch 0, 1, 2, ...); one order per channel (each
-    cut and direction); that all ranks reach the end, also if every send blocks until it is received.
+    boundary and direction); that all ranks reach the end, also if every send blocks until it is received.
 
     Raises:
         ScheduleError: naming the first kind of fault found; for a deadlock, the blocked action of each rank.
@@ -109,10 +109,10 @@ def _check_channels(schedule: Schedule) -> None:
     for actions in schedule.actions:
         for action in actions:
             order.setdefault((action.kind, action.stage), []).append(action.microbatch)
-    for cut in range(schedule.num_stages - 1):
-        if schedule.is_local(cut, cut + 1):
+    for boundary in range(schedule.num_stages - 1):
+        if schedule.is_local(boundary, boundary + 1):
             continue
-        for kind, source, user in ((Kind.F, cut, cut + 1), (Kind.B, cut + 1, cut)):
+        for kind, source, user in ((Kind.F, boundary, boundary + 1), (Kind.B, boundary + 1, boundary)):
             sent, used = order[kind, source], order[kind, user]
             if sent != used:
                 position = next(index for index, pair in enumerate(zip(sent, used, strict=True)) if pair[0] != pair[1])
