@@ -1,6 +1,6 @@
 """The planner: against brute force, at scale, beside other rules, and measured: `python benchmarks/planner.py`.
 
-Each part has a result file in benchmarks/results. Only `measured` starts processes: emulated devices.
+Each part has a result file in benchmarks/results. Only `measured` (emulated devices) and `memory` start processes.
 """
 
 from __future__ import annotations
@@ -239,6 +239,43 @@ def _emulated(plan: Plan) -> dict[str, Any]:
     }
 
 
+def memory() -> None:
+    """The most that the tensors of each rank take in a step, beside what was predicted from a profile."""
+    import test_planning_memory as test
+    from penstock.planning.memory import memory_of_ranks, readable
+    from penstock.planning.profile import held_by_stages
+    from penstock.runtime.profiling import profile_model
+    from penstock.schedule import build
+    from pool import Pool
+
+    profile = profile_model(test.build_model(), test.BATCH, test.LENGTH, device="cpu", optimizer_states=0)
+    pool = Pool()
+    columns = ("ranks, schedule, checkpointing", "rank", "measured", "predicted", "ratio", "ratio without weights")
+    config = {"blocks": 6, "width": 128, "length": test.LENGTH, "microbatch": test.BATCH, "count": test.MICROBATCHES}
+    table = Comparison("planner_memory", "Predicted and measured peak memory of a rank", columns, config, {})
+    ratios = []
+    for num_ranks in (2, 3):
+        ranks = pool.run(num_ranks, test.peaks_of_steps, num_ranks, timeout=200)
+        cases = [case for case in test.CASES if case[0] == num_ranks]
+        for number, (_, schedule, checkpointing) in enumerate(cases):
+            units = {unit.name: unit.checkpointed() if checkpointing else unit for unit in profile.units}
+            stages = held_by_stages([[units[name] for name in stage] for stage in ranks[0][number][2]])
+            estimates = memory_of_ranks(build(schedule, num_ranks, test.MICROBATCHES), stages)
+            for rank, estimate in enumerate(estimates):
+                state, peak, _ = ranks[rank][number]
+                pair = estimate.total / (state + peak), estimate.activations / peak
+                ratios += pair
+                name = f"{num_ranks}, {schedule}, {'on' if checkpointing else 'off'}"
+                cells = [str(rank), readable(state + peak), readable(estimate.total), *(f"{one:.3f}" for one in pair)]
+                table.add(name, cells)
+                table.runs[f"{name}, {rank}"] = [state + peak, estimate.total, peak, estimate.activations]
+    pool.close()
+    table.write(
+        f"Of {len(ratios)} ratios the least is {min(ratios):.3f}, the greatest {max(ratios):.3f}. Weights are those "
+        "with their gradients; there is no optimizer. A weight tied to another on the same rank is predicted twice."
+    )
+
+
 def _jobs(cases: int) -> Iterator[Job]:
     for seed in range(cases):
         draw = random.Random(seed)
@@ -271,6 +308,7 @@ def main() -> None:
             "oracle": lambda: oracle(options.cases),
             "scale": lambda: scale(options.rounds),
             "baselines": lambda: baselines(options.cases // 5),
+            "memory": memory,
             "measured": lambda: measured(options.rounds, options.which),
         }[part]()
 

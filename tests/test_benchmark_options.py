@@ -7,10 +7,14 @@ import torch
 
 from penstock.bench.configs import GPTConfig
 from penstock.bench.memory import check_memory, estimate
-from penstock.bench.models import GPT, apply_policy
+from penstock.bench.models import GPT, apply_policy, layer_costs
 from penstock.bench.modes import blocks_of
 from penstock.bench.options import OptionError, Options, World, build_parser, read_options
-from penstock.planning.memory import readable
+from penstock.planning.memory import memory_of_ranks, readable
+from penstock.planning.partition import partition
+from penstock.planning.profile import held_by_stages
+from penstock.runtime.profiling import profile_model
+from penstock.schedule import build
 
 
 def world(size: int = 1, device_type: str = "cpu", num_devices: int = 8) -> World:
@@ -164,6 +168,20 @@ def test_sharding_and_pipelines_divide_the_estimate() -> None:
     alone = estimate(options(f"--mode pdp --ndevice_per_proc 8 {base}"), world())
     assert whole.optimizer / 8 < alone.optimizer < whole.optimizer / 4
     assert estimate(options(f"--mode ddp --optimizer sgd {base}", 8), world(8)).optimizer == 0
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_pipelines_estimate_is_that_of_the_planner(schedule: str) -> None:
+    """With the messages and what is put off, though only one block was looked at."""
+    chosen = options(f"--mode pp --pipelines 2x8 --untied --batch_size 16 --schedule {schedule}", 2)
+    assert isinstance(chosen.config, GPTConfig)
+    profile = profile_model(GPT(chosen.config, "meta", chosen.torch_dtype), 2, chosen.config.block_size)
+    sizes = partition(layer_costs(chosen.config), [1.0, 1.0]).sizes
+    units = profile.units  # the embedding and the head are two units each
+    stages = held_by_stages([units[: sizes[0] + 1], units[sizes[0] + 1 :]])
+    expected = memory_of_ranks(build(schedule, 2, 8), stages)
+    assert estimate(chosen, world(2)) == max(expected, key=lambda one: one.total)
+    assert any(stage.deferred for stage in stages) and stages[0].sent == stages[1].received > 0
 
 
 def test_the_longer_pipeline_is_not_the_fuller_one() -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 
@@ -11,10 +12,13 @@ import torch
 from transformers import ResNetForImageClassification
 
 from penstock.bench.configs import GPTConfig, ResNetSize
-from penstock.bench.models import CHECKPOINT, NOOP, layer_costs
+from penstock.bench.models import CHECKPOINT, GPT, NOOP, layer_costs
 from penstock.bench.options import OptionError, Options, World
-from penstock.planning.memory import Held, MemoryEstimate, memory_of_ranks, readable
+from penstock.planning.memory import MemoryEstimate, memory_of_ranks, readable
 from penstock.planning.partition import partition
+from penstock.planning.profile import UnitCost, held_by_stages
+from penstock.planning.template import end_modules
+from penstock.runtime.profiling import profile_model
 from penstock.schedule import build
 
 # Elements of (tokens x width) that a block keeps for its backward: inputs of the two norms, of the four products, of
@@ -120,25 +124,35 @@ def _replicated(options: Options, world: World) -> MemoryEstimate:
 
 
 def _of_stages(options: Options, world: World) -> list[MemoryEstimate]:
-    """Of each device of a pipeline, what it needs."""
+    """Of each device of a pipeline, what it needs: by the planner's profile of the same model with one block."""
     found = []
-    share = options.batch_size / world.size
+    config = options.config
+    assert isinstance(config, GPTConfig)
     pipelines = options.pipelines or [(options.ndevice_per_proc, options.chunks)]
     for ranks, microbatches in pipelines:
         schedule = build(options.schedule, ranks, microbatches)
-        samples = options.batch_size / options.num_microbatches if options.pipelines else share / microbatches
-        layers = _layers(options, samples)
-        assert isinstance(options.config, GPTConfig)
-        costs = layer_costs(options.config)
-        bounds = [0, *accumulate(partition(costs, [1.0] * schedule.num_stages).sizes)]
-        size, states = options.torch_dtype.itemsize, _states(options)
-        stages = []
-        for start, end in pairwise(bounds):
-            own = size * sum(layer.parameters for layer in layers[start:end])
-            kept = sum(layer.kept for layer in layers[start:end])
-            stages.append(Held(own, own, states * own, kept, _transient(options, samples, end == len(layers))))
-        found += memory_of_ranks(schedule, stages)
+        whole = options.batch_size / (options.num_microbatches if options.pipelines else world.size * microbatches)
+        bounds = [0, *accumulate(partition(layer_costs(config), [1.0] * schedule.num_stages).sizes)]
+        embedding, block, head = _units(options, math.ceil(whole))
+        layers = [embedding, *[block] * config.n_layer, head]
+        stages = [[unit for layer in layers[start:end] for unit in layer] for start, end in pairwise(bounds)]
+        found += memory_of_ranks(schedule, held_by_stages(stages))
     return found
+
+
+def _units(options: Options, samples: int) -> tuple[list[UnitCost], list[UnitCost], list[UnitCost]]:
+    """The units before the blocks, of a block, and after the blocks, for microbatches of `samples`."""
+    assert isinstance(options.config, GPTConfig)
+    small = GPTConfig(**{**options.config.sizes(), "n_layer": 1})
+    model = GPT(small, "meta", options.torch_dtype)
+    units = profile_model(model, samples, small.block_size, optimizer_states=_states(options)).units
+    first, last = end_modules([unit.name for unit in units])
+    before, block, after = units[: len(first)], units[len(first) : -len(last)], units[-len(last) :]
+    if options.activation == CHECKPOINT:
+        block = tuple(unit.checkpointed() for unit in block)
+    elif options.activation != NOOP:  # what a microbatch keeps is on the host until its backward
+        block = tuple(replace(unit, kept=0.0, working=unit.working + unit.kept) for unit in block)
+    return list(before), list(block), list(after)
 
 
 def _of_resnet(options: Options, world: World) -> MemoryEstimate:
