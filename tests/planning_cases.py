@@ -8,7 +8,10 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations, pairwise, product
 
 from penstock.planning.cluster import Cluster, DeviceClass
-from penstock.planning.profile import Profile, UnitCost
+from penstock.planning.memory import memory_of_ranks
+from penstock.planning.planned import costs_of, schedule_of
+from penstock.planning.profile import Profile, UnitCost, held_by_stages
+from penstock.schedule import simulate
 
 Counts = tuple[int, ...]
 
@@ -52,6 +55,59 @@ def best_by_brute_force(profile: Profile, cluster: Cluster, microbatches: int, c
         if len(layout) >= copies:
             best = min(best, _least(tuple(tables[counts] for counts in layout), microbatches))
     return None if math.isinf(best) else best
+
+
+def best_simulated_by_brute_force(
+    profile: Profile, cluster: Cluster, microbatches: int, copies: int, schedules: Sequence[str] = ("1f1b",)
+) -> float | None:
+    """The same, but each pipeline's step is simulated and its memory is followed action by action."""
+    best = math.inf
+    for name in schedules:
+        tables = {}
+        for counts in product(*(range(count + 1) for count in cluster.counts)):
+            if 0 < sum(counts) <= len(profile.units):
+                table = _simulated_times(profile.units, cluster, counts, microbatches, name)
+                if min(table[1:]) < math.inf:
+                    tables[counts] = table
+        for layout in _sets_of(sorted(tables), cluster.counts, microbatches):
+            if len(layout) >= copies:
+                best = min(best, _least(tuple(tables[counts] for counts in layout), microbatches))
+    return None if math.isinf(best) else best
+
+
+def _simulated_times(
+    units: Sequence[UnitCost], cluster: Cluster, counts: Counts, microbatches: int, name: str
+) -> tuple[float, ...]:
+    """As `_times`; what cannot be faster than the best so far, by the work of its busiest rank, is not simulated."""
+    depth = sum(counts)
+    orders = {order for order in product(range(len(counts)), repeat=depth) if _count(order, len(counts)) == counts}
+    mapping = schedule_of(name, depth, 1).stage_to_rank
+    if len(mapping) > len(units):
+        return (math.inf,) * (microbatches + 1)
+    pipelines = []
+    for boundaries in combinations(range(1, len(units)), len(mapping) - 1):
+        stages = [units[a:b] for a, b in pairwise((0, *boundaries, len(units)))]
+        held = held_by_stages(stages)
+        for order in orders:
+            kinds = [cluster.classes[kind] for kind in order]
+            costs = costs_of(stages, [kinds[rank].speed for rank in mapping])
+            work = [0.0] * depth
+            for rank, *times in zip(mapping, costs.forward, costs.backward, costs.weight, strict=True):
+                work[rank] += sum(times)
+            pipelines.append((max(work), kinds, held, costs))
+    pipelines.sort(key=lambda one: one[0])
+    best = [math.inf] * (microbatches + 1)
+    for count in range(1, microbatches + 1):
+        schedule = schedule_of(name, depth, count)
+        for work, kinds, held, costs in pipelines:
+            if count * work >= best[count]:
+                break
+            seconds = simulate(schedule, costs).makespan
+            if seconds < best[count]:
+                memories = memory_of_ranks(schedule, held)
+                if all(one.total <= kind.memory for one, kind in zip(memories, kinds, strict=True)):
+                    best[count] = seconds
+    return tuple(best)
 
 
 def _times(units: Sequence[UnitCost], cluster: Cluster, counts: Counts, microbatches: int) -> tuple[float, ...] | None:

@@ -135,18 +135,21 @@ class Candidates:
     def _make_line(self, split: Split, name: str) -> CandidatePipeline | None:
         mapping = schedule_of(name, len(split.classes), 1).stage_to_rank
         sizes = self._sizes(split, name, mapping)
-        if sizes is None:
-            return None
+        return None if sizes is None else self.pipeline_of(split.classes, sizes, name)
+
+    def pipeline_of(self, classes: tuple[int, ...], sizes: tuple[int, ...], name: str) -> CandidatePipeline:
+        """Stages of so many parts on devices of these classes."""
+        schedule = schedule_of(name, len(classes), 1)
+        mapping, splits = schedule.stage_to_rank, schedule.splits_backward
         units = tuple(
             tuple(unit for part in self.job.parts[a:b] for unit in part)
             for a, b in pairwise(accumulate(sizes, initial=0))
         )
-        splits = schedule_of(name, len(split.classes), 1).splits_backward
-        speeds = [self.job.cluster.classes[split.classes[rank]].speed for rank in mapping]
+        speeds = [self.job.cluster.classes[classes[rank]].speed for rank in mapping]
         costs = costs_of(units, speeds)
         triples = list(zip(costs.forward, costs.backward, costs.weight, strict=True))  # type: ignore[arg-type]  # tuples
         seconds = [sum(times) for times in triples]
-        work, entry = [0.0] * len(split.classes), [0.0] * len(split.classes)
+        work, entry = [0.0] * len(classes), [0.0] * len(classes)
         gradients = [sum(unit.gradients for unit in stage) for stage in units]
         for stage, rank in reversed(list(enumerate(mapping))):
             work[rank] += seconds[stage]
@@ -165,7 +168,7 @@ class Candidates:
         else:
             ends = tuple((*pair, gradients[0]) for pair in limits)
         return CandidatePipeline(
-            name, split.classes, sizes, units, splits, costs, tuple(limits), ends, max(work), sum(seconds)
+            name, classes, sizes, units, splits, costs, tuple(limits), ends, max(work), sum(seconds)
         )
 
     def _sizes(self, split: Split, name: str, mapping: Sequence[int]) -> tuple[int, ...] | None:
@@ -249,7 +252,7 @@ class Candidates:
 
         def late(line: CandidatePipeline, count: int) -> float:
             enough = min(count, STEADY * len(line.classes))
-            return self._alone(line, enough, len(lines), link) - line.seconds(enough)
+            return self.alone(line, enough, len(lines), link) - line.seconds(enough)
 
         extra = {line: late(line, count) for line, count in zip(lines, counts, strict=True)}
 
@@ -262,7 +265,7 @@ class Candidates:
             counts[:] = again
         return min(steps)
 
-    def _alone(self, line: CandidatePipeline, count: int, num_pipelines: int, link: Link) -> float:
+    def alone(self, line: CandidatePipeline, count: int, num_pipelines: int = 1, link: Link = Link()) -> float:  # noqa: B008
         """The step of a pipeline that is simulated alone, with the reduction of what it has in common with others."""
         if (line, count) not in self._simulated:
             schedule = schedule_of(line.name, len(line.classes), count)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from bisect import insort
+from collections import Counter
 from dataclasses import replace
 from heapq import heappop, heappush
 
 from penstock.planning.candidates import CandidatePipeline, Candidates
+from penstock.planning.exact import exact_layouts
 from penstock.planning.job import Job
 from penstock.planning.memory import Held, readable
 from penstock.planning.planned import Plan
@@ -20,15 +22,28 @@ class Infeasible(ValueError):
 def make_plans(job: Job, most: int = 5) -> list[Plan]:
     """The best plans, fastest first.
 
-    Layouts that are good by formula are looked at under every schedule, by rising bounds; the pipelines of those that
-    may be among the best are simulated alone, and the best of them all together on their nodes, with the reduction of
-    gradients.
+    Those of a small job are exact. Besides, layouts that are good by formula are looked at under every schedule, by
+    rising bounds; the pipelines of those that may be among the best are simulated alone, and the best of them all
+    together on their nodes, with the reduction of gradients.
 
     Raises:
         Infeasible: there is none.
     """
     planner = Candidates(job)
     plans: list[Plan] = []
+    seen = set()
+
+    def add(lines: list[CandidatePipeline], counts: list[int]) -> None:
+        key = frozenset(
+            Counter((line.name, line.classes, line.sizes, n) for line, n in zip(lines, counts, strict=True)).items()
+        )
+        plan = None if key in seen else planner.realise(lines, counts)
+        seen.add(key)
+        if plan is not None:
+            insort(plans, plan, key=lambda plan: (plan.seconds, len(plan.devices)))
+
+    for lines, counts in exact_layouts(planner, most):
+        add(lines, counts)
     # What is estimated and not simulated as a whole yet, the most promising first. An estimate is no bound, but the
     # bounds of what is not estimated yet are, so both queues end where they can give nothing better than `plans`.
     estimated: list[tuple[float, int, list[CandidatePipeline], list[int]]] = []
@@ -48,9 +63,7 @@ def make_plans(job: Job, most: int = 5) -> list[Plan]:
         seconds, _, lines, counts = heappop(estimated)
         if seconds >= worst():
             break
-        plan = planner.realise(lines, counts)
-        if plan is not None:
-            insort(plans, plan, key=lambda plan: (plan.seconds, len(plan.devices)))
+        add(lines, counts)
     if not plans:
         raise explain(job)
     return plans[:most]

@@ -43,7 +43,9 @@ class Plan:
 
     @property
     def schedule_names(self) -> str:
-        return ", ".join(dict.fromkeys(pipeline.schedule.name for pipeline in self.pipelines))
+        """Of the pipelines of several ranks; a single rank has nothing to overlap, whatever its schedule."""
+        names = [pipeline.schedule.name for pipeline in self.pipelines if len(pipeline.devices) > 1]
+        return ", ".join(dict.fromkeys(names or [pipeline.schedule.name for pipeline in self.pipelines]))
 
     @property
     def devices(self) -> tuple[int, ...]:

@@ -1,0 +1,190 @@
+"""The best layouts of a small job: every split over every order of devices is bounded, and simulated if it may win.
+
+The formula of `penstock.planning.search` is off where a pipeline has few microbatches, or its slowest stage has faster
+ones before it: 1F1B is then faster than the formula says. Where there are few enough splits, branch and bound finds
+the layout whose simulated step is shortest, of pipelines that are simulated one by one. Links are counted within a
+pipeline, the reduction of gradients is not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from heapq import heapify, heappop, heappush
+from itertools import combinations, pairwise, product
+
+import numpy as np
+
+from penstock.planning.candidates import CandidatePipeline, Candidates
+from penstock.planning.memory import memory_of_ranks
+from penstock.planning.partition import ROUNDING, split_microbatches
+from penstock.planning.planned import schedule_of
+from penstock.planning.profile import held_by_stages, sums
+
+Counts = tuple[int, ...]
+# A job is small if it has at most so many devices, splits over orders of devices, and sets of pipelines.
+MOST_DEVICES, MOST_SPLITS, MOST_LAYOUTS = 10, 20_000, 2_000
+# Pipelines of more microbatches than this follow the formula.
+MOST_MICROBATCHES = 32
+# Of one set of devices and number of microbatches no more are simulated; seldom reached.
+MOST_SIMULATED = 200
+
+
+def exact_layouts(planner: Candidates, most: int) -> Iterator[tuple[list[CandidatePipeline], list[int]]]:
+    """The `most` sets of devices with the shortest simulated steps, their pipelines and microbatches; none for a job
+    that is not small."""
+    job = planner.job
+    if job.num_microbatches > MOST_MICROBATCHES or job.cluster.size > MOST_DEVICES:
+        return
+    possible = [
+        counts
+        for counts in product(*(range(count + 1) for count in job.cluster.counts))
+        if 0 < sum(counts) <= len(job.parts)
+    ]
+    names = [n for n in job.schedules if sum(_num_splits(planner, counts, n) for counts in possible) <= MOST_SPLITS]
+    if not names:
+        return
+    layouts = list(_sets_of(possible, job.cluster.counts, job.num_microbatches, MOST_LAYOUTS + 1))
+    if len(layouts) > MOST_LAYOUTS:
+        return
+    queue: list[tuple[float, int, tuple[_Pipelines, ...], list[int]]] = []  # the second breaks ties
+    for name in names:
+        pipelines = {counts: _Pipelines(planner, counts, name) for counts in possible}
+        for layout in layouts:
+            # On single ranks there is only one schedule.
+            if len(layout) >= job.copies and (name == names[0] or any(sum(counts) > 1 for counts in layout)):
+                chosen = tuple(pipelines[counts] for counts in layout)
+                bound, shares = _bound(chosen, job.num_microbatches)
+                queue.append((bound, len(queue), chosen, shares))
+    heapify(queue)
+    while queue and most:
+        before, place, chosen, _ = heappop(queue)
+        # Others may have been simulated since.
+        bound, shares = _bound(chosen, job.num_microbatches)
+        if math.isinf(bound):
+            continue
+        if bound > before:
+            heappush(queue, (bound, place, chosen, shares))
+            continue
+        pairs = list(zip(chosen, shares, strict=True))
+        if all(count in one.found for one, count in pairs):
+            lines = [one.found[count][1] for one, count in pairs]
+            yield [line for line in lines if line is not None], shares
+            most -= 1
+            continue
+        for one, count in pairs:
+            one.simulate(count)
+        heappush(queue, (bound, place, chosen, shares))
+
+
+class _Pipelines:
+    """All pipelines of certain devices under a schedule.
+
+    Attributes:
+        found: by number of microbatches, the seconds of the fastest that was simulated, and it.
+    """
+
+    def __init__(self, planner: Candidates, counts: Counts, name: str) -> None:
+        self.found: dict[int, tuple[float, CandidatePipeline | None]] = {}
+        self._planner, self._name, self._depth = planner, name, sum(counts)
+        self._bounds: dict[int, np.ndarray] = {}
+        job = planner.job
+        schedule = schedule_of(name, self._depth, 1)
+        mapping, splits = schedule.stage_to_rank, schedule.splits_backward
+        self._orders = sorted({o for o in product(range(len(counts)), repeat=self._depth) if _counted(o, counts)})
+        if len(mapping) > len(job.parts):
+            self._orders = []
+        inner = list(combinations(range(1, len(job.parts)), len(mapping) - 1))
+        self._ends = np.array([(0, *ends, len(job.parts)) for ends in inner], int).reshape(-1, len(mapping) + 1)
+        forward, backward, weight = (self._of_stages(column) for column in zip(*map(sums, job.parts), strict=True))
+        state, kept = (self._of_stages([getattr(one, what) for one in job.held]) for what in ("state", "kept"))
+        ranks = [list(schedule.stages_of(rank)) for rank in range(self._depth)]
+        work, before, path, squares = [], [], [], []
+        for order in self._orders:
+            speeds = np.array([job.cluster.classes[order[rank]].speed for rank in mapping])
+            f, b, w = forward / speeds, backward / speeds, weight / speeds
+            first = np.cumsum(f if splits else f + b + w, 1) - (f if splits else f + b + w)
+            work.append(np.stack([(f + b + w)[:, own].sum(1) for own in ranks], 1))
+            before.append(first[:, [own[0] for own in ranks]])
+            path.append((f + b).sum(1) + (w[:, 0] if splits else w.sum(1)))
+            squares.append(((f + b + w) ** 2).sum(1))
+        self._work, self._before, self._path, self._squares = work, before, path, np.array(squares)
+        self._state, self._kept = (np.stack([one[:, own].sum(1) for own in ranks], 1) for one in (state, kept))
+
+    def _of_stages(self, values: Sequence[float]) -> np.ndarray:
+        before = np.concatenate([[0.0], np.cumsum(values)])
+        return before[self._ends[:, 1:]] - before[self._ends[:, :-1]]
+
+    def seconds(self, microbatches: int) -> float:
+        """Of the fastest pipeline, or a bound: more microbatches take no less."""
+        least = max((seconds for count, (seconds, _) in self.found.items() if count <= microbatches), default=0.0)
+        bounds = self._all(microbatches)
+        return max(least, float(bounds.min()) if bounds.size else math.inf)
+
+    def _all(self, microbatches: int) -> np.ndarray:
+        """Of each order and split a bound of its step; infinite if it fits in no case."""
+        if microbatches not in self._bounds:
+            rows = []
+            classes = self._planner.job.cluster.classes
+            one_stage_each = self._ends.shape[1] - 1 == self._depth
+            live = [min(microbatches, self._depth - rank) if one_stage_each else 1 for rank in range(self._depth)]
+            needs = self._state + self._kept * np.array(live)
+            for order, work, before, path in zip(self._orders, self._work, self._before, self._path, strict=True):
+                limits = np.array([classes[kind].memory for kind in order])
+                bound = np.maximum((before + microbatches * work).max(1), path)
+                rows.append(np.where((needs <= limits * (1 + ROUNDING)).all(1), bound, np.inf))
+            self._bounds[microbatches] = np.array(rows)
+        return self._bounds[microbatches]
+
+    def simulate(self, microbatches: int) -> None:
+        """Find the fastest that fits."""
+        if microbatches in self.found:
+            return
+        best: tuple[float, CandidatePipeline | None] = math.inf, None
+        bounds = self._all(microbatches)
+        schedule = schedule_of(self._name, self._depth, microbatches)
+        classes = self._planner.job.cluster.classes
+        # Of equal bounds the most even stages come first.
+        finite = bounds[np.isfinite(bounds)]
+        rounded = np.round(bounds / finite.min(), 9) if finite.size and finite.min() > 0 else bounds
+        for place in np.lexsort((self._squares.ravel(), rounded.ravel()))[:MOST_SIMULATED]:
+            order, row = np.unravel_index(place, bounds.shape)
+            if bounds[order, row] >= best[0] * (1 - ROUNDING):
+                break
+            ends = self._ends[row].tolist()
+            sizes = tuple(end - start for start, end in pairwise(ends))
+            line = self._planner.pipeline_of(self._orders[order], sizes, self._name)
+            seconds = self._planner.alone(line, microbatches)
+            if seconds < best[0]:
+                memories = memory_of_ranks(schedule, held_by_stages(line.units))
+                limits = [classes[kind].memory for kind in line.classes]
+                if all(memory.total <= limit for memory, limit in zip(memories, limits, strict=True)):
+                    best = seconds, line
+        self.found[microbatches] = best
+
+
+def _bound(chosen: Sequence[_Pipelines], microbatches: int) -> tuple[float, list[int]]:
+    counts = split_microbatches([one.seconds for one in chosen], microbatches)
+    return max(one.seconds(count) for one, count in zip(chosen, counts, strict=True)), counts
+
+
+def _num_splits(planner: Candidates, counts: Counts, name: str) -> int:
+    stages = len(schedule_of(name, sum(counts), 1).stage_to_rank)
+    orders = math.factorial(sum(counts)) // math.prod(map(math.factorial, counts))
+    return orders * math.comb(len(planner.job.parts) - 1, stages - 1)
+
+
+def _counted(order: Sequence[int], counts: Counts) -> bool:
+    return all(order.count(kind) == count for kind, count in enumerate(counts))
+
+
+def _sets_of(templates: Sequence[Counts], free: Counts, deepest: int, most: int) -> Iterator[tuple[Counts, ...]]:
+    """The first `most` multisets of at most `deepest` templates within the free devices."""
+    for index, counts in enumerate(templates):
+        left = tuple(have - need for have, need in zip(free, counts, strict=True))
+        if min(left) >= 0 and deepest and most > 0:
+            yield (counts,)
+            most -= 1
+            for rest in _sets_of(templates[index:], left, deepest - 1, most):
+                yield (counts, *rest)
+                most -= 1
