@@ -28,6 +28,9 @@ from forked import Process
 
 MAX_WORKERS = 8
 START_TIMEOUT = 120.0  # of a fork on a busy machine
+GROUP_TIMEOUT = 30.0  # of one attempt to form the group of a call, on a busy machine
+GROUP_ATTEMPTS = 3
+FORMED, GO = b"formed", b"go"
 
 
 class WorkerDied(RuntimeError):
@@ -114,22 +117,27 @@ class Pool:
             raise ValueError(f"the pool has 1 to {MAX_WORKERS} workers, not {world_size}")
         from torch.distributed import TCPStore
 
-        workers = self._first(world_size)
-        # The store lives here, as it lives in torchrun's agent: no race for a port, and it outlives any rank.
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout))
-        for rank, worker in enumerate(workers):
-            worker.log_start = worker.log.stat().st_size
-            task = Task(
-                module=function.__module__,
-                function=function.__qualname__,
-                arguments=args,
-                keywords=kwargs,
-                environment=_launcher_environment(rank, world_size, store.port) | (environment or {}),
-                path=tuple(sys.path),
-                initialize=init,
-                timeout=timeout,
-            )
-            worker.connection.send_bytes(pickle.dumps(task))
+        for _ in range(GROUP_ATTEMPTS):
+            workers = self._first(world_size)
+            # The store lives here, as it lives in torchrun's agent: no race for a port, and it outlives any rank.
+            store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout))
+            for rank, worker in enumerate(workers):
+                worker.log_start = worker.log.stat().st_size
+                task = Task(
+                    module=function.__module__,
+                    function=function.__qualname__,
+                    arguments=args,
+                    keywords=kwargs,
+                    environment=_launcher_environment(rank, world_size, store.port) | (environment or {}),
+                    path=tuple(sys.path),
+                    initialize=init,
+                    timeout=timeout,
+                )
+                worker.connection.send_bytes(pickle.dumps(task))
+            if not init or self._group_is_formed(workers):
+                break
+        else:
+            raise WorkerTimeout(f"{world_size} workers could not form a group in {GROUP_ATTEMPTS} attempts")
         results, order = self._collect(workers, timeout)
         failed = [rank for rank in order if isinstance(results[rank], BaseException)]
         if failed and not outcomes:
@@ -147,6 +155,28 @@ class Pool:
         """Stop every worker. The pool may be used again; it starts new ones."""
         while self._workers:
             self._workers.pop().stop()
+
+    def _group_is_formed(self, workers: Sequence[Worker]) -> bool:
+        """Let the workers go on once all have formed their group; else replace them all, and the call begins again.
+
+        Gloo's first connections fail now and then on a busy machine, most often where one rank is done with the group
+        before another has seen all its connections. Nothing of the test has run by then.
+        """
+        deadline = time.monotonic() + GROUP_TIMEOUT
+        try:
+            for worker in workers:
+                if not worker.connection.poll(max(deadline - time.monotonic(), 0)):
+                    raise TimeoutError
+                if worker.connection.recv_bytes() != FORMED:
+                    raise ConnectionError
+            for worker in workers:
+                worker.connection.send_bytes(GO)
+        except (EOFError, OSError):
+            for worker in workers:
+                print(f"a worker formed no group; {_tail(worker)}", file=sys.stderr)
+                self._replace(worker)
+            return False
+        return True
 
     def _first(self, count: int) -> list[Worker]:
         """The first ``count`` workers, alive."""
@@ -266,7 +296,7 @@ def _serve(connection: Connection) -> None:
         before = dict(os.environ)
         threads = torch.get_num_threads()
         try:
-            answer = _answer(task)
+            answer = _answer(task, connection)
         finally:
             os.environ.clear()
             os.environ.update(before)
@@ -274,12 +304,15 @@ def _serve(connection: Connection) -> None:
         connection.send_bytes(answer)
 
 
-def _answer(task: Task) -> bytes:
+def _answer(task: Task, connection: Connection) -> bytes:
     """When the task's function ended and its result, or its exception with the traceback as a note; pickled."""
     ended = time.monotonic()
     try:
         try:
             _set_up(task)
+            if task.initialize:
+                connection.send_bytes(FORMED)
+                connection.recv_bytes()
             result = _function(task)(*task.arguments, **task.keywords)
         finally:
             # Before anything is taken down: the peers that fail because this rank's connections close fail later.

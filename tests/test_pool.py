@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import pool as pool_module
 from pool import Pool, WorkerDied, WorkerTimeout
 
 
@@ -125,6 +126,20 @@ def test_a_hanging_worker_is_shown_and_replaced(pool: Pool) -> None:
     first, second = pool.run(2, sleep_long_on, 1, timeout=1, outcomes=True)
     assert first == 0 and isinstance(second, WorkerTimeout) and "in sleep_long_on" in str(second)
     assert pool.run(2, sum_of_ranks, 1.0)[0][0] == 3
+
+
+def test_a_group_that_does_not_form_is_formed_anew(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = pool_module._launcher_environment
+    calls: list[int] = []
+
+    def wrong_once(rank: int, world_size: int, port: int) -> dict[str, str]:
+        calls.append(rank)
+        found = made(rank, world_size, port)
+        return found | {"WORLD_SIZE": "many"} if len(calls) == 2 else found
+
+    monkeypatch.setattr(pool_module, "_launcher_environment", wrong_once)
+    assert pool.run(2, sum_of_ranks, 1.0)[0][0] == 3
+    assert calls == [0, 1, 0, 1]
 
 
 def test_one_task_leaves_nothing_for_the_next(pool: Pool) -> None:
