@@ -126,7 +126,7 @@ def changes(world: World, number: int) -> Iterator[World]:
                     yield world.with_member(number, replace(member, phase="ended"))
                     return
                 if move is Move.DECIDE:
-                    going_on, step, calls = successor(view)
+                    going_on, step, calls, _ = successor(view)
                     proposal = Decision(
                         member.generation + 1, tuple(report.member for report in going_on), step=step, calls=calls
                     )

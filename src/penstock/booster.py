@@ -30,7 +30,8 @@ from penstock.checkpoint import (
 from penstock.data.batch import MicrobatchedBatch
 from penstock.data.loader import Batches, HeterogeneousDataLoader
 from penstock.elastic.events import Change
-from penstock.elastic.run import Call, ElasticRun
+from penstock.elastic.log import Call
+from penstock.elastic.run import ElasticRun
 from penstock.modeling.graph.loss import Criterion
 from penstock.modeling.instrumentation import record_of
 from penstock.modeling.stage.named_output import NamedOutput, without_graph

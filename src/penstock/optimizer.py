@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from penstock.elastic.run import Call, ElasticRun
+from penstock.elastic.log import Call
+from penstock.elastic.run import ElasticRun
 from penstock.runtime.engine import Engine
 from penstock.runtime.gradients.precision import LossScale
 
@@ -95,14 +96,14 @@ class PipelineOptimizer(Optimizer):
 
     def clip_grad_by_value(self, clip_value: float) -> None:
         """Clip every element of the gradients to [-clip_value, clip_value]."""
-        self._together(partial(self._clip_by_value, clip_value))
+        self._together(partial(self._clip_by_value, clip_value), local=True)
 
     def _clip_by_value(self, clip_value: float) -> None:
         torch.nn.utils.clip_grad_value_([p for group in self.param_groups for p in group["params"]], clip_value)
 
-    def _together(self, change: Callable[[], Any]) -> Any:
+    def _together(self, change: Callable[[], Any], local: bool = False) -> Any:
         """Change the gradients, which is repeated where they are computed again."""
-        return change() if self.run is None else self.run.perform(Call(change, trains=True))
+        return change() if self.run is None else self.run.perform(Call(change, trains=True, local=local))
 
     def get_grad_norm(self) -> float | None:
         """The norm of the whole model's gradients before the last `step`; None if it did not need to know."""

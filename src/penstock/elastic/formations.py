@@ -103,7 +103,6 @@ class Formations:
         record: Callable[[int], Record | None],
         before: Decision | None = None,
         step: int = 0,
-        calls: int = 0,
         checkpoint: Callable[[], tuple[int, str] | None] = lambda: None,
     ) -> Decision:
         """The next generation.
@@ -113,7 +112,8 @@ class Formations:
             joining: who comes new.
             record: what a member said of itself.
             before: the generation that ends, None at the beginning of a run.
-            checkpoint: finds step and path of one to go back to, if nobody has some part of the model.
+            checkpoint: finds step and path of one to go back to, if nobody has some part of the model, or some member
+                is on its way back.
         """
         started = time.monotonic()
         held = {report.member: report.held for report in reports} | dict.fromkeys(joining, ())
@@ -128,14 +128,17 @@ class Formations:
         try:
             if not devices:
                 raise Infeasible("no member is left that could go on")
-            if missing and (found := checkpoint()) is not None:
-                (step, restore), calls = found, 0
+            going_back = any(report.going_back for report in reports)
+            if (missing or going_back) and (found := checkpoint()) is not None:
+                step, restore = found
                 held = dict.fromkeys(held, ())  # all values come from there
             elif missing:
                 raise Infeasible(
                     f"no device that is left has the values of {', '.join(missing[:4])}"
                     + (f" and {len(missing) - 4} more units" if len(missing) > 4 else "")
                 )
+            elif going_back:
+                raise Infeasible("the checkpoint that it went back to is gone")
             formation = choose(
                 self._shapes,
                 [held[device[0]] for device in devices],
@@ -158,8 +161,7 @@ class Formations:
             ranks,
             tuple(member for member in joining if member in ranks),
             step,
-            calls,
-            pipelines,
+            pipelines=pipelines,
             lost=left,
             restore=restore,
             seconds=time.monotonic() - started,

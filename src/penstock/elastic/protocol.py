@@ -26,22 +26,26 @@ class Report:
 
     Attributes:
         committed: how many updates it has made.
-        calls: how many calls in which all take part it has completed since the last one.
+        calls: how many calls it has completed since the last one.
+        dropped: of how many of them it has dropped the gradients.
         leaving: whether it will not be part of the next generation.
         suspects: members whose connections it saw close.
         held: the units whose values it has.
         ready: whether it is between two steps, where others can join.
         new: whether it was to come in with this generation, which did not come about.
+        going_back: whether it was loading a checkpoint that the run goes back to.
     """
 
     member: int
     committed: int
     calls: int = 0
+    dropped: int = 0
     leaving: bool = False
     suspects: tuple[int, ...] = ()
     held: tuple[str, ...] = ()
     ready: bool = False
     new: bool = False
+    going_back: bool = False
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -61,6 +65,7 @@ class Decision:
         joining: those of them that are new.
         step: how many updates all of them have made when it begins.
         calls: of the calls since then, how many all of them have completed.
+        dropped: of how many of these all of them have dropped the gradients.
         pipelines: for each pipeline its stages (lists of units) and its microbatches.
         end: why the run cannot go on; empty if it can.
         lost, left: the members of the generation before that are not in this one.
@@ -75,6 +80,7 @@ class Decision:
     joining: tuple[int, ...] = ()
     step: int = 0
     calls: int = 0
+    dropped: int = 0
     pipelines: tuple[tuple[tuple[tuple[str, ...], ...], int], ...] = ()
     end: str = ""
     lost: tuple[int, ...] = ()
@@ -138,8 +144,9 @@ def next_move(view: View) -> Move:
     return Move.DECIDE
 
 
-def successor(view: View) -> tuple[list[Report], int, int]:
-    """Who goes on, by their reports; how many updates they will have made; and how many calls since, all of them."""
+def successor(view: View) -> tuple[list[Report], int, int, int]:
+    """Who goes on, by their reports, and what all of them have in common then: the updates that they will have made,
+    how many calls since then they have completed, and of how many of these they have dropped the gradients."""
     going_on = [
         report
         for member, report in sorted(view.reports.items())
@@ -147,5 +154,10 @@ def successor(view: View) -> tuple[list[Report], int, int]:
     ]
     step = max((report.committed for report in going_on), default=0)
     # A member that is still to make the last update has completed no call since.
-    calls = min((report.calls if report.committed == step else 0 for report in going_on), default=0)
-    return going_on, step, calls
+    since = [(report.calls, report.dropped) if report.committed == step else (0, 0) for report in going_on]
+    return (
+        going_on,
+        step,
+        min((calls for calls, _ in since), default=0),
+        min((dropped for _, dropped in since), default=0),
+    )

@@ -3,10 +3,10 @@
 A step is a transaction. `perform` makes the calls in which all ranks take part, and keeps a log of those since the last
 update; `commit` makes the update, after a vote. When a rank is lost in any of them, those that are left agree on the
 next generation (`agreement`), take up its layout with the same objects (`Engine.reform`), and repeat what the log says
-is lost: gradients always, anything else only if some rank has not completed it. So the caller sees a call that took
+is lost (`log`). So the caller sees a call that took
 longer. If values were lost with all that had them, everybody goes back to the last checkpoint.
 
-The log, the vote and the recovery share the state of the step that is under way; that makes the file long.
+The vote and the recovery share the state of the step that is under way; that makes the file long.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -28,6 +28,7 @@ import torch.distributed as dist
 from penstock.elastic.agreement import LeftOut, agree, decision, everyone, latest
 from penstock.elastic.events import Change
 from penstock.elastic.formations import Formations
+from penstock.elastic.log import Call, Log
 from penstock.elastic.meeting import STORE_ERRORS, FolderMeeting, TcpMeeting, meet
 from penstock.elastic.membership import Membership, Pulse, describe, request_change
 from penstock.elastic.protocol import Decision, Report, View, successor
@@ -67,19 +68,6 @@ class LastResort(Protocol):
         """Load the checkpoint of a step. All members call this."""
 
 
-@dataclass
-class Call:
-    """Something that all ranks do together.
-
-    Attributes:
-        run: does it, on the layout of the moment.
-        trains: whether it makes gradients, which are lost with the layout.
-    """
-
-    run: Callable[[], Any]
-    trains: bool
-
-
 class ElasticRun:
     """This process as a part of a run.
 
@@ -113,11 +101,10 @@ class ElasticRun:
         self.joined = False
         self.last_resort: LastResort | None = None
         self.num_restored = 0
-        self._restoring = False
+        self._restoring = self._going_back = False
         self._num_updates = 0
-        self._log: list[Call] = []
+        self._log = Log()
         self._todo: list[Call] = []
-        self._first_number = 0
         self._update: Callable[[], Any] | None = None
         self._updated: Any = None
         self._change_due = False
@@ -354,10 +341,11 @@ class ElasticRun:
 
     def formed(self, engine: Engine) -> None:
         """The engine stands; failures of its ranks are survived from here on."""
+        if self.engine is None:
+            self._log.begin(engine.step_number)
         self.engine = engine
         engine.run = self
         engine.on_board = self.on_board
-        self._first_number = engine.step_number
         self._watch(engine.board, self.settings.hang_timeout)
 
     # -- steps -----------------------------------------------------------------------------------------------------
@@ -368,7 +356,7 @@ class ElasticRun:
         Raises:
             what it raises that is no loss of a rank; RunEnded: those that are left cannot go on.
         """
-        if call.trains and not any(earlier.trains for earlier in self._log):
+        if call.trains and not self._log.trains:
             self._change_if_due()
         while True:
             self.performing = True
@@ -380,7 +368,8 @@ class ElasticRun:
                 continue
             finally:
                 self.performing = False
-            self._log.append(call)
+            if not call.stale:
+                self._log.add(call)
             self._note_redone()
             return result
 
@@ -398,11 +387,13 @@ class ElasticRun:
         def unless_stale() -> Any:
             if restored == self.num_restored:
                 return work()
+            call.stale = True
             if stale is not None:
                 return stale()
             raise RunEnded(f"values were lost meanwhile, and the run went back to step {self.step}. {self._advice()}")
 
-        return self.perform(Call(unless_stale, trains=False))
+        call = Call(unless_stale, trains=False)
+        return self.perform(call)
 
     def load(self, load: Callable[[], int | None]) -> None:
         """Load all values on all ranks, again after a rank was lost.
@@ -418,7 +409,7 @@ class ElasticRun:
             self.step = self.step if step is None else step
 
         self.do(work)
-        self.drop()
+        self._begin_log()
 
     def commit(self, prepare: Callable[[], Callable[[], Any]]) -> Any:
         """Make an update on all ranks or on none.
@@ -440,10 +431,13 @@ class ElasticRun:
         return self._updated
 
     def drop(self) -> None:
-        """Gradients were dropped: what made them need not be repeated."""
-        self._log.clear()
+        """Gradients were dropped: what made them need not be repeated once all ranks have dropped them."""
         assert self.engine is not None
-        self._first_number = self.engine.step_number
+        self._log.drop(self.engine.step_number)
+
+    def _begin_log(self) -> None:
+        assert self.engine is not None
+        self._log.begin(self.engine.step_number)
 
     def _make_update(self) -> None:
         assert self._update is not None and self.engine is not None
@@ -451,7 +445,7 @@ class ElasticRun:
         self.step += 1
         self._num_updates += 1
         self._fruitless = 0
-        self.drop()
+        self._begin_log()
 
     def _vote(self) -> bool:
         """Once this returns on any rank, all ranks have their gradients. Returns whether the members are to change."""
@@ -514,7 +508,15 @@ class ElasticRun:
         self._membership.unwatch()
         engine.dissolve()
         report = Report(
-            self.number, self.step, len(self._log), leaving, suspects, self._held_units(engine), ready=planned
+            self.number,
+            self.step,
+            self._log.num_calls,
+            self._log.dropped,
+            leaving,
+            suspects,
+            self._held_units(engine),
+            ready=planned,
+            going_back=self._going_back,
         )
         try:
             following = agree(self._membership, now, report, self._decide, announce=not planned)
@@ -553,7 +555,7 @@ class ElasticRun:
         return following
 
     def _decide(self, view: View) -> Decision:
-        going_on, step, calls = successor(view)
+        going_on, step, calls, dropped = successor(view)
         joining = [report.member for report in going_on if report.new]
         going_on = [report for report in going_on if not report.new]
         meeting, pulse = self._membership.meeting, self._membership.pulse
@@ -564,7 +566,7 @@ class ElasticRun:
         if fresh:
             joining += self._candidates(now)
         generation = now.generation + 1
-        arguments = (pulse.record, now, step, calls, self._newest_checkpoint)
+        arguments = (pulse.record, now, step, self._newest_checkpoint)
         following = self.formations.decide(generation, going_on, joining, *arguments)
         while following.end and joining:  # the members go on without the last who came
             refused = joining.pop()
@@ -573,6 +575,8 @@ class ElasticRun:
         left = tuple(report.member for report in view.reports.values() if report.leaving)
         return replace(
             following,
+            calls=0 if fresh or following.restore else calls,
+            dropped=0 if fresh or following.restore else dropped,
             fresh=fresh,
             requests=requests if fresh else 0,
             left=left,
@@ -609,20 +613,24 @@ class ElasticRun:
         engine = self.engine
         assert engine is not None
         if following.restore:
-            self._log, self._change_due = [call for call in self._log if call.trains], False
-            self.step, self._restoring = following.step, True
+            self._log.go_back(engine.step_number)
+            self._change_due = False
+            self.step, self._restoring, self._going_back = following.step, True, True
             self.num_restored += 1
         elif following.step == self.step + 1:
             self._make_update()
         assert following.step == self.step, f"step {self.step}, but the members are at {following.step}"
-        for parameter in engine.known.values():
-            parameter.grad = None
+        self._lose_gradients()
         self._update = None
         self._handled = max(self._handled, following.requests)
         if following.fresh:
-            self._log.clear()
-        self._todo = [call for index, call in enumerate(self._log) if call.trains or index >= following.calls]
-        engine.step_number = self._first_number
+            self._log.begin(engine.step_number)
+        self._todo, engine.step_number = self._log.to_repeat(following.calls, following.dropped, self._lose_gradients)
+
+    def _lose_gradients(self) -> None:
+        assert self.engine is not None
+        for parameter in self.engine.known.values():
+            parameter.grad = None
 
     def _to(self, following: Decision) -> None:
         """Form the next generation."""
@@ -654,8 +662,8 @@ class ElasticRun:
             raise RunEnded(f"the run cannot go on: {error}") from error
         finally:
             self.performing = False
-        self._restoring = False
-        self._first_number = engine.step_number
+        self._restoring = self._going_back = False
+        self._log.go_back(engine.step_number)
         self._moved, self._num_bytes = time.perf_counter() - started, 0
 
     def _note_redone(self) -> None:
