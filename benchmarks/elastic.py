@@ -3,6 +3,7 @@
     export PYTHONPATH=src:tests
     python benchmarks/elastic.py                       # 200 kills: the table of docs/elastic.md
     python benchmarks/elastic.py --kills 20 --seed 3 --output /tmp/here
+    python benchmarks/elastic.py --soak --minutes 10   # long runs, with a new process for each that is killed
 
 Each run begins with 4 to 8 processes on this machine (CPU, gloo, a GPT-2 of 4 blocks and width 32 in double precision,
 with dropout, clipping, AdamW and a scheduler). At random moments a random process is killed, sometimes two at once,
@@ -13,12 +14,14 @@ compared with those of a run that nothing happened to, and the samples are count
 from __future__ import annotations
 
 import argparse
+import contextlib
 import random
 import signal
 import statistics
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +33,8 @@ EXACT = 1e-9
 # Seconds between two kills, and how often two are killed at once or a new process comes.
 PAUSE = (0.2, 2.0)
 TWO_AT_ONCE, JOINS = 0.15, 0.3
+# Of a long run: its steps, and seconds between two kills.
+SOAK_STEPS, SOAK_PAUSE = 1500, (1.0, 5.0)
 # How many of the runs save checkpoints.
 SAVING = 0.5
 NO_COPY = "the run cannot go on: no device that is left has"
@@ -38,33 +43,67 @@ PHASES = ("detect", "agree", "plan", "form", "move", "redo")
 
 def trial(draw: random.Random, expected: dict[int, float], timeout: float = 180.0) -> dict[str, Any]:
     """One run: its outcome, and a record of each kill."""
-    with tempfile.TemporaryDirectory() as folder:
-        number = draw.randint(4, 8)
-        saves = {"CHECKPOINTS": str(Path(folder) / "checkpoints")} if draw.random() < SAVING else {}
-        run = elastic_runs.Run(Path(folder), STEPS, number, DEPTHS=draw.choice(["1,2,3", "2,3,4", "1,2"]), **saves)
-        alive = [run.start() for _ in range(number)]
-        run.begin(timeout)
-        kills: list[dict[str, Any]] = []
+    with _started(draw, STEPS, draw.randint(4, 8), timeout) as run:
+        number, kills = len(run.members), list[dict[str, Any]]()
+        alive = list(run.members)
         while len(alive) > 2 and not any(member.status is not None for member in alive):
             time.sleep(draw.uniform(*PAUSE))
             if draw.random() < JOINS:
                 run.start()
             for _ in range(2 if draw.random() < TWO_AT_ONCE and len(alive) > 3 else 1):
-                victim = alive.pop(draw.randrange(len(alive)))
-                if victim.status is None:
-                    victim.process.send_signal(signal.SIGKILL)
-                    kills.append({"at": time.time(), "process": victim.process.pid})
-        hung = False
-        try:
-            run.wait(timeout, but=run.members[number:])
-            late = [m for m in run.members[number:] if not any("begins" in note for note in m.read())]
-            for member in late:  # it came when the run was over, and waits for others to begin a new one
-                member.process.send_signal(signal.SIGKILL)
-            run.wait(timeout)
-        except AssertionError as error:
-            hung = True
-            print(error, flush=True)
-        return judge(run, kills, expected, hung)
+                _kill(alive.pop(draw.randrange(len(alive))), kills)
+        return _ended(run, run.members[:number], kills, expected, timeout)
+
+
+def soak(draw: random.Random, expected: dict[int, float], timeout: float = 600.0) -> dict[str, Any]:
+    """One long run: of 4 to 6 processes one is killed every few seconds, and a new one comes for it."""
+    with _started(draw, len(expected), 5, timeout) as run:
+        kills: list[dict[str, Any]] = []
+        while (living := [m for m in run.members if m.status is None]) and not any(m.status == 0 for m in run.members):
+            time.sleep(draw.uniform(*SOAK_PAUSE))
+            training = [m for m in living if any("done" in note for note in m.read())]
+            if len(training) > 3:
+                _kill(draw.choice(training), kills)
+            if len(living) < 6:
+                run.start()
+        return _ended(run, [m for m in run.members if m.losses], kills, expected, timeout)
+
+
+@contextlib.contextmanager
+def _started(draw: random.Random, steps: int, number: int, timeout: float) -> Iterator[elastic_runs.Run]:
+    with tempfile.TemporaryDirectory() as folder:
+        saves = {"CHECKPOINTS": str(Path(folder) / "checkpoints")} if draw.random() < SAVING else {}
+        run = elastic_runs.Run(Path(folder), steps, number, DEPTHS=draw.choice(["1,2,3", "2,3,4", "1,2"]), **saves)
+        for _ in range(number):
+            run.start()
+        run.begin(timeout)
+        yield run
+
+
+def _kill(victim: elastic_runs.Member, kills: list[dict[str, Any]]) -> None:
+    if victim.status is None:
+        victim.process.send_signal(signal.SIGKILL)
+        kills.append({"at": time.time(), "process": victim.process.pid})
+
+
+def _ended(
+    run: elastic_runs.Run,
+    first: Sequence[elastic_runs.Member],
+    kills: list[dict[str, Any]],
+    expected: dict[int, float],
+    timeout: float,
+) -> dict[str, Any]:
+    """Wait for the end of those that trained `first`, and of all others that came to train, and judge the run."""
+    hung = False
+    try:
+        run.wait(timeout, but=[member for member in run.members if member not in first])
+        late = [m for m in run.members if m not in first and not any("begins" in note for note in m.read())]
+        for member in late:  # it came when the run was over, and waits for others to begin a new one
+            member.process.send_signal(signal.SIGKILL)
+        run.wait(timeout)
+    except AssertionError:
+        hung = True
+    return judge(run, kills, expected, hung)
 
 
 def judge(run: elastic_runs.Run, kills: list[dict[str, Any]], expected: dict[int, float], hung: bool) -> dict[str, Any]:
@@ -74,7 +113,7 @@ def judge(run: elastic_runs.Run, kills: list[dict[str, Any]], expected: dict[int
     largest = max((abs(expected[s] - loss) for m in run.members for s, loss in m.losses.items()), default=0.0)
     complaint = ""
     try:
-        elastic_runs.assert_whole_epochs(run.samples(), STEPS)
+        elastic_runs.assert_whole_epochs(run.samples(), run.steps)
     except (AssertionError, KeyError) as error:
         complaint = f"samples: {error!r}"
     failed = [m for m in run.members if m.status not in (0, -9) and m.losses]
@@ -89,7 +128,8 @@ def judge(run: elastic_runs.Run, kills: list[dict[str, Any]], expected: dict[int
         outcome = "ended with the error: no copy of a part was left"
     else:
         outcome = "wrong"
-        print(largest, complaint, [m.status for m in run.members], run.printed()[-8000:], flush=True)
+    if outcome in ("hung", "wrong"):
+        print(largest, complaint, run.printed(), flush=True)
     changes = [change for member in ended for change in member.end.get("changes", [])]
     for kill in kills:
         mine = [c for c in changes if numbers.get(kill["process"]) in c["lost"]]
@@ -103,30 +143,31 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--minutes", type=float, default=60.0, help="begin no run after so many minutes")
+    parser.add_argument("--soak", action="store_true", help="long runs, with a new process for each that is killed")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()
     draw, began, trials = random.Random(arguments.seed), time.monotonic(), []
-    expected = elastic_runs.undisturbed(STEPS)
+    expected = elastic_runs.undisturbed(SOAK_STEPS if arguments.soak else STEPS)
     num_kills = 0
     while num_kills < arguments.kills and time.monotonic() - began < 60 * arguments.minutes:
-        trials.append(trial(draw, expected))
+        trials.append((soak if arguments.soak else trial)(draw, expected))
         num_kills += len(trials[-1]["kills"])
         print(num_kills, {k: v for k, v in trials[-1].items() if k != "kills"}, flush=True)
-        write(arguments.output, trials)
+        write(arguments.output, "elastic_soak" if arguments.soak else "elastic", trials)
 
 
-def write(folder: Path, trials: list[dict[str, Any]]) -> None:
+def write(folder: Path, name: str, trials: list[dict[str, Any]]) -> None:
     """The record and the table."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_json({**environment(), "trials": trials}, folder / "elastic.json")
+    write_json({**environment(), "trials": trials}, folder / f"{name}.json")
     kills = [kill for one in trials for kill in one["kills"]]
     timed = [kill for kill in kills if kill["seconds"] is not None]
     outcomes = Counter(one["outcome"] for one in trials)
     lines = [
         "# Elastic runs, random processes killed",
         "",
-        "Written by `benchmarks/elastic.py`; what made it is in `elastic.json`.",
+        f"Written by `benchmarks/elastic.py`; what made it is in `{name}.json`.",
         "",
         f"{len(trials)} runs, {len(kills)} kills, {sum(one['joined'] for one in trials)} processes joined. Largest "
         f"difference of a loss from the undisturbed run's: {max(one['largest'] for one in trials):.1e}.",
@@ -147,7 +188,7 @@ def write(folder: Path, trials: list[dict[str, Any]]) -> None:
             each = [kill["phases"][phase] for kill in timed]
             lines.append(f"| {phase} | {statistics.median(each):.2f} | {max(each):.2f} |")
         lines += ["", f"Kills that a run's own end hid are not timed: {len(kills) - len(timed)} of {len(kills)}."]
-    (folder / "elastic.md").write_text("\n".join(lines) + "\n")
+    (folder / f"{name}.md").write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

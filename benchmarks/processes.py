@@ -26,17 +26,25 @@ class Contestant:
     """`world_size` processes of a script in this folder, which build something and then time turns of steps of it.
 
     They start at the first turn and are suspended between turns, so that many can wait side by side while one has the
-    machine to itself. A script calls `turns.serve`. Use it as a context manager, or `close` it.
+    machine to itself. A script calls `turns.serve`. Use it as a context manager, or `close` it. Script and library may
+    be those of another `checkout`.
     """
 
     def __init__(
-        self, script: str, world_size: int, arguments: Mapping[str, Any], threads: int = 1, timeout: float = 600
+        self,
+        script: str,
+        world_size: int,
+        arguments: Mapping[str, Any],
+        threads: int = 1,
+        timeout: float = 600,
+        checkout: Path = HERE.parent,
     ):
         self._script = script
         self._world_size = world_size
         self._arguments = arguments
         self._threads = threads
         self._timeout = timeout
+        self._checkout = checkout.resolve()
         self._folder = tempfile.TemporaryDirectory()
         self._processes: list[subprocess.Popen] = []
         self._failure: str | None = None
@@ -96,8 +104,10 @@ class Contestant:
                 "MASTER_PORT": str(port),
                 "OMP_NUM_THREADS": str(self._threads),
                 "PYTHONWARNINGS": "ignore",
+                "PYTHONPATH": str(self._checkout / "src"),
             }
-            command = [sys.executable, str(HERE / self._script), json.dumps(self._arguments)]
+            script = self._checkout / "benchmarks" / self._script
+            command = [sys.executable, str(script), json.dumps(self._arguments)]
             with self._log(rank).open("w") as log:
                 self._processes.append(
                     subprocess.Popen(
