@@ -51,6 +51,10 @@ class Member:
         return {note["done"]: note["rate"] for note in self.notes if "done" in note}
 
     @property
+    def scales(self) -> dict[int, float]:
+        return {note["done"]: note["scale"] for note in self.notes if "done" in note}
+
+    @property
     def end(self) -> dict[str, Any]:
         return next((note for note in self.notes if "changes" in note), {})
 
@@ -139,10 +143,10 @@ def served_store(folder: Path) -> Iterator[tuple[str, int]]:
         process.send_signal(signal.SIGKILL)
 
 
-def undisturbed(steps: int) -> dict[int, float]:
+def undisturbed(steps: int, **environment: str) -> dict[int, float]:
     """The losses of a run of one process that nothing happens to."""
     with tempfile.TemporaryDirectory() as folder:
-        run = Run(Path(folder), steps, 1, store="")
+        run = Run(Path(folder), steps, 1, store="", **environment)
         member = run.start()
         run.wait()
         path = Path(folder) / "undisturbed.jsonl"

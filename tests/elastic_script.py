@@ -58,10 +58,14 @@ class Noting:
 def main(store: str, folder: str, steps: int, start: int, *orders: str) -> None:
     faulthandler.enable()
     torch.manual_seed(0)
-    model: Any = FAMILIES["gpt2"].build(dropout=0.1)
+    family, settings = os.environ.get("FAMILY", "gpt2"), json.loads(os.environ.get("MODEL", "{}"))
+    model: Any = FAMILIES[family].build(dropout=0.1, **settings)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.startswith(tuple(filter(None, os.environ.get("FROZEN", "").split(",")))))
     whole = list(model.parameters())
     note = Noting(Path(folder) / (f"{os.getpid()}.jsonl" if store else "undisturbed.jsonl"))
     options: dict[str, Any] = {"microbatch_size": MICROBATCH, "max_norm": 0.5}
+    options |= json.loads(os.environ.get("PLUGIN", "{}"))
     if store:
         depths = map(int, os.environ.get("DEPTHS", "1,2,3").split(","))
         templates = [PipelineTemplate.balanced(model, stages) for stages in depths]
@@ -122,7 +126,7 @@ def main(store: str, folder: str, steps: int, start: int, *orders: str) -> None:
     loader = plugin.prepare_dataloader(Samples(), shuffle=True, collate_fn=collate)
     with kept_in_double():
         model, wrapped, _, loader, scheduler = booster.boost(model, optimizer, None, loader, scheduler)
-        for block in model.transformer.h:
+        for block in model.transformer.h if hasattr(model, "transformer") else model.model.layers:
             block.register_forward_hook(lambda *_: here("forward"))
         if plugin.run is not None:
             form = plugin.run.on_layout
@@ -155,7 +159,8 @@ def main(store: str, folder: str, steps: int, start: int, *orders: str) -> None:
             scheduler.step()
             step = booster.step - 1 if manager is not None else step
             if not store or plugin.run.num_restored == restored:  # else the loss in hand is that of a step that is lost
-                note(done=step, loss=loss.item(), rate=optimizer.param_groups[0]["lr"])
+                scale = wrapped.loss_scale and wrapped.loss_scale.scale
+                note(done=step, loss=loss.item(), rate=optimizer.param_groups[0]["lr"], scale=scale)
             step += 1
             if manager is not None:
                 manager.save(booster.step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from functools import cache
 from pathlib import Path
@@ -17,15 +18,15 @@ EXACT = 1e-9
 
 
 @cache
-def expected() -> dict[int, float]:
-    return elastic_runs.undisturbed(STEPS)
+def expected(**environment: str) -> dict[int, float]:
+    return elastic_runs.undisturbed(STEPS, **environment)
 
 
-def assert_as_undisturbed(run: elastic_runs.Run, survivors: list[elastic_runs.Member]) -> None:
+def assert_as_undisturbed(run: elastic_runs.Run, survivors: list[elastic_runs.Member], **environment: str) -> None:
     """All that trained saw the undisturbed run's losses; nobody lost a sample or trained on one twice."""
     for member in run.members:
         for step, loss in member.losses.items():
-            assert abs(loss - expected()[step]) < EXACT, f"step {step}\n{run.printed()}"
+            assert abs(loss - expected(**environment)[step]) < EXACT, f"step {step}\n{run.printed()}"
     for member in survivors:
         assert member.status == 0, run.printed()
         assert max(member.losses) == STEPS - 1
@@ -126,6 +127,43 @@ def test_a_process_killed_in_a_save_leaves_the_others_a_whole_checkpoint(tmp_pat
     assert len(survivors) == 3, run.printed()
     assert_as_undisturbed(run, survivors)
     assert [(one.step, one.fault) for one in find_checkpoints(folder)] == [(12, None), (9, None)]
+
+
+def test_a_process_that_joins_has_the_loss_scale_and_frozen_parameters_stay_frozen(tmp_path: Path) -> None:
+    """The embedding is tied to the head, and frozen with the second block; the scale doubles every other step."""
+    settings = {
+        "FROZEN": "transformer.wte,transformer.h.1.",
+        "PLUGIN": json.dumps({"precision": "fp16", "initial_scale": 256.0, "growth_interval": 2}),
+    }
+    run = elastic_runs.Run(tmp_path, STEPS, 3, DEPTHS="1,2", **settings)
+    stays, killed, also = [run.start(*order) for order in (["await@5/loop"], ["kill@8/forward"], [])]
+    run.begin()
+    joiner = run.start()
+    run.wait()
+    assert killed.status == -9, run.printed()
+    assert_as_undisturbed(run, [stays, also, joiner], **settings)
+    assert stays.scales == {step: 256.0 * 2 ** ((step + 1) // 2) for step in range(STEPS)}
+    assert joiner.scales.items() <= stays.scales.items() and min(joiner.scales) in (5, 6, 7)
+
+
+def test_shards_of_a_stage_are_lost_together(tmp_path: Path) -> None:
+    """Three devices of two tensor-parallel ranks each: with one rank its device is lost."""
+    model = {"FAMILY": "llama", "MODEL": '{"vocab_size": 98}'}
+    run = elastic_runs.Run(
+        tmp_path, STEPS, 6, PLUGIN='{"tp_size": 2}', DEPTHS="1,2,3", TORCHELASTIC_RUN_ID="node", **model
+    )
+    members = []
+    for local in range(6):
+        run.environment["LOCAL_RANK"] = str(local)
+        members.append(run.start(*["kill@4/forward"] * (local == 3)))
+    run.wait()
+    assert members[3].status == -9, run.printed()
+    assert members[2].status == 1 and "the others went on without it" in members[2].printed()
+    survivors = [members[local] for local in (0, 1, 4, 5)]
+    assert_as_undisturbed(run, survivors, **model)
+    for survivor in survivors:
+        assert survivor.losses.keys() == set(range(STEPS))
+        assert [len(change["lost"]) for change in survivor.end["changes"]] == [2]
 
 
 @pytest.mark.slow

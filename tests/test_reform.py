@@ -22,6 +22,7 @@ from families import FAMILIES, batch
 from penstock.modeling.graph.units import list_units
 from penstock.pipeline_model import attach
 from penstock.planning.layout import Layout
+from penstock.runtime.comm.bootstrap import form_world
 from penstock.runtime.comm.forming import forming
 from penstock.runtime.engine import parallelize
 from penstock.runtime.moving import from_live_ranks
@@ -177,6 +178,21 @@ def test_re_formations_leave_nothing_behind(pool: Pool) -> None:
             # compared: what each re-formation left behind would be in all of them.
             most, least = map(max, zip(*early, strict=True)), map(min, zip(*late, strict=True))
             assert all(after <= before for before, after in zip(most, least, strict=True)), counts
+
+
+def meet_after_one_met_nobody() -> int:
+    store = dist.PrefixStore("later", dist.distributed_c10d._get_default_store())
+    if dist.get_rank() == 0:
+        with pytest.raises(RuntimeError):
+            form_world(dist.PrefixStore("alone", store), 0, 2, timedelta(seconds=1), lambda board: None)
+    form_world(store, int(os.environ["RANK"]), 2, timedelta(seconds=20), lambda board: None)
+    found = torch.ones(())
+    dist.all_reduce(found)
+    return int(found)
+
+
+def test_ranks_meet_after_an_attempt_of_one_of_them(pool: Pool) -> None:
+    assert pool.run(2, meet_after_one_met_nobody) == [2, 2]
 
 
 def lost_values() -> str:

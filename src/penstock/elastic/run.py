@@ -44,7 +44,7 @@ logger = logging.getLogger("penstock")
 
 PAUSE = 0.02
 # How long the members of a new generation may take to meet, and a silent one is waited for meanwhile.
-FORMING = datetime.timedelta(seconds=60)
+FORMING = datetime.timedelta(seconds=20)
 FORMING_PATIENCE = 10.0
 # How long a failure's details are waited for.
 DETAILS = 0.1

@@ -114,6 +114,8 @@ def form_world(
         PipelineFailure: a rank was lost meanwhile.
     """
     leave_world()
+    # The counter by which torch names groups, which all ranks must have in common: an attempt that failed moves it on.
+    dist.distributed_c10d._world.group_count = 0
     use_local_device()
     atexit.unregister(_leave_in_order)
     atexit.register(_leave_in_order)
