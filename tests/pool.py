@@ -360,6 +360,9 @@ def _take_down() -> None:
 
     if dist.is_initialized():
         dist.destroy_process_group()
+    # torch counts groups made in vain too, and puts the count into the keys under which ranks meet: a worker that once
+    # failed to form a group would never again meet workers that did not.
+    dist.distributed_c10d._world.group_count = 0
     gc.collect()
 
 

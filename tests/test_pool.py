@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -22,6 +23,14 @@ def environment_of_launcher() -> tuple[bool, int, int, str]:
     was_initialized = dist.is_initialized()
     dist.init_process_group("gloo")
     return was_initialized, dist.get_rank(), dist.get_world_size(), os.environ.get("EXTRA", "")
+
+
+def form_in_vain_on(lonely_rank: int) -> int:
+    """One rank waits for a group that nobody else wants to form; how many groups torch has counted by then."""
+    if int(os.environ["RANK"]) == lonely_rank:
+        with pytest.raises(dist.DistError):
+            dist.init_process_group("gloo", timeout=timedelta(seconds=1))
+    return dist.distributed_c10d._world.group_count
 
 
 def fail_on(failing_rank: int) -> int:
@@ -140,6 +149,14 @@ def test_a_group_that_does_not_form_is_formed_anew(pool: Pool, monkeypatch: pyte
     monkeypatch.setattr(pool_module, "_launcher_environment", wrong_once)
     assert pool.run(2, sum_of_ranks, 1.0)[0][0] == 3
     assert calls == [0, 1, 0, 1]
+
+
+def test_a_group_formed_in_vain_on_one_rank_does_not_part_it_from_the_others(pool: Pool) -> None:
+    assert pool.run(2, form_in_vain_on, 0, init=False) == [1, 0]
+    workers = [worker.process.pid for worker in pool._workers[:2]]
+    results = pool.run(2, sum_of_ranks, 1.0, timeout=20)
+    assert all(torch.equal(result, torch.full((2,), 3.0)) for result in results)
+    assert [worker.process.pid for worker in pool._workers[:2]] == workers
 
 
 def test_one_task_leaves_nothing_for_the_next(pool: Pool) -> None:
