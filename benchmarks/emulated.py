@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
-from transformers import PretrainedConfig, PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutput
+from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
 from turns import Figures, Step, barrier, serve
 
 import penstock
@@ -47,7 +47,7 @@ class SleepConfig(PretrainedConfig):
     model_type = "sleeping"
 
     def __init__(self, num_blocks: int = 1, forward=0.0, backward=0.0, weight=0.0, **kwargs: Any):
-        super().__init__(**kwargs)
+        super().__init__(**{"vocab_size": WIDTH, "hidden_size": WIDTH, "num_hidden_layers": num_blocks, **kwargs})
         self.num_blocks, self.forward_seconds, self.backward_seconds, self.weight_seconds = (
             num_blocks,
             forward,
@@ -90,9 +90,10 @@ class SleepingBlock(nn.Module):
         return _Sleep.apply(self, hidden, self.weight)
 
 
-class SleepingModel(PreTrainedModel):
+class SleepingModel(PreTrainedModel, GenerationMixin):
+    """A language model without cache and compute, in training and in generation."""
+
     config_class = SleepConfig
-    main_input_name = "inputs_embeds"
 
     def __init__(self, config: SleepConfig):
         super().__init__(config)
@@ -102,12 +103,19 @@ class SleepingModel(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         pass
 
-    def forward(self, inputs_embeds: torch.Tensor, labels: torch.Tensor | None = None) -> CausalLMOutput:
-        hidden = inputs_embeds
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        hidden = functional.one_hot(input_ids, WIDTH).float() if inputs_embeds is None else inputs_embeds
         for block in self.blocks:
             hidden = block(hidden)
         loss = None if labels is None else functional.mse_loss(hidden, labels)
-        return CausalLMOutput(loss=loss, logits=hidden)
+        return CausalLMOutputWithPast(loss=loss, logits=hidden, past_key_values=past_key_values)
 
 
 def plain(arguments: dict[str, Any]) -> Step:

@@ -1,8 +1,8 @@
 """Generation and evaluation over stages beside the cores' ceiling: processes apart, each with its share of the batch.
 
-    python benchmarks/generation.py decoding --batch-size 32      # results/generation_32.md
-    python benchmarks/generation.py emulated                      # three stages of devices that sleep
-    python benchmarks/generation.py evaluation                    # forwards alone, beside accelerate's prepare_pippy
+    python benchmarks/generation.py decoding --batch-size 32 --new-tokens 48   # its rows of results/generation_32x48.md
+    python benchmarks/generation.py emulated        # three stages of devices that sleep: generation_three_stages.md
+    python benchmarks/generation.py evaluation      # forwards alone, beside accelerate's prepare_pippy
 
 The file is also the script of its contestants' processes.
 """
@@ -11,27 +11,28 @@ from __future__ import annotations
 
 import argparse
 import copy
+import json
 import os
 import random
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from emulated import WIDTH, SleepConfig, SleepingBlock
-from measure import Comparison, median_of, ratio_of
+from emulated import SleepConfig, SleepingModel
+from measure import RESULTS, Comparison, median_of, ratio_of
 from processes import side_by_side
-from torch import nn
-from torch.nn import functional
-from transformers import GenerationMixin, GPT2Config, GPT2LMHeadModel, PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 from turns import Figures, Step, barrier, serve
 
 import penstock
+from penstock.bench.result_files import environment, write_json
 
 PROMPT = 32
+ONE, APART = "one process", "two apart, half the batch each"
 
 
 def gpt2(arguments: dict[str, Any]) -> GPT2LMHeadModel:
@@ -62,23 +63,34 @@ def batch_of(arguments: dict[str, Any], size: int) -> torch.Tensor:
 # -- decoding ----------------------------------------------------------------------------------------------------------
 
 
-def decoding_step(model: Any, prompt: torch.Tensor, arguments: dict[str, Any], **options: Any) -> Step:
-    """A prefill alone, then a whole generation; the difference is the decoding of all tokens but the first."""
-    new = arguments["new_tokens"]
-    options = {"do_sample": False, "use_cache": True, **options}
+# Generates a number of tokens.
+Way = Callable[[int], Any]
+
+
+def way_of(model: Any, prompt: torch.Tensor, **options: Any) -> Way:
+    def generate(count: int) -> None:
+        model.generate(prompt, max_new_tokens=count, min_new_tokens=count, do_sample=False, use_cache=True, **options)
+
     # Whoever works alone makes the other rank wait at the barrier after it, not in the middle.
-    model.generate(prompt, max_new_tokens=3, min_new_tokens=3, **options)
+    generate(3)
+    return generate
 
-    def seconds(count: int) -> float:
+
+def timed(way: Way | None, new: int) -> Figures:
+    """A prefill alone, then a whole generation; the difference is the decoding of all tokens but the first.
+
+    The time of the slower rank counts. One that has no part in it waits.
+    """
+    seconds = []
+    for count in (1, new):
+        barrier()
         start = time.perf_counter()
-        model.generate(prompt, max_new_tokens=count, min_new_tokens=count, **options)
-        return time.perf_counter() - start
-
-    def step() -> Figures:
-        prefill, whole = seconds(1), seconds(new)
-        return {"prefill": prefill, "decode": (whole - prefill) / (new - 1), "whole": whole}
-
-    return step
+        if way is not None:
+            way(count)
+        barrier()
+        seconds.append(time.perf_counter() - start)
+    prefill, whole = seconds
+    return {"prefill": prefill, "decode": (whole - prefill) / (new - 1), "whole": whole}
 
 
 def cache_mib(model: Any, prompt: torch.Tensor, new: int) -> float:
@@ -94,14 +106,14 @@ def decoding(arguments: dict[str, Any]) -> Step:
     split, size = on_stages(copy.deepcopy(whole)), arguments["batch_size"]
     prompt = batch_of(arguments, size)
     half = prompt[: max(1, size // 2)]
-    ways: dict[str, Step | None] = {
-        "one process": decoding_step(whole, prompt, arguments) if dist.get_rank() == 0 else None,
-        "two apart, half the batch each": decoding_step(whole, half, arguments),
-        "two stages, one group": decoding_step(split, prompt, arguments, generation_groups=1),
-        "two stages, as chosen": decoding_step(split, prompt, arguments),
+    ways: dict[str, Way | None] = {
+        ONE: way_of(whole, prompt) if dist.get_rank() == 0 else None,
+        APART: way_of(whole, half),
+        "two stages, one group": way_of(split, prompt, generation_groups=1),
+        "two stages, as chosen": way_of(split, prompt),
     }
     if arguments["peers"]:
-        ways["one process, device_map"] = decoding_step(device_map(arguments), prompt, arguments)
+        ways["one process, device_map"] = way_of(device_map(arguments), prompt) if dist.get_rank() == 0 else None
     caches: list[Any] = [None, None]
     mine = cache_mib(split, prompt, arguments["new_tokens"]), cache_mib(whole, prompt, arguments["new_tokens"])
     dist.all_gather_object(caches, mine)
@@ -110,12 +122,7 @@ def decoding(arguments: dict[str, Any]) -> Step:
     def step() -> Figures:
         figures: dict[str, Any] = {"cache_mib": {"unsplit": caches[0][1], "stages": [each for each, _ in caches]}}
         for name in shuffle.sample(list(ways), len(ways)):
-            barrier()
-            way, start = ways[name], time.perf_counter()
-            found = {} if way is None else way()
-            barrier()
-            if found:  # the slower of two apart counts
-                found["both"] = time.perf_counter() - start
+            found = timed(ways[name], arguments["new_tokens"])
             figures |= {f"{name}: {key}": value for key, value in found.items()}
         every: list[Any] = [None, None]
         dist.all_gather_object(every, figures)
@@ -136,33 +143,13 @@ def device_map(arguments: dict[str, Any]) -> Any:
 # -- devices that sleep ------------------------------------------------------------------------------------------------
 
 
-class SleepingLanguageModel(PreTrainedModel, GenerationMixin):
-    """Blocks that take their time whatever they are given, and no compute."""
-
-    config_class = SleepConfig
-
-    def __init__(self, config: SleepConfig):
-        super().__init__(config)
-        self.blocks = nn.ModuleList(SleepingBlock(config) for _ in range(config.num_blocks))
-        self.post_init()
-
-    def _init_weights(self, module: nn.Module) -> None:
-        pass
-
-    def forward(self, input_ids: torch.Tensor, past_key_values: Any = None, **kwargs: Any) -> CausalLMOutputWithPast:
-        hidden = functional.one_hot(input_ids, WIDTH).float()
-        for block in self.blocks:
-            hidden = block(hidden)
-        return CausalLMOutputWithPast(logits=hidden, past_key_values=past_key_values)
-
-
 def sleeping_stages(arguments: dict[str, Any]) -> Step:
     """Stages that take `seconds` for a forward of any group."""
     size = int(os.environ["WORLD_SIZE"])
-    config = SleepConfig(size, arguments["seconds"], vocab_size=WIDTH, hidden_size=WIDTH, num_hidden_layers=size)
-    model = on_stages(SleepingLanguageModel(config).eval())
+    model = on_stages(SleepingModel(SleepConfig(size, arguments["seconds"])).eval())
     prompt = torch.ones(arguments["batch_size"], 4, dtype=torch.int64)
-    return decoding_step(model, prompt, arguments, generation_groups=arguments["groups"])
+    way = way_of(model, prompt, generation_groups=arguments["groups"])
+    return lambda: timed(way, arguments["new_tokens"])
 
 
 # -- evaluation --------------------------------------------------------------------------------------------------------
@@ -221,37 +208,55 @@ KINDS = {
 # -- tables ------------------------------------------------------------------------------------------------------------
 
 
+COLUMNS = ["batch", "", "tokens/s", "of one process", "of two apart", "prefill s", "decode ms/token"]
+
+
 def measure_decoding(options: argparse.Namespace) -> None:
+    """The rows of one batch size; those of others, measured before with the same model, stay in the table."""
     size, new = options.batch_size, options.new_tokens
     model = {"vocabulary": options.vocabulary, "layers": options.layers, "width": options.width}
-    config = {**model, "batch_size": size, "new_tokens": new, "prompt": PROMPT, "warmup": 0, "peers": options.peers}
-    (runs,) = run({"decoding": ("decoding", 2, {})}, config, options).values()
+    config = {**model, "new_tokens": new, "prompt": PROMPT, "warmup": 0}
+    (runs,) = run({"decoding": ("decoding", 2, {"batch_size": size, "peers": options.peers})}, config, options).values()
     runs = [result for result in runs if "seconds" in result]
-    columns = ["", "tokens/s", "of one process", "of two apart", "prefill s", "decode ms/token"]
-    table = Comparison(f"generation_{size}", f"GPT-2: {size} x ({PROMPT} + {new}) tokens", columns, config, runs)
-    names = [key.removesuffix(": both") for key in runs[0] if key.endswith(": both")]
-    one, apart = "one process", "two apart, half the batch each"
+    found = {key.removesuffix(": whole") for key in runs[0] if key.endswith(": whole")}
+    names = sorted(found, key=lambda name: (name.startswith("two stages"), name))
 
     def rate(name: str, result: dict[str, Any]) -> float:
-        done = 2 * max(1, size // 2) if name == apart else size
-        return done * (new + 1) / median_of([result], f"{name}: both")
+        done = 2 * max(1, size // 2) if name == APART else size
+        return done * new / median_of([result], f"{name}: whole")
 
+    rows: dict[str, list[str]] = {}
     for name in names:
         of_one, of_apart = (
-            statistics.median(rate(name, result) / rate(other, result) for result in runs) for other in (one, apart)
+            statistics.median(rate(name, result) / rate(other, result) for result in runs) for other in (ONE, APART)
         )
         tokens = statistics.median(rate(name, result) for result in runs)
         prefill, decode = (median_of(runs, f"{name}: {key}") for key in ("prefill", "decode"))
-        cells = [f"{tokens:.1f}", f"{of_one:.2f}", f"{of_apart:.2f}", f"{prefill:.3f}", f"{1000 * decode:.1f}"]
-        table.add(
-            name, cells, tokens_per_second=tokens, of_one=of_one, of_apart=of_apart, prefill=prefill, decode=decode
-        )
+        rows[name] = [
+            *(f"{tokens:.1f}", f"{of_one:.3f}", f"{of_apart:.3f}" if size > 1 else ""),
+            *(f"{prefill:.3f}", f"{1000 * decode:.1f}"),
+        ]
     cache = runs[0]["cache_mib"][0]
+    part = {
+        "rows": rows,
+        "date": environment()["date"],
+        "note": f"{len(runs)} rounds; keys and values {cache['unsplit']} MiB unsplit, "
+        f"{' and '.join(map(str, cache['stages']))} MiB on the two stages",
+    }
+    path = RESULTS / f"generation_{PROMPT}x{new}.json"
+    before = json.loads(path.read_text()) if path.exists() else {}
+    kept = before["parts"] if before.get("config") == config else {}
+    parts = dict(sorted({**kept, str(size): part}.items(), key=lambda entry: int(entry[0])))
+    table = Comparison(path.stem, f"GPT-2: {PROMPT} + {new} tokens", COLUMNS, config, runs)
+    for batch, each in parts.items():
+        for name, cells in each["rows"].items():
+            table.add(batch, [name, *cells])
+    notes = [f"Batch {batch}: {each['date']}, {each['note']}." for batch, each in parts.items()]
     table.write(
-        f"All in the same two processes, in an order that changes; {len(runs)} rounds of a prefill alone and a whole "
-        f"generation, ratios are medians over rounds. Keys and values: {cache['unsplit']} MiB unsplit, "
-        f"{' and '.join(map(str, cache['stages']))} MiB on the two stages."
+        "Each batch size in one run of two processes, all ways in an order that changes, each time a prefill alone and "
+        "a whole generation; ratios are medians over rounds. " + " ".join(notes)
     )
+    write_json({**json.loads(path.read_text()), "parts": parts}, path)
 
 
 def measure_emulated(options: argparse.Namespace) -> None:
@@ -264,7 +269,7 @@ def measure_emulated(options: argparse.Namespace) -> None:
     }
     results = run(kinds, config, options)
     columns = ["", "s for each token of all groups", "of the ideal"]
-    table = Comparison("generation_emulated", f"Decoding over {ranks} devices that sleep", columns, config, results)
+    table = Comparison("generation_three_stages", f"Decoding over {ranks} devices that sleep", columns, config, results)
     for count, (name, runs) in zip((1, ranks), results.items(), strict=True):
         decode = median_of(runs, "decode")
         # Every stage is at work all the time, for each group once.

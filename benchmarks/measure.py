@@ -23,6 +23,7 @@ ALLOCATOR = {
     "MALLOC_MMAP_THRESHOLD_": str(1 << 25),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 32),
     "MALLOC_TOP_PAD_": str(1 << 26),
+    "MALLOC_ARENA_MAX": "1",  # what threads have of their own is given back whatever the above says
 }
 
 
@@ -118,7 +119,11 @@ class Comparison:
 
 
 def _short(result: dict) -> str:
-    return ", ".join(
-        f"{key}={statistics.median(value):.4g}" if isinstance(value, list) else f"{key}={value}"
-        for key, value in result.items()
-    )[:160]
+    """What a run found, in one line: of samples their median, other things as they are."""
+
+    def shown(value: Any) -> str:
+        if isinstance(value, list) and value and all(isinstance(sample, (int, float)) for sample in value):
+            return f"{statistics.median(value):.4g}"
+        return str(value)
+
+    return ", ".join(f"{key}={shown(value)}" for key, value in result.items())[:160]

@@ -100,12 +100,14 @@ WATCHED: dict[str, dict[str, Any]] = {
     "prefixes": {"prefix_allowed_tokens_fn": lambda sample, tokens: [3 + sample, 9, 40]},
     "chunks": {"prefill_chunk_size": 4},
     "details": {"return_dict_in_generate": True, "output_scores": True},
+    "streamer": {"streamer": True},
+    "guidance": {"guidance_scale": 1.5},
 }
 
 
 def watched(model: Any, size: int, options: dict[str, Any], **more: Any) -> torch.Tensor:
     """Greedy tokens with options of which some are objects."""
-    made = {"logits_processor": [Favour()], "stopping_criteria": [AfterTokens(12)]}
+    made = {"logits_processor": [Favour()], "stopping_criteria": [AfterTokens(12)], "streamer": Collect()}
     options = {name: made[name] if value is True and name in made else value for name, value in options.items()}
     result = model.generate(**prompt("gpt2", size), **GREEDY, **options, **more)
     return result if isinstance(result, torch.Tensor) else result.sequences
@@ -132,21 +134,30 @@ def numbers_of_groups(cases: list[tuple[int, Any, str, int]]) -> tuple[list[tupl
 
 def messages_of_tokens(few: int, many: int) -> dict[str, int]:
     """How many messages of each kind this rank sends for so many tokens more."""
-    model, counts = parallel(build("gpt2"), 3), Counter[str]()
+    model = parallel(build("gpt2"), 3)
+    found = [messages(model, 6, number) for number in (few, many)]
+    assert len(model.pipeline.decoding.groups) == 3
+    return {name: number - found[0][name] for name, number in found[1].items() if number != found[0][name]}
+
+
+def messages_of_prompts(size: int) -> dict[str, int]:
+    """How many messages of each kind this rank sends for the first token, once it knows their shapes."""
+    model = parallel(build("gpt2"))
+    messages(model, size, 1)
+    return dict(messages(model, size, 1))
+
+
+def messages(model: Any, size: int, new_tokens: int) -> Counter[str]:
+    counts = Counter[str]()
     original = P2PChannel.send
 
     def send(channel: P2PChannel, tensors: Sequence[torch.Tensor]) -> None:
         counts[channel.name] += 1
         original(channel, tensors)
 
-    found = []
     with mock.patch.object(P2PChannel, "send", send):
-        for number in (few, many):
-            counts.clear()
-            model.generate(**prompt("gpt2", 6), max_new_tokens=number, do_sample=False)
-            found.append(counts.copy())
-    assert len(model.pipeline.decoding.groups) == 3
-    return {name: number - found[0][name] for name, number in found[1].items() if number != found[0][name]}
+        model.generate(**prompt("gpt2", size), max_new_tokens=new_tokens, do_sample=False)
+    return counts
 
 
 def impossible_groups(numbers: list[Any]) -> list[str]:
@@ -334,6 +345,28 @@ def failing_in_a_group(where: int, killed: bool, num_stages: int = 3) -> float:
         error.add_note(f"threads: {group_threads()}")
         raise
     raise AssertionError("no error")
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def interrupted(ranks: list[int], group: int, num_stages: int = 3) -> tuple[list[str], list[str], float]:
+    """Ctrl-C in a group's turn on some ranks: this call's error and the next one's, threads left, and seconds."""
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    model = parallel(build("gpt2"), num_stages)
+    model.generate(**prompt("gpt2", 6), **GREEDY)
+    if rank() in ranks:
+        fail_in_a_group(model, group, interrupt)
+    errors, start = [], time.monotonic()
+    for _ in range(2):
+        try:
+            model.generate(**prompt("gpt2", 6), **GREEDY)
+            errors.append("none")
+        except BaseException as error:
+            errors.append(f"{type(error).__name__}: {error}")
+    signal.signal(signal.SIGINT, handler)
+    return errors, group_threads(), time.monotonic() - start
 
 
 def group_threads() -> list[str]:

@@ -73,6 +73,22 @@ def test_a_failure_in_one_group_on_one_rank_ends_all_groups_on_all_ranks(pool: P
         assert "threads: []" in outcome.__notes__
 
 
+@pytest.mark.parametrize(("interrupted", "group"), [([1], 0), ([1], 1), ([2], 2), ([0, 1, 2], 1)])
+def test_an_interrupt_in_any_groups_turn_is_an_error_that_names_it_on_all_ranks(
+    pool: Pool, interrupted: list[int], group: int
+) -> None:
+    """Ctrl-C is raised in the thread of the first group, whichever has the turn."""
+    results = pool.run(3, ranks.interrupted, interrupted, group)
+    assert any(errors[0].startswith("KeyboardInterrupt") for errors, _, _ in results)
+    for rank, ((first, following), threads, took) in enumerate(results):
+        who = f"rank {interrupted[0]} failed" if len(interrupted) == 1 else r"rank \d failed"
+        named = rf"PipelineFailure: {who}: KeyboardInterrupt"
+        assert re.match(rf"{named}|KeyboardInterrupt" if rank in interrupted else named, first)
+        assert re.match(named, following)
+        assert threads == []
+        assert took < 10
+
+
 def test_the_pipeline_goes_on_after_errors_in_one_group(pool: Pool) -> None:
     expected = ranks.build("gpt2").generate(**ranks.prompt("gpt2", 6), **ranks.GREEDY)
     for rank, (errors, tokens, threads) in enumerate(pool.run(3, ranks.usable_after_errors)):

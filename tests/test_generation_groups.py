@@ -72,6 +72,24 @@ def test_one_group_where_something_looks_at_the_whole_batch(pool: Pool) -> None:
         assert len(said) in (0, 1 + len(ranks.WATCHED)) and len(set(said)) == len(said)
 
 
+@pytest.mark.parametrize("family", ["gpt2", "llama", "gemma2"])
+def test_prompts_that_are_worked_on_in_parts_give_the_unsplit_tokens(pool: Pool, family: str) -> None:
+    """Groups of 16 and 15 samples of 9 tokens, each in two parts."""
+    cases = [CASES[name] for name in ("greedy, ended", "sampling", "returns", "beams", "without a cache")]
+    wanted = ranks.with_states(ranks.build(family), family, cases, 31)
+    for rank, (found, told) in enumerate(pool.run(2, ranks.in_groups, family, cases, 31, 2, timeout=200)):
+        assert told == []
+        for (tokens, state), (expected_tokens, after) in zip(found, wanted, strict=True):
+            assert torch.equal(tokens, expected_tokens)
+            assert rank or torch.equal(state, after)
+
+
+def test_long_prompts_cross_a_boundary_in_parts(pool: Pool) -> None:
+    first, last = pool.run(2, ranks.messages_of_prompts, 31)
+    assert first == {"activations between stages 0 and 1": 2 * 2}
+    assert last == {"results for pipeline rank 0": 2}
+
+
 def test_impossible_numbers_of_groups_are_refused(pool: Pool) -> None:
     for error in pool.run(2, ranks.impossible_groups, [0, -1, True, 1.5, "two"]):
         assert error == ["ValueError"] * 5

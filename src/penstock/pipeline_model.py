@@ -337,6 +337,13 @@ USED_NAMES = frozenset(name for name in vars(PipelineModel) if not name.startswi
 class PipelinePreTrainedModel(PipelineModel):
     """A `PipelineModel` that is a model of transformers."""
 
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's stages are. transformers asks for it several times for each token."""
+        engine = record_of(cast(torch.nn.Module, self)).engine
+        found: torch.device = super().device if engine is None else engine.split.device  # type: ignore[misc]  # the model's
+        return found
+
     def resize_token_embeddings(self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> Any:
         """Refused, unless nothing changes: embedding and head are on different stages.
 

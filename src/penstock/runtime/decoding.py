@@ -5,9 +5,11 @@ walk first needs them, sends its own as soon as they are there, and walks to the
 stage's result goes to every other rank. So all ranks have the same values, and what could make them differ is shared:
 the random state, decisions, errors.
 
-The code may run once for each of several groups of a batch, in threads (see `turns`). A rank passes the turn on as soon
-as it has sent its part of a forward, so that another group's forward is under way while this one's is on other ranks.
-All ranks take the same turns in the same order, so messages of different groups need not be told apart.
+The code may run once for each of several groups of a batch, in threads (see `turns`). A rank passes the turn on once in
+each forward: that of the last stage when it has asked for what the forward needs, and the others when they have sent
+their part of it. So another group's forward is under way while this one's is on other ranks, and the last rank, which
+has the most to do, finds its messages there. All ranks take the same turns in the same order, so messages of different
+groups need not be told apart.
 """
 
 from __future__ import annotations
@@ -30,18 +32,23 @@ from penstock.modeling.randomness import mixed
 from penstock.modeling.stage.caches import StageCaches
 from penstock.modeling.tensor_spec import TensorSpec
 from penstock.random_state import generators_of, set_states
-from penstock.runtime.boundary.results import Expected, Results
+from penstock.runtime.boundary.series import Expected, Series, series_of_results, series_over
 from penstock.runtime.comm.forming import adopt_random_state
 from penstock.runtime.context import RankContext
 from penstock.runtime.failures.board import PipelineFailure
 from penstock.runtime.labels import label
+from penstock.runtime.prefill import Prefill
 from penstock.runtime.stages import StageExecutor
-from penstock.runtime.turns import Turns
+from penstock.runtime.turns import Stopped, Turns
 
 T = TypeVar("T")
 
 # What the rank of the last stage sends in place of tokens that it failed to choose.
 NO_TOKEN = -1
+# Prompts are worked on in parts of at least so many tokens, as smaller ones would read all weights for too few: on a
+# CPU, and on accelerators, where not measured.
+LEAST_TOKENS = 64
+LEAST_TOKENS_ELSEWHERE = 2048
 
 
 @dataclass
@@ -91,13 +98,24 @@ class Decoding:
         self._device = context.device
         self._stages, self._split = stages, stages.split
         self._channels = stages.boundaries.channels
-        self._results = Results(self._channels, context)
-        self._own_stages = context.stages
+        self._results = series_of_results(self._channels, context)
+        own, last = context.stages, context.pipeline.num_stages - 1
+        # The series over the boundaries to other ranks, by the stage of this rank.
+        self._below, self._above = (
+            {
+                stage: series_over(self._channels, boundary, upper, self._device)
+                for stage, boundary, neighbour in ((each, each - upper, each + (-1 if upper else 1)) for each in own)
+                if 0 <= neighbour <= last and neighbour not in own
+            }
+            for upper in (True, False)
+        )
+        self._own_stages = own
         self._begin = begin
         self._turns: Turns | None = None
         self._num_sessions = 0
         self._seed: int | None = None
-        self._board.on_abort(self._results.clear)
+        for series in (self._results, *self._below.values(), *self._above.values()):
+            self._board.on_abort(series.clear)
 
     # -- the code that all ranks run -------------------------------------------------------------------------------
 
@@ -210,10 +228,11 @@ class Decoding:
         """
         try:
             return loop()
-        except Exception:
-            spec = self.group.token
-            if spec is not None and self.chooses and self._board.failed is None and self._device.type == "cpu":
-                self._give(torch.full(spec.shape, NO_TOKEN, dtype=spec.dtype))
+        except (Exception, Stopped) as error:
+            spec, on_cpu, stopped = self.group.token, self._device.type == "cpu", isinstance(error, Stopped)
+            # The loops of one that is stopped are stopped on all ranks, which only clear away what they are given.
+            if spec is not None and self.chooses and self._board.failed is None and (on_cpu or stopped):
+                self._give(torch.full(spec.shape, NO_TOKEN if on_cpu else 0, dtype=spec.dtype))
             raise
 
     def _settle(self) -> None:
@@ -256,25 +275,34 @@ class Decoding:
             NotImplementedError: these inputs cannot be run on these stages; says why.
             PipelineFailure: a rank was lost or failed.
         """
-        group = self.group
-        choosing = group.tokens_only and call is None
+        choosing = self.group.tokens_only and call is None
         self.inside = True
         try:
             plan = self._split.plan(inputs, call=call)
-            if plan.controlled:
-                raise refusal(self._split.model, "what its code does next depends on values that one stage alone has")
-            with self._exchange("exchanging values in generation"), torch.no_grad():
-                output = self._run_stages(plan, inputs, call)
-                leaves, structure = self._shared_fields(output, inputs, choosing)
-                expected = self._offer(leaves, plan, choosing)
-                if choosing:
-                    self._expect_tokens(output)
-                # What is older has arrived: its answer is here.
-                self._channels.flush(keep=len(self.groups))
         finally:
             self.inside = False
-        if self._turns is not None and not (choosing and self.chooses):
-            self._turns.pass_on()
+        if plan.controlled:
+            raise refusal(self._split.model, "what its code does next depends on values that one stage alone has")
+        prefill = None if self._turns is None or call is not None else self._prefill(inputs)
+        with self._exchange("exchanging values in generation"):
+            parts = [self._expect(plan, part) for part in ([inputs] if prefill is None else prefill.parts)]
+        stopped = self._pass_on() if self.chooses else None
+        with self._board.guard("exchanging values in generation", self.ranks), torch.no_grad():
+            self.inside = True
+            try:
+                outputs = [self._run_stages(plan, part, call) for part in parts]
+            finally:
+                self.inside = False
+            output = outputs[0] if prefill is None else prefill.joined(outputs)
+            leaves, structure = self._shared_fields(output, inputs, choosing)
+            expected = self._offer(leaves, plan, choosing)
+            if choosing:
+                self._expect_tokens(output)
+            # What is older has arrived: its answer is here.
+            self._channels.flush(keep=len(self.groups) * len(parts))
+        stopped = stopped if self.chooses else self._pass_on()
+        if stopped is not None:
+            raise stopped
         if expected is not None:
             with self._board.guard("receiving results in generation", self.ranks):
                 taken = iter(self._results.take(expected))
@@ -311,36 +339,62 @@ class Decoding:
         group.token = TensorSpec((logits.shape[0],), torch.int64)
         if not self.chooses:
             output["logits"] = logits.new_zeros((logits.shape[0], 1, 1))
-            group.expected = self._results.offer([logits], specs=[group.token])
+            group.expected = self._results.expect(1, specs=[group.token])
 
     def _give(self, chosen: torch.Tensor) -> None:
-        """Send the tokens, and pass the turn on."""
+        """Send the tokens."""
         group = self.group
         assert group.token is not None
         with self._board.guard("sending tokens in generation", self.ranks):
-            self._results.offer([chosen.to(self._device, torch.int64)], specs=[group.token])
+            self._results.give([chosen.to(self._device, torch.int64)], specs=[group.token])
         group.token = None
-        if self._turns is not None:
-            self._turns.pass_on()
 
-    def _run_stages(self, plan: Plan, inputs: Mapping[str, Any], call: Callable[..., Any] | None) -> Any:
-        boundaries = self._stages.boundaries
-        boundaries.begin(
-            dict.fromkeys(self._own_stages, ((0,), ())),
-            [(plan.digest, *_shapes(inputs))],
-            [len(values) for values in plan.boundaries],
-            [("decoding", torch.is_autocast_enabled(self._device.type))] * plan.num_stages,
-            _family(plan, inputs),
-        )
+    def _pass_on(self) -> Stopped | None:
+        """Let the other groups have a turn each; return what is to be raised at the end of the forward, if anything.
+
+        A forward that has begun is ended, as other ranks have done their part of it, or wait for this rank's.
+        """
+        if self._turns is None:
+            return None
+        try:
+            self._turns.pass_on()
+        except Stopped as stopped:
+            if self._board.failed is not None:
+                raise
+            return stopped
+        return None
+
+    def _prefill(self, inputs: Mapping[str, Any]) -> Prefill | None:
+        """How the prompts of a group are worked on in parts, so that the next stage has not to wait for all of them."""
+        if self._context.pipeline.num_stages != self._context.pipeline.num_ranks:
+            return None
+        return Prefill.of(inputs, LEAST_TOKENS if self._device.type == "cpu" else LEAST_TOKENS_ELSEWHERE)
+
+    def _expect(self, plan: Plan, inputs: Mapping[str, Any]) -> _Part:
+        """Ask for what this rank's stages receive in a forward."""
+        autocast = torch.is_autocast_enabled(self._device.type)
+        family = _family(plan, inputs)
+        part = _Part(inputs, (plan.digest, autocast, *_shapes(inputs)), family and (autocast, family), {})
+        for stage, series in self._below.items():
+            if count := len(plan.boundaries[stage - 1]):
+                part.incoming[stage] = series.expect(count, part.key, part.family)
+        return part
+
+    def _run_stages(self, plan: Plan, part: _Part, call: Callable[..., Any] | None) -> Any:
+        inputs = part.inputs
         seed = self._forward_seed()
         caches = StageCaches(plan, self._own_stages, inputs) if len(self._own_stages) > 1 else None
         output = None
+        handed: list[Sequence[torch.Tensor]] = [()]
         for stage in self._own_stages:
+            expected, above = part.incoming.get(stage), self._above.get(stage)
             with label(f"F stage {stage}"):
                 output = self._stages.walk(
                     plan,
                     stage,
                     inputs if caches is None else caches.inputs(stage),
+                    handed.pop if expected is None else partial(self._below[stage].take, expected),
+                    handed.append if above is None else partial(part.give, above),
                     seed=seed,
                     early_exit=stage != self._own_stages[-1],
                     call=call,
@@ -384,7 +438,30 @@ class Decoding:
         if not tensors or not self._results.needed:
             return None
         key = (plan.digest, torch.is_autocast_enabled(self._device.type), *(tensor.shape for tensor in tensors))
-        return self._results.offer(tensors, None if choosing else key)
+        if self.chooses:
+            self._results.give(tensors, None if choosing else key)
+            return None
+        return self._results.expect(len(tensors), None if choosing else key)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A forward, or one of some of its samples.
+
+    Attributes:
+        key, family: what decides what crosses the boundaries; see `Series`.
+        incoming: what was asked for, by stage.
+    """
+
+    inputs: Mapping[str, Any]
+    key: Hashable
+    family: Hashable | None
+    incoming: dict[int, Expected]
+
+    def give(self, series: Series, tensors: Sequence[torch.Tensor]) -> None:
+        """Send what crosses a boundary."""
+        if tensors:
+            series.give(tensors, self.key, self.family)
 
 
 def _shapes(inputs: Mapping[str, Any]) -> Iterator[Hashable]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -59,20 +58,26 @@ class StageExecutor:
             self._above[stage].send_forward(microbatch, sent)
         return output, received, sent
 
-    def walk(self, plan: Plan, stage: int, inputs: Mapping[str, Any], *, early_exit: bool, **options: Any) -> Any:
-        """`forward` of a single microbatch that goes on to the end of the model's forward, unless `early_exit`.
+    def walk(
+        self,
+        plan: Plan,
+        stage: int,
+        inputs: Mapping[str, Any],
+        receive: Callable[[], Sequence[torch.Tensor]],
+        hand_over: Callable[[Sequence[torch.Tensor]], None] | None,
+        **options: Any,
+    ) -> Any:
+        """The same for a single forward, which may go on to the end of the model's: receives late and sends early.
 
-        The stage receives when the walk first needs what it receives, and sends as soon as that is there.
+        Args:
+            receive: called when the walk first needs what it is to receive.
+            hand_over: takes what is to be sent, as soon as that is there; None on the last stage.
 
         Returns:
-            The model's output, in which only the last stage's values are right.
+            The model's output, in which only the last stage's values are right; None after an early exit.
         """
-        below, above = self._below[stage], self._above.get(stage)
-        received = _Awaited(below.num_values, partial(below.recv_forward, 0))
-        hand_over = None if above is None else partial(above.send_forward, 0)
-        output, _ = self.split.forward(
-            plan, stage, inputs, received, early_exit=early_exit, hand_over=hand_over, **options
-        )
+        received = _Awaited(len(plan.boundaries[stage - 1]) if stage else 0, receive)
+        output, _ = self.split.forward(plan, stage, inputs, received, hand_over=hand_over, **options)
         received.values()  # also what the walk had no use for
         return output
 

@@ -32,7 +32,7 @@ class Turns:
 
     Attributes:
         current: the loop whose turn it is.
-        error: what ended the first loop that failed.
+        error: what ended the first loop that failed, or all of them.
     """
 
     def __init__(self, count: int, begins: Callable[[], None]) -> None:
@@ -54,6 +54,8 @@ class Turns:
         if following != mine:
             self._doors[following].release()
             self._wait(mine)
+        elif self.error is not None:
+            raise Stopped
 
     def run(
         self, loops: Sequence[Callable[[], T]], device: torch.device, interrupted: Callable[[BaseException], Any]
@@ -62,8 +64,8 @@ class Turns:
 
         Args:
             device: the one they compute on.
-            interrupted: called with what is raised in this thread, by a signal, in another loop's turn; must end
-                whatever that loop waits for.
+            interrupted: called with what a signal raises in this thread, also in another loop's turn; must end whatever
+                that loop waits for.
         """
         results: list[Any] = [None] * len(loops)
         settings = _ThreadSettings(device)
@@ -75,10 +77,17 @@ class Turns:
             except Stopped:
                 pass
             except BaseException as error:
-                self._fail(error)
-                if self.current != number:
-                    interrupted(error)
+                if self.current == number and isinstance(error, Exception):
+                    self.error = self.error or error
+                else:
+                    interrupt(error)
             self._leave(number)
+
+        def interrupt(error: BaseException) -> None:
+            self.error = self.error or error
+            interrupted(error)
+            for door in self._doors:  # it is not known who was on the way through one
+                door.release()
 
         threads = []
         for number in range(1, len(loops)):
@@ -87,44 +96,38 @@ class Turns:
                 threading.Thread(target=target, args=(settings.run, run, number), name=f"group {number}", daemon=True)
             )
             threads[-1].start()
-        self._doors[0].release()
-        run(0)
+        try:
+            self._doors[0].release()
+            run(0)
+        except BaseException as error:  # a signal's, where this loop has ended
+            interrupt(error)
         for thread in threads:
             while thread.is_alive():
                 try:
                     thread.join()
                 except BaseException as error:
-                    self._fail(error)
-                    interrupted(error)
+                    interrupt(error)
         if self.error is not None:
             raise self.error
         return results
 
     def _wait(self, number: int) -> None:
         self._doors[number].acquire()
+        self.current = number
         if self.error is not None:
             raise Stopped
-        self.current = number
         self._begins()
 
     def _after(self, number: int) -> int:
         place = self._live.index(number)
         return self._live[(place + 1) % len(self._live)]
 
-    def _fail(self, error: BaseException) -> None:
-        """End all loops at their next turn."""
-        with self._lock:
-            if self.error is None:
-                self.error = error
-            for other in self._live:
-                self._doors[other].release()
-
     def _leave(self, number: int) -> None:
-        """A loop has ended."""
-        with self._lock:  # those that are stopped end together
+        """A loop has ended. If it failed, the others end at their next turn, one after another."""
+        with self._lock:  # those that are interrupted end together
             following = self._after(number)
             self._live.remove(number)
-            if self.error is None and self._live:
+            if self._live:
                 self._doors[following].release()
 
 

@@ -212,8 +212,10 @@ class LazyPlaceholder(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = pytree.tree_map_only(LazyPlaceholder, LazyPlaceholder.made, (args, kwargs or {}))
-        return func(*args, **kwargs)
+        if kwargs or any(isinstance(each, (tuple, list, dict)) for each in args):
+            args, kwargs = pytree.tree_map_only(LazyPlaceholder, LazyPlaceholder.made, (args, kwargs or {}))
+            return func(*args, **kwargs)
+        return func(*(each.made() if isinstance(each, LazyPlaceholder) else each for each in args))
 
     def made(self) -> torch.Tensor:
         if self._made is None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from itertools import chain
 from types import MethodType
 from typing import Any
 
@@ -215,11 +214,23 @@ class SplitModel:
     @property
     def device(self) -> torch.device:
         """Where the local parameters are."""
-        # The first one only: this is asked for at every forward.
-        first = next(chain(self.model.parameters(), self.model.buffers()), None)
+        # This is asked for at every forward, and on later stages the search passes through all ghosts.
+        module, name = self._first_parameter
+        first: torch.Tensor | None = None if module is None else module._parameters.get(name)
+        if first is not None:
+            return first.device
+        for each in self.model.modules():
+            held = next((name for name, parameter in each._parameters.items() if parameter is not None), None)
+            if held is not None:
+                self._first_parameter = each, held
+                return self.device
+        first = next(self.model.buffers(), None)
         if first is None:  # this rank holds no unit that has any
             first = next((parameter for _, parameter in absent_parameters(self.model)), None)
         return torch.device("cpu") if first is None else first.device
+
+    # The first module with a parameter, and the parameter's name.
+    _first_parameter: tuple[nn.Module | None, str] = (None, "")
 
     @property
     def dtype(self) -> torch.dtype:

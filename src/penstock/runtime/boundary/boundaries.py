@@ -70,9 +70,8 @@ class Boundaries:
         signatures: Iterable[Hashable],
         num_values: Sequence[int],
         states: Sequence[Hashable],
-        family: Hashable | None = None,
     ) -> None:
-        """Start a step, an evaluation or a forward.
+        """Start a step or an evaluation.
 
         Args:
             orders: for each stage of this rank, the microbatches in forward and in backward order.
@@ -80,8 +79,6 @@ class Boundaries:
             num_values: how many tensors cross each boundary.
             states: for each stage of the pipeline, what decides types and gradient flags of what it sends besides the
                 inputs: autocast, and which parameters are trainable up to there.
-            family: what signatures have in common that differ in the length of a cache alone. Once two of a family had
-                equal shapes at a boundary, no header announces the others.
         """
         self.channels.labels = profiling()
         if self._signatures.begin(signatures):
@@ -89,9 +86,9 @@ class Boundaries:
                 boundary.forget()
         for stage, (forward, backward) in orders.items():
             if stage:
-                self.below[stage].begin(forward, num_values[stage - 1], states[stage - 1], family)
+                self.below[stage].begin(forward, num_values[stage - 1], states[stage - 1])
             if stage in self.above:
-                self.above[stage].begin(backward, num_values[stage], states[stage], family)
+                self.above[stage].begin(backward, num_values[stage], states[stage])
 
     def post(self, users: Iterable[Step]) -> None:
         """Post the receives of the messages that `users` will use."""
@@ -110,7 +107,7 @@ class NoBoundary:
 
     num_values = 0
 
-    def begin(self, order: Sequence[int], num_values: int, state: Hashable, family: Hashable | None = None) -> None:
+    def begin(self, order: Sequence[int], num_values: int, state: Hashable) -> None:
         pass
 
     def forget(self) -> None:
@@ -139,7 +136,7 @@ class LocalBoundary:
         # Microbatches for which gradients are due.
         self._differentiable: set[int] = set()
 
-    def begin(self, order: Sequence[int], num_values: int, state: Hashable, family: Hashable | None = None) -> None:
+    def begin(self, order: Sequence[int], num_values: int, state: Hashable) -> None:
         self.num_values = num_values
         self._activations.clear()
         self._gradients.clear()
@@ -203,23 +200,18 @@ class _RemoteBoundary:
         self._learned: dict[Hashable, dict[int, _Values]] = {}
         # What crosses, by signature, in this step's state of the stages beneath.
         self._known: dict[int, _Values] = {}
-        # What crosses for signatures of a family (see `Boundaries.begin`), and whether that is settled.
-        self._families: dict[Hashable, tuple[_Values, bool | None]] = {}
-        self._family: Hashable | None = None
         # Microbatches whose receives are not posted yet, the next one last.
         self._unposted: list[int] = []
 
-    def begin(self, order: Sequence[int], num_values: int, state: Hashable, family: Hashable | None = None) -> None:
+    def begin(self, order: Sequence[int], num_values: int, state: Hashable) -> None:
         """Start a step: `num_values` tensors will cross for each microbatch; this side receives in `order`."""
         self.num_values = num_values
         self._unposted = list(reversed(order))
         self._known = self._learned.setdefault(state, {})
-        self._family = None if family is None else (state, family)
 
     def forget(self) -> None:
         """Forget what was learned about shapes."""
         self._learned.clear()
-        self._families.clear()
 
     def post(self) -> None:
         """Post the receive for the next microbatch."""
@@ -230,17 +222,7 @@ class _RemoteBoundary:
         values = _Values(specs, self._device, self._receives_ahead)
         if len(values.specs) == self.num_values:
             self._known[signature] = values
-            if self._family is not None:
-                first, settled = self._families.setdefault(self._family, (values, False))
-                if first is not values and settled is not None:
-                    # None where a length has changed what crosses, as it may do so again.
-                    self._families[self._family] = first, True if first.specs == values.specs else None
         return values
-
-    def _of_family(self) -> _Values | None:
-        """What crosses for every signature of the family, once that is settled."""
-        values, settled = self._families.get(self._family, (None, False)) if self._family is not None else (None, False)
-        return values if settled else None
 
 
 class BoundaryBelow(_RemoteBoundary):
@@ -249,8 +231,8 @@ class BoundaryBelow(_RemoteBoundary):
     # Of the activations whose receives are posted.
     _expected: deque[_Values]
 
-    def begin(self, order: Sequence[int], num_values: int, state: Hashable, family: Hashable | None = None) -> None:
-        super().begin(order, num_values, state, family)
+    def begin(self, order: Sequence[int], num_values: int, state: Hashable) -> None:
+        super().begin(order, num_values, state)
         self._expected = deque()
         self.post_ahead()
 
@@ -281,7 +263,7 @@ class BoundaryBelow(_RemoteBoundary):
     def post(self) -> None:
         """Post the receive of the next activations; if their shapes are new, wait for their header first."""
         signature = self._signatures.numbers[self._unposted.pop()]
-        values = self._known.get(signature) or self._of_family()
+        values = self._known.get(signature)
         if values is None:
             if not self._headers.posted:
                 self._post_header()
@@ -295,7 +277,7 @@ class BoundaryBelow(_RemoteBoundary):
             return
         unposted, numbers, channel = self._unposted, self._signatures.numbers, self._activations
         while unposted:
-            values = self._known.get(numbers[unposted[-1]]) or self._of_family()
+            values = self._known.get(numbers[unposted[-1]])
             if values is None:
                 if not channel.posted and not self._headers.posted:
                     self._post_header()
@@ -318,8 +300,8 @@ class BoundaryAbove(_RemoteBoundary):
     # Losses whose receives are not posted yet.
     _losses_unposted: int
 
-    def begin(self, order: Sequence[int], num_values: int, state: Hashable, family: Hashable | None = None) -> None:
-        super().begin(order, num_values, state, family)
+    def begin(self, order: Sequence[int], num_values: int, state: Hashable) -> None:
+        super().begin(order, num_values, state)
         self._sent = {}
         self._losses_unposted = 0 if self._losses is None else len(order)
         self._post_ahead()
@@ -329,7 +311,7 @@ class BoundaryAbove(_RemoteBoundary):
         if not self.num_values:
             return
         signature = self._signatures.numbers[microbatch]
-        values = self._known.get(signature) or self._of_family()
+        values = self._known.get(signature)
         if values is None:
             refuse_elsewhere(tensors, self._device, self._boundary)
             values = self._learn(map(TensorSpec.of, tensors), signature)
@@ -368,7 +350,7 @@ class BoundaryAbove(_RemoteBoundary):
 
     def placeholders(self, microbatch: int) -> list[torch.Tensor]:
         """Zeros for the values that cross out of the stage; none where their shapes were never learned."""
-        values = self._known.get(self._signatures.numbers[microbatch]) or self._of_family()
+        values = self._known.get(self._signatures.numbers[microbatch])
         specs = () if values is None else values.specs
         return [spec.zeros(self._device).requires_grad_(spec.requires_grad) for spec in specs]
 
