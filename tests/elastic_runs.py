@@ -65,6 +65,8 @@ class Member:
 class Run:
     """Processes of one run on this machine."""
 
+    script = SCRIPT
+
     def __init__(self, folder: Path, steps: int, start: int, store: str | None = None, **environment: str) -> None:
         self.folder, self.steps, self.num_start = folder, steps, start
         self.store = folder.joinpath("store").as_uri() if store is None else store
@@ -75,7 +77,7 @@ class Run:
         """One more process; `orders` are what it does to itself, see elastic_script.py."""
         number = len(self.members)
         log = self.folder / f"{number}.log"
-        arguments = [str(SCRIPT), self.store, str(self.folder), str(self.steps), str(self.num_start), *orders]
+        arguments = [str(self.script), self.store, str(self.folder), str(self.steps), str(self.num_start), *orders]
         environment = {**zygote.environment(), **self.environment}
         with log.open("wb") as output, open(os.devnull, "rb") as nothing:
             files = [nothing.fileno(), output.fileno(), output.fileno()]

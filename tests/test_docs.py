@@ -434,6 +434,40 @@ scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
         "assert manager.newest() is None and not manager.save(3)",
     ),
     Run(
+        "docs/elastic.md",
+        ("With the Trainer",),
+        2,
+        before=IMPORTS
+        + """
+from accelerate.state import AcceleratorState
+from penstock import Elastic
+from penstock.integrations.transformers import PipelineTrainer
+from transformers import TrainingArguments
+os.environ["STORE"] = "file://" + os.path.abspath("store")
+AcceleratorState._reset_state(True)  # of the last run's world
+model, dataset = whole(), samples(128)
+arguments = TrainingArguments("run", per_device_train_batch_size=4, max_steps=3, report_to="none", use_cpu=True)
+""",
+        after=TRAINED
+        + """
+assert trainer.state.global_step == 3 and os.path.exists("run/checkpoint-3/scheduler.pt")
+assert_trained("run/checkpoint-3")
+AcceleratorState._reset_state(True)
+""",
+    ),
+    Run(
+        "docs/trainer.md",
+        ("Unlike pipelines, and elastic runs",),
+        2,
+        before=IMPORTS
+        + """
+from penstock.integrations.transformers import PipelineTrainer
+from transformers import TrainingArguments
+model, dataset = whole(), samples(64)
+""",
+        after=TRAINED + "assert trainer.state.global_step == 3\nassert_trained('run/checkpoint-3')",
+    ),
+    Run(
         "docs/trainer.md",
         ("One import, one argument", "Checkpoints"),
         2,

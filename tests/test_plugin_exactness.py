@@ -1,9 +1,15 @@
 """Pipelines of different depth train as the unsplit model does: loss, gradients, norm and parameters after the step."""
 
+import time
+
 import pytest
 import torch
+import torch.distributed as dist
 
+from families import FAMILIES
 from hetero import assert_equal_training, batch_size, num_ranks, train, unsplit
+from penstock import HeterogeneousParallelPlugin, PipelineTemplate
+from penstock.data.batch import MicrobatchedBatch
 from pool import Pool
 
 # As stages x microbatches. GPT-2 ties its embedding to its head: both on one rank in a pipeline of one stage, on two in
@@ -82,3 +88,31 @@ def test_dropout_does_not_depend_on_the_layout(pool: Pool, schedule: str) -> Non
             assert step.loss == pytest.approx(expected.loss, abs=1e-10)
             for name, gradient in step.gradients.items():
                 torch.testing.assert_close(gradient, expected.gradients[name], atol=1e-10, rtol=0)
+
+
+def seconds_to_the_first_loss(slow: float) -> float:
+    """From a step's begin, if each block of the second pipeline sleeps so long in its forward."""
+    plugin = HeterogeneousParallelPlugin(microbatch_size=1, schedule="zb-v")
+    model = FAMILIES["gpt2"].build()
+    plugin.set_pipelines([PipelineTemplate.balanced(model, stages) for stages in (1, 4)], [2, 4])
+    model, *_ = plugin.configure(model)
+    rows = {name: torch.ones(1, 8).long() for name in ("input_ids", "labels")}
+    batch = MicrobatchedBatch([rows] * plugin.num_microbatches[plugin.pipeline_index], 6)
+    if plugin.pipeline_index == 1:
+        for block in model.transformer.h:
+            block.register_forward_pre_hook(lambda *_: time.sleep(slow))
+    found = []
+    for _ in range(2):  # the first step has more to do
+        dist.barrier()
+        started, seconds = time.perf_counter(), 0.0
+        for output in model(**batch):
+            seconds = seconds or time.perf_counter() - started
+            output.loss.backward()
+        found.append(seconds)
+    return found[1]
+
+
+def test_a_shallow_pipeline_does_not_wait_until_a_deeper_one_is_filled(pool: Pool) -> None:
+    """The terms of the loss's mean are counted over all pipelines as the step begins, not at a first last stage."""
+    shallow, deep, _ = pool.run(3, seconds_to_the_first_loss, 0.4)
+    assert shallow < 0.5 * deep, (shallow, deep)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -58,6 +58,8 @@ class Booster:
         if not isinstance(plugin, HeterogeneousParallelPlugin):
             raise TypeError(f"plugin must be a HeterogeneousParallelPlugin, got {type(plugin).__name__}")
         self.plugin = plugin
+        # What a step's inputs are made of the batch; for the Trainer's integration.
+        self.complete: Callable[[MicrobatchedBatch], Mapping[str, Any]] = lambda batch: batch
 
     def boost(
         self,
@@ -194,7 +196,7 @@ class Booster:
             loss, outputs = pipeline.evaluate_together(batch, criterion, share_outputs=return_outputs)
         else:
             kept = []
-            for output in pipeline.train(batch, criterion):
+            for output in pipeline.train(self.complete(batch), criterion):
                 self.backward(output.loss, optimizer)
                 if return_outputs and pipeline.holds_output:
                     kept.append(without_graph(output))

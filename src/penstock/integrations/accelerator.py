@@ -6,8 +6,9 @@ import functools
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import gather, recursively_apply
+from accelerate.utils import recursively_apply
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
@@ -40,6 +41,15 @@ class PipelineAccelerator(Accelerator):
         """The index of this rank's pipeline."""
         return self.engine.place.pipeline
 
+    @property
+    def first_ranks(self) -> list[int]:
+        """A rank of each pipeline."""
+        layout = self.engine.layout
+        first: dict[int, int] = {}
+        for rank in range(layout.world_size):
+            first.setdefault(layout.place_of(rank).pipeline, rank)
+        return [rank for _, rank in sorted(first.items())]
+
     def prepare_model(
         self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> torch.nn.Module:
@@ -61,22 +71,30 @@ class PipelineAccelerator(Accelerator):
         """The tensors of all pipelines, concatenated along the first dimension. They have the same shape everywhere."""
         if self.num_processes == 1:
             return tensor
-        layout = self.engine.layout
-        first: dict[int, int] = {}
-        for rank in range(layout.world_size):
-            first.setdefault(layout.place_of(rank).pipeline, rank)
 
-        def of_each_pipeline(every: torch.Tensor) -> torch.Tensor:
-            parts = every.chunk(layout.world_size)
-            return torch.cat([parts[rank] for _, rank in sorted(first.items())])
+        # Not accelerate's gather: in an elastic run accelerate knows of no other process.
+        def of_each_pipeline(mine: torch.Tensor) -> torch.Tensor:
+            mine = (mine[None] if mine.ndim == 0 else mine).contiguous()
+            every = [torch.empty_like(mine) for _ in range(self.engine.layout.world_size)]
+            dist.all_gather(every, mine)
+            return torch.cat([every[rank] for rank in self.first_ranks])
 
-        return recursively_apply(of_each_pipeline, gather(tensor))
+        return recursively_apply(of_each_pipeline, tensor, error_on_other_type=True)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
         """Pad to the longest of all pipelines."""
         if self.num_processes == 1:
             return tensor
-        return super().pad_across_processes(tensor, dim=dim, pad_index=pad_index, pad_first=pad_first)
+
+        def padded(mine: torch.Tensor) -> torch.Tensor:
+            if dim >= mine.ndim:
+                return mine
+            longest = int(self.gather(torch.tensor([mine.shape[dim]], device=mine.device)).max())
+            rest = longest - mine.shape[dim]
+            where = [0, 0] * (mine.ndim - 1 - dim % mine.ndim) + ([rest, 0] if pad_first else [0, rest])
+            return torch.nn.functional.pad(mine, where, value=pad_index)
+
+        return recursively_apply(padded, tensor, error_on_other_type=True)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """The sum or mean over pipelines."""

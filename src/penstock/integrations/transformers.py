@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,6 +36,8 @@ if importlib.util.find_spec("accelerate") is None:
     )
 
 from penstock.integrations.accelerator import PipelineAccelerator
+from penstock.integrations.plugin_training import PluginTraining
+from penstock.plugin import HeterogeneousParallelPlugin
 
 logger = logging.getLogger(__name__)
 
@@ -70,8 +73,9 @@ class PipelineTrainerMixin:
 
     Args:
         parallelism: the section "model_parallelism" of the configuration as a dict, such as
-            `{"pipeline_parallel_size": 2}`, or whatever `penstock.initialize` takes. None for a model that
-            `penstock.initialize`, `from_pretrained` or `from_config` has parallelised.
+            `{"pipeline_parallel_size": 2}`, or whatever `penstock.initialize` takes. Or a HeterogeneousParallelPlugin,
+            for pipelines that are not alike, or with `elastic=` for a run that survives lost processes. None for a
+            model that `penstock.initialize`, `from_pretrained` or `from_config` has parallelised.
 
     Raises:
         ValueError: an argument cannot be used over pipelines; names it. Before any communication.
@@ -84,8 +88,15 @@ class PipelineTrainerMixin:
     optimizer: Any
     lr_scheduler: Any
 
-    def __init__(self, *args: Any, parallelism: ConfigLike | None = None, **kwargs: Any) -> None:
-        self._parallelism = None if parallelism is None else _configuration(parallelism)
+    def __init__(
+        self, *args: Any, parallelism: ConfigLike | HeterogeneousParallelPlugin | None = None, **kwargs: Any
+    ) -> None:
+        self._plugin: PluginTraining | None = None
+        self._parallelism: Configuration | None = None
+        if isinstance(parallelism, HeterogeneousParallelPlugin):
+            self._plugin = PluginTraining(self, parallelism)
+        elif parallelism is not None:
+            self._parallelism = _configuration(parallelism)
         if kwargs.get("model_init") is not None:
             raise _not_over_pipelines("model_init", "give the model itself")
         self._refuse_own_losses()
@@ -104,6 +115,9 @@ class PipelineTrainerMixin:
         if self.model is None:
             raise _not_over_pipelines("model_init", "give the model itself")
         super().create_accelerator_and_postprocess()  # type: ignore[misc]  # the Trainer's
+        if self._plugin is not None:
+            self._plugin.form()
+            return
         if self._parallelism is not None:
             self.model = initialize(self.model, self._parallelism)
         engine = self._engine
@@ -126,6 +140,8 @@ class PipelineTrainerMixin:
         return self.model.pipeline
 
     def _refuse_arguments(self) -> None:
+        if self._plugin is not None:
+            self._plugin.refuse(self.args)
         for name, instead in REFUSED_IF_SET.items():
             if getattr(self.args, name, None):
                 raise _not_over_pipelines(name, instead)
@@ -153,8 +169,65 @@ class PipelineTrainerMixin:
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Samples in an optimizer's step, over all pipelines."""
+        if self._plugin is not None:
+            return self._plugin.plugin.global_batch_size
         per_pipeline: int = self._train_batch_size * args.gradient_accumulation_steps  # type: ignore[attr-defined]
         return per_pipeline * len(self._engine.layout.pipelines)
+
+    # -- with a plugin ---------------------------------------------------------------------------------------------
+
+    def get_train_dataloader(self) -> Any:
+        """The loader of the training data; with a plugin its own, of this pipeline's shares."""
+        return super().get_train_dataloader() if self._plugin is None else self._plugin.loader()  # type: ignore[misc]
+
+    def _init_training_state(
+        self, max_steps: int, num_update_steps_per_epoch: int, *args: Any, **kwargs: Any
+    ) -> tuple[int, int]:
+        """With a plugin the model is parallelised here, where a process may find that it joins a run under way."""
+        found: tuple[int, int] = super()._init_training_state(max_steps, num_update_steps_per_epoch, *args, **kwargs)  # type: ignore[misc]
+        if self._plugin is None:
+            return found
+        self._plugin.begin(max_steps, num_update_steps_per_epoch)
+        return divmod(self.state.global_step, num_update_steps_per_epoch)  # type: ignore[attr-defined]  # the Trainer's
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+        if self._plugin is None:
+            return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)  # type: ignore[misc]
+        self.model_wrapped = self.model
+        for name in ("model", "optimizer", "lr_scheduler"):
+            setattr(self.callback_handler, name, getattr(self, name))  # type: ignore[attr-defined]  # the Trainer's
+        self.callback_handler.train_dataloader = train_dataloader  # type: ignore[attr-defined]
+        return self.model, train_dataloader
+
+    def _run_epoch(self, **given: Any) -> None:
+        if self._plugin is None:
+            super()._run_epoch(**given)  # type: ignore[misc]  # the Trainer's
+        else:
+            names = ("epoch", "trial", "ignore_keys_for_eval", "start_time")
+            num_steps = given["num_update_steps_per_epoch"]
+            self._plugin.run_epoch(num_steps=num_steps, **{name: given[name] for name in names})
+
+    def _surviving(self, work: Callable[[], Any]) -> Any:
+        """What all ranks do together outside of a step, whatever is lost meanwhile if a plugin is elastic."""
+        return work() if self._plugin is None else self._plugin.surviving(work)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's; over all pipelines."""
+        return self._surviving(partial(super().evaluate, *args, **kwargs))  # type: ignore[misc]
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's; over all pipelines."""
+        return self._surviving(partial(super().predict, *args, **kwargs))  # type: ignore[misc]
+
+    def save_model(self, *args: Any, **kwargs: Any) -> None:
+        """As the Trainer's: an ordinary folder of the whole model."""
+        self._surviving(partial(super().save_model, *args, **kwargs))  # type: ignore[misc]
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        self._surviving(partial(super()._save_checkpoint, *args, **kwargs))  # type: ignore[misc]
+        resume = self._engine.board.resume
+        resume.clear()
+        resume["trainer"] = "trainer.train(resume_from_checkpoint=True)"
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
@@ -262,6 +335,11 @@ class PipelineTrainerMixin:
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Write the optimizer's state in one file for each stage, and the scheduler's as the Trainer does."""
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_FILE))
+        if self._plugin is not None:
+            self._plugin.booster.save_optimizer(self.optimizer, output_dir)
+            return
         engine = self._engine
         world, ranks = checkpoint_comms(engine)
         with engine.saving(Call.SAVE_OPTIMIZER):
@@ -273,16 +351,26 @@ class PipelineTrainerMixin:
                 world_comm=world,
                 pipeline_comm=ranks,
             )
-        if self.args.should_save:
-            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_FILE))
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """With a plugin the optimizer's files have it."""
+        if self._plugin is None:
+            super()._save_rng_state(output_dir)  # type: ignore[misc]  # the Trainer's
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Load the weights of this rank's stages; the folder may be of any number of stages, or of a plain Trainer."""
+        if self._plugin is None:
+            self._load_weights(resume_from_checkpoint)
+        else:
+            self._plugin.resume_from(resume_from_checkpoint)
+
+    def _load_weights(self, folder: str) -> None:
         self._engine.check_open()
-        self.model.load_ordinary(resume_from_checkpoint)
+        self.model.load_ordinary(folder)
 
     def _load_best_model(self) -> None:
-        self._load_from_checkpoint(self.state.best_model_checkpoint)  # type: ignore[attr-defined]  # the Trainer's
+        best = self.state.best_model_checkpoint  # type: ignore[attr-defined]  # the Trainer's
+        self._surviving(partial(self._load_weights, best))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load what `_save_optimizer_and_scheduler` wrote, from any number of stages."""
@@ -297,22 +385,25 @@ class PipelineTrainerMixin:
             logger.warning("%s has no optimizer state: training goes on with a new optimizer", checkpoint)
             return
         engine = self._engine
-        with engine.together(Call.LOAD_OPTIMIZER):
-            state = load_training_state(
-                engine.split.model,
-                checkpoint,
-                TrainingState(_unwrapped(self.optimizer)),
-                world_comm=checkpoint_comms(engine)[0],
-                variant=TRAINING_VARIANT,
-            )
-        engine.step_number = state.step
+        if self._plugin is not None:
+            self._plugin.booster.load_optimizer(self.optimizer, checkpoint)
+        else:
+            with engine.together(Call.LOAD_OPTIMIZER):
+                state = load_training_state(
+                    engine.split.model,
+                    checkpoint,
+                    TrainingState(_unwrapped(self.optimizer)),
+                    world_comm=checkpoint_comms(engine)[0],
+                    variant=TRAINING_VARIANT,
+                )
+            engine.step_number = state.step
         path = os.path.join(checkpoint, SCHEDULER_FILE)
         restore_object(self.lr_scheduler, load_data(path), f"the scheduler's state in {path}")
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Each rank's own generators if the number of ranks is the saved one; else `_load_optimizer_and_scheduler`
         has set all ranks to the first one's."""
-        if checkpoint is None:
+        if checkpoint is None or self._plugin is not None:
             return
         saved = [name for name in os.listdir(checkpoint) if name.startswith("rng_state")]
         if len(saved) == self.args.world_size:

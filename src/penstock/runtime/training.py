@@ -115,6 +115,7 @@ class TrainingStep:
         self._recorder: Recorder | None = None
         self._live: dict[tuple[int, int], LiveMicrobatch] = {}
         self._total_counts: Sequence[int] | None = None
+        self._counting = False
         self._position = 0
         # What a signal's handler raised where the step may end; whether all ranks have met at the end.
         self._interruption: BaseException | None = None
@@ -367,9 +368,21 @@ class TrainingStep:
         """What part of each of the global batch's means this microbatch is."""
         rule = self._inputs.plans[microbatch].loss
         assert rule is not None
+        return rule.shares(self._inputs.counts[microbatch], self._global_counts())
+
+    def _start_counts(self) -> None:
+        """Begin to count the loss's terms over all pipelines, so that none waits until another's first microbatch has
+        come to its last stage."""
+        if not self._counting:
+            self._counting = True
+            # Not a single microbatch here, but the other pipelines need to hear so.
+            self._totals.start_counts(self._inputs.total_counts())
+
+    def _global_counts(self) -> Sequence[int]:
         if self._total_counts is None:
-            self._total_counts = self._totals.counts(self._inputs.total_counts())
-        return rule.shares(self._inputs.counts[microbatch], self._total_counts)
+            self._start_counts()
+            self._total_counts = self._totals.finish_counts()
+        return self._total_counts
 
     # -- the ends of the step --------------------------------------------------------------------------------------
 
@@ -388,6 +401,8 @@ class TrainingStep:
         inputs = self._inputs
         num_values = [len(values) for values in inputs.plans[0].boundaries] if inputs.plans else []
         self._stages.boundaries.begin(self._program.orders, inputs.signatures, num_values, states)
+        if self._program.top == self._program.last:
+            self._start_counts()
         return settled
 
     def _finish(self, waited: float) -> None:
@@ -402,9 +417,8 @@ class TrainingStep:
 
     def _conclude(self, left: bool) -> tuple[torch.Tensor, torch.Tensor, ReductionReport | None, tuple[int, int]]:
         """Meet all ranks at the end of the step, which this one may have left early."""
-        if self._total_counts is None and self._program.top == self._program.last:
-            # Not a single microbatch here, but the other pipelines need to hear so.
-            self._total_counts = self._totals.counts(())
+        if self._program.top == self._program.last:
+            self._global_counts()
         self._channels.flush()
         scaled = self._gradients.scaling.note(self._incoming, self._in_half)
         own, loss, reduction, num_left, sizes = self._sum_over_pipelines(scaled, left)
@@ -507,8 +521,8 @@ class TrainingStep:
         if kind is Kind.F:
             if not self._begun:
                 self._begin()
-            if is_last and self._total_counts is None:
-                self._total_counts = self._totals.counts(self._inputs.total_counts())
+            if is_last:
+                self._global_counts()
             self._live[stage, microbatch] = LiveMicrobatch(self._stages.pass_on(stage, microbatch))
         elif kind is Kind.B:
             is_open = is_top and microbatch == self._open

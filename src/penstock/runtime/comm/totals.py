@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 import torch
@@ -33,21 +34,42 @@ class Totals:
         self._on_host = context.device.type == "cpu"
         self._loss = torch.zeros(())
         self._loss_work: dist.Work | None = None
+        self._counts = torch.zeros(0, dtype=torch.int64)
+        self._num_counts = 0
+        self._counts_work: dist.Work | None = None
 
-    def counts(self, counts: Sequence[int]) -> Sequence[int]:
-        """The numbers of terms in the loss's means over the global batch. Called on the pipelines' last stages only.
+    def start_counts(self, counts: Sequence[int]) -> None:
+        """Begin to sum the numbers of terms in the loss's means; `finish_counts` gives those of the global batch.
+
+        Both are called on the pipelines' last stages only.
 
         Args:
             counts: this pipeline's; empty if it has no microbatch, and then so is the result.
         """
-        if not self.several:
-            return counts
         # A pipeline without a microbatch does not know how many means there are.
-        totals = torch.zeros(MAX_LOSS_TERMS, dtype=torch.int64)
-        totals[: len(counts)] = torch.tensor(counts, dtype=torch.int64)
-        with self._board.guard("counting the loss's terms", dist.get_process_group_ranks(self._groups.last_stages)):
-            dist.all_reduce(totals, group=self._groups.last_stages)
-        return totals.tolist()[: len(counts)]
+        self._counts = torch.zeros(MAX_LOSS_TERMS, dtype=torch.int64)
+        self._counts[: len(counts)] = torch.tensor(counts, dtype=torch.int64)
+        self._num_counts = len(counts)
+        if self.several:
+            with self._counting():
+                self._counts_work = dist.all_reduce(self._counts, group=self._groups.last_stages, async_op=True)
+
+    def finish_counts(self) -> Sequence[int]:
+        """What `start_counts` began."""
+        if self._counts_work is not None:
+            with self._counting():
+                self._counts_work.wait()
+            self._counts_work = None
+        return self._counts.tolist()[: self._num_counts]
+
+    def counts(self, counts: Sequence[int]) -> Sequence[int]:
+        """`start_counts` and `finish_counts` in one."""
+        self.start_counts(counts)
+        return self.finish_counts()
+
+    def _counting(self) -> contextlib.AbstractContextManager[None]:
+        ranks = dist.get_process_group_ranks(self._groups.last_stages) if self.several else ()
+        return self._board.guard("counting the loss's terms", ranks)
 
     def start(self, loss: torch.Tensor, flag: bool, left: bool = False, sizes: tuple[int, int] = (0, 0)) -> None:
         """Begin to sum `loss` over the pipelines, and to ask whether any rank raises `flag`; `finish` gives both.
@@ -89,4 +111,4 @@ class Totals:
 
     def clear(self) -> None:
         """Forget what is under way, so that nothing keeps a dead group's connections open."""
-        self._work = self._loss_work = None
+        self._work = self._loss_work = self._counts_work = None
