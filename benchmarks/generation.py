@@ -12,12 +12,14 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import math
 import os
 import random
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -79,9 +81,11 @@ def way_of(model: Any, prompt: torch.Tensor, **options: Any) -> Way:
 def timed(way: Way | None, new: int) -> Figures:
     """A prefill alone, then a whole generation; the difference is the decoding of all tokens but the first.
 
-    The time of the slower rank counts. One that has no part in it waits.
+    The time of the slower rank counts; one that has no part in it waits. `others` is the share of the processors that
+    other programs used meanwhile.
     """
     seconds = []
+    used, busy = time.process_time(), busy_seconds()
     for count in (1, new):
         barrier()
         start = time.perf_counter()
@@ -89,8 +93,17 @@ def timed(way: Way | None, new: int) -> Figures:
             way(count)
         barrier()
         seconds.append(time.perf_counter() - start)
+    total = torch.tensor(time.process_time() - used, dtype=torch.float64)
+    dist.all_reduce(total)
+    others = max(0.0, busy_seconds() - busy - total.item()) / sum(seconds) / (os.cpu_count() or 1)
     prefill, whole = seconds
-    return {"prefill": prefill, "decode": (whole - prefill) / (new - 1), "whole": whole}
+    return {"prefill": prefill, "decode": (whole - prefill) / (new - 1), "whole": whole, "others": others}
+
+
+def busy_seconds() -> float:
+    """The processor time that all programs of this machine have used."""
+    user, nice, system, _, _, *rest = map(int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:])
+    return (user + nice + system + sum(rest[:3])) / os.sysconf("SC_CLK_TCK")
 
 
 def cache_mib(model: Any, prompt: torch.Tensor, new: int) -> float:
@@ -105,13 +118,13 @@ def decoding(arguments: dict[str, Any]) -> Step:
     whole = gpt2(arguments)
     split, size = on_stages(copy.deepcopy(whole)), arguments["batch_size"]
     prompt = batch_of(arguments, size)
-    half = prompt[: max(1, size // 2)]
     ways: dict[str, Way | None] = {
         ONE: way_of(whole, prompt) if dist.get_rank() == 0 else None,
-        APART: way_of(whole, half),
         "two stages, one group": way_of(split, prompt, generation_groups=1),
         "two stages, as chosen": way_of(split, prompt),
     }
+    if size > 1:
+        ways[APART] = way_of(whole, prompt[: size // 2])
     if arguments["peers"]:
         ways["one process, device_map"] = way_of(device_map(arguments), prompt) if dist.get_rank() == 0 else None
     caches: list[Any] = [None, None]
@@ -182,13 +195,16 @@ def evaluated_on_stages(arguments: dict[str, Any]) -> Step:
 
 
 def pippy(arguments: dict[str, Any]) -> Step:
-    """accelerate's pipelined forward; the last stage alone has the output."""
+    """accelerate's pipelined forward; the last stage alone has the output.
+
+    It traces a microbatch of as many samples as there are microbatches, and receives into tensors of that size.
+    """
     from accelerate import PartialState, prepare_pippy
 
     PartialState(cpu=True)
     batch = batch_of(arguments, arguments["batch_size"])
     count, half = arguments["num_microbatches"], arguments["layers"] // 2
-    example = {"input_ids": copy.deepcopy(batch), "use_cache": False}
+    example = {"input_ids": batch[: len(batch) // count].clone(), "use_cache": False}
     model = prepare_pippy(
         gpt2(arguments), split_points=[f"transformer.h.{half}"], example_kwargs=example, num_chunks=count
     )
@@ -222,39 +238,43 @@ def measure_decoding(options: argparse.Namespace) -> None:
     names = sorted(found, key=lambda name: (name.startswith("two stages"), name))
 
     def rate(name: str, result: dict[str, Any]) -> float:
-        done = 2 * max(1, size // 2) if name == APART else size
-        return done * new / median_of([result], f"{name}: whole")
+        return size * new / median_of([result], f"{name}: whole")
 
     rows: dict[str, list[str]] = {}
     for name in names:
-        of_one, of_apart = (
-            statistics.median(rate(name, result) / rate(other, result) for result in runs) for other in (ONE, APART)
-        )
+        ratios = {
+            other: f"{statistics.median(rate(name, result) / rate(other, result) for result in runs):.3f}"
+            for other in (ONE, APART)
+            if other in names
+        }
         tokens = statistics.median(rate(name, result) for result in runs)
         prefill, decode = (median_of(runs, f"{name}: {key}") for key in ("prefill", "decode"))
         rows[name] = [
-            *(f"{tokens:.1f}", f"{of_one:.3f}", f"{of_apart:.3f}" if size > 1 else ""),
+            *(f"{tokens:.1f}", ratios[ONE], ratios.get(APART, "")),
             *(f"{prefill:.3f}", f"{1000 * decode:.1f}"),
         ]
     cache = runs[0]["cache_mib"][0]
     part = {
         "rows": rows,
+        "runs": runs,
         "date": environment()["date"],
-        "note": f"{len(runs)} rounds; keys and values {cache['unsplit']} MiB unsplit, "
-        f"{' and '.join(map(str, cache['stages']))} MiB on the two stages",
+        "note": f"{len(runs)} rounds, in which other programs used up to "
+        f"{100 * max(median_of([result], f'{name}: others') for result in runs for name in names):.0f} % of the "
+        f"processors; keys and values {cache['unsplit']} MiB unsplit, "
+        f"{' and '.join(map(str, cache['stages']))} MiB on the two stages at the end",
     }
     path = RESULTS / f"generation_{PROMPT}x{new}.json"
     before = json.loads(path.read_text()) if path.exists() else {}
     kept = before["parts"] if before.get("config") == config else {}
     parts = dict(sorted({**kept, str(size): part}.items(), key=lambda entry: int(entry[0])))
-    table = Comparison(path.stem, f"GPT-2: {PROMPT} + {new} tokens", COLUMNS, config, runs)
+    table = Comparison(path.stem, f"GPT-2: {PROMPT} + {new} tokens", COLUMNS, config, {})
     for batch, each in parts.items():
         for name, cells in each["rows"].items():
             table.add(batch, [name, *cells])
-    notes = [f"Batch {batch}: {each['date']}, {each['note']}." for batch, each in parts.items()]
+    notes = [f"- Batch {batch}: {each['date']}, {each['note']}." for batch, each in parts.items()]
     table.write(
         "Each batch size in one run of two processes, all ways in an order that changes, each time a prefill alone and "
-        "a whole generation; ratios are medians over rounds. " + " ".join(notes)
+        "a whole generation; ratios are medians over rounds.\n\n" + "\n".join(notes)
     )
     write_json({**json.loads(path.read_text()), "parts": parts}, path)
 
@@ -280,7 +300,7 @@ def measure_emulated(options: argparse.Namespace) -> None:
 
 def measure_evaluation(options: argparse.Namespace) -> None:
     config = {
-        "vocabulary": options.vocabulary, "layers": options.layers, "width": 384, "length": 128, "batch_size": 16,
+        "vocabulary": options.vocabulary, "layers": options.layers, "width": 384, "length": 32, "batch_size": 64,
         "num_microbatches": 8, "warmup": 2,
     }  # fmt: skip
     kinds: dict[str, tuple[str, int, dict[str, Any]]] = {
@@ -291,7 +311,7 @@ def measure_evaluation(options: argparse.Namespace) -> None:
     if options.peers:
         kinds["accelerate's prepare_pippy"] = ("pippy", 2, {})
     results = run(kinds, config, options)
-    title = "Evaluation of 8 microbatches of two samples"
+    title = "Evaluation of 8 microbatches of 8 samples of 32 tokens"
     table = Comparison("generation_evaluation", title, ["", "s", "of two apart"], config, results)
     for name, runs in results.items():
         seconds = median_of(runs, "seconds")
@@ -308,7 +328,7 @@ def run(kinds: dict[str, tuple[str, int, dict[str, Any]]], config: dict[str, Any
     contestants = {
         name: (script, ranks, {**config, "kind": kind, **extra}, 1) for name, (kind, ranks, extra) in kinds.items()
     }
-    return side_by_side(contestants, options.rounds, 1)
+    return side_by_side(contestants, options.rounds, 1, options.seconds_in_all)
 
 
 def main() -> None:
@@ -321,6 +341,7 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=512)
     parser.add_argument("--seconds", type=float, default=0.03, help="that an emulated stage takes for a forward")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds-in-all", type=float, default=math.inf, help="after which no round begins")
     parser.add_argument("--peers", action="store_true", help="also accelerate's ways")
     options = parser.parse_args()
     {"decoding": measure_decoding, "emulated": measure_emulated, "evaluation": measure_evaluation}[options.table](

@@ -6,6 +6,7 @@ import json
 import math
 import random
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,12 +29,23 @@ ALLOCATOR = {
 
 
 def interleave(
-    contestants: Mapping[str, Callable[[], dict]], rounds: int, say: Callable[[str], None] = print
+    contestants: Mapping[str, Callable[[], dict]],
+    rounds: int,
+    say: Callable[[str], None] = print,
+    seconds: float = math.inf,
 ) -> dict[str, list[dict]]:
-    """Run every contestant once a round, in an order shuffled anew each round; all results by name."""
+    """Run every contestant once a round, in an order shuffled anew each round; all results by name.
+
+    Args:
+        seconds: no round begins that would, as the longest before it, end later than so long after now.
+    """
     results: dict[str, list[dict]] = {name: [] for name in contestants}
     shuffle = random.Random(0)
+    began, longest = time.monotonic(), 0.0
     for number in range(rounds):
+        start = time.monotonic()
+        if number and start + longest - began > seconds:
+            break
         names = list(contestants)
         shuffle.shuffle(names)
         for name in names:
@@ -42,6 +54,7 @@ def interleave(
             except RuntimeError as error:
                 results[name].append({"error": str(error)[-400:]})
             say(f"round {number + 1}/{rounds} {name}: {_short(results[name][-1])}")
+        longest = max(longest, time.monotonic() - start)
     return results
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import select
 import signal
@@ -153,9 +154,13 @@ def run_ranks(
 
 
 def side_by_side(
-    contestants: Mapping[str, tuple[str, int, Mapping[str, Any], int]], rounds: int, steps: int
+    contestants: Mapping[str, tuple[str, int, Mapping[str, Any], int]],
+    rounds: int,
+    steps: int,
+    seconds: float = math.inf,
 ) -> dict[str, list[dict]]:
-    """Turns of `steps` steps of all contestants (script, processes, arguments, threads), in turn, `rounds` times.
+    """Turns of `steps` steps of all contestants (script, processes, arguments, threads), in turn, `rounds` times, or as
+    often as there is time for in so many `seconds`.
 
     All live side by side, so that a machine whose speed drifts is as fast for one as for another.
     """
@@ -164,4 +169,4 @@ def side_by_side(
             name: partial(stack.enter_context(Contestant(*description)).run, steps)
             for name, description in contestants.items()
         }
-        return interleave(turns, rounds)
+        return interleave(turns, rounds, seconds=seconds)
