@@ -4,13 +4,15 @@
     python benchmarks/checkpoints.py kills                  # 100 SIGKILLs at random moments of saves on two ranks
 
 `speed` compares, in turns: a synchronous save, an asynchronous one (how long the call takes, and how long until the
-checkpoint is whole), torch.distributed.checkpoint's `save` and `async_save`, and a plain write of as many bytes.
-Everything is flushed to disk. `kills` ends one rank of two, or both, while they save step after step, and then loads.
+checkpoint is whole), torch.distributed.checkpoint's `save` and `async_save`, a plain copy of the same bytes to a file,
+and some steps of training with and without a save before them. Everything is flushed to disk. `kills` ends one rank of
+two, or both, while they save step after step, and then loads.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import shutil
@@ -35,6 +37,8 @@ from penstock.bench.result_files import environment, write_json
 RESULTS = Path(__file__).parent / "results"
 # Gigabytes of weights and of AdamW's two states: layers and width of a GPT-2.
 SIZES = {0.1: (4, 400), 0.3: (6, 576), 1.0: (10, 824)}
+# Steps of training that go on beside the writing of that much, for longer than it takes.
+STEPS = {0.1: 4, 0.3: 3, 1.0: 2}
 
 
 # -- speed -------------------------------------------------------------------------------------------------------------
@@ -51,11 +55,17 @@ def state(layers: int, width: int) -> tuple[Any, torch.optim.Optimizer, int]:
     return model, optimizer, 3 * sum(parameter.nbytes for parameter in model.parameters())
 
 
-def copy_plainly(folder: Path, block: memoryview, size: int) -> None:
+def bytes_of(model: Any, optimizer: torch.optim.Optimizer) -> list[memoryview]:
+    """The same bytes that a checkpoint has, in memory where they are."""
+    states = [value for one in optimizer.state.values() for value in one.values()]
+    return [tensor.detach().view(-1).view(torch.uint8).numpy().data for tensor in [*model.parameters(), *states]]
+
+
+def copy_plainly(folder: Path, content: list[memoryview]) -> None:
     with (folder / "copy").open("wb", buffering=0) as file:
-        left = size
-        while left:
-            left -= file.write(block[: min(left, len(block))])
+        for one in content:
+            while one:
+                one = one[file.write(one) :]
         os.fsync(file.fileno())
 
 
@@ -67,14 +77,22 @@ def flushed(folder: Path) -> None:
         os.close(descriptor)
 
 
+def train(model: Any, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    ids = torch.zeros(2, 64, dtype=torch.long)
+    for _ in range(steps):
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def speed(folder: Path, rounds: int, sizes: list[float]) -> dict[str, Any]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     results: dict[str, Any] = {}
     for size in sizes:
         model, optimizer, num_bytes = state(*SIZES[size])
-        block = memoryview(bytearray(os.urandom(1 << 24)))
         given = {"model": model, "optimizer": optimizer}
         seconds: dict[str, list[float]] = {}
+        train(model, optimizer, 1)
 
         def asynchronous(given: dict[str, Any] = given, seconds: Any = seconds) -> None:
             begin = time.perf_counter()
@@ -95,12 +113,21 @@ def speed(folder: Path, rounds: int, sizes: list[float]) -> dict[str, Any]:
             dcp.save({"model": weights, "optimizer": states}, checkpoint_id=folder / "dcp")
             flushed(folder / "dcp")
 
+        def steps(save: dict[str, bool] | None, given: Any = given, number: int = STEPS[size]) -> None:
+            if save is not None:
+                penstock.save_checkpoint(folder, **given, step=1, **save)
+            train(given["model"], given["optimizer"], number)
+            penstock.finish_saving(given["model"])
+
         contestants: dict[str, Callable[[], Any]] = {
             "synchronous": lambda given=given: penstock.save_checkpoint(folder, **given, step=1),
             "asynchronous: whole": asynchronous,
-            "plain copy": lambda block=block, size=num_bytes: copy_plainly(folder, block, size),
+            "plain copy": lambda given=given: copy_plainly(folder, bytes_of(**given)),
             "DCP save": dcp_synchronous,
             "DCP async_save: whole": dcp_asynchronous,
+            "steps": lambda steps=steps: steps(None),
+            "steps and a synchronous save": lambda steps=steps: steps({"asynchronous": False}),
+            "steps and an asynchronous save": lambda steps=steps: steps({"asynchronous": True}),
         }
         order = random.Random(0)
         for number in range(rounds + 1):
@@ -123,14 +150,33 @@ def speed(folder: Path, rounds: int, sizes: list[float]) -> dict[str, Any]:
 
 
 def table_of_speed(results: dict[str, Any]) -> list[str]:
-    names = list(next(iter(results.values()))["seconds"])
-    lines = ["| state | " + " | ".join(names) + " | bytes/s of a plain copy |", "|---" * (len(names) + 2) + "|"]
+    """A table of stalls, and one of bytes a second."""
+    stalls = [
+        "| state | synchronous: stall | asynchronous: stall | DCP async_save: stall | "
+        "steps held up, synchronous | steps held up, asynchronous |",
+        "|---|---|---|---|---|---|",
+    ]
+    rates = [
+        "| | plain copy | synchronous | asynchronous, stall and all | its writing alone | DCP save | DCP async_save |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for size, found in results.items():
-        medians = {name: statistics.median(taken) for name, taken in found["seconds"].items()}
-        share = medians["plain copy"] / medians["asynchronous: whole"]
-        cells = " | ".join(f"{medians[name]:.2f}" for name in names)
-        lines.append(f"| {size} GB ({found['bytes']:,} bytes) | {cells} | {share:.2f} |")
-    return lines
+        seconds, number = found["seconds"], found["bytes"]
+        writing = [
+            whole - stall
+            for whole, stall in zip(seconds["asynchronous: whole"], seconds["asynchronous: stall"], strict=True)
+        ]
+        medians = {name: statistics.median(taken) for name, taken in {**seconds, "writing": writing}.items()}
+        held = [medians[f"steps and {kind} save"] - medians["steps"] for kind in ("a synchronous", "an asynchronous")]
+        cells = [medians[name] for name in ("synchronous", "asynchronous: stall", "DCP async_save: stall")] + held
+        row = " | ".join(f"{cell:.3f} s" for cell in cells)
+        stalls.append(f"| {size} GB | {row} |")
+        names = ("plain copy", "synchronous", "asynchronous: whole", "writing", "DCP save", "DCP async_save: whole")
+        row = " | ".join(
+            f"{number / medians[name] / 1e9:.2f} GB/s ({medians['plain copy'] / medians[name]:.2f})" for name in names
+        )
+        rates.append(f"| {size} GB | {row} |")
+    return [*stalls, "", "In brackets: as a share of the plain copy's.", "", *rates]
 
 
 # -- kills -------------------------------------------------------------------------------------------------------------
@@ -243,7 +289,14 @@ def main() -> None:
         folder = (options.folder or Path(temporary)) / "run"
         if options.what == "speed":
             found: Any = speed(folder, options.rounds, options.sizes)
-            lines = ["Seconds, median of rounds in turns; everything flushed to disk.", "", *table_of_speed(found)]
+            lines = [
+                f"A GPT-2 with AdamW's states, float32, one process with {torch.get_num_threads()} thread(s). Medians "
+                f"of {options.rounds} rounds in turns; everything is flushed to disk. A stall is how long the call "
+                "took; held up is what some steps of training took longer with a save before them, its writing beside "
+                "them, and the wait for its end.",
+                "",
+                *table_of_speed(found),
+            ]
         else:
             found = kills(folder, options.number, options.seed)
             bad = [one for one in found if not one["whole"] or one["damaged"] or one["lost"]]
@@ -255,8 +308,14 @@ def main() -> None:
                 f"had returned, and nothing was damaged; {len(bad)} times not."
             ]
     about = environment()
-    write_json({"environment": about, "results": found}, output.with_suffix(".json"))
-    output.with_suffix(".md").write_text("\n".join(["# Checkpoints", "", *lines, "", f"Environment: {about}"]) + "\n")
+    config = {name: value for name, value in vars(options).items() if name not in ("folder", "output")}
+    write_json({"environment": about, "config": config, "results": found}, output.with_suffix(".json"))
+    output.with_suffix(".md").write_text(
+        "\n".join(
+            ["# Checkpoints", "", *lines, "", f"Configuration: `{json.dumps(config)}`", "", f"Environment: {about}"]
+        )
+        + "\n"
+    )
     print("\n".join(lines))
     sys.exit(0)
 

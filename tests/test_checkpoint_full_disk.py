@@ -12,10 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
+import penstock
 from checkpoint_ranks import assert_hold_together, in_fork, load, raised, save, scramble, split_copies
 from families import FAMILIES
 from penstock.checkpoint import CheckpointError, SoloComm, files, save_object, save_pretrained
+from pool import Pool
 
 
 def build(seed: int) -> torch.nn.Module:
@@ -40,11 +43,12 @@ def assert_whole(directory: Path, seed: int) -> None:
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 400 kB, if this process may mount one."""
+def small_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """A file system of 400 kB, or of the size that is asked for, if this process may mount one."""
     where = tmp_path / "disk"
     where.mkdir()
-    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(where)], capture_output=True)
+    size = getattr(request, "param", "400k")
+    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(where)], capture_output=True)
     if mount.returncode:
         pytest.skip("needs the right to mount a file system")
     try:
@@ -134,3 +138,69 @@ def test_every_step_of_a_save_tells_why_it_could_not_write(
         assert isinstance(result, CheckpointError)
         assert words in str(result) and str(tmp_path) in str(result) and "Errno" not in str(result), str(result)
     assert_whole(tmp_path, 1)
+
+
+# -- the whole state of a run ------------------------------------------------------------------------------------------
+
+
+def save_where_it_cannot_be(disk: Path, what: str, asynchronous: bool) -> str:
+    """On two ranks: what the second save raises. The first one's state is loaded, and a third save succeeds."""
+    model = scramble(FAMILIES["gpt2"].build(dtype=torch.float32, n_layer=2), 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model = penstock.initialize(model, {"model_parallelism": {"pipeline_parallel_size": 2}})
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    state = {"model": model, "optimizer": optimizer}
+    penstock.save_checkpoint(disk / "run", **state, step=1)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    optimizer.step()
+    if dist.get_rank() == 0:
+        if what == "full":
+            fill_up(disk)
+        else:
+            subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True, timeout=60)
+    dist.barrier()
+    with pytest.raises(CheckpointError) as raised_here:
+        penstock.save_checkpoint(disk / "run", **state, step=2, asynchronous=asynchronous)
+        penstock.finish_saving(model)
+    dist.barrier()
+    loaded = penstock.load_checkpoint(disk / "run", **state)
+    assert (loaded.step, loaded.damaged) == (1, {})
+    assert all(torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True))
+    momenta = [optimizer.state[parameter]["momentum_buffer"] for parameter in model.parameters()]
+    assert all(bool((one == 1).all()) for one in momenta)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        if what == "full":
+            (disk / "filler").unlink()
+        else:
+            subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True, timeout=60)
+    dist.barrier()
+    penstock.save_checkpoint(disk / "run", **state, step=3, asynchronous=asynchronous)
+    penstock.finish_saving(model)
+    assert penstock.load_checkpoint(disk / "run", **state).step == 3
+    return str(raised_here.value)
+
+
+def fill_up(disk: Path) -> None:
+    with (disk / "filler").open("wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(4096))
+        except OSError as error:
+            assert error.errno == errno.ENOSPC
+
+
+@pytest.mark.parametrize("small_disk", ["2m"], indirect=True)
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [("full", "No space left on device"), ("read-only", "the file system is mounted for reading only")],
+)
+def test_a_run_whose_disk_is_full_or_for_reading_only_goes_back_to_its_last_checkpoint(
+    pool: Pool, small_disk: Path, what: str, words: str, asynchronous: bool
+) -> None:
+    said = pool.run(2, save_where_it_cannot_be, small_disk, what, asynchronous, timeout=60)
+    for text in said:
+        assert words in text and "step-00000002" in text and "rank " in text, text

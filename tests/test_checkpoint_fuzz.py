@@ -20,7 +20,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
+import penstock
 from audit import only_within
 from checkpoint_ranks import save_alone, scramble, split_copies, stages_of
 from families import FAMILIES
@@ -33,6 +35,7 @@ from penstock.checkpoint import (
     load_ordinary,
     load_training_state,
 )
+from penstock.checkpoint.contents import inspect_folder, merge_checkpoint
 
 SCALE = int(os.environ.get("PENSTOCK_FUZZ", "1"))
 STAGING = ".saving-" + "0" * 32
@@ -76,6 +79,18 @@ class World:
             save_alone(reference, self.whole / f"merged-{safe}", safe_serialization=safe, **options)
         save_alone(self.model, self.whole / "training", training_state=state)
         torch.save({"last_epoch": 3, "lrs": [0.5]}, self.whole / "object.bin")
+        for parameter in reference.parameters():  # in the middle of an accumulation
+            parameter.grad = torch.ones_like(parameter)
+        optimizer = torch.optim.AdamW(reference.parameters())
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        optimizer.step()
+        with torch.no_grad():
+            for name, tensor in reference.state_dict().items():
+                tensor.copy_(self.reference.state_dict()[name])
+        for number in (1, 2):
+            penstock.save_checkpoint(
+                self.whole / "run", model=reference, optimizer=optimizer, lr_scheduler=scheduler, step=number
+            )
         self.values = {self._sum(tensor) for tensor in self.reference.state_dict().values()}
         self.outside = root / "outside"
         self.outside.mkdir()
@@ -373,6 +388,117 @@ def test_training_states(world: World, data: st.DataObject) -> None:
     random_state = torch.get_rng_state()
     world.attempt("training state", folder, lambda: restore(world, folder), same_values=False)
     torch.set_rng_state(random_state)
+
+
+def resume(world: World, folder: Path, older: bool) -> None:
+    """Load the newest checkpoint of a run; if that is refused, everything of the run is as it was.
+
+    Args:
+        older: whether there is one before that is whole, so that it loads if the newest is passed over.
+    """
+    optimizer = torch.optim.AdamW(world.model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    for parameter in world.model.parameters():
+        parameter.grad = torch.full_like(parameter, 7.0)
+    before = copy.deepcopy((optimizer.state_dict(), scheduler.state_dict())), torch.get_rng_state()
+    try:
+        found = penstock.load_checkpoint(folder, model=world.model, optimizer=optimizer, lr_scheduler=scheduler)
+    except CheckpointError as error:
+        # What shows only as it is restored ends the search, as it may be the objects given here that do not fit.
+        assert not (older and "no checkpoint in" in str(error)), error
+        assert (optimizer.state_dict(), scheduler.state_dict()) == before[0]
+        assert torch.equal(torch.get_rng_state(), before[1])
+        assert all(bool((parameter.grad == 7.0).all()) for parameter in world.model.parameters())
+        raise
+    assert found.path.startswith(f"{folder}/step-")
+
+
+KEYS = st.sampled_from(
+    ["//.gradient", "//.gradient.0.1", "//.gradient.1.0", "//.gradient.-1.0", "//.gradient.0", "//exp_avg", "//x", "//"]
+)
+
+
+def renamed(draw: Callable[[Any], Any], header: dict[str, Any]) -> dict[str, Any]:
+    """The names of some states and gradients changed, as a table of contents and a file may both have them."""
+    keys = [key for key in header if "//" in key]
+    return {key: key.partition("//")[0] + draw(KEYS) for key in draw(st.lists(st.sampled_from(keys), max_size=3))}
+
+
+@fuzz(120)
+@given(data=st.data(), older=st.booleans())
+def test_folders_of_a_run(world: World, data: st.DataObject, older: bool) -> None:
+    """Tables of contents, indices, states and gradients of the newest checkpoint; names that may lead elsewhere."""
+    folder = world.copy("run")
+    newest = folder / "step-00000002"
+    if not older:
+        shutil.rmtree(folder / "step-00000001")
+    path = newest / "parallel_checkpoint.json"
+    table = json.loads(path.read_text())
+    change = data.draw(st.sampled_from(["table", "bytes", "index", "state", "header", "names", "folder"]))
+    if change == "table":
+        path.write_bytes(dump(mutated(data.draw, table)))
+    elif change == "bytes":
+        spoil = data.draw(st.sampled_from(sorted(newest.iterdir())))
+        spoil.write_bytes(spoiled(data.draw, spoil.read_bytes()))
+    elif change == "index":
+        index = newest / "model.safetensors.index.json"
+        index.write_bytes(dump(mutated(data.draw, json.loads(index.read_text()))))
+    elif change == "folder":
+        add_specials(newest)
+        (folder / "step-00000003").symlink_to(folder.parent / "outside")
+        os.mkfifo(folder / "step-00000004")
+        (folder / f"step-{data.draw(st.integers(0, 10**9)):0{data.draw(st.integers(1, 20))}d}x").mkdir()
+        newest.rename(folder / data.draw(st.sampled_from(["step-99999999", "step-999999999999999", "step-00000005"])))
+    else:
+        name = "training_state.bin" if change == "state" else "optimizer_tp_0_pp_0.safetensors"
+        file, entry = newest / name, table["files"][name]
+        if change == "state":
+            torch.save(mutated(data.draw, torch.load(file, weights_only=True)), file)
+            entry["checksum"] = zlib.crc32(file.read_bytes())
+        elif change == "header":
+            file.write_bytes(with_header(file.read_bytes(), lambda header: mutated(data.draw, header, most=2)))
+        else:
+            names = renamed(data.draw, entry["tensors"])
+            file.write_bytes(
+                with_header(file.read_bytes(), lambda header: {names.get(key, key): header[key] for key in header})
+            )
+            entry["tensors"] = {names.get(key, key): info for key, info in entry["tensors"].items()}
+        entry["size"] = file.stat().st_size
+        path.write_bytes(dump(table))
+    random_state = torch.get_rng_state()
+    world.attempt("run", folder, lambda: resume(world, folder, older), same_values=change != "table")
+    torch.set_rng_state(random_state)
+
+
+@fuzz(60)
+@given(data=st.data())
+def test_inspecting_and_merging(world: World, data: st.DataObject) -> None:
+    """Without a run; what is merged has the values that were saved."""
+    folder = world.copy("run")
+    shutil.rmtree(folder / "step-00000001")
+    newest = folder / "step-00000002"
+    table = newest / "parallel_checkpoint.json"
+    change = data.draw(st.sampled_from(["table", "bytes", "training"]))
+    if change == "table":
+        add_specials(newest)
+        table.write_bytes(dump(mutated(data.draw, json.loads(table.read_text()))))
+    else:
+        name = "training_state.bin" if change == "training" else "pytorch_model_tp_0_pp_0.safetensors"
+        (newest / name).write_bytes(spoiled(data.draw, (newest / name).read_bytes()))
+
+    def examine() -> None:
+        said = inspect_folder(folder)
+        json.dumps(said)
+        merge_checkpoint(folder, folder / "out", max_shard_size="20KB")
+        if change == "bytes":
+            assert said[0]["whole"], "what is damaged is not merged"
+        merged = [load_file(file) for file in (folder / "out").glob("*.safetensors")]
+        names = {name for part in merged for name in part}
+        assert names == set(world.reference.state_dict()) - {"lm_head.weight"}
+        if change != "table":
+            assert {world._sum(tensor) for part in merged for tensor in part.values()} <= world.values
+
+    world.attempt("inspect and merge", folder, examine, same_values=False)
 
 
 @fuzz(60)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 
 import managed_training
 import penstock
@@ -79,6 +80,17 @@ def test_it_saves_when_it_is_time_and_resumes_where_it_was(tmp_path: Path) -> No
         (tmp_path / f"step-{step:08d}" / "pytorch_model_tp_0_pp_0.safetensors").unlink()
     with pytest.raises(penstock.CheckpointError, match=r"can be loaded: .*step-00000009.*step-00000006"):
         again.resume()  # rather than begin again
+
+
+def test_it_takes_a_peft_model(tmp_path: Path) -> None:
+    model: Any = get_peft_model(tiny(), LoraConfig(r=2, target_modules=["c_attn"], init_lora_weights=False))
+    manager = penstock.CheckpointManager(tmp_path, model=model, every=1)
+    assert manager.resume() == 0 and manager.save(1)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    assert manager.resume() == 1
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])

@@ -171,10 +171,11 @@ assert (checkpoint.step, loader.epoch, model.pipeline.step_number) == (7, 3, 6)
     Run("README.md", ("In your script",), 2, after=TRAINED + "assert_trained('trained')"),
     Run(
         "docs/tutorial.md",
-        ("Inference", "Training", "Saving, loading, merging"),
+        ("Inference", "Training", "Never lose a run", "Saving, loading, merging"),
         2,
         before="NUM_STAGES = 2",
-        after=TRAINED + "assert output.logits.shape[:2] == tokens['input_ids'].shape\nassert_trained('./merged_ckpt')",
+        after=TRAINED + "import os\nassert sorted(os.listdir('run')) == ['step-00000002', 'step-00000004']\n"
+        "assert output.logits.shape[:2] == tokens['input_ids'].shape\nassert_trained('./merged_ckpt')",
     ),
     Run(
         "docs/generation.md",

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 
 import penstock
 from families import FAMILIES
@@ -39,6 +40,8 @@ class Run:
         optimizer: a key of `OPTIMIZERS`.
         tp_size, precision: of the plugin.
         double: float64 without dropout, which a single process can follow to the last digits.
+        accumulate: batches of one step of the optimizer; `no_sync`: whether all but the last are under no_sync().
+        lora: trains adapters, with a dropout of their own. asynchronous: of the save.
     """
 
     pipelines: str | None
@@ -48,6 +51,10 @@ class Run:
     precision: str = "fp32"
     double: bool = False
     workers: int = 0
+    accumulate: int = 1
+    no_sync: bool = False
+    lora: bool = False
+    asynchronous: bool = False
 
     @property
     def num_ranks(self) -> int:
@@ -90,6 +97,11 @@ def train(run: Run, folder: str, resume: bool, save: bool = True) -> Seen:
         model.apply(lambda module: [p.data.normal_() for p in module.parameters(recurse=False)])
     frozen = "transformer.wpe" if run.family == "gpt2" else "model.norm"
     model.get_submodule(frozen).requires_grad_(False)
+    if run.lora:
+        lora = LoraConfig(r=2, target_modules=["c_attn", "c_proj"], lora_dropout=0.0 if run.double else 0.1)
+        model = get_peft_model(model, lora).to(dtype)
+        if resume:
+            model.apply(lambda module: [p.data.normal_() for p in module.parameters(recurse=False)])
     data = samples(run.family, NUMBER, dtype)
     inner: Any = OPTIMIZERS[run.optimizer](model.parameters())
     scheduler: Any = torch.optim.lr_scheduler.CosineAnnealingLR(inner, T_max=STEPS)
@@ -119,18 +131,24 @@ def train(run: Run, folder: str, resume: bool, save: bool = True) -> Seen:
         while step < STEPS:
             batch = next(batches)
             seen.samples.append([microbatch["input_ids"].tolist() for microbatch in batch.microbatches])
+            updates = (step + 1) % run.accumulate == 0
             if run.pipelines:
-                seen.losses.append(float(booster.execute_pipeline(iter([batch]), model, None, optimizer)["loss"]))
+                alone = booster.no_sync(model, optimizer) if run.no_sync and not updates else contextlib.nullcontext()
+                with alone:
+                    seen.losses.append(float(booster.execute_pipeline(iter([batch]), model, None, optimizer)["loss"]))
             else:
-                seen.losses.append(by_hand(model, batch))
-            optimizer.step()
-            optimizer.zero_grad()
-            scheduler.step()
+                seen.losses.append(by_hand(model, batch, clips=updates))
+            if updates:
+                optimizer.step()
+                optimizer.zero_grad()
+                scheduler.step()
             seen.numbers.append((torch.rand(1).item(), random.random(), np.random.rand()))
             step += 1
             mine.value = step
             if step == SAVED and save and not resume:
-                penstock.save_checkpoint(folder, model=model, **state, step=step, extra={"note": ["mine", 3]})
+                settings = {"extra": {"note": ["mine", 3]}, "asynchronous": run.asynchronous}
+                penstock.save_checkpoint(folder, model=model, **state, step=step, **settings)
+    penstock.finish_saving(model)
     seen.parameters = {name: value.detach().clone() for name, value in model.named_parameters()}
     seen.skipped = getattr(optimizer, "num_skipped_steps", 0)
     return seen
@@ -141,7 +159,7 @@ def endlessly(loader: Any) -> Iterator[Any]:
         yield from loader
 
 
-def by_hand(model: Any, batch: Any) -> float:
+def by_hand(model: Any, batch: Any, clips: bool) -> float:
     """The unsplit model's step on a global batch: the mean over all its tokens."""
     tokens = [int((microbatch["labels"][:, 1:] != -100).sum()) for microbatch in batch.microbatches]
     total = 0.0
@@ -149,7 +167,8 @@ def by_hand(model: Any, batch: Any) -> float:
         loss = model(**microbatch).loss * (number / sum(tokens))
         loss.backward()
         total += loss.item()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    if clips:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     return total
 
 
@@ -182,14 +201,33 @@ def samples_of_steps(ranks: Sequence[Seen]) -> list[list[Any]]:
     return steps
 
 
+MIDDLE = {"accumulate": 3, "no_sync": True}  # where the save is in the middle of an accumulation
+
+
 @pytest.mark.parametrize(
     "run",
     [
         Run("1x2,2x3", "fused", precision="fp16", workers=2),
         Run("2x5", "momentum", workers=1),
         Run("2x5", "adafactor"),
+        Run("1x5", "adamw", "llama", tp_size=2),
+        Run("2x5", "momentum", "llama", tp_size=2),
+        Run("1x2,2x3", "adamw", precision="fp16", workers=2, asynchronous=True, **MIDDLE),
+        Run("2x5", "momentum", accumulate=3),
+        Run("1x2,2x3", "adamw", lora=True),
+        Run("2x5", "adamw", "llama", tp_size=2, **MIDDLE),
     ],
-    ids=["two pipelines, fp16, fused, workers", "momentum, workers", "adafactor"],
+    ids=[
+        "two pipelines, fp16, fused, workers",
+        "momentum, workers",
+        "adafactor",
+        "tensor parallel",
+        "both parallel",
+        "accumulation",
+        "accumulation of sums",
+        "LoRA",
+        "accumulation, both parallel",
+    ],
 )
 def test_a_run_goes_on_bit_for_bit_on_the_same_layout(pool: Pool, folders: Path, run: Run) -> None:
     folder, whole = undisturbed(pool, run, folders)
@@ -211,8 +249,20 @@ def test_a_run_goes_on_bit_for_bit_on_the_same_layout(pool: Pool, folders: Path,
         (Run("1x2,2x3", "adafactor"), [("3x5", 1), (None, 1)]),
         (Run("2x5", "adamw", "llama", tp_size=2), [("1x5", 2), ("3x5", 1), (None, 1)]),
         (Run("1x5", "momentum", "llama"), [("2x5", 2)]),
+        (Run("1x2,2x3", "adamw", lora=True), [("3x5", 1), (None, 1)]),
+        (Run("1x2,2x3", "momentum", **MIDDLE), [("1x2,1x3", 1), ("2x5", 1), (None, 1)]),
+        (Run("2x5", "adamw", "llama", tp_size=2, **MIDDLE), [("3x5", 1), ("1x5", 2)]),
     ],
-    ids=["momentum", "adamw", "adafactor", "from tensor parallel", "to tensor parallel"],
+    ids=[
+        "momentum",
+        "adamw",
+        "adafactor",
+        "from tensor parallel",
+        "to tensor parallel",
+        "LoRA",
+        "accumulation",
+        "accumulation, from tensor parallel",
+    ],
 )
 def test_a_run_goes_on_within_rounding_on_other_layouts(
     pool: Pool, folders: Path, first: Run, moves: list[tuple[str | None, int]]

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import os
 import signal
 import threading
+import zlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 import penstock
@@ -20,10 +23,21 @@ from audit import only_within
 from checkpoint_ranks import assert_hold_together, assert_holds, in_fork, on_ranks, raised, scramble, split_copies
 from families import FAMILIES
 from launch import run_python
-from penstock.checkpoint import CheckpointError, SavingRank, TrainingState, files, from_parallelized, save_checkpoint
-from penstock.checkpoint.contents import inspect_folder
+from penstock.checkpoint import (
+    CheckpointError,
+    SavingRank,
+    TrainingState,
+    files,
+    from_parallelized,
+    safetensors_file,
+    save_checkpoint,
+)
+from penstock.checkpoint.contents import inspect_folder, merge_checkpoint
+from penstock.checkpoint.tensors import bytes_of
 from penstock.cli import app
+from pool import Pool
 from test_checkpoint_atomic import die_before_change, kill_everywhere
+from training import parallelize
 
 
 def build(seed: int, **settings: Any) -> Any:
@@ -180,6 +194,55 @@ def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path: Pa
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     with pytest.raises(CheckpointError, match=r"has no state for \['lr_scheduler'\]"):
         penstock.load_checkpoint(tmp_path, model=model, lr_scheduler=scheduler)
+    weight = model.transformer.wpe.weight
+    weight.grad = torch.sparse_coo_tensor([[1]], weight[1:2].detach(), weight.shape)
+    with pytest.raises(CheckpointError, match=r"cannot save the gradient of transformer\.wpe\.weight .*sparse"):
+        penstock.save_checkpoint(tmp_path, model=model, optimizer=optimizer, step=2)
+
+
+def test_gradients_go_along_until_they_are_dropped(tmp_path: Path) -> None:
+    """Also what was there before is dropped, as the run that goes on had none."""
+    model, optimizer = trained(1)
+    before = [parameter.grad.clone() for parameter in model.parameters()]
+    penstock.save_checkpoint(tmp_path, model=model, optimizer=optimizer, step=1, asynchronous=True)
+    optimizer.zero_grad()
+    penstock.save_checkpoint(tmp_path, model=model, optimizer=optimizer, step=2)
+    assert [one["training"]["gradients"] for one in inspect_folder(tmp_path)] == [False, True]
+    for number in (1, 2, 1):
+        _, again, _ = loaded(tmp_path, number)
+        found = [parameter.grad for parameter in again.parameters()]
+        if number == 2:
+            assert found == [None] * len(before)
+        else:
+            assert all(torch.equal(*pair) for pair in zip(found, before, strict=True))
+
+
+# -- files of tensors --------------------------------------------------------------------------------------------------
+
+
+def test_the_files_are_those_of_safetensors_and_the_sums_those_of_the_tensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every dtype of the format, no dimension and no element, and tensors of several pieces."""
+    monkeypatch.setattr(safetensors_file, "_CHUNK", 1000)
+    monkeypatch.setattr(safetensors_file, "_FLUSHED", 3000)
+    tensors = {"none": torch.empty(0, 3), "one": torch.tensor(2.5, dtype=torch.bfloat16), "ü": torch.arange(2500)}
+    for dtype in safetensors_file.DTYPES:
+        tensors[f"of {dtype}"] = torch.arange(-8, 9).abs().to(torch.float32).to(dtype)
+    path = tmp_path / "file.safetensors"
+    sums = files.write_tensors(str(path), tensors)
+    found = load_file(path)
+    assert found.keys() == tensors.keys() == sums.keys()
+    for name, tensor in tensors.items():
+        assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape
+        assert bytes(bytes_of(found[name])) == bytes(bytes_of(tensor)), name
+        assert sums[name] == zlib.crc32(bytes(bytes_of(tensor)))
+    assert int.from_bytes(path.read_bytes()[:8], "little") % 8 == 0, "the first tensor's place is aligned"
+    with pytest.raises(CheckpointError, match=r"safetensors has no dtype for x, which is torch.complex128"):
+        files.write_tensors(str(tmp_path / "other.safetensors"), {"x": torch.zeros(1, dtype=torch.complex128)})
+    with pytest.raises(CheckpointError, match="File exists"):
+        files.write_tensors(str(path), tensors)
+    assert os.listdir(tmp_path) == ["file.safetensors"]
 
 
 # -- asynchronous ------------------------------------------------------------------------------------------------------
@@ -188,8 +251,8 @@ def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path: Pa
 def test_an_asynchronous_save_holds_the_values_of_its_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = trained(1)
     before = copy.deepcopy(model), copy.deepcopy(optimizer.state_dict())
-    go_on, original = threading.Event(), files.save_file
-    monkeypatch.setattr(files, "save_file", lambda *args, **options: (go_on.wait(60), original(*args, **options)))
+    go_on, original = threading.Event(), files.write_safetensors
+    monkeypatch.setattr(files, "write_safetensors", lambda *args: go_on.wait(60) and original(*args))
     penstock.save_checkpoint(tmp_path, model=model, optimizer=optimizer, step=1, asynchronous=True)
     step(model, optimizer, 5)  # while nothing is written yet
     assert not (tmp_path / "step-00000001" / "parallel_checkpoint.json").exists()
@@ -209,7 +272,7 @@ def test_what_goes_wrong_meanwhile_is_raised_by_the_next_save(tmp_path: Path, mo
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(files, "save_file", full)
+        patch.setattr(files, "write_safetensors", full)
         penstock.save_checkpoint(tmp_path, model=model, optimizer=optimizer, step=2, asynchronous=True)
         with pytest.raises(CheckpointError, match=r"step-00000002.*No space left on device"):
             penstock.save_checkpoint(tmp_path, model=model, optimizer=optimizer, step=3, asynchronous=True)
@@ -224,7 +287,7 @@ def test_what_goes_wrong_at_the_very_end_ends_the_program_with_an_error(tmp_path
 import sys, penstock, transformers
 from penstock.checkpoint import files
 if sys.argv[2] == "fail":
-    files.save_file = lambda *args, **options: 1 / 0
+    files.write_safetensors = lambda *args, **options: 1 / 0
 config = transformers.GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=5, n_positions=4)
 penstock.save_checkpoint(sys.argv[1], model=transformers.GPT2LMHeadModel(config), step=1, asynchronous=True)
 """
@@ -298,3 +361,53 @@ def test_inspect_names_what_is_damaged_and_merge_refuses_it(tmp_path: Path) -> N
     refused = runner.invoke(app, ["merge", str(newest), str(tmp_path / "out")])
     assert refused.exit_code == 1 and not list((tmp_path / "out").glob("*"))
     assert runner.invoke(app, ["inspect", str(tmp_path / "nowhere")]).exit_code == 1
+
+
+def large() -> Any:
+    """A model with weights of 100 MB."""
+    torch.manual_seed(1)
+    config = transformers.LlamaConfig(
+        hidden_size=512, intermediate_size=1024, num_hidden_layers=9, num_attention_heads=4, vocab_size=512
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def save_sharded(folder: Path) -> None:
+    penstock.save_checkpoint(folder, model=parallelize(large(), 1, tensor_parallel_size=2), step=1)
+
+
+def resident() -> int:
+    """Bytes of this process's memory that are no pages of files."""
+    with open("/proc/self/status") as file:
+        return next(1024 * int(line.split()[1]) for line in file if line.startswith("RssAnon"))
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="reads /proc")
+@pytest.mark.parametrize("sharded", [False, True])
+def test_merging_holds_one_shard_of_the_result_in_memory(pool: Pool, sharded: bool, tmp_path: Path) -> None:
+    """Weights of 100 MB in shards of 10 MB, also of a checkpoint that tensor parallelism has cut."""
+    model = large()
+    assert sum(parameter.nbytes for parameter in model.parameters()) > 90e6
+    if sharded:
+        pool.run(2, save_sharded, tmp_path / "run", timeout=60)
+    else:
+        penstock.save_checkpoint(tmp_path / "run", model=model, step=1)
+    merge_checkpoint(tmp_path / "run", tmp_path / "first", max_shard_size="10MB")  # what it imports stays in memory
+    gc.collect()
+    before, peak, done = resident(), 0, threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not done.wait(0.001):
+            peak = max(peak, resident())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        names = merge_checkpoint(tmp_path / "run", tmp_path / "out", max_shard_size="10MB")
+    finally:
+        done.set()
+        watcher.join()
+    assert len(names) >= 9
+    assert peak - before < 35e6, f"{peak - before:,} bytes more at times"
+    assert_holds(transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out"), model)

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from penstock.checkpoint import CheckpointError, find_checkpoints
 from penstock.data.loader import HeterogeneousDataLoader
+from penstock.modeling.adapters import base_of
 from penstock.training_checkpoints import (
     Checkpoint,
     Participants,
@@ -86,7 +87,7 @@ class CheckpointManager:
             "scaler": scaler,
             **objects,
         }
-        self._participants = Participants(model)
+        self._participants = Participants(base_of(model))
         if (elastic := self._participants.elastic) is not None:
             if on_signal:
                 raise ValueError("with elastic= a process that gets a SIGTERM leaves the run: leave on_signal out")

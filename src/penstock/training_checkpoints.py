@@ -10,16 +10,20 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
 from penstock.checkpoint import (
+    AloneKeeper,
     CheckpointError,
     Comm,
+    GradientKeeper,
     HostMemory,
     PendingSave,
+    Place,
     Run,
     SavingRank,
     SoloComm,
@@ -111,6 +115,11 @@ def save_checkpoint(
     if (elastic := run.elastic) is not None and not elastic.performing:
         if asynchronous:
             raise ValueError("with elastic= asynchronous=True is not possible: the ranks that write may be lost")
+        if elastic.accumulating:
+            raise ValueError(
+                "with elastic= gradients are not saved: call save_checkpoint after optimizer.step(), not in the middle "
+                "of an accumulation"
+            )
         if step not in (None, elastic.step):
             raise ValueError(f"with elastic= the step is booster.step, which is {elastic.step}, got {step!r}")
         objects |= {"lr_scheduler": lr_scheduler, "dataloader": dataloader, "scaler": scaler}
@@ -126,6 +135,7 @@ def save_checkpoint(
         step=number,
         extra=dict(extra or {}),
         run=run.progress,
+        gradients=run.gradients,
     )
     path = step_folder(folder, number)
     saver = _saver_of(model)
@@ -181,6 +191,7 @@ def load_checkpoint(
     state = TrainingState(
         unwrapped(optimizer),
         _objects(optimizer, lr_scheduler=lr_scheduler, dataloader=dataloader, scaler=scaler, **objects),
+        gradients=run.gradients,
     )
     with run.loading():
         world, _ = run.comms()
@@ -305,6 +316,14 @@ class Participants:
         return SavingRank(0, 1) if self.engine is None else saving_rank(self.engine)
 
     @property
+    def gradients(self) -> GradientKeeper | None:
+        """What knows of gradients that no step of the optimizer has used. An elastic run has such only between its own
+        calls, which it repeats after a loss."""
+        if self.engine is None:
+            return AloneKeeper()
+        return None if self.engine.run is not None else _EngineKeeper(self.engine)
+
+    @property
     def steps_begun(self) -> int:
         return 0 if self.engine is None else self.engine.step_number
 
@@ -328,6 +347,26 @@ class Participants:
         if self.engine is not None:
             self.engine.board.resume.clear()
             self.engine.board.resume["checkpoint"] = f"penstock.load_checkpoint({os.fspath(folder)!r}, ...)"
+
+
+@dataclass(frozen=True)
+class _EngineKeeper:
+    """How gradients stand on a rank of a pipeline."""
+
+    engine: Engine
+
+    @property
+    def place(self) -> Place:
+        return self.engine.place.pipeline, self.engine.place.pipeline_rank
+
+    def pending(self) -> bool:
+        return self.engine.gradients_pending
+
+    def is_part(self, parameter: torch.Tensor) -> bool:
+        return self.engine.is_part_of_gradient(parameter)
+
+    def note(self, whole: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> None:
+        self.engine.note_gradients(whole, parts)
 
 
 class _Saver:

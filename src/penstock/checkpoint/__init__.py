@@ -4,6 +4,7 @@ from .adapters import AdapterFolder
 from .background import HostMemory, PendingSave
 from .comm import Comm, GroupComm, OnceLost, SoloComm
 from .folder import find_checkpoints, remove_older, step_folder
+from .gradients import AloneKeeper, GradientKeeper, Place
 from .load import WeightsLoad, from_parallelized, is_parallelized, load_ordinary
 from .save import (
     TRAINING_VARIANT,
@@ -27,12 +28,15 @@ from .untrusted import CheckpointError
 __all__ = [
     "TRAINING_VARIANT",
     "AdapterFolder",
+    "AloneKeeper",
     "CheckpointError",
     "Comm",
+    "GradientKeeper",
     "GroupComm",
     "HostMemory",
     "OnceLost",
     "PendingSave",
+    "Place",
     "Run",
     "SavingRank",
     "SoloComm",

@@ -31,6 +31,9 @@ logger = logging.getLogger(__name__)
 PAUSE = 0.02
 STANDSTILL = 600.0
 
+# Ends the name of an empty file in the place of a word that there was no room for.
+_FAILED = ".failed"
+
 
 class HostMemory:
     """Copies of tensors on the CPU, in memory that the next copy uses again. Pinned for those of an accelerator."""
@@ -138,8 +141,11 @@ def leaving_word(folder: str, name: str, rank: int) -> Iterator[dict[str, FileEn
     try:
         yield files
     except Exception as error:
-        with contextlib.suppress(Exception):  # there may be no room for it either: the others wait in vain then
+        try:
             _leave(folder, name, {"rank": rank, "error": describe(error)})
+        except Exception:  # there may be no room for it either, but for an empty file
+            with contextlib.suppress(OSError):
+                os.close(os.open(os.path.join(folder, name + _FAILED), os.O_CREAT | os.O_EXCL))
         raise
     _leave(folder, name, {"files": {file: asdict(entry) for file, entry in files.items()}})
 
@@ -172,6 +178,8 @@ def words_of(
                 if (error := content.get("error")) is not None:
                     raise CheckpointError(f"rank {content['rank'].value}: {error.value}")
                 found[name] = {file: _entry(fields) for file, fields in content["files"].items()}
+            elif os.path.exists(path + _FAILED):
+                raise CheckpointError(f"the rank that leaves {name} could not write, not even why; it raises it itself")
         if len(found) == len(names):
             return [found[name] for name in names]
         missing = ", ".join(sorted(set(names) - found.keys()))

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoConfig
 
 from penstock.modeling.weights.initialise import meta_model, resolve_model_class
@@ -15,6 +16,7 @@ from penstock.modeling.weights.initialise import meta_model, resolve_model_class
 from .comm import SoloComm
 from .files import open_tensors, write_bytes
 from .folder import Found, contents_of, find_checkpoints
+from .gradients import is_gradient
 from .manifest import MODEL, TRAINING, Manifest
 from .merge import Holding, ModelFolder, write_merged
 from .names import is_configuration
@@ -84,6 +86,7 @@ def inspect_checkpoint(path: str, values: bool = True) -> dict[str, Any]:
                 "ranks": len(common["random"]),
                 "pipelines": len(set(common.get("pipelines") or [0])),
                 "parameter_groups": len(common["groups"] or []),
+                "gradients": any(is_gradient(key) for file in manifest.files.values() for key in file.tensors),
             }
     return {
         "path": path,
@@ -110,7 +113,8 @@ def _parameters(manifest: Manifest) -> Iterator[dict[str, Any]]:
     for _, entry in manifest.entries(TRAINING, 0):
         for key in entry.tensors:
             name, _, state = key.partition(SEPARATOR)
-            states.setdefault(name, set()).add(state)
+            if not is_gradient(key):
+                states.setdefault(name, set()).add(state)
     ties = {name: group for group in manifest.tied for name in group}
     seen = set[str]()
     for file, entry in manifest.entries(MODEL, 0):
@@ -183,6 +187,7 @@ def merge_checkpoint(
             f"{path} holds a {manifest.model_class}, but its config.json is of {type(model).__name__}"
         )
     state = _WholeTensors(path, manifest)
+    _check_complete(path, model, state)
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     holdings = {name: Holding(*state.describe(name), name in parameters) for name in state}
     form = ModelFolder(model, options)
@@ -203,6 +208,23 @@ def merge_checkpoint(
     finally:
         state.close()
     return [shard.file_name for shard in plan.shards]
+
+
+def _check_complete(path: str, model: nn.Module, state: _WholeTensors) -> None:
+    """Check that a checkpoint has every weight of the model, in its shape, and none besides. Raises CheckpointError."""
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    lacking, foreign = sorted(expected.keys() - set(state)), sorted(set(state) - expected.keys())
+    if lacking or foreign:
+        found = [f"{what} {names[:3]}" for what, names in (("lacks", lacking), ("has", foreign)) if names]
+        raise CheckpointError(
+            f"{path} is not what {type(model).__name__} has with this config.json: it {' and '.join(found)}. A "
+            "model with adapters is merged by merge_and_unload() in its run"
+        )
+    for name, shape in expected.items():
+        if (own := state.describe(name)[0]) != shape:
+            raise CheckpointError(
+                f"{path} has {name} in the shape {list(own)}, but its config.json makes it {list(shape)}"
+            )
 
 
 class _WholeTensors(Mapping[str, torch.Tensor]):

@@ -14,8 +14,9 @@ from typing import Any, BinaryIO
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 
+from .safetensors_file import write_safetensors
+from .tensors import checksum
 from .untrusted import CheckpointError, cannot_read, describe, open_plain
 
 SaveFunction = Callable[[Any, str], Any]
@@ -32,12 +33,17 @@ class OpenFile:
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
-def write_tensors(path: str, tensors: Mapping[str, torch.Tensor], save_function: SaveFunction | None = None) -> None:
+def write_tensors(
+    path: str, tensors: Mapping[str, torch.Tensor], save_function: SaveFunction | None = None
+) -> dict[str, int]:
     """Write tensors to a new file and have them on disk before returning. The format follows from the name.
 
     Args:
         tensors: contiguous CPU tensors, as `tensors.to_cpu` makes them. safetensors knows no shared tensors.
         save_function: writes `.bin` files instead of `torch.save`; called with the dictionary and the path.
+
+    Returns:
+        the CRC-32 of each tensor's bytes.
 
     Raises:
         CheckpointError: naming the path and what was to be written, whatever went wrong.
@@ -45,13 +51,15 @@ def write_tensors(path: str, tensors: Mapping[str, torch.Tensor], save_function:
     storages = {tensor.data_ptr(): tensor.nbytes for tensor in tensors.values()}
     with writing(path, f"{len(tensors)} tensors", sum(storages.values())):
         if path.endswith(".safetensors"):
-            save_file(dict(tensors), path, metadata={"format": "pt"})
-        elif save_function is not None:
+            return write_safetensors(path, tensors)
+        if save_function is not None:
             save_function(dict(tensors), path)
         else:
             with open(path, "wb") as file:
                 torch.save(dict(tensors), file)
         flush_file(path)
+    sums = {id(tensor): checksum(tensor) for tensor in {id(one): one for one in tensors.values()}.values()}
+    return {name: sums[id(tensor)] for name, tensor in tensors.items()}
 
 
 def write_bytes(path: str, content: bytes) -> None:

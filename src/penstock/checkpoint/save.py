@@ -21,6 +21,7 @@ from .adapters import AdapterFolder
 from .background import HostMemory, PendingSave, leaving_word, word_name, words_of
 from .comm import Comm, together
 from .files import write_bytes, write_tensors
+from .gradients import is_part
 from .manifest import MODEL, TRAINING, FileEntry, Manifest, read_manifest
 from .merge import Holding, MergedFolder, MergePlan, ModelFolder, describe_holdings, write_indices, write_merged
 from .names import (
@@ -252,18 +253,17 @@ class _Save:
         return PendingSave(self.directory, partial(self._finish_alone, staging, reports, given_up))
 
     def _finish_alone(self, staging: str, reports: list[_Report], given_up: Callable[[], str | None]) -> None:
-        if not self.place.is_writer:
+        places = _places_in_files(reports)
+        if self.place not in places:
             return
         folder = os.path.join(self.directory, staging)
-        names = [
-            word_name(report.place.pipeline_rank, report.place.tensor_parallel_rank) for report in _writers(reports)
-        ]
+        words = {place: word_name(number, place.tensor_parallel_rank) for place, number in places.items()}
         try:
-            own = word_name(self.place.pipeline_rank, self.place.tensor_parallel_rank)
+            own = words[self.place]
             with leaving_word(folder, own, self.world.rank) as word:
-                word.update(self._write_files(folder))
+                word.update(self._write_files(folder, places[self.place]))
             if self.place.is_leader:
-                self._commit(staging, reports, words_of(folder, names, given_up))
+                self._commit(staging, reports, words_of(folder, list(words.values()), given_up))
         except BaseException:
             # The others may still write, so what they leave behind is removed by the next save.
             if self.place.is_leader:
@@ -321,16 +321,18 @@ class _Save:
         needed: list[str] = []
         if self.training_state is not None:
             self.training = collect_training_state(self.model, self.training_state, self.place.pipeline)
-        if self.place.is_writer and not os.path.isdir(folder):
+        names = frozenset[str]()
+        if self.once:
+            tensors = frozenset(self.training.tensors if self.training is not None else ())
+            names = tensors if self.place.is_writer else frozenset(filter(is_part, tensors))
+        if (self.place.is_writer or names) and not os.path.isdir(folder):
             raise CheckpointError(f"{folder} is not visible here; all ranks must share the file system")
         if self.place.is_writer and self.with_model:
             self.state = held_state(self.model, self.options.state_dict)
             if self.place.is_leader:
                 sides, needed = (self.form or ModelFolder(self.model, self.options)).describe(folder)
         holdings = describe_holdings(self.model, self.state) if self.form else {}
-        names = frozenset[str]()
-        if self.once and self.place.is_writer:
-            names = frozenset(self.state) | frozenset(self.training.tensors if self.training is not None else ())
+        names |= frozenset(self.state) if self.once else frozenset()
         training = None if self.training is None else self.training.report
         return _Report(self.place, sides, needed, holdings, training, names)
 
@@ -340,8 +342,9 @@ class _Save:
             earlier = _first_holders(self.model, reports, self.place)
             self.state = {name: tensor for name, tensor in self.state.items() if name not in earlier}
             if self.training is not None:
-                tensors = self.training.tensors if self.place.is_writer else {}
-                own = {name: tensor for name, tensor in tensors.items() if name not in earlier}
+                mine = next(report.names for report in reports if report.place == self.place)
+                tensors = self.training.tensors.items()
+                own = {name: tensor for name, tensor in tensors if name in mine and name not in earlier}
                 self.training = replace(self.training, tensors=own)
         if self.training_state is not None and self.place.is_leader:
             every = [report.training or {} for report in reports]
@@ -349,7 +352,8 @@ class _Save:
             self.common = common_content(self.training_state, every, pipeline)
 
     def _write(self, folder: str, reports: list[_Report]) -> dict[str, FileEntry]:
-        if not self.place.is_writer:
+        places = _places_in_files(reports)
+        if self.place not in places:
             return {}
         if self.form is not None:
             writers = _writers(reports)
@@ -358,12 +362,16 @@ class _Save:
             write_merged(self.form, self.state, self.plan, folder, self.pipeline)
             return {}
         self._collect(reports)
-        return self._write_files(folder)
+        return self._write_files(folder, places[self.place])
 
-    def _write_files(self, folder: str) -> dict[str, FileEntry]:
-        files = _write_model_file(self.state, folder, self.place, self.options) if self.with_model else {}
+    def _write_files(self, folder: str, number: int) -> dict[str, FileEntry]:
+        """Write this rank's files, with this number as its pipeline rank."""
+        place = replace(self.place, pipeline_rank=number)
+        files = {}
+        if self.with_model and place.is_writer:
+            files = _write_model_file(self.state, folder, place, self.options)
         if self.training is not None:
-            files |= _write_training_files(self.training.tensors, self.common, folder, self.place, self.options)
+            files |= _write_training_files(self.training.tensors, self.common, folder, place, self.options)
         return files
 
     def _commit(self, staging: str, reports: list[_Report], written: Sequence[Mapping[str, FileEntry]]) -> None:
@@ -395,6 +403,19 @@ def _writers(reports: Sequence[_Report]) -> list[_Report]:
     return sorted(writers, key=lambda report: (report.place.pipeline_rank, report.place.tensor_parallel_rank))
 
 
+def _places_in_files(reports: Sequence[_Report]) -> dict[SavingRank, int]:
+    """The ranks that write files, and the number that each has in their names in the place of its pipeline rank.
+
+    That is its pipeline rank in the pipeline that writes the model. Ranks of others, which have parts of gradients to
+    write, are numbered on.
+    """
+    places = {report.place: report.place.pipeline_rank for report in _writers(reports)}
+    others = [report.place for report in reports if report.names and report.place not in places]
+    stages = sorted({(place.pipeline, place.pipeline_rank) for place in others})
+    first = next((place.num_pipeline_ranks for place in places), 0)
+    return places | {place: first + stages.index((place.pipeline, place.pipeline_rank)) for place in others}
+
+
 def _first_holders(model: nn.Module, reports: Sequence[_Report], place: SavingRank) -> set[str]:
     """Names of the tensors and states that a rank before this one writes: the first of those that hold them.
 
@@ -408,7 +429,8 @@ def _first_holders(model: nn.Module, reports: Sequence[_Report], place: SavingRa
         return representative.get(parameter, parameter), state
 
     whole, sharded = set[tuple[str, str]](), set[tuple[str, str]]()
-    for report in _writers(reports):
+    others = [report for report in reports if not report.place.is_writer]
+    for report in [*_writers(reports), *others]:
         if report.place == place:
             return {name for name in report.names if key(name) in (sharded if key(name)[0] in shards else whole)}
         keys = {key(name) for name in report.names}
@@ -459,8 +481,8 @@ def _write_tensors(
     aliases = {name: stored_name for name, stored_name in stored.items() if stored_name != name}
     unique = {name: tensor for name, tensor in tensors.items() if name not in aliases}
     # torch's format knows that two names are one tensor, so a .bin file is the whole state dict of its rank.
-    write_tensors(path, unique if options.safe_serialization else tensors, options.save_function)
-    infos = {name: TensorInfo.of(tensor) for name, tensor in unique.items()}
+    sums = write_tensors(path, unique if options.safe_serialization else tensors, options.save_function)
+    infos = {name: TensorInfo.of(tensor, sums[name]) for name, tensor in unique.items()}
     return FileEntry(part, place.pipeline_rank, place.tensor_parallel_rank, os.path.getsize(path), infos, aliases)
 
 

@@ -30,8 +30,9 @@ class TensorInfo:
     checksum: int
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> TensorInfo:
-        return cls(tuple(tensor.shape), dtype_name(tensor.dtype), checksum(tensor))
+    def of(cls, tensor: torch.Tensor, known: int | None = None) -> TensorInfo:
+        """Of a CPU tensor, whose checksum may be known already."""
+        return cls(tuple(tensor.shape), dtype_name(tensor.dtype), checksum(tensor) if known is None else known)
 
     def fits(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor has this shape and dtype."""
@@ -54,9 +55,14 @@ def dtype_of(name: str) -> torch.dtype:
     return DTYPES[name]
 
 
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """A CPU tensor's bytes in memory order; without a copy if it is contiguous."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data
+
+
 def checksum(tensor: torch.Tensor) -> int:
     """CRC-32 of a CPU tensor's bytes."""
-    return zlib.crc32(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return zlib.crc32(bytes_of(tensor))
 
 
 def held_state(model: nn.Module, state_dict: Mapping[str, Any] | None = None) -> dict[str, torch.Tensor]:

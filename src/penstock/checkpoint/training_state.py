@@ -25,6 +25,7 @@ from penstock.random_state import capture_random_state, check_random_state, rest
 
 from .comm import Comm, together
 from .files import flush_file, load_data, write_bytes, writing
+from .gradients import GradientKeeper, GradientLoad, Place, collect_gradients, is_gradient
 from .load import check_class
 from .manifest import MAX_RANKS, TRAINING, Manifest, read_manifest
 from .names import check_variant
@@ -56,6 +57,7 @@ class TrainingState:
         step: how many steps were done.
         extra: values of your own, of simple types or tensors, the same on all ranks.
         run: what decides the run's dropout: its seed, and how many training steps were begun.
+        gradients: knows of those that are pending, which go along with the optimizer; None leaves them out.
     """
 
     optimizer: Optimizer | None = None
@@ -63,6 +65,7 @@ class TrainingState:
     step: int = 0
     extra: Mapping[str, Any] = field(default_factory=dict)
     run: Run | None = None
+    gradients: GradientKeeper | None = None
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,8 @@ def collect_training_state(model: nn.Module, state: TrainingState, pipeline: int
         return RankTrainingState(report, {})
     collected = collect_optimizer(model, state.optimizer)
     report |= {"groups": collected.groups, "members": collected.members, "values": collected.values}
-    return RankTrainingState(report, collected.tensors)
+    gradients = {} if state.gradients is None else collect_gradients(model, state.optimizer, state.gradients)
+    return RankTrainingState(report, collected.tensors | gradients)
 
 
 def common_content(
@@ -167,6 +171,15 @@ def load_training_state(
     return load.result()
 
 
+@dataclass(frozen=True)
+class Holder:
+    """What a rank that loads tells the others: its pipeline, its pipeline rank, and the parameters in its optimizer."""
+
+    pipeline: int
+    pipeline_rank: int
+    names: Sequence[str] = ()
+
+
 class TrainingStateLoad:
     """What `load_training_state` does on one rank, in two steps: nothing has changed before `apply`.
 
@@ -183,7 +196,7 @@ class TrainingStateLoad:
         pipeline: int = 0,
     ) -> None:
         self.directory = os.path.abspath(directory)
-        self.held: Sequence[tuple[int, Sequence[str]]] = ()
+        self.held: Sequence[Holder] = ()
         self._pipeline = pipeline
         self._model = model
         self._state = state
@@ -191,13 +204,10 @@ class TrainingStateLoad:
         self._content: dict[str, Any] = {}
         self._reader: ShardReader | None = None
         self._mine: dict[str, Resharding] = {}
+        self._gradients: GradientLoad | None = None
 
-    def check(self) -> tuple[int, list[str]]:
-        """Check that the training state is whole and fits; raises CheckpointError.
-
-        Returns:
-            the rank's pipeline, and the names of the parameters that its optimizer has.
-        """
+    def check(self) -> Holder:
+        """Check that the training state is whole and fits; raises CheckpointError."""
         check_variant(self._variant)
         model, directory, state = self._model, self.directory, self._state
         manifest = read_manifest(directory, self._variant)
@@ -207,7 +217,7 @@ class TrainingStateLoad:
         if missing := sorted(state.objects.keys() - content["objects"].keys() - OPTIONAL):
             raise CheckpointError(f"{directory} has no state for {missing}; it has {sorted(content['objects'])}")
         if state.optimizer is None:
-            return self._pipeline, []
+            return Holder(self._pipeline, 0)
         if content["groups"] is None:
             raise CheckpointError(f"{directory} has no optimizer state")
         self._reader = ShardReader(directory, manifest, TRAINING, tensor_parallel_place(model))
@@ -215,7 +225,8 @@ class TrainingStateLoad:
         saved_shapes = {key: location.info.shape for key, location in first.locations.items()}
         self._mine = reshardings_of(model, state.optimizer, manifest, saved_shapes)
         self._reader.verify(self._mine)
-        return self._pipeline, [name for group in collect_optimizer(model, state.optimizer).members for name in group]
+        names = [name for group in collect_optimizer(model, state.optimizer).members for name in group]
+        return Holder(self._pipeline, 0 if state.gradients is None else state.gradients.place[1], names)
 
     def apply(self, world_comm: Comm) -> None:
         """Give everything its saved state."""
@@ -224,19 +235,32 @@ class TrainingStateLoad:
             assert self._reader is not None
             reader = self._reader
             saved = {name for group in content["members"] for name in group}
-            if lost := sorted(saved - {name for _, names in self.held for name in names}):
+            if lost := sorted(saved - {name for holder in self.held for name in holder.names}):
                 raise CheckpointError(f"the optimizer lacks parameters that it had when it was saved: {lost[:5]}")
-            tensors = ((key, reader.read(key, sharding)) for key, sharding in self._mine.items())
+            states = [key for key in self._mine if not is_gradient(key)]
+            tensors = ((key, reader.read(key, self._mine[key])) for key in states)
             groups = (content["groups"], content["members"], content["values"])
             restore_optimizer(self._model, state.optimizer, *groups, tensors)
+            if state.gradients is not None:
+                self._gradients = GradientLoad(self._model, state.optimizer, state.gradients, self._places())
+                gradients = self._mine.keys() - states
+                self._gradients.apply(gradients, lambda key: reader.read(key, self._mine[key]))
         for name, stateful in state.objects.items():
             if name in content["objects"]:
                 restore_object(stateful, content["objects"][name], f"the state of {name!r} in {self.directory}")
         restore_random_state(content["random"][self._generators_of(world_comm.rank)])
 
+    def _places(self) -> dict[str, list[Place]]:
+        """Of each parameter the places of the ranks that hold it."""
+        places: dict[str, list[Place]] = {}
+        for holder in self.held:
+            for name in holder.names:
+                places.setdefault(name, []).append((holder.pipeline, holder.pipeline_rank))
+        return places
+
     def _generators_of(self, rank: int) -> int:
         """The rank of the saving run whose random generators this one continues."""
-        here, saved = [pipeline for pipeline, _ in self.held], self._content.get("pipelines")
+        here, saved = [holder.pipeline for holder in self.held], self._content.get("pipelines")
         if saved is None:
             saved = here if len(here) == len(self._content["random"]) else [0]
         if saved == here:
@@ -251,12 +275,17 @@ class TrainingStateLoad:
             yield
         except BaseException:
             before.put_back()
+            if self._gradients is not None:
+                self._gradients.put_back()
             raise
+        if self._gradients is not None:
+            self._gradients.settle()
 
     def result(self) -> TrainingState:
         """The state with the saved numbers."""
         content, state = self._content, self._state
-        return TrainingState(state.optimizer, state.objects, content["step"], content["extra"], content.get("run"))
+        extra, run = content["extra"], content.get("run")
+        return TrainingState(state.optimizer, state.objects, content["step"], extra, run, state.gradients)
 
     def close(self) -> None:
         """Close the files."""

@@ -430,6 +430,11 @@ class ElasticRun:
         self._note_redone()
         return self._updated
 
+    @property
+    def accumulating(self) -> bool:
+        """Whether there are gradients that no update has used."""
+        return self._log.trains
+
     def drop(self) -> None:
         """Gradients were dropped: what made them need not be repeated once all ranks have dropped them."""
         assert self.engine is not None

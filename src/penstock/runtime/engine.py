@@ -613,6 +613,21 @@ class Engine:
                 warnings.warn(words, stacklevel=4)
             yield
 
+    @property
+    def gradients_pending(self) -> bool:
+        """Whether no weight has changed since the last training step, so that its gradients may be in use yet."""
+        return self._updates.none
+
+    def is_part_of_gradient(self, parameter: torch.Tensor) -> bool:
+        """Whether a parameter's gradient is this rank's part of a sum over several, as it is after steps under
+        `no_sync`."""
+        return self._gradients.reducer.is_part(parameter)
+
+    def note_gradients(self, whole: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> None:
+        """Parameters were given weights, and gradients: such that are summed over all their holders, and parts."""
+        self._gradients.reducer.note(whole, parts)
+        self._updates.end_step()
+
     def schedule(self, num_microbatches: int) -> Schedule:
         """This pipeline's schedule for a number of microbatches; without any there is nothing to do."""
         if num_microbatches not in self._schedules:

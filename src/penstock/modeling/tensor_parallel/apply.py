@@ -154,6 +154,7 @@ class TensorParallel:
         own_loss = own_loss and torch.is_grad_enabled()
         region.keep_logits_sharded = own_loss and digest in self._sharded_losses
         loss.calls = loss.direct_calls = 0
+        loss.is_trained = own_loss
         try:
             output = forward()
             if region.keep_logits_sharded:
@@ -164,7 +165,7 @@ class TensorParallel:
                 self._sharded_losses.add(digest)
             return output
         finally:
-            region.keep_logits_sharded = False
+            region.keep_logits_sharded = loss.is_trained = False
             region.logits = None
 
     # -- what is sharded how -------------------------------------------------------------------------------------------

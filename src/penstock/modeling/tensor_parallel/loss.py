@@ -22,12 +22,14 @@ class ShardedLoss:
 
     Attributes:
         calls, direct_calls: how often it was called, and how often of these with the head's output itself.
+        is_trained: whether a training step runs, on this loss alone.
     """
 
     def __init__(self, region: Region, vocabulary: int) -> None:
         self._region = region
         self._vocabulary = vocabulary
         self.calls = self.direct_calls = 0
+        self.is_trained = False
 
     def install(self, model: nn.Module) -> None:
         """Serve a model whose loss is transformers' causal language-model loss; leave any other alone."""
@@ -36,8 +38,13 @@ class ShardedLoss:
 
     def _loss(self, logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, **kwargs: Any) -> torch.Tensor:
         self.calls += 1
-        self.direct_calls += logits is self._region.logits
-        if logits.shape[-1] == self._vocabulary or not self._region.keep_logits_sharded:
+        direct = logits is self._region.logits
+        self.direct_calls += direct
+        if not self._region.keep_logits_sharded and direct and self.is_trained:
+            # Gathered they are the same shards. The steps of one run, and of one that resumes it, are to be alike to
+            # the last bit, whether they are the first of their kind in a process or not.
+            logits = self._region.own_part(logits).contiguous()
+        elif logits.shape[-1] == self._vocabulary or not self._region.keep_logits_sharded:
             return ForCausalLMLoss(logits, labels, vocab_size, **kwargs)
         with _ShardedCrossEntropy(self._region):
             return ForCausalLMLoss(logits, labels, logits.shape[-1], **kwargs)

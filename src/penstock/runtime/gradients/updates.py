@@ -44,6 +44,11 @@ class UpdateWatch:
         """A training step ended."""
         self._versions = list(map(_version, self._parameters))
 
+    @property
+    def none(self) -> bool:
+        """Whether no weight has changed since the last step's end, so that its gradients were not used yet."""
+        return not self._changed()
+
     def state(self) -> Update:
         """What has happened since the last step's end."""
         if not self._usual:

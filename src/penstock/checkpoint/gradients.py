@@ -1,0 +1,167 @@
+"""Gradients that a run holds in the middle of an accumulation, which a checkpoint takes along.
+
+A parameter that several ranks hold has either the sum of its gradient on all of them, which is written once, or, after
+steps under `no_sync`, on each of them a part of it. Then each rank writes its part under a name of its own, those of
+other pipelines too. Where all that had a part hold the parameter again, each goes on with its own, bit for bit. On any
+other layout all holders get the sum.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from .optimizer_state import SEPARATOR, logical_names
+from .untrusted import CheckpointError
+
+# In the files of the optimizer, beside its states: `<parameter>//.gradient`, or with the place of the rank whose part
+# it is, `<parameter>//.gradient.<pipeline>.<pipeline rank>`.
+_GRADIENT = re.compile(r"\.gradient(?:\.([0-9]{1,6})\.([0-9]{1,6}))?", re.ASCII)
+
+# A pipeline, and a pipeline rank in it.
+Place = tuple[int, int]
+
+
+class GradientKeeper(Protocol):
+    """What knows how a rank's gradients stand."""
+
+    @property
+    def place(self) -> Place: ...
+
+    def pending(self) -> bool:
+        """Whether there may be gradients that no step of the optimizer has used."""
+
+    def is_part(self, parameter: torch.Tensor) -> bool:
+        """Whether other ranks hold the parameter too, and its gradient is not summed over them yet."""
+
+    def note(self, whole: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> None:
+        """Parameters were given gradients that are summed over all holders, or parts of such sums."""
+
+
+class AloneKeeper:
+    """Of a single process, which cannot know whether gradients were used already: they are saved if there are any."""
+
+    place = (0, 0)
+
+    def pending(self) -> bool:
+        return True
+
+    def is_part(self, parameter: torch.Tensor) -> bool:
+        return False
+
+    def note(self, whole: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> None:
+        pass
+
+
+def is_gradient(key: str) -> bool:
+    """Whether this is the name of a gradient, rather than of an optimizer's state."""
+    return SEPARATOR in key and key.rpartition(SEPARATOR)[2].startswith(".gradient")
+
+
+def is_part(key: str) -> bool:
+    """Whether this is the name of one rank's part of a gradient."""
+    return is_gradient(key) and _place_of(key) is not None
+
+
+def collect_gradients(model: nn.Module, optimizer: Optimizer, keeper: GradientKeeper) -> dict[str, torch.Tensor]:
+    """This rank's gradients that are pending, of the optimizer's parameters, by their names in a file.
+
+    Raises:
+        CheckpointError: one of them is no dense tensor.
+    """
+    found: dict[str, torch.Tensor] = {}
+    if not keeper.pending():
+        return found
+    where = ".".join(map(str, keeper.place))
+    for name, parameter in _parameters(model, optimizer):
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        if gradient.layout != torch.strided or gradient.is_quantized:
+            raise CheckpointError(
+                f"cannot save the gradient of {name} in the middle of an accumulation: it is {gradient.layout}, not "
+                "dense; save after optimizer.step() and zero_grad()"
+            )
+        part = f".{where}" if keeper.is_part(parameter) else ""
+        found[f"{name}{SEPARATOR}.gradient{part}"] = gradient.detach()
+    return found
+
+
+@dataclass
+class GradientLoad:
+    """Gives the parameters of this rank the gradients that were saved, or none.
+
+    Attributes:
+        holders: of each parameter the places of the ranks that hold it now.
+    """
+
+    model: nn.Module
+    optimizer: Optimizer
+    keeper: GradientKeeper
+    holders: Mapping[str, Collection[Place]] = field(default_factory=dict)
+    _before: list[tuple[torch.Tensor, Any]] = field(default_factory=list)
+    _whole: list[torch.Tensor] = field(default_factory=list)
+    _parts: list[torch.Tensor] = field(default_factory=list)
+
+    def apply(self, keys: Iterable[str], read: Callable[[str], torch.Tensor]) -> None:
+        """
+        Args:
+            keys: names of what was saved for the parameters of this rank.
+            read: a tensor as this rank holds it.
+        """
+        saved: dict[str, dict[Place | None, str]] = {}
+        for key in keys:
+            saved.setdefault(key.partition(SEPARATOR)[0], {})[_place_of(key)] = key
+        for name, parameter in _parameters(self.model, self.optimizer):
+            self._before.append((parameter, parameter.grad))
+            parts = saved.get(name, {})
+            gradient: torch.Tensor | None = None
+            if None not in parts and parts.keys() <= set(self.holders.get(name, ())):
+                self._parts.append(parameter)
+                if (own := parts.get(self.keeper.place)) is not None:
+                    gradient = _like(parameter).copy_(_fitting(read(own), name, parameter))
+            else:
+                self._whole.append(parameter)
+                gradient = torch.zeros_like(_like(parameter))
+                for key in sorted(parts.values()):  # in one order on all ranks
+                    gradient += _fitting(read(key), name, parameter).to(gradient)
+            parameter.grad = gradient
+
+    def settle(self) -> None:
+        """Everything is loaded, on all ranks."""
+        self.keeper.note(self._whole, self._parts)
+
+    def put_back(self) -> None:
+        """Loading has failed somewhere: the gradients that were there."""
+        for parameter, gradient in self._before:
+            parameter.grad = gradient
+
+
+def _place_of(key: str) -> Place | None:
+    found = _GRADIENT.fullmatch(key.rpartition(SEPARATOR)[2])
+    if found is None:
+        raise CheckpointError(f"the checkpoint's table of contents is damaged: {key!r:.120} is not a gradient's name")
+    return None if found[1] is None else (int(found[1]), int(found[2]))
+
+
+def _fitting(gradient: torch.Tensor, name: str, parameter: torch.Tensor) -> torch.Tensor:
+    if gradient.shape != parameter.shape:
+        shapes = f"{list(gradient.shape)}, the parameter {list(parameter.shape)}"
+        raise CheckpointError(f"the saved gradient of {name} does not fit: it has the shape {shapes}")
+    return gradient
+
+
+def _like(parameter: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(parameter, requires_grad=False)
+
+
+def _parameters(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, torch.Tensor]]:
+    names = logical_names(model)
+    every = {id(one): one for group in optimizer.param_groups for one in group["params"] if id(one) in names}
+    return [(names[key], parameter) for key, parameter in every.items()]

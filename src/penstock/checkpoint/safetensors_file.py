@@ -1,0 +1,174 @@
+"""Writing a file in safetensors' format: tensor after tensor straight from memory, with checksums taken on the way.
+
+safetensors' own writer is as fast by itself. But checksums take another reading of everything after it, and the disk
+waits until the last tensor is in the system's cache. Here one thread writes, a second takes the checksums of what is
+written, and a third has the disk begin. All three release Python's lock, so a step that goes on meanwhile is not held
+up.
+
+The format: https://huggingface.co/docs/safetensors, section "Format".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from queue import SimpleQueue
+from typing import Any, BinaryIO
+
+import torch
+
+from .tensors import bytes_of
+
+# The format's name of each dtype.
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+# Bytes that are written and summed at once, and after how many the disk is told to begin.
+_CHUNK = 16 * 1024**2
+_FLUSHED = 2 * _CHUNK
+_ALIGNMENT = 8
+
+
+def write_safetensors(path: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """Write tensors to a file that is not there yet, and have them on disk before returning.
+
+    Args:
+        tensors: contiguous, on the CPU. Not to be changed meanwhile.
+
+    Returns:
+        the CRC-32 of each tensor's bytes.
+
+    Raises:
+        ValueError: the format has no such dtype. OSError: it cannot be written.
+    """
+    # Larger elements first, as safetensors does it: so every tensor begins at a multiple of its element's size.
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    sums: dict[str, int] = {}
+    since = 0
+    with _new_file(path) as file, _Helper("sums") as summing, _Helper("flushes") as flushing:
+        _write_all(file, memoryview(_header(tensors, order)))
+        for name in order:
+            content = bytes_of(tensors[name])
+            summing.do(partial(_note_checksum, sums, name, content))
+            for begin in range(0, len(content), _CHUNK):
+                chunk = content[begin : begin + _CHUNK]
+                _write_all(file, chunk)
+                since += len(chunk)
+                if since >= _FLUSHED:
+                    flushing.do(partial(os.fsync, file.fileno()))
+                    since = 0
+        # What an earlier flush reports is not reported again by this one.
+        flushing.finish()
+        os.fsync(file.fileno())
+        summing.finish()
+    return sums
+
+
+class _Helper:
+    """A thread that does calls one after another. None but the caller's at a program's end, which starts no more."""
+
+    def __init__(self, name: str) -> None:
+        self._calls: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = threading.Thread(
+            target=self._run, name=f"penstock-save-{name}", daemon=True
+        )
+        try:
+            self._thread.start()
+        except RuntimeError:
+            self._thread = None
+
+    def do(self, call: Callable[[], object]) -> None:
+        if self._thread is None:
+            call()
+        else:
+            self._calls.put(call)
+
+    def finish(self) -> None:
+        """Wait for all calls; raises what the first one that failed has raised."""
+        self._end()
+        if self._error is not None:
+            raise self._error
+
+    def __enter__(self) -> _Helper:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        if self._thread is not None:
+            self._calls.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            if self._error is None:
+                try:
+                    call()
+                except BaseException as error:
+                    self._error = error
+
+
+@contextlib.contextmanager
+def _new_file(path: str) -> Iterator[BinaryIO]:
+    """A file that is removed again if it cannot be written whole: what is said of that may need the room."""
+    # Exclusively: what is there may be a link to somewhere else.
+    with open(path, "xb", buffering=0) as file:
+        try:
+            yield file
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.remove(path)
+            raise
+
+
+def _header(tensors: Mapping[str, torch.Tensor], order: list[str]) -> bytes:
+    content: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    begin = 0
+    for name in order:
+        tensor = tensors[name]
+        if tensor.dtype not in DTYPES:
+            raise ValueError(f"safetensors has no dtype for {name}, which is {tensor.dtype}")
+        end = begin + tensor.nbytes
+        content[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(content, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _write_all(file: BinaryIO, content: memoryview) -> None:
+    while content:  # the system may take less than it is given
+        content = content[file.write(content) :]
+
+
+def _note_checksum(sums: dict[str, int], name: str, content: memoryview) -> None:
+    number = 0
+    for begin in range(0, len(content), _CHUNK):
+        number = zlib.crc32(content[begin : begin + _CHUNK], number)
+    sums[name] = number
