@@ -144,17 +144,20 @@ unsplit. **Exact** means equal within 1e-8 of the largest entry (2e-4 in single 
 
 - *Exact against accumulation*: exact against the unsplit model that accumulates over the same microbatches, and a
   warning says why the whole batch at once would differ; see [exactness](exactness.md).
-- *Refused*: an error says why, on every rank, before anything is sent.
+- *Refused*: an error says why, on every rank, before anything is sent. *Refused in part*: training is exact, but
+  evaluation or generation is refused.
 - *Other*: what came out is said as it is. Do not rely on these.
 - *Not tried*: no tiny configuration and batch were found with which the class runs by itself. This says nothing about
   the class.
 
-The sweep was made in passes on one day: what was exact in the first was not run again after later changes; a sample of
-it runs in the test suite.
+The sweep was made in passes: what was exact in the first was not run again after later changes; a sample of it runs in
+the test suite.
 
-A class in *italics* is exact with `tensor_parallel_size` 2, too. Classes without italics may have no
-tensor-parallel plan, or were not tried.
+The columns *generate* and *tensor-parallel* say how many classes are exact of those that were tried: with `generate`,
+and with `tensor_parallel_size` 2, where a class in *italics* is exact. Most others have no tensor-parallel plan, or
+were not tried.
 """
+COLUMNS = ("exact", "exact against accumulation", "refused in part", "refused", "other", "not tried")
 
 
 def write(results: Path, with_tensor_parallelism: Path, page: Path) -> None:
@@ -171,27 +174,35 @@ def write(results: Path, with_tensor_parallelism: Path, page: Path) -> None:
             torch=version("torch").partition("+")[0],
             date=datetime.date.today().isoformat(),
         ),
-        "| task | exact | exact against accumulation | refused | other | not tried |",
-        "|---|---|---|---|---|---|",
+        "| task | " + " | ".join(COLUMNS) + " | generate | tensor-parallel |",
+        "|---" * (len(COLUMNS) + 3) + "|",
     ]
     groups = {task: grouped([r for r in records if r["task"] == task]) for task in tasks}
-    columns = ("exact", "exact against accumulation", "refused", "other", "not tried")
-    totals = {column: sum(len(groups[task][column]) for task in tasks) for column in columns}
-    for name, counts in [*groups.items(), ("**all**", {column: [None] * totals[column] for column in columns})]:
-        lines.append(f"| {name} | " + " | ".join(str(len(counts[column])) for column in columns) + " |")
+    rows: list[tuple[int, ...]] = []
+    for task in tasks:
+        generated = [kind_of(r["generate"]) for r in records if r["task"] == task and "generate" in r]
+        tried = [r for r in sharded if r["task"] == task and "train" in r]
+        rows.append(
+            (
+                *(len(groups[task][column]) for column in COLUMNS),
+                *(generated.count("exact"), len(generated) - generated.count("unsplit")),
+                *(sum(map(is_good, tried)), len(tried)),
+            )
+        )
+    for name, row in zip([*tasks, "**all**"], [*rows, tuple(map(sum, zip(*rows, strict=True)))], strict=True):
+        *counts, generate_exact, generate_tried, sharded_exact, sharded_tried = row
+        of = [f"{good} of {number}" if number else "" for good, number in
+              ((generate_exact, generate_tried), (sharded_exact, sharded_tried))]  # fmt: skip
+        lines.append(f"| {name} | " + " | ".join([*map(str, counts), *of]) + " |")
     for task in tasks:
         lines += ["", f"## {task[0].upper()}{task[1:]}", ""]
         found = groups[task]
         marked = [f"*{r['class']}*" if (task, r["class"]) in both else r["class"] for r in found["exact"]]
         lines += textwrap.wrap(f"Exact: {', '.join(marked) or 'none'}.", 120, break_on_hyphens=False)
-        rows = [
-            (r["class"], column, reason_of(r))
-            for column in ("exact against accumulation", "refused", "other")
-            for r in found[column]
-        ]
-        if rows:
+        others = [(r["class"], column, reason_of(r)) for column in COLUMNS[1:-1] for r in found[column]]
+        if others:
             lines += ["", "| class | | |", "|---|---|---|"]
-            lines += [f"| {name} | {column} | {reason} |" for name, column, reason in rows]
+            lines += [f"| {name} | {column} | {reason} |" for name, column, reason in others]
         if found["not tried"]:
             names = ", ".join(r["class"] for r in found["not tried"])
             lines += ["", *textwrap.wrap(f"Not tried: {names}.", 120, break_on_hyphens=False)]
@@ -200,9 +211,7 @@ def write(results: Path, with_tensor_parallelism: Path, page: Path) -> None:
 
 def grouped(records: Iterable[Record]) -> dict[str, list[Record]]:
     """The records by what a reader is told of them, by the worst of training, evaluation and generation."""
-    found: dict[str, list[Record]] = {
-        name: [] for name in ("exact", "exact against accumulation", "refused", "other", "not tried")
-    }
+    found: dict[str, list[Record]] = {name: [] for name in COLUMNS}
     for record in sorted(records, key=lambda record: str(record["class"]).lower()):
         kinds = {kind_of(record[feature]) for feature in FEATURES if feature in record} - {"unsplit"}
         if "train" not in record:
@@ -213,6 +222,8 @@ def grouped(records: Iterable[Record]) -> dict[str, list[Record]]:
             name = "exact against accumulation"
         elif kind_of(record["train"]) == "refused":
             name = "refused"
+        elif kinds <= {"exact", "warned", "refused"}:
+            name = "refused in part"
         else:
             name = "other"
         found[name].append(record)

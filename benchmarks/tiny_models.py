@@ -7,8 +7,8 @@ either, and is reported as that.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,7 +27,9 @@ NUM_CHOICES = 2
 IMAGE = 32
 # Texts use the tokens below it.
 IMAGE_TOKEN = 90
-MOST_PARAMETERS = 4_000_000
+MOST_PARAMETERS = 24_000_000
+# Parts of the names of configuration entries that say how wide something is.
+WIDTHS = ("size", "dim", "channels", "width", "filters", "hidden", "features", "rank", "embed")
 # Parts of the names of configuration entries that make a model draw random numbers in training.
 RANDOM = ("drop", "jitter")
 # Whose causal form wants to be told.
@@ -53,8 +55,10 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("num_key_value_heads", "num_experts_per_tok", "moe_topk", "linear_num_key_heads"), 2),
     **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace", "n_shared_experts"), 1),
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "text_vocab_size"), VOCABULARY),
-    "linear_num_value_heads": 4,
+    **dict.fromkeys(("linear_num_value_heads", "linear_num_heads"), 4),
+    "linear_head_dim": 8,
     "sliding_window": 5,
+    "attention_window": 4,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
@@ -67,7 +71,8 @@ SIZES: dict[str, Any] = {
     "layerdrop": 0.0,
     "attn_layer_period": 2,
     # Of images: how their vectors reach the text, and the tokens that stand for them.
-    **dict.fromkeys(("out_hidden_size", "output_hidden_size"), 32),
+    **dict.fromkeys(("out_hidden_size", "output_hidden_size", "text_hidden_size", "audio_hidden_size"), 32),
+    **dict.fromkeys(("adapter_in_dim", "adapter_out_dim", "adapter_input_size"), 32),
     **dict.fromkeys(("image_token_id", "image_token_index"), IMAGE_TOKEN),
     **dict.fromkeys(("video_token_id", "video_token_index"), IMAGE_TOKEN + 1),
     **dict.fromkeys(("vision_start_token_id", "image_start_token_id"), IMAGE_TOKEN + 2),
@@ -78,6 +83,7 @@ SIZES: dict[str, Any] = {
     "image_grid_pinpoints": [[IMAGE, 2 * IMAGE], [2 * IMAGE, IMAGE]],
     "image_seq_length": (IMAGE // 8) ** 2,
     "mm_tokens_per_image": 4,
+    "latent_query_num": 4,
 }
 # Entries that stay None where a configuration has None: setting them would change what the model is.
 OPTIONAL = ("sliding_window", "num_key_value_heads", "q_lora_rank", "head_dim")
@@ -109,14 +115,14 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "LukeConfig": {"entity_vocab_size": 20, "entity_emb_size": 16},
     "MLukeConfig": {"entity_vocab_size": 20, "entity_emb_size": 16},
     "XGLMConfig": {"activation_function": "gelu"},
-    "LayoutLMv3Config": {"coordinate_size": 4, "shape_size": 4, "visual_embed": False},
+    "LayoutLMv3Config": {"coordinate_size": 6, "shape_size": 4, "visual_embed": False},
     "LiltConfig": {
         "channel_shrink_ratio": 1,
         "hidden_size": 36,
         "num_attention_heads": 3,
         "max_2d_position_embeddings": 1024,
     },
-    "BrosConfig": {"dim_bbox_sinusoid_emb_2d": 8, "dim_bbox_projection": 8, "hidden_size": 32},
+    "BrosConfig": {"hidden_size": 64},
     "BitConfig": {"hidden_sizes": [16, 16, 32, 32], "depths": [1, 1, 1, 1], "embedding_size": 16, "num_groups": 4},
     "PvtConfig": {
         "hidden_sizes": [8, 16, 16, 16],
@@ -137,17 +143,40 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "FSMTConfig": {"src_vocab_size": 96, "tgt_vocab_size": 96, "langs": ["en", "de"]},
     "JambaConfig": {"attn_layer_offset": 1, "expert_layer_offset": 1, "attn_layer_period": 2, "mamba_dt_rank": 4},
     "BambaConfig": {"attn_layer_indices": [1, 3], "mamba_n_heads": 8, "mamba_d_head": 8},
-    "GraniteMoeHybridConfig": {"layer_types": ["mamba", "attention"] * 2, "mamba_n_heads": 8, "mamba_d_head": 8},
+    "GraniteMoeHybridConfig": {
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "mamba_n_heads": 8,
+        "mamba_d_head": 8,
+    },
     "FalconH1Config": {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8},
-    "DbrxConfig": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8}, "ffn_config": {"ffn_hidden_size": 48}},
+    "DbrxConfig": {
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 1e4},
+        "ffn_config": {"ffn_hidden_size": 48},
+    },
     "CpmAntConfig": {"prompt_length": 4, "prompt_types": 4, "dim_head": 8, "segment_types": 4},
     "xLSTMConfig": {"qk_dim_factor": 0.5, "chunkwise_kernel": "chunkwise--native_autograd", "chunk_size": 4},
     "CanineConfig": {"num_hash_buckets": 64, "downsampling_rate": 2, "local_transformer_stride": 4},
     "XLNetConfig": {"d_head": 8, "untie_r": True},
     "MambaConfig": {"time_step_rank": 4, "intermediate_size": 64},
     "Mamba2Config": {"num_heads": 8, "head_dim": 8, "n_groups": 1, "chunk_size": 4},
-    "SwinConfig": {"depths": (2, 2), "num_heads": (2, 4), "embed_dim": 16, "window_size": 2, "patch_size": 2},
-    "Swinv2Config": {"depths": (2, 2), "num_heads": (2, 4), "embed_dim": 16, "window_size": 2, "patch_size": 2},
+    "SwinConfig": {
+        "encoder_stride": 4,
+        "num_layers": 2,
+        "depths": (2, 2),
+        "num_heads": (2, 4),
+        "embed_dim": 16,
+        "window_size": 2,
+        "patch_size": 2,
+    },
+    "Swinv2Config": {
+        "encoder_stride": 4,
+        "num_layers": 2,
+        "depths": (2, 2),
+        "num_heads": (2, 4),
+        "embed_dim": 16,
+        "window_size": 2,
+        "patch_size": 2,
+    },
     "ConvNextConfig": {"depths": (1, 2), "hidden_sizes": (16, 32), "num_stages": 2, "patch_size": 4},
     "ConvNextV2Config": {"depths": (1, 2), "hidden_sizes": (16, 32), "num_stages": 2, "patch_size": 4},
     "ResNetConfig": {"embedding_size": 16, "hidden_sizes": (16, 32), "depths": (2, 2)},
@@ -160,7 +189,36 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "image_size": 64,
         "drop_path_rate": 0,
     },
-    "PerceiverConfig": {"num_latents": 8, "d_latents": 32, "num_blocks": 1, "num_self_attends_per_block": 3},
+    "PerceiverConfig": {
+        "num_latents": 8,
+        "d_latents": 32,
+        "num_blocks": 1,
+        "num_self_attends_per_block": 3,
+        "num_cross_attention_heads": 1,
+        "num_self_attention_heads": 4,
+        "max_position_embeddings": NUM_TOKENS,
+    },
+    "AriaConfig": {"projector_patch_to_query_dict": {16: 4}},
+    "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"] * 2},
+    "EfficientNetConfig": {"width_coefficient": 0.25, "depth_coefficient": 0.3, "hidden_dim": 320},
+    "CohereCompassTextConfig": {
+        "layer_types": ["full_attention"] * 4,
+        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}},
+    },
+    "DeepseekOcr2TextConfig": {"mlp_layer_types": ["dense", "sparse"] * 2},
+    "Qwen4ExpTextConfig": {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 4,
+        "indexer_compress_ratio": 2,
+        "hc_lowrank": 8,
+    },
+    "Molmo2AdapterConfig": {"vision_feature_layer": [3, 1]},
+    "ChameleonConfig": {"vocabulary_map": {"<image>": IMAGE_TOKEN, "IMGIMGA": 80, "IMGIMGB": 81}},
+    "Emu3Config": {"vocabulary_map": {"<image>": IMAGE_TOKEN, "<|extra_200|>": 80, "<|visual token 000000|>": 81}},
+    "DiaDecoderConfig": {"cross_hidden_size": 32, "cross_head_dim": 8, "cross_num_attention_heads": 4},
+    "FunAsrNanoAdaptorConfig": {"intermediate_size": 8},
     "PaliGemmaConfig": {"projection_dim": 32},
     "Wav2Vec2Config": {"num_feat_extract_layers": 2},
 }
@@ -219,45 +277,82 @@ def classes_of(task: str) -> list[str]:
     return list(found)
 
 
-# Names that are left at their defaults in turn, until a model can be built and runs: not every configuration allows
-# all of SIZES together.
-LEFT_OUT: tuple[tuple[str, ...], ...] = (
-    (),
-    ("num_key_value_heads",),
-    ("sliding_window",),
-    ("head_dim", "v_head_dim", "qk_rope_head_dim", "qk_nope_head_dim", "q_lora_rank", "kv_lora_rank"),
-    ("num_experts_per_tok", "num_key_value_heads"),
-    ("layer_types", "num_hidden_layers"),
-    ("patch_size", "image_size"),
-    ("hidden_size", "head_dim", "num_attention_heads", "num_key_value_heads"),
+@dataclass(frozen=True)
+class Variant:
+    """A way to make a tiny configuration, as not every configuration allows all of SIZES together.
+
+    Attributes:
+        left_out: names whose entries keep their defaults.
+        changes: what is set besides, in every part that knows the name.
+        shrunk: whether whatever else looks like a size is made small, too.
+        completed: whether parts that a configuration lacks by default (a vision tower) are added.
+    """
+
+    left_out: tuple[str, ...] = ()
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    shrunk: bool = False
+    completed: bool = False
+
+
+# Tried in turn, until a model can be built and runs.
+VARIANTS = (
+    Variant(),
+    Variant(left_out=("num_key_value_heads",)),
+    Variant(left_out=("sliding_window",)),
+    Variant(left_out=("head_dim", "v_head_dim", "qk_rope_head_dim", "qk_nope_head_dim", "q_lora_rank", "kv_lora_rank")),
+    Variant(left_out=("num_experts_per_tok", "num_key_value_heads")),
+    Variant(left_out=("layer_types", "num_hidden_layers")),
+    Variant(left_out=("patch_size", "image_size")),
+    Variant(left_out=("hidden_size", "head_dim", "num_attention_heads", "num_key_value_heads")),
+    Variant(changes={"num_key_value_heads": 4}),
+    Variant(
+        left_out=("head_dim",),
+        changes={"num_key_value_heads": 4, "hidden_size_per_layer_input": 0, "is_decoder": False},
+    ),
+    Variant(changes={"head_dim": 8, "sliding_window": 5, "context_size": 16}),
+    Variant(changes={"head_dim": 8, "sliding_window": 5, "num_experts_per_tok": 2, "top_k_experts": 2}),
+    Variant(shrunk=True),
+    Variant(completed=True),
+    Variant(changes={"num_key_value_heads": 4}, shrunk=True),
+    Variant(left_out=("patch_size", "image_size"), shrunk=True),
 )
 
 
 def build_running(class_name: str, task: str) -> tuple[nn.Module, dict[str, Any]]:
-    """A tiny model of a class in double precision, and a batch with which it runs and has a finite loss.
+    """A tiny model of a class in double precision (single where its code needs that), and a batch it runs on.
 
-    Raises what the last attempt raised if there is none.
+    Raises what the first attempt raised if there is none.
     """
     failure: Exception | None = None
-    for left_out in LEFT_OUT:
+    for variant in VARIANTS:
         for dtype in (torch.float64, torch.float32):
             try:
-                model = build(class_name, left_out, dtype)
-                inputs = in_dtype(batch(model, task), dtype)
-                with torch.no_grad():
-                    loss = model(**inputs).loss
-                    again = model(**inputs).loss
-                if loss is None or not torch.isfinite(loss):
-                    raise ValueError(f"its loss is {loss}")
-                if not torch.allclose(loss, again, rtol=1e-9):
-                    raise ValueError("its loss is random in training, also without dropout")
-                return model, inputs
+                model = build(class_name, variant, dtype)
             except Exception as error:
                 failure = failure or error
-                if "same dtype" not in str(error) and "scalar type" not in str(error):
-                    break
+                break
+            for inputs in batches(model, task):
+                try:
+                    if isinstance(inputs, Exception):
+                        raise inputs
+                    inputs = in_dtype(inputs, dtype)
+                    _run(model, inputs)
+                    return model, inputs
+                except Exception as error:
+                    failure = failure or error
     assert failure is not None
     raise failure
+
+
+def _run(model: nn.Module, inputs: Mapping[str, Any]) -> None:
+    """Run a forward twice. Raises ValueError if its loss is not finite, or not the same again."""
+    with torch.no_grad():
+        loss = model(**inputs).loss
+        again = model(**inputs).loss
+    if loss is None or not torch.isfinite(loss):
+        raise ValueError(f"its loss is {loss}")
+    if not torch.allclose(loss, again, rtol=1e-9):
+        raise ValueError("its loss is random in training, also without dropout")
 
 
 def in_dtype(inputs: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
@@ -268,10 +363,10 @@ def in_dtype(inputs: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def build(class_name: str, left_out: Collection[str] = (), dtype: torch.dtype = torch.float64) -> nn.Module:
+def build(class_name: str, variant: Variant = VARIANTS[0], dtype: torch.dtype = torch.float64) -> nn.Module:
     """A model of a class in training mode, its weights drawn from a fixed seed, without dropout."""
     kind = getattr(transformers, class_name)
-    config = tiny_config(kind.config_class, left_out)
+    config = tiny_config(kind.config_class, variant)
     if "QuestionAnswering" in class_name:  # where an answer begins, and where it ends
         config.num_labels = 2
     without_dropout(config)
@@ -291,51 +386,85 @@ def build(class_name: str, left_out: Collection[str] = (), dtype: torch.dtype = 
     return model
 
 
-def tiny_config(kind: type[PretrainedConfig], left_out: Collection[str] = ()) -> PretrainedConfig:
-    """A small configuration of a class, its parts for text, vision and audio small too.
-
-    `left_out` are names whose entries keep their defaults.
-    """
+def tiny_config(kind: type[PretrainedConfig], variant: Variant = VARIANTS[0]) -> PretrainedConfig:
+    """A small configuration of a class, its parts for text, vision and audio small too."""
     default = kind()
     known = {*default.to_dict(), *getattr(kind, "attribute_map", {})}
     audio = AUDIO if "conv_stride" in known and "conv_kernel" in known else {}
     special = SPECIAL.get(kind.__name__, {})
-    changes: dict[str, Any] = {}
+    changes: dict[str, Any] = _shrunk(default) if variant.shrunk else {}
     for name, value in {**SIZES, **audio}.items():
         present = getattr_or_none(default, name)
-        if name in left_out or name not in known or (name in OPTIONAL and present is None):
+        if name in variant.left_out or name not in known or (name in OPTIONAL and present is None):
             continue
         if isinstance(present, (list, tuple)) and not isinstance(value, (list, tuple)):
             if not all(isinstance(entry, int) for entry in present):
                 continue
             value = type(present)([value] * len(present))
         changes[name] = value
+    changes.update({name: value for name, value in variant.changes.items() if name in known})
     changes.update({"num_labels": NUM_LABELS, **special})
     for name in getattr(kind, "sub_configs", {}):
         part = getattr_or_none(default, name)
+        if part is None and variant.completed:
+            part = kind.sub_configs[name]()
         if isinstance(part, PretrainedConfig):
-            changes[name] = tiny_config(type(part), left_out).to_dict()
+            changes[name] = tiny_config(type(part), variant).to_dict()
     layers = next((changes[name] for name in ("num_hidden_layers", "num_layers", "n_layer") if name in changes), None)
     for name in ("layer_types", "layers_block_type", "mlp_layer_types"):
         kinds = default.to_dict().get(name)
         is_property = isinstance(getattr(kind, name, None), property)
-        if isinstance(kinds, list) and kinds and layers and name not in left_out and not is_property:
+        if isinstance(kinds, list) and kinds and layers and name not in variant.left_out and not is_property:
             # A few layers that still have every kind of layer the default has.
             every = list(dict.fromkeys(kinds))
             changes[name] = [every[index % len(every)] for index in range(layers)]
+    depth = next(
+        (n for name in ("num_hidden_layers", "num_layers") if isinstance(n := getattr_or_none(default, name), int)), 0
+    )
+    for name, entries in default.to_dict().items():
+        if layers and layers < depth and isinstance(entries, list) and len(entries) == depth:  # one for each layer
+            changes[name] = changes.get(name, special.get(name, entries))[:layers]
     if "mrope_section" in (getattr(kind, "ignore_keys_at_rope_validation", None) or ()) and "hidden_size" in changes:
         # Rotary dimensions for time, height and width.
         rope = {"rope_type": "default", **(getattr_or_none(default, "rope_parameters") or {})}
         width = changes.get("head_dim", changes["hidden_size"] // changes.get("num_attention_heads", 4))
         half = int(width * rope.get("partial_rotary_factor", 1.0)) // 2
         changes["rope_parameters"] = {**rope, "mrope_section": [half // 4, half // 4, half - 2 * (half // 4)]}
-    config = kind(**changes)
+    try:
+        config = kind(**changes)
+    except Exception:
+        if "rope_parameters" not in changes:
+            raise
+        config = kind(**{name: value for name, value in changes.items() if name != "rope_parameters"})
+    if hasattr(config, "vision_config"):
+        for name in ("vision_start_token_id", "vision_end_token_id"):  # its code reads what it does not define
+            if not hasattr(config, name):
+                setattr(config, name, SIZES[name])
     for name, value in (("pad_token_id", 0), ("eos_token_id", 2), ("decoder_start_token_id", 2)):
         if getattr_or_none(config, name) is None:
             setattr(config, name, value)
-    if hasattr(config, "is_decoder") and kind.__name__ in DECODERS_BY_OPTION:
+    if hasattr(config, "is_decoder") and kind.__name__ in DECODERS_BY_OPTION and "is_decoder" not in variant.changes:
         config.is_decoder = True
     return config
+
+
+def _shrunk(default: PretrainedConfig) -> dict[str, Any]:
+    """Small values for the entries of a configuration that look like sizes, whatever they are of."""
+    found: dict[str, Any] = {}
+    for name, value in default.to_dict().items():
+        numbers = value if isinstance(value, (list, tuple)) else [value]
+        if not numbers or not all(isinstance(number, int) and not isinstance(number, bool) for number in numbers):
+            continue
+        if "vocab" in name:
+            small = [min(number, VOCABULARY) for number in numbers]
+        elif "depth" in name or ("layers" in name and isinstance(value, (list, tuple))):
+            small = [min(number, 2) for number in numbers]
+        elif any(part in name for part in WIDTHS):
+            small = [32 if number >= 64 else number for number in numbers]
+        else:
+            continue
+        found[name] = type(value)(small) if isinstance(value, (list, tuple)) else small[0]
+    return found
 
 
 def getattr_or_none(config: PretrainedConfig, name: str) -> Any:
@@ -356,6 +485,91 @@ def without_dropout(config: PretrainedConfig) -> None:
                 setattr(config, name, 0.0)
             elif isinstance(value, (list, tuple)) and all(isinstance(entry, (int, float)) for entry in value):
                 setattr(config, name, type(value)(0.0 * entry for entry in value))
+
+
+def batches(model: Any, task: str) -> Iterator[dict[str, Any] | Exception]:
+    """Batches for a model, the likeliest first; in place of one that could not be made, why.
+
+    What a model takes beside its main input cannot be told from its signature alone.
+    """
+    try:
+        plain = batch(model, task)
+        yield plain
+    except Exception as error:
+        yield error
+        if task != "image-text with images":
+            return
+        plain = batch(model, "image-text")
+    for more in _more_inputs(model, task, plain):
+        if task == "image-text with images" and not any("pixel" in name or "patches" in name for name in more):
+            continue
+        yield {**plain, **more}
+    if task == "image-classification" and "pixel_values" not in plain:
+        images = _images(model.config, NUM_SAMPLES, "pixel_values", torch.Generator().manual_seed(2))
+        yield {"pixel_values": images, "labels": plain["labels"]}
+
+
+def _more_inputs(model: Any, task: str, plain: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """What may be missing in a batch, or has to look otherwise."""
+    config, parameters = model.config, inspect.signature(model.forward).parameters
+    samples = next(len(value) for value in plain.values())
+    generator = torch.Generator().manual_seed(2)
+    vision = next((p for n in ("vision_config", "encoder") if (p := getattr(config, n, None)) is not None), config)
+    ids = plain.get("input_ids")
+    if "pixel_values" in parameters and "pixel_values" not in plain:
+        found = {"pixel_values": _images(vision, samples, "pixel_values", generator)}
+        yield found
+        if "qformer_input_ids" in parameters and ids is not None:
+            yield {**found, "qformer_input_ids": ids, "qformer_attention_mask": plain["attention_mask"]}
+    if "pixel_values" in plain:
+        yield from forms_of_images(model, parameters, samples, samples, generator)
+    if "flattened_patches" in parameters:
+        width = getattr(vision, "patch_embed_hidden_size", None) or 3 * vision.patch_size**2
+        places = torch.arange(1, NUM_TOKENS + 1, dtype=torch.float64).expand(samples, -1)
+        pixels = torch.randn(samples, NUM_TOKENS, width, generator=generator, dtype=torch.float64)
+        found = {"flattened_patches": torch.cat([places[..., None], places[..., None], pixels], -1)}
+        yield found
+        if "attention_mask" in plain and "labels" in plain:
+            yield {**found, "decoder_input_ids": ids, "attention_mask": plain["attention_mask"]}
+    for name in ("input_features", "input_values"):
+        if name in plain and "attention_mask" in parameters:
+            mask = torch.ones(samples, plain[name].shape[1], dtype=torch.long)
+            mask[1, mask.shape[1] * 3 // 4 :] = 0
+            yield {"attention_mask": mask}
+        elif name in plain:
+            continue
+        elif name in parameters or "kwargs" in parameters:
+            yield (
+                {name: _spectra(config, samples, generator)}
+                if name == "input_features"
+                else {name: torch.randn(samples, 400, generator=generator, dtype=torch.float64)}
+            )
+    if "input_values" in plain:
+        for length in (1600, 4000):
+            yield {"input_values": torch.randn(samples, length, generator=generator, dtype=torch.float64)}
+        bins, length = getattr_or_none(config, "num_mel_bins"), getattr_or_none(config, "max_length")
+        if isinstance(bins, int) and isinstance(length, int):
+            yield {"input_values": torch.randn(samples, length, bins, generator=generator, dtype=torch.float64)}
+    if "bbox" in plain:
+        yield {"bbox": plain["bbox"].double() / 1000}
+    separator = getattr_or_none(config, "sep_token_id")
+    if ids is not None and separator is not None:
+        marked = ids.masked_fill(ids == separator, 5)
+        marked[..., 1:4] = separator
+        yield {"input_ids": marked}
+    if "visual_feats" in parameters:
+        seen = torch.randn(samples, 4, config.visual_feat_dim, generator=generator, dtype=torch.float64)
+        places = torch.rand(samples, 4, 4, generator=generator, dtype=torch.float64)
+        yield {"visual_feats": seen, "visual_pos": places, "labels": torch.arange(samples) % NUM_LABELS}
+    labels = plain.get("labels")
+    if ids is not None and labels is not None and labels.dim() == 2 and labels.shape != ids.shape:
+        yield {"labels": ids.masked_fill(plain.get("attention_mask", torch.ones_like(ids)) == 0, -100)}
+    if "image_embeds_position_mask" in parameters and ids is not None:
+        first = torch.arange(ids.shape[1]).expand_as(ids) < getattr_or_none(config, "latent_query_num")
+        yield {"pixel_values": _images(vision, samples, "pixel_values", generator), "image_embeds_position_mask": first}
+    if "image_attention_mask" in parameters and ids is not None:
+        images = _images(vision, samples, "pixel_values", generator)[:, None]
+        yield {"pixel_values": images, "image_attention_mask": torch.ones(*ids.shape, 1, dtype=torch.long)}
 
 
 def batch(model: Any, task: str, samples: int = NUM_SAMPLES) -> dict[str, Any]:
@@ -467,7 +681,8 @@ def _images(config: Any, samples: int, name: str, generator: torch.Generator) ->
     size = getattr(config, "image_size", None) or getattr(config, "input_size", None) or IMAGE
     height, width = (size, size) if isinstance(size, int) else (size[0], size[-1])
     shape = [getattr(config, "num_channels", None) or 3, height, width]
-    if isinstance(frames := getattr(config, "num_frames", None), int):
+    frames = next((n for name in ("num_frames", "frames_per_clip") if (n := getattr_or_none(config, name))), None)
+    if isinstance(frames, int):
         shape = [frames, *shape]
     return torch.randn(samples, *shape, generator=generator, dtype=torch.float64)
 
@@ -496,7 +711,11 @@ def _labels(
     if kind == "spans":
         return {"start_positions": torch.arange(samples) % 4, "end_positions": 1 + torch.arange(samples) % 5}
     if kind == "patches":
-        patches = (IMAGE // 8) ** 2
+        size, patch = (
+            getattr_or_none(model.config, name) or default
+            for name, default in (("image_size", IMAGE), ("patch_size", 8))
+        )
+        patches = (size // patch) ** 2
         return {"bool_masked_pos": torch.rand(samples, patches, generator=generator) < 0.5}
     if kind == "transcripts":
         labels = torch.randint(3, 20, (samples, 6), generator=generator)

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch.utils import _pytree as pytree
+from transformers.modeling_outputs import BaseModelOutput
 
 from families import FAMILIES, batch
+from penstock.modeling.stage.outputs import merge_outputs, shapes_of
 from pool import Pool
 from training import EXACT, Batch, cut, kept_in_double, parallelize, rows, run_step, tokens_in_loss, weigh
 
@@ -161,6 +163,24 @@ def test_evaluation_weighs_microbatches_by_tokens() -> None:
     """What the exactness above rests on: the batch's microbatches do have unequal numbers of tokens."""
     counts = [tokens_in_loss("causal", part) for part in cut(batch("causal", 4), (2, 1, 1))]
     assert len(set(counts)) > 1 and counts[0] != 2 * counts[1]
+
+
+def test_lists_with_an_entry_for_each_sample_or_image_are_joined_and_those_for_layers_are_not() -> None:
+    def output(samples: int, images: int) -> BaseModelOutput:
+        per_layer = tuple(torch.full((samples, 3), float(samples)) for _ in range(2))
+        return BaseModelOutput(
+            last_hidden_state=torch.zeros(samples, 2), hidden_states=per_layer,
+            attentions=[torch.zeros(image + 1, 2) for image in range(images)],
+        )  # fmt: skip
+
+    def merged(sizes: list[int], images: list[int]) -> Any:
+        parts = [output(size, number) for size, number in zip(sizes, images, strict=True)]
+        return merge_outputs(parts, sizes, grown=lambda: shapes_of(output(sizes[0] + 1, images[0] + 1)))
+
+    for sizes, images in (([3, 2], [4, 2]), ([2, 2], [2, 2])):  # of the second, the lengths alone do not tell
+        found = merged(sizes, images)
+        assert [tuple(layer.shape) for layer in found.hidden_states] == [(sum(sizes), 3)] * 2
+        assert [len(rows) for rows in found.attentions] == [*range(1, images[0] + 1), *range(1, images[1] + 1)]
 
 
 def ask_for_tuples() -> list[str]:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 import transformers
+from torch import nn
 
 from families import FAMILIES
 from penstock.modeling.check import check
+from penstock.modeling.verdicts import ACCUMULATED, EXACT, NOT_TRIED, REFUSED
 
 
 def test_a_report_names_units_cuts_and_ties() -> None:
@@ -66,6 +71,127 @@ def test_the_text_holds_what_was_found() -> None:
     text = check(FAMILIES["bart"].build()).render()
     for part in ("BartForConditionalGeneration", "model.encoder.layers.0", "tied: ", "cost", "model.decoder.layers.0-"):
         assert part in text
+
+
+def verdicts_of(model: nn.Module) -> dict[str, tuple[str, str]]:
+    return {verdict.what: (verdict.answer, verdict.reason) for verdict in check(model).verdicts}
+
+
+def small_gpt2(kind: type = transformers.GPT2LMHeadModel) -> Any:
+    return kind(transformers.GPT2Config(**FAMILIES["gpt2"].settings))
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bert_mlm", "t5", "vit", "whisper"])
+def test_what_is_exact_is_said_to_be(family: str) -> None:
+    assert verdicts_of(FAMILIES[family].build()) == {"training": (EXACT, ""), "evaluation": (EXACT, "")}
+
+
+class SumOverTokens(transformers.GPT2LMHeadModel):
+    """Takes its mean itself, and fails if it is evaluated with labels."""
+
+    def forward(self, input_ids, labels=None, **kwargs):  # type: ignore[no-untyped-def]
+        hidden = self.transformer(input_ids).last_hidden_state
+        if not self.training and labels is None:
+            raise ZeroDivisionError("no cheese")
+        logits = self.lm_head(hidden)
+        if labels is None:
+            return transformers.modeling_outputs.CausalLMOutput(logits=logits)
+        terms = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+        return transformers.modeling_outputs.CausalLMOutput(loss=terms.sum() / (labels != 3).sum(), logits=logits)
+
+
+def test_training_may_be_exact_against_accumulation_and_evaluation_refused() -> None:
+    found = verdicts_of(small_gpt2(SumOverTokens))
+    assert found["training"] == (ACCUMULATED, "the model's code reduces the result of cross_entropy (reduction='none')")
+    assert found["evaluation"] == (REFUSED, "ZeroDivisionError: no cheese (after the call of transformer.ln_f)")
+    text = check(small_gpt2(SumOverTokens)).render()
+    assert "on 2 stages, training: exact against accumulation over the same microbatches" in text
+    assert "on 2 stages, evaluation: refused, because ZeroDivisionError: no cheese" in text
+
+
+def test_batch_statistics_are_told() -> None:
+    config = transformers.ResNetConfig(embedding_size=8, hidden_sizes=(8, 16), depths=(1, 1), num_labels=3)
+    found = verdicts_of(transformers.ResNetForImageClassification(config))
+    assert found["training"][0] == ACCUMULATED and "batch normalisation (resnet.embedder" in found["training"][1]
+    assert found["evaluation"] == (EXACT, "")
+
+
+class Decides(transformers.GPT2LMHeadModel):
+    """What it does next depends on what its first block computed."""
+
+    def forward(self, input_ids, labels=None):  # type: ignore[no-untyped-def]
+        hidden = self.transformer.h[0](self.transformer.wte(input_ids))
+        if hidden.sum() > 0:
+            hidden = hidden + 1
+        logits = self.lm_head(self.transformer.h[3](hidden))
+        loss = None if labels is None else nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return transformers.modeling_outputs.CausalLMOutput(loss=loss, logits=logits)
+
+
+def test_what_no_stage_can_know_is_refused_with_the_value() -> None:
+    answer, reason = verdicts_of(small_gpt2(Decides))["training"]
+    assert answer == REFUSED and "depends on values computed by transformer.h.0" in reason
+
+
+def test_a_model_without_labels_is_not_tried() -> None:
+    model = transformers.GPT2Model(transformers.GPT2Config(**FAMILIES["gpt2"].settings))
+    assert verdicts_of(model)["training"][0] == NOT_TRIED
+    assert verdicts_of(model)["evaluation"] == (EXACT, "")
+
+
+OWN_MODEL = """
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import SequenceClassifierOutput
+
+class OwnConfig(PretrainedConfig):
+    model_type = "own_of_a_test"
+    width = 8
+
+class OwnModel(PreTrainedModel):
+    config_class = OwnConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.embed = nn.Embedding(16, config.width)
+        self.blocks = nn.ModuleList([nn.Linear(config.width, config.width) for _ in range(3)])
+        self.head = nn.Linear(config.width, 2)
+        self.post_init()
+
+    def forward(self, input_ids, labels=None):
+        hidden = self.embed(input_ids).mean(1)
+        for block in self.blocks:
+            hidden = block(hidden)
+        logits = self.head(hidden)
+        loss = None if labels is None else nn.functional.cross_entropy(logits, labels)
+        return SequenceClassifierOutput(loss=loss, logits=logits)
+"""
+
+
+def test_a_folder_with_a_model_of_ones_own(tmp_path: Path) -> None:
+    (tmp_path / "modeling_own.py").write_text(OWN_MODEL)
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "own_of_a_test", "architectures": ["OwnModel"], "auto_map": {"AutoConfig": '
+        '"modeling_own.OwnConfig", "AutoModelForSequenceClassification": "modeling_own.OwnModel"}}'
+    )
+    report = check(str(tmp_path), trust_remote_code=True)
+    assert [unit.name for unit in report.units] == ["embed", "blocks.0", "blocks.1", "blocks.2", "head"]
+    assert [(verdict.what, verdict.answer) for verdict in report.verdicts] == [
+        ("training", EXACT),
+        ("evaluation", EXACT),
+    ]
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        check(str(tmp_path))
+
+
+class Unbuildable(transformers.GPT2LMHeadModel):
+    def __init__(self, config: Any) -> None:
+        raise KeyError("no cheese")
+
+
+def test_a_model_that_cannot_be_built_is_reported() -> None:
+    report = check(Unbuildable)
+    assert report.reason == "it cannot be built: KeyError: 'no cheese'" and not report.verdicts
 
 
 def test_nonsense_is_refused() -> None:

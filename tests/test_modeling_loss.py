@@ -227,6 +227,30 @@ def test_labels_selected_by_their_values() -> None:
     assert rule.counts(inputs) == (3,)
 
 
+class SelectedByMask(transformers.GPT2LMHeadModel):
+    """Its loss is over the tokens that the attention mask leaves, selected before."""
+
+    def forward(self, input_ids, attention_mask, labels=None):  # type: ignore[no-untyped-def]
+        logits = self.lm_head(self.transformer.h[0](self.transformer.wte(input_ids)))
+        loss = None
+        if labels is not None:
+            chosen = attention_mask[:, 1:] != 0
+            loss = nn.functional.cross_entropy(logits[:, :-1][chosen], labels[:, 1:][chosen])
+        return transformers.modeling_outputs.CausalLMOutput(loss=loss, logits=logits)
+
+
+def test_labels_selected_by_a_mask() -> None:
+    config = transformers.GPT2Config(**FAMILIES["gpt2"].settings, attn_pdrop=0.0, resid_pdrop=0.0)
+    model = SelectedByMask(config).double()
+    inputs = batch("causal", size=4)
+    inputs["labels"][0, 2] = -100
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    inputs["attention_mask"][1, 3:] = inputs["attention_mask"][2, 5:] = 0
+    rule = check_shares(model, inputs, [1, 3])
+    counted = (inputs["attention_mask"][:, 1:] == 1) & (inputs["labels"][:, 1:] != -100)
+    assert rule.counts(inputs) == (int(counted.sum()),)
+
+
 def test_router_losses_are_exact_against_accumulating_the_same_microbatches() -> None:
     model = FAMILIES["mixtral"].build()
     inputs = batch("causal", size=5)

@@ -117,3 +117,28 @@ def test_the_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         for size in range(50):
             assert (meta(size) * 2).shape == (size,)
             assert len(meta_operations._remembered) <= 10
+
+
+class Pooled(torch.nn.Module):
+    """One row for each sample; how it attends depends on whether its mask leaves anything out."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        mask = hidden[..., 0] > 0
+        if not mask.all():
+            hidden = hidden * mask[..., None]
+        chosen = mask.nonzero()
+        return hidden.mean(1) + len(chosen) + sum(mask.sum(1).tolist())
+
+
+class Selecting(torch.nn.Module):
+    """As many rows as a mask leaves."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden[hidden[..., 0] > 0]
+
+
+def test_a_unit_that_asks_after_values_tells_its_shape_if_no_answer_changes_it() -> None:
+    hidden, functions = torch.randn(3, 5, 4), shapes.ShapeFunctions({"pooled": Pooled(), "selecting": Selecting()})
+    found = functions("pooled", (hidden,), {})
+    assert found.leaves[0].shape == tuple(Pooled()(hidden).shape) and found.assumed
+    assert functions("selecting", (hidden,), {}).leaves[0].shape == (3, 5, 4)  # taken for shape-preserving

@@ -138,6 +138,71 @@ def test_a_forward_that_fails_is_refused_with_its_error() -> None:
         list_units(Broken(transformers.GPT2Config(vocab_size=50, eos_token_id=2)))
 
 
+class Recomputed(torch.autograd.Function):
+    """Runs blocks without a graph; a backward of its own would run them again."""
+
+    @staticmethod
+    def forward(ctx: object, hidden: torch.Tensor, blocks: nn.ModuleList) -> torch.Tensor:
+        for block in blocks:
+            hidden = block(hidden)
+        return hidden
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return Recomputed.apply(hidden, self.blocks)  # type: ignore[no-any-return]
+
+
+class Reversible(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(4, 4), Blocks(), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.middle(self.first(x)))  # type: ignore[no-any-return]
+
+
+def test_blocks_inside_an_autograd_function_are_one_unit() -> None:
+    assert list_units(Reversible(), {"x": torch.zeros(2, 4)}) == ["first", "middle", "last"]
+
+
+def test_a_model_that_is_one_autograd_function_is_refused() -> None:
+    model = Blocks()
+    with pytest.raises(NotImplementedError, match=r"blocks\.0 inside Recomputed, a torch\.autograd\.Function"):
+        list_units(model, {"hidden": torch.zeros(2, 4)})
+
+
+class TiedHead(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(8))
+
+    def forward(self, hidden: torch.Tensor, embedding: nn.Embedding) -> torch.Tensor:
+        return hidden @ embedding.weight.T + self.bias
+
+
+class GivenAModule(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(8, 4), TiedHead()
+        self.blocks = nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(ids)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden, self.embedding)  # type: ignore[no-any-return]
+
+
+def test_a_module_whose_weights_another_one_is_given_is_on_every_stage() -> None:
+    ids = torch.zeros(2, 3, dtype=torch.long)
+    assert list_units(GivenAModule(), {"ids": ids}) == ["blocks.0", "blocks.1", "head"]
+
+
 def test_given_inputs_replace_dummy_ones() -> None:
     class Images(nn.Module):
         def __init__(self) -> None:

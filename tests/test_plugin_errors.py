@@ -266,6 +266,8 @@ def configure_differently(what: str) -> str:
     """Rank 1 is given something else than rank 0."""
     odd = dist.get_rank() == 1
     model = FAMILIES["gpt2"].build(**({"n_positions": 80} if odd and what == "model" else {}))
+    entries = {"sliding_attention": {1e4}, "full_attention": [1e6]}
+    model.config.rope_parameters = dict(reversed(entries.items())) if odd else entries
     plugin = HeterogeneousParallelPlugin(microbatch_size=2, max_norm=1.0 if odd and what == "max_norm" else 0.0)
     template = PipelineTemplate.balanced(model, 2)
     plugin.set_pipelines([template], [3 if odd and what == "microbatches" else 2])
@@ -274,6 +276,10 @@ def configure_differently(what: str) -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+def test_another_order_of_entries_is_no_difference(pool: Pool) -> None:
+    assert pool.run(2, configure_differently, "nothing") == ["", ""]
 
 
 @pytest.mark.parametrize(

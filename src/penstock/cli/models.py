@@ -26,8 +26,14 @@ def check(
         int | None, typer.Option(min=1, help="Show as well how the units are spread over so many stages.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run the code in files beside a checkpoint's configuration.")
+    ] = False,
 ) -> None:
     """Say whether a model can be split, into which units, what crosses each cut, which weights are tied; or why not.
+
+    Says too what training and evaluation on two stages will be: exact, exact against accumulation over the same
+    microbatches, or refused, each with the reason.
 
     Loads no weights and computes nothing. The status is 0 if the model can be split and 1 if not.
 
@@ -37,7 +43,7 @@ def check(
     from penstock.modeling.check import wrapped
     from penstock.planning.partition import partition
 
-    report = check_model(subject_of(model))
+    report = check_model(subject_of(model), trust_remote_code=trust_remote_code)
     spread = []
     if stages is not None and report.units:
         units = list(report.units)

@@ -72,8 +72,7 @@ def generate(
     if decoding.running:  # called by a generate() that goes on: long-form Whisper, token healing
         return original(*args, **kwargs)
     with decoding.session():
-        arguments = dict(inspect.signature(original).bind_partial(*args, **kwargs).arguments)
-        arguments.update(arguments.pop("kwargs", {}))
+        arguments = _named(inspect.signature(original), args, kwargs)
         _refuse(arguments, model)
         options = {"generation_groups": wanted or 0, "stream_on_all_ranks": bool(stream_on_all_ranks)}
         of_streamers, of_criteria = _compare(arguments, options, decoding)
@@ -261,14 +260,22 @@ def _over_stages(model: Any, decoding: Decoding, choices: Sequence[Choice], watc
                 owner.__dict__[name] = before
 
 
+def _named(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name, those too that the function takes together, as `**generate_kwargs` say."""
+    arguments = dict(signature.bind_partial(*args, **kwargs).arguments)
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            arguments.update(arguments.pop(name, {}))
+    return arguments
+
+
 def _over_all_stages(decoding: Decoding, original: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(original)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if decoding.inside:
             return original(*args, **kwargs)
-        arguments = dict(signature.bind_partial(*args, **kwargs).arguments)
-        arguments.update(arguments.pop("kwargs", {}))
+        arguments = _named(signature, args, kwargs)
         return decoding.forward(arguments, call=original)
 
     return forward

@@ -13,6 +13,7 @@ import torch
 import transformers
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from penstock.modeling.graph.costs import unit_costs
 from penstock.modeling.graph.plan import make_plan
@@ -197,22 +198,31 @@ def wrapped(text: str, indent: str = "") -> list[str]:
     return textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=rest, break_on_hyphens=False)
 
 
-def check(subject: nn.Module | type | PretrainedConfig | str, inputs: dict[str, Any] | None = None) -> Report:
-    """Find out how a model can be split. Nothing is computed and no weights are loaded.
+def check(
+    subject: nn.Module | type | PretrainedConfig | str,
+    inputs: dict[str, Any] | None = None,
+    *,
+    trust_remote_code: bool = False,
+) -> Report:
+    """Find out how a model can be split, and what it will do on two stages. Nothing is computed, no weights are loaded.
 
     Args:
         subject: a model; a model class of transformers, or its name, with its default configuration; a configuration;
             or the path or name of a checkpoint, of which only the configuration is read.
         inputs: arguments of a forward, for a model that does not run on inputs made from its configuration.
+        trust_remote_code: whether code that comes with a checkpoint, in files beside its configuration, may be run.
 
     Raises:
         ValueError: `subject` names no model.
         OSError: a checkpoint was not found.
     """
     try:
-        model = subject if isinstance(subject, nn.Module) else build_on_meta(subject)
-    except AssertionError as error:  # of a model's own code
-        return Report(str(getattr(subject, "__name__", subject)), 0, reason=f"it cannot be built: {error}")
+        model = subject if isinstance(subject, nn.Module) else build_on_meta(subject, trust_remote_code)
+    except (ValueError, OSError, ImportError):
+        raise
+    except Exception as error:  # of a model's own code
+        said = f"{type(error).__name__}: {error}" if not isinstance(error, AssertionError) else str(error)
+        return Report(str(getattr(subject, "__name__", subject)), 0, reason=f"it cannot be built: {said}")
     aliases = alias_groups(model)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     name = type(model).__name__
@@ -257,17 +267,28 @@ def _boundary(found: Trace, units: list[str], index: int) -> BoundaryReport:
     return BoundaryReport(units[index - 1], tuple(crossing))
 
 
-def build_on_meta(subject: type | PretrainedConfig | str) -> nn.Module:
+def build_on_meta(subject: type | PretrainedConfig | str, trust_remote_code: bool = False) -> nn.Module:
     """The model on the meta device."""
     if isinstance(subject, str) and not os.path.exists(subject):
         named = getattr(transformers, subject, None) if subject.isidentifier() else None
         if isinstance(named, type):
             subject = named
     if isinstance(subject, str):
-        subject = AutoConfig.from_pretrained(subject)
+        config = AutoConfig.from_pretrained(subject, trust_remote_code=trust_remote_code)
+        return meta_model(_class_beside(config, subject) or resolve_model_class(config), config)
     if isinstance(subject, PretrainedConfig):
         return meta_model(resolve_model_class(subject), subject)
     config_class = getattr(subject, "config_class", None)
     if isinstance(subject, type) and issubclass(subject, PreTrainedModel) and config_class is not None:
         return meta_model(subject, config_class())
     raise ValueError(f"{subject!r} is no model, model class, configuration, or checkpoint")
+
+
+def _class_beside(config: PretrainedConfig, checkpoint: str) -> type[PreTrainedModel] | None:
+    """The model class in a file beside a checkpoint, by what its configuration says; None if there is none."""
+    wrote = (config.architectures or [None])[0]
+    for reference in (getattr(config, "auto_map", None) or {}).values():
+        if isinstance(reference, str) and wrote is not None and reference.endswith(f".{wrote}"):
+            found: type[PreTrainedModel] = get_class_from_dynamic_module(reference, checkpoint)
+            return found
+    return None

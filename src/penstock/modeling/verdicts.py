@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -57,15 +58,24 @@ def verdicts(
     found = []
     try:
         kinds: list[tuple[str, Sequence[Mapping[str, Any]]]] = [("", [inputs])]
-        images = list(with_dummy_images(model, inputs)) if "pixel_values" not in inputs else []
+        images = list(_with_images(model, inputs))
         if images:
             kinds.append((" with images", images))
         for suffix, batches in kinds:
-            found.append(_training(model, units, stage_of, batches, f"training{suffix}"))
-            found.append(_evaluation(model, units, stage_of, batches, f"evaluation{suffix}"))
+            for what, attempt in (("training", _training), ("evaluation", _evaluation)):
+                try:
+                    found.append(attempt(model, units, stage_of, batches, f"{what}{suffix}"))
+                except Exception as error:  # whatever a model's own code raises
+                    found.append(Verdict(f"{what}{suffix}", REFUSED, _in_words(error)))
     finally:
         model.train(training)
     return tuple(found)
+
+
+def _with_images(model: nn.Module, inputs: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    if "pixel_values" not in inputs:
+        with contextlib.suppress(Exception):  # whatever a model's own code raises
+            yield from with_dummy_images(model, inputs)
 
 
 def _evaluation(
@@ -95,10 +105,7 @@ def _training(
                 continue  # labels of this form are not for this model
             if trace.loss is None:
                 continue
-            try:
-                make_plan(trace, stage_of, 2)
-            except NotImplementedError as error:
-                return Verdict(what, REFUSED, _in_words(error))
+            make_plan(trace, stage_of, 2)
             if not trace.loss.exact:
                 return Verdict(what, ACCUMULATED, trace.loss.reason)
             normalising = [n for n, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]

@@ -55,16 +55,22 @@ def dummy_inputs(model: nn.Module, batch: int = BATCH, tokens: int = TOKENS) -> 
     config, parameters = getattr(model, "config", None), inspect.signature(model.forward).parameters
     text = {name: value for name, value in plain.items() if value.dim() == 2}
     separator = _number(config, "sep_token_id")
-    if "input_ids" in text and separator is not None and plain["input_ids"].shape[1] > SEPARATORS:
-        marked = plain["input_ids"].clone()
-        marked[:, 1 : 1 + SEPARATORS] = separator
-        yield {**plain, "input_ids": marked}
+    marked: dict[str, torch.Tensor] = {}
+    if "input_ids" in text and separator is not None and plain["input_ids"].shape[1] > SEPARATORS + 1:
+        ids = plain["input_ids"][:, :1].expand_as(plain["input_ids"]).clone()
+        ids[:, 1 : 1 + SEPARATORS] = separator
+        marked = {**text, "input_ids": ids}
+        yield {**plain, **marked}
     for boxes in (torch.long, torch.float32):
         if "bbox" in parameters and "bbox" not in plain and "input_ids" in text:
             yield {**plain, "bbox": torch.zeros(*plain["input_ids"].shape, 4, dtype=boxes)}
-    if "input_ids" in text:
-        # Several sequences for each sample.
-        yield {**plain, **{name: value[:, None].expand(-1, CHOICES, -1).contiguous() for name, value in text.items()}}
+    for single in filter(None, (text, marked)):
+        if "input_ids" in single:  # several sequences for each sample
+            several = {name: value[:, None].expand(-1, CHOICES, -1).contiguous() for name, value in single.items()}
+            yield {**plain, **several}
+    if "input_ids" in parameters and "input_ids" not in plain:
+        ids = _ids(config, batch, tokens)
+        yield {**plain, "input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if "pixel_values" in parameters and "pixel_values" not in plain:
         yield {**plain, "pixel_values": _made("pixel_values", config, batch, tokens)}
     if "input_features" in plain:  # some take the bins first

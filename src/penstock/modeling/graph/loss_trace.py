@@ -114,6 +114,8 @@ class LossTrace:
         if self._selects_labels(func, prediction, target):
             return self._class_term(label, {**arguments, "ignore_index": None}, prediction, target)
         if any(isinstance(source, Selected) for source in self._flow.sources((prediction, target))):
+            if func in CLASS_LOSSES and (term := self._selected_by_mask(arguments, prediction, target)) is not None:
+                return term, ""
             return LossTerm("samples"), f"{label} is given elements selected by their values"
         if func is functional.kl_div and reduction == "mean":
             return LossTerm("samples"), ""
@@ -136,6 +138,28 @@ class LossTrace:
             and len(given) == 1
             and all(map(is_label, given))
         )
+
+    def _selected_by_mask(
+        self, arguments: Mapping[str, Any], prediction: torch.Tensor, target: torch.Tensor
+    ) -> LossTerm | None:
+        """The term of a class loss that is given the labels at those places where a mask, another argument, is 1."""
+        given = sorted(
+            {source.name for source in self._flow.sources((prediction, target)) if isinstance(source, Given)}
+        )
+        of_target = {source.name for source in self._flow.sources(target) if isinstance(source, Given)}
+        labels = [name for name in of_target if is_label(name)]
+        masks = [name for name in of_target if not is_label(name)]
+        if len(labels) != 1 or len(masks) != 1 or [name for name in given if is_label(name)] != labels:
+            return None
+        tensor, mask = self._inputs[labels[0]], self._inputs[masks[0]]
+        if not isinstance(mask, torch.Tensor) or mask.shape != tensor.shape:
+            return None
+        for start, stop in ((0, None), (1, None), (0, -1)):
+            chosen = tensor[..., start:stop][mask[..., start:stop] == 1]
+            if torch.equal(chosen.reshape(-1).to(target), target.reshape(-1)):
+                ignore_index = arguments.get("ignore_index", -100)
+                return LossTerm("tokens", labels[0], start, stop, ignore_index, masks[0])
+        return None
 
     def _class_term(
         self, label: str, arguments: Mapping[str, Any], prediction: torch.Tensor, target: torch.Tensor

@@ -17,6 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # Emptied when it grows beyond this; an entry takes about a kilobyte.
 MAX_REMEMBERED = 8192
 
+# Code that repeats something until it is told otherwise gets no further answers.
+MAX_ANSWERS = 10_000
+
 _remembered: dict[Any, Any] = {}
 _PLAIN = (torch.Tensor, nn.Parameter)
 _CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -57,9 +60,62 @@ class KnownValues(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if not tensors and _makes_integers(args, kwargs):  # offsets, say, into which known sizes are written
+            kwargs = {**kwargs, "device": torch.device("cpu")}
         if func is not torch.ops.aten.index.Tensor and len({tensor.is_meta for tensor in tensors}) > 1:
             args, kwargs = pytree.tree_map_only(torch.Tensor, _without_values, (args, kwargs))
         return func(*args, **kwargs)
+
+
+def _makes_integers(args: Any, kwargs: Any) -> bool:
+    """Whether an operation without tensors makes integers on the meta device."""
+    if kwargs.get("device") != torch.device("meta"):
+        return False
+    dtype = kwargs.get("dtype")
+    numbers = [value for value in pytree.tree_leaves(args) if isinstance(value, (int, float))]
+    return all(isinstance(number, int) for number in numbers) if dtype is None else dtype in (torch.int32, torch.int64)
+
+
+class Answered(TorchDispatchMode):
+    """Answers questions after values that meta tensors do not have, every one in the same way.
+
+    Args:
+        yes: whether what is asked for is true, or 1, and all of a mask is chosen; otherwise false, or 0, and none.
+    """
+
+    def __init__(self, yes: bool) -> None:
+        super().__init__()
+        self._yes = yes
+        self._left = MAX_ANSWERS
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, asked = kwargs or {}, args[0] if args else None
+        if not isinstance(asked, torch.Tensor) or not asked.is_meta:
+            return func(*args, **kwargs)
+        aten = torch.ops.aten
+        if func is aten._local_scalar_dense.default:
+            self._left -= 1
+            if not self._left:
+                raise RuntimeError("its code asks after values without end")
+            return torch.full((), self._yes, dtype=asked.dtype, device="cpu").item()
+        if func is aten.equal.default:
+            return self._yes
+        if func is aten._to_copy.default and kwargs.get("device") == torch.device("cpu"):  # of tolist()
+            return torch.full(asked.shape, self._yes, dtype=kwargs.get("dtype") or asked.dtype, device="cpu")
+        if func is aten.nonzero.default:
+            return asked.new_empty((self._chosen(asked), asked.dim()), dtype=torch.long)
+        if func is aten.index.Tensor:
+            places: list[Any] = []
+            for index in args[1]:
+                is_mask = isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
+                number = index.dim() if is_mask else 1
+                chosen = [index.new_empty(self._chosen(index), dtype=torch.long)] if is_mask else [index]
+                places += chosen * number
+            args = (asked, places)
+        return func(*args, **kwargs)
+
+    def _chosen(self, mask: torch.Tensor) -> int:
+        return mask.numel() if self._yes else 0
 
 
 def _without_values(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -14,8 +15,8 @@ from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache
 from transformers.utils import output_capturing
 
-from penstock.modeling.graph.meta_operations import KnownValues, RememberedOperations
-from penstock.modeling.placeholders.caches import CacheUse, shape_cache
+from penstock.modeling.graph.meta_operations import Answered, KnownValues, RememberedOperations
+from penstock.modeling.placeholders.caches import CacheUse, note_use, shape_cache
 from penstock.modeling.placeholders.ghosts import meta_placeholder, sync_capture_hooks
 from penstock.modeling.tensor_spec import TensorSpec
 
@@ -55,6 +56,8 @@ class OutputShape:
         captured: side outputs in the order in which they are appended.
         cache_layers: indices of the cache layers that the call lengthens.
         state_layers: indices of those whose convolution's or recurrence's state it carries on.
+        indexed_layers: indices of those to whose indexer it gives further keys.
+        samples: the dimension of samples of the first tensor argument of a call with a cache; tokens come next.
         written: indices of the argument leaves that the call changes in place.
         assumed: whether a part of the unit has no meta kernel and was taken for shape-preserving, so that the unit's
             owner must check the real shapes.
@@ -66,6 +69,8 @@ class OutputShape:
     captured: tuple[Captured, ...] = ()
     cache_layers: tuple[int, ...] = ()
     state_layers: tuple[int, ...] = ()
+    indexed_layers: tuple[int, ...] = ()
+    samples: int = 0
     written: tuple[int, ...] = ()
     assumed: bool = False
     known: tuple[int, ...] = ()
@@ -166,23 +171,46 @@ class ShapeFunctions:
                         found = self._attempt(name, leaves, spec, False, known)
                         self._asking.add(name)
                         return found
+        self._assumed[name] = 0
+        try:
+            return self._attempt(name, leaves, spec, False)
+        except Exception as error:
+            self.hidden.setdefault(name, error)
+            # Costs are those of the parts that run, and of the parameters of those that cannot.
+            answered = None if self.around is not None else self._answered(name, leaves, spec, str(error))
+        return self._assuming(name, leaves, spec) if answered is None else answered
+
+    def _answered(self, name: str, leaves: list[Any], spec: pytree.TreeSpec, before: str) -> OutputShape | None:
+        """The shape of what a unit returns whose code asks after values, for any answer; None if it depends on them.
+
+        `before` is what it failed with when nothing was answered.
+        """
+        found = []
+        for yes in (False, True):
+            try:
+                found.append(self._attempt(name, leaves, spec, True, answered=Answered(yes)))
+            except Exception as error:
+                if str(error) == before:  # it is no question that it fails on
+                    return None
+        return found[0] if found and found[0] == found[-1] else None
+
+    def _assuming(self, name: str, leaves: list[Any], spec: pytree.TreeSpec) -> OutputShape:
+        """The shape of what a unit returns, some of whose modules are taken for ones that keep their input's shape."""
         placeholder = self._copies[name]
         assumptions: dict[nn.Module, _Assumption] = {}
         width = next((leaf.shape[-1] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()), None)
         try:
             for _ in range(MAX_RETRIES):
                 try:
-                    return self._attempt(name, leaves, spec, bool(assumptions))
+                    return self._attempt(name, leaves, spec, True)
                 except Exception as error:
-                    if not assumptions:
-                        self.hidden.setdefault(name, error)
                     # A module that was taken for one that returns a tensor may return several.
                     if isinstance(error, _Unpacked):
                         error.assumption.length = 1
                         continue
                     short = next((each for each in reversed(assumptions.values()) if each.length == 1), None)
-                    if short is not None and isinstance(error, (ValueError, IndexError)) and _lacks_one(error):
-                        short.length = 2
+                    if short is not None and (length := _unpacked_into(error)):
+                        short.length = length
                         continue
                     # A kernel without a meta version (grouped matmul of mixture-of-experts layers) or data-dependent
                     # code: take the innermost module that failed for one that keeps its input's shape, or else the one
@@ -193,9 +221,9 @@ class ShapeFunctions:
                         raise NotImplementedError(
                             f"the unit {name} cannot be run on meta tensors: {type(error).__name__}: {error}"
                         ) from error
-                    culprit.forward = assumptions[culprit] = _Assumption(width)
+                    culprit.forward = assumptions[culprit] = _Assumption(culprit, width)
             if placeholder not in assumptions:
-                placeholder.forward = assumptions[placeholder] = _Assumption(width)
+                placeholder.forward = assumptions[placeholder] = _Assumption(placeholder, width)
             return self._attempt(name, leaves, spec, True)
         finally:
             # Forgotten at once: what one rank assumed while running must not enter a plan that all ranks make.
@@ -204,7 +232,13 @@ class ShapeFunctions:
                 del module.forward
 
     def _attempt(
-        self, name: str, leaves: list[Any], spec: pytree.TreeSpec, assumed: bool, known: Collection[int] = ()
+        self,
+        name: str,
+        leaves: list[Any],
+        spec: pytree.TreeSpec,
+        assumed: bool,
+        known: Collection[int] = (),
+        answered: AbstractContextManager[Any] | None = None,
     ) -> OutputShape:
         use = CacheUse()
         with torch.inference_mode(False):  # inference tensors have no version counter
@@ -226,6 +260,7 @@ class ShapeFunctions:
             with (
                 RememberedOperations(),
                 KnownValues() if known else nullcontext(),
+                answered or nullcontext(),
                 self.around(name) if self.around else nullcontext(),
             ):
                 output = self._copies[name](*args, **kwargs)
@@ -242,9 +277,17 @@ class ShapeFunctions:
                 captured.append(_captured(key, index, value, output_leaves))
         shapes = tuple(_shape_of(leaf) for leaf in output_leaves)
         return OutputShape(
-            shapes, output_spec, tuple(captured), tuple(use.lengthened), tuple(use.states), written, assumed,
-            tuple(known),
+            shapes, output_spec, tuple(captured), tuple(use.lengthened), tuple(use.states), tuple(use.indexed),
+            _dimension_of_samples(meta_leaves, use.given), written, assumed, tuple(known),
         )  # fmt: skip
+
+
+def _dimension_of_samples(leaves: list[Any], given: list[int]) -> int:
+    """Where in the first tensor the samples and tokens are of which keys were given to a cache; mostly in front."""
+    first = next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
+    if first is None or not given:
+        return 0
+    return next((dim for dim in range(first.dim() - 1) if list(first.shape[dim : dim + 2]) == given), 0)
 
 
 def _captured(key: str, index: int, value: Any, output_leaves: list[Any]) -> Captured:
@@ -301,18 +344,28 @@ class _Assumed(torch.Tensor):
 class _Assumption:
     """The forward of a module that is taken for one that keeps its input's shape.
 
+    If it is given a cache, it is taken to lengthen the layer that its `layer_idx` names.
+
     Args:
+        module: the module.
         width: of what flows through the unit. Of several arguments that one is kept which is as wide.
 
     Attributes:
         length: how many values it returns, all but the first None; 0 for a tensor alone.
     """
 
-    def __init__(self, width: int | None) -> None:
+    def __init__(self, module: nn.Module, width: int | None) -> None:
         self.width = width
         self.length = 0
+        # The forward stands in the module's own attributes; a reference back would be a circle.
+        self._layers = {
+            each.layer_idx for each in module.modules() if isinstance(getattr(each, "layer_idx", None), int)
+        }
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        for cache in flatten((args, kwargs))[0]:
+            if isinstance(cache, Cache):
+                note_use(cache, self._layers)
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         wide = (t for t in tensors if t.dim() and t.shape[-1] == self.width and t.is_floating_point())
         made = torch.empty_like(next(wide, tensors[0]), device="meta").as_subclass(_Assumed)
@@ -320,8 +373,12 @@ class _Assumption:
         return made if not self.length else (made.as_subclass(torch.Tensor), *[None] * (self.length - 1))
 
 
-def _lacks_one(error: Exception) -> bool:
-    return "not enough values to unpack" in str(error) or "tuple index out of range" in str(error)
+def _unpacked_into(error: Exception) -> int:
+    """How many values were expected where a module was taken for one that returns one; 0 if that is not the error."""
+    if isinstance(error, IndexError):
+        return 2 if "tuple index out of range" in str(error) else 0
+    expected = re.search(r"not enough values to unpack \(expected (?:at least )?(\d+)", str(error))
+    return int(expected[1]) if expected and isinstance(error, ValueError) else 0
 
 
 def _running(root: nn.Module, traceback: TracebackType | None) -> list[nn.Module]:

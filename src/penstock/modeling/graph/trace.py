@@ -6,10 +6,13 @@ computed. `graph.plan` turns it into what crosses each boundary between stages.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from itertools import chain
+from types import FrameType
 from typing import Any
 
 import torch
@@ -33,6 +36,7 @@ from penstock.modeling.graph.loss_trace import LossTrace, label_placeholder
 from penstock.modeling.graph.shapes import OutputShape, ShapeFunctions, flatten, side_outputs
 from penstock.modeling.instrumentation import Intercepted, Interceptor
 from penstock.modeling.placeholders.caches import advance_cache, cache_placeholder
+from penstock.modeling.placeholders.ghosts import stripped_tensors
 from penstock.modeling.stage.named_output import Form, form_of, named_output, refuse_hidden_tensors
 from penstock.modeling.stage.outputs import Shapes, shapes_of
 from penstock.modeling.tensor_spec import TensorSpec
@@ -96,7 +100,27 @@ class Trace:
 
 
 class Untraceable(Exception):
-    """The forward cannot be followed; the message says why."""
+    """The forward cannot be followed; the message says why.
+
+    Attributes:
+        num_calls: how many calls of units it made before.
+    """
+
+    num_calls = 0
+
+
+class Enclosed(Untraceable):
+    """A unit is called inside a `torch.autograd.Function` of the model's code, which writes its own backward.
+
+    Attributes:
+        module: the innermost one whose code applies the function.
+    """
+
+    def __init__(self, unit: str, function: str, module: nn.Module) -> None:
+        super().__init__(
+            f"its code runs {unit} inside {function}, a torch.autograd.Function with a backward of its own"
+        )
+        self.module = module
 
 
 def trace(
@@ -129,6 +153,7 @@ def trace(
     Raises:
         Untraceable: with the reason. CriterionError: the criterion is to blame.
         ReachedInside: the model's code uses a unit's parameter or buffer without calling the unit.
+        Enclosed: it calls a unit where no boundary can be.
     """
     functions.sync()
     with (
@@ -138,7 +163,7 @@ def trace(
         _real_outside(model, functions, device),
     ):
         arguments = {name: _placeholder(name, value) for name, value in inputs.items()}
-        planner = _Planner(functions, floating, device or _device_of(arguments))
+        planner = _Planner(model, functions, floating, device or _device_of(arguments))
         flow = planner.flow
         _mark_tensors(model, functions, flow)
         for name, value in arguments.items():
@@ -153,9 +178,14 @@ def trace(
                 loss = loss_by(criterion, output, arguments)
         except (ReachedInside, CriterionError):
             raise
+        except Untraceable as error:
+            error.num_calls = len(planner.calls)
+            raise
         except Exception as error:
             where = f" (after the call of {planner.calls[-1].unit})" if planner.calls else ""
-            raise Untraceable(f"{type(error).__name__}: {error}{where}{_assumed(functions)}") from error
+            failure = Untraceable(f"{type(error).__name__}: {error}{where}{_assumed(functions)}")
+            failure.num_calls = len(planner.calls)
+            raise failure from error
         finally:
             interceptor.handler = None
     leaves, _ = flatten(output)
@@ -181,7 +211,10 @@ def trace(
 class _Planner:
     """Answers the calls of units with placeholders and notes what they depend on."""
 
-    def __init__(self, functions: ShapeFunctions, floating: Collection[str], device: torch.device) -> None:
+    def __init__(
+        self, model: nn.Module, functions: ShapeFunctions, floating: Collection[str], device: torch.device
+    ) -> None:
+        self._model = model
         self.calls: list[TracedCall] = []
         self.shapes: dict[Value, TensorSpec] = {}
         self.flow = DataFlow(lambda: len(self.calls))
@@ -192,8 +225,13 @@ class _Planner:
 
     def call(self, unit: Intercepted, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name, index = unit.name, self._counts[unit.name]
+        if name not in self._floating:
+            _refuse_enclosed(name)
         self._counts[name] += 1
         leaves, _ = flatten((args, kwargs))
+        for leaf in leaves:
+            if isinstance(leaf, nn.Module):
+                self._refuse_module(name, leaf)
         sources = self.flow.sources(leaves)
         with self.flow.pause():
             if name in self._floating:
@@ -217,6 +255,15 @@ class _Planner:
         )
         self.calls.append(TracedCall(name, index, name in self._floating, sources, shape, like_input))
         return output
+
+    def _refuse_module(self, unit: str, given: nn.Module) -> None:
+        """Raise `ReachedInside` if a unit is given a module of another one, whose weights it uses itself."""
+        full = next((name for name, module in self._model.named_modules() if module is given), "")
+        owner = unit_of(full, self._functions.units)
+        tensors = chain(given.named_parameters(), given.named_buffers(), stripped_tensors(given))
+        held = next((name for name, _ in tensors), None)
+        if owner not in (None, unit) and held is not None:
+            raise ReachedInside(f"{full}.{held}")
 
     def _run_floating(
         self, unit: Intercepted, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -250,8 +297,26 @@ class _Planner:
         for position in shape.written:
             self.flow.note_write(leaves[position])
             self.flow.mark(leaves[position], (Altered(name, index),))
-        advance_cache(leaves, shape.cache_layers, shape.state_layers)
+        advance_cache(
+            leaves, shape.cache_layers, shape.state_layers, indexed=shape.indexed_layers, samples=shape.samples
+        )
         return pytree.tree_unflatten(outputs, shape.spec), shape
+
+
+def _refuse_enclosed(unit: str) -> None:
+    """Raise `Enclosed` if the code under way is that of a `torch.autograd.Function`."""
+    frame: FrameType | None = sys._getframe(1)
+    function = ""
+    while frame is not None:
+        code = frame.f_code
+        owner = frame.f_locals.get("self") if function else None
+        if isinstance(owner, nn.Module):
+            raise Enclosed(unit, function, owner)
+        if "ctx" in code.co_varnames[: code.co_argcount]:
+            context = frame.f_locals["ctx"]
+            if isinstance(context, torch.autograd.function.FunctionCtx):
+                function = type(context).__name__.removesuffix("Backward")
+        frame = frame.f_back
 
 
 def _assumed(functions: ShapeFunctions) -> str:
@@ -282,7 +347,7 @@ def _known(name: str, leaf: Any) -> Any:
     """A leaf that is no tensor must be the same on every rank, hence hold no tensors."""
     if leaf is None or isinstance(leaf, (bool, int, float, str, Cache)):
         return leaf
-    raise NotImplementedError(f"the unit {name} returns a {type(leaf).__name__}, whose tensors cannot be followed")
+    raise Untraceable(f"the unit {name} returns a {type(leaf).__name__}, whose tensors cannot be followed")
 
 
 def _placeholder(name: str, value: Any) -> Any:

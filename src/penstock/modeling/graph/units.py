@@ -15,7 +15,7 @@ from penstock.modeling.adapters import base_of, is_adapter_layer, modules_inside
 from penstock.modeling.graph.dataflow import ReachedInside
 from penstock.modeling.graph.dummy_inputs import dummy_inputs
 from penstock.modeling.graph.shapes import ShapeFunctions
-from penstock.modeling.graph.trace import Trace, Untraceable, trace
+from penstock.modeling.graph.trace import Enclosed, Trace, Untraceable, trace
 from penstock.modeling.instrumentation import Interceptor, known_of
 
 # Arguments that a text-only forward lacks.
@@ -55,11 +55,12 @@ def traced_units(
             return *_units_for(model, arguments), arguments
         except (Untraceable, NotImplementedError) as error:
             failures.append(error)
-    # What the likeliest inputs led to says most.
-    reason = str(failures[0])
+    # What the likeliest inputs led to says most, unless others led further.
+    said = max(failures, key=lambda failure: getattr(failure, "num_calls", 0))
+    reason = str(said)
     if inputs is None and not isinstance(model, PreTrainedModel) and known_of(model).example_inputs is None:
         reason += ". Its inputs were guessed: give some as example_inputs, or as an attribute dummy_inputs of the model"
-    raise refusal(model, reason) from failures[0]
+    raise refusal(model, reason) from said
 
 
 def _units_for(model: nn.Module, arguments: Mapping[str, Any]) -> tuple[list[str], Trace]:
@@ -74,6 +75,9 @@ def _units_for(model: nn.Module, arguments: Mapping[str, Any]) -> tuple[list[str
             found = trace_units(model, functions, arguments, inner_calls)
         except ReachedInside as leak:
             units = _without(model, units, leak.tensor, inner_calls)
+            continue
+        except Enclosed as enclosed:
+            units = _in_one(model, units, enclosed)
             continue
         called = {call.unit for call in found.calls}
         looked_into = [unit for unit in units if unit not in called and inner_calls[unit]]
@@ -244,6 +248,19 @@ def _without(model: nn.Module, units: list[str], tensor: str, inner_calls: Mappi
         else:
             kept += _without(model, _parts(model, unit), tensor, {})
     return kept
+
+
+def _in_one(model: nn.Module, units: list[str], enclosed: Enclosed) -> list[str]:
+    """`units` with those inside the module that runs them where no boundary can be as one.
+
+    Raises:
+        Untraceable: that is the whole model, or leaves less than two units.
+    """
+    whole = next((name for name, module in model.named_modules() if module is enclosed.module), "")
+    inside = [unit for unit in units if unit.startswith(f"{whole}.")]
+    if not whole or not inside or len(units) - len(inside) < 1:
+        raise Untraceable(str(enclosed))
+    return [whole if unit == inside[0] else unit for unit in units if unit == inside[0] or unit not in inside]
 
 
 def _ordered(model: nn.Module, units: list[str], found: Trace, arguments: Mapping[str, Any]) -> list[str]:

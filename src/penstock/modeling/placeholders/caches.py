@@ -9,12 +9,13 @@ state has no length; on other stages it only knows whether there is a state.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
+from torch.utils import _pytree as pytree
+from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache, LinearAttentionCacheLayerMixin
 
 
 @dataclass(frozen=True)
@@ -23,10 +24,14 @@ class CacheUse:
 
     Attributes:
         lengthened: indices of the layers that get further keys and values.
+        indexed: indices of those that get further keys of an indexer, which chooses what is attended to.
+        given: samples and tokens of the keys that were last given.
         states: on the meta device, the layers whose convolution's or recurrence's state goes on, by index.
     """
 
     lengthened: list[int] = field(default_factory=list)
+    indexed: list[int] = field(default_factory=list)
+    given: list[int] = field(default_factory=list)
     states: dict[int, Any] = field(default_factory=dict)
 
 
@@ -45,7 +50,7 @@ class ShapeCache(Cache):
         self, real: Cache, use: CacheUse, begun: Mapping[int, Any], batch: int, remembers: bool = True
     ) -> None:
         self.real, self.use, self.remembers = real, use, remembers
-        self.layers: list[Any] = []
+        self.layers: Any = _MetaLayers(real) if remembers else []
         self.is_updated: dict[int, bool] = {}
         self._begun, self._batch = begun, batch
 
@@ -55,9 +60,27 @@ class ShapeCache(Cache):
         if not self.remembers:
             return key_states, value_states
         self.use.lengthened.append(layer_idx)
-        return _meta_layer(self.real, layer_idx, key_states, value_states).update(
-            key_states, value_states, *args, **kwargs
-        )
+        self.use.given[:] = key_states.shape[0], key_states.shape[2]
+        layer = self.layers[layer_idx]
+        for name, own in _keys_and_values(layer).items():
+            # Where another stage owns the layer, it has one head and one dimension.
+            like = value_states if "value" in name else key_states
+            setattr(layer, name, own.new_empty((*like.shape[:2], own.shape[2], like.shape[3])))
+        if hasattr(layer, "device"):
+            layer.device = torch.device("meta")
+        found: tuple[torch.Tensor, torch.Tensor] = layer.update(key_states, value_states, *args, **kwargs)
+        return found
+
+    def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
+        if not self.remembers:
+            return indexer_key_states
+        self.use.indexed.append(layer_idx)
+        layer = self.layers[layer_idx]
+        own = layer.indexer_keys
+        if own is not None and own.dim() == 3:
+            layer.indexer_keys = own.new_empty((*own.shape[:2], indexer_key_states.shape[2]))
+        found: torch.Tensor = layer.update_indexer(indexer_key_states)
+        return found
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return int(self.real.get_seq_length(layer_idx))
@@ -98,23 +121,38 @@ class ShapeCache(Cache):
         return states[layer_idx]
 
 
-def _meta_layer(real: Cache, layer_idx: int, key_states: torch.Tensor, value_states: torch.Tensor) -> Any:
-    """A copy of a layer on the meta device, with heads and dimensions like the new states: it knows how it grows."""
-    layer: Any
-    if layer_idx < len(real.layers):
-        layer = copy.copy(real.layers[layer_idx])
-    elif real.layer_class_to_replicate is not None:
-        layer = real.layer_class_to_replicate()
-    else:
-        raise IndexError(f"the cache has {len(real.layers)} layers, but layer {layer_idx} is updated")
-    for name, tensor in vars(layer).items():
-        if isinstance(tensor, torch.Tensor):
-            like = value_states if name == "values" else key_states
-            shape = tensor.shape if tensor.dim() != 4 else (*like.shape[:2], tensor.shape[2], like.shape[3])
-            setattr(layer, name, torch.empty(shape, dtype=tensor.dtype, device="meta"))
-    if hasattr(layer, "device"):
-        layer.device = torch.device("meta")
-    return layer
+class _MetaLayers(Sequence[Any]):
+    """Copies of a cache's layers on the meta device, made when they are looked at: they know how they grow."""
+
+    def __init__(self, real: Cache) -> None:
+        self._real = real
+        self._made: dict[int, Any] = {}
+
+    def __len__(self) -> int:
+        return max(len(self._real.layers), 1 + max(self._made, default=-1))
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[each] for each in range(*index.indices(len(self)))]
+        index += len(self) if index < 0 else 0
+        if index not in self._made:
+            self._made[index] = self._layer(index)
+        return self._made[index]
+
+    def _layer(self, index: int) -> Any:
+        layers = self._real.layers
+        if index < len(layers):
+            layer = copy.copy(layers[index])
+            for name, value in vars(layer).items():
+                setattr(layer, name, pytree.tree_map_only(torch.Tensor, _on_meta, value))
+            return layer
+        if self._real.layer_class_to_replicate is None:
+            raise IndexError(f"the cache has {len(layers)} layers, but layer {index} is asked for")
+        return self._real.layer_class_to_replicate()
+
+
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(tensor, device="meta")
 
 
 def shape_cache(real: Cache, use: CacheUse, begun: Mapping[int, Any], batch: int) -> Cache:
@@ -126,31 +164,67 @@ def shape_cache(real: Cache, use: CacheUse, begun: Mapping[int, Any], batch: int
     return ShapeCache(real, use, begun, batch)
 
 
+def note_use(cache: Cache, layers: Collection[int]) -> None:
+    """Note that a module which could not be run uses its layer of a cache in the usual way.
+
+    Args:
+        cache: the placeholder that it was given.
+        layers: the indices of its layers, of which there should be one.
+
+    Raises:
+        NotImplementedError: it cannot be known what it does with the cache.
+    """
+    if not isinstance(cache, ShapeCache) or len(layers) != 1:
+        raise NotImplementedError("what it does with the cache of keys and values cannot be known")
+    index = next(iter(layers))
+    layer = cache.layers[index]
+    if isinstance(layer, CacheLayerMixin):
+        cache.use.lengthened.append(index)
+    if hasattr(layer, "update_indexer"):
+        cache.use.indexed.append(index)
+    if isinstance(layer, LinearAttentionCacheLayerMixin):
+        cache.use.states[index] = copy.deepcopy(layer)
+
+
 def advance_cache(
-    arguments: Sequence[Any], layers: Sequence[int], state_layers: Sequence[int], device: torch.device | None = None
+    arguments: Sequence[Any],
+    layers: Sequence[int],
+    state_layers: Sequence[int],
+    device: torch.device | None = None,
+    indexed: Sequence[int] = (),
+    samples: int = 0,
 ) -> None:
     """Let the cache among a unit's arguments know what the unit does to it, when another stage runs the unit.
 
     Args:
-        arguments: the leaves of the arguments. The first tensor's first two dimensions are samples and tokens.
+        arguments: the leaves of the arguments; the first tensor holds all samples and tokens.
         layers: indices of the layers that the unit lengthens by these tokens.
         state_layers: indices of those whose convolution's or recurrence's state it begins or carries on.
         device: where the tokens' entries live if the tensor is a meta tensor.
+        indexed: indices of those to whose indexer it gives keys of these tokens.
+        samples: the first tensor's dimension of samples; the next one is that of tokens.
     """
     cache = next((each for each in arguments if isinstance(each, Cache)), None)
-    if cache is None or not (layers or state_layers):
+    if cache is None or not (layers or state_layers or indexed):
         return
     part = decoder_part(cache)
     like = next(each for each in arguments if isinstance(each, torch.Tensor))
+    place = device if device and like.is_meta else like.device
+    batch, tokens = like.shape[samples : samples + 2]
     for index in layers:
-        keys: Any = getattr(part.layers[index], "keys", None) if index < len(part.layers) else None
-        # An existing entry keeps its width: while planning, a copy of the owner's own layer may be lengthened.
-        has_states = isinstance(keys, torch.Tensor)
-        heads, width = (keys.shape[1], keys.shape[3]) if has_states and keys.dim() == 4 else (1, 1)
-        dtype = keys.dtype if has_states else like.dtype
-        shape = (like.shape[0], heads, like.shape[1], width)
-        states = torch.zeros(shape, dtype=dtype, device=device if device and like.is_meta else like.device)
-        part.update(states, states, index)
+        layer = part.layers[index] if index < len(part.layers) else None
+        states = []
+        for name in ("keys", "values"):
+            # An existing entry keeps its width: while planning, a copy of the owner's own layer may be lengthened.
+            own: Any = getattr(layer, name, None)
+            heads, width = (own.shape[1], own.shape[3]) if _is_wide(own) else (1, 1)
+            dtype = own.dtype if isinstance(own, torch.Tensor) else like.dtype
+            states.append(torch.zeros((batch, heads, tokens, width), dtype=dtype, device=place))
+        part.update(*states, index)
+    for index in indexed:
+        keys = part.layers[index].indexer_keys
+        width, dtype = (1, like.dtype) if keys is None else (keys.shape[2], keys.dtype)
+        part.update_indexer(torch.zeros((batch, tokens, width), dtype=dtype, device=place), index)
     for index in state_layers:
         flags = part.layers[index].has_previous_state
         flags.update(dict.fromkeys(flags, True))
@@ -172,18 +246,29 @@ def cache_placeholder(cache: Cache) -> Cache:
     pair: Any = cache
     is_pair = isinstance(cache, EncoderDecoderCache)
     parts = [pair.self_attention_cache, pair.cross_attention_cache] if is_pair else [pair]
-    states = [each for part in parts for layer in part.layers for each in vars(layer).values() if _is_wide(each)]
+    states = [each for part in parts for layer in part.layers for each in _keys_and_values(layer).values()]
     memo = {id(each): each[:, :1, :, :1].clone() for each in states}
     return copy.deepcopy(cache, memo)
 
 
 def layer_placeholder(layer: Any) -> Any:
     """A copy of a layer of the same length with one head and one dimension."""
-    small = copy.copy(layer)
+    small, wide = copy.copy(layer), _keys_and_values(layer)
     for name, value in vars(layer).items():
         if isinstance(value, torch.Tensor):
-            setattr(small, name, (value[:, :1, :, :1] if _is_wide(value) else value).clone())
+            setattr(small, name, (value[:, :1, :, :1] if name in wide else value).clone())
     return small
+
+
+def _keys_and_values(layer: Any) -> dict[str, torch.Tensor]:
+    """The tensors of a layer that hold keys or values, by name: `keys`, `values`, and others of as many dimensions."""
+    found = {}
+    for name, tensor in vars(layer).items():
+        main = vars(layer).get("values" if "value" in name else "keys")
+        alike = tensor.shape[1::2] == main.shape[1::2] if _is_wide(tensor) and _is_wide(main) else True
+        if _is_wide(tensor) and alike and ("key" in name or "value" in name):
+            found[name] = tensor
+    return found
 
 
 def _is_wide(value: Any) -> bool:

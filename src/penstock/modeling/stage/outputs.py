@@ -40,17 +40,18 @@ def merge_outputs(
         return output_of(kind, {name: v for name, v in first.items() if not isinstance(v, Cache)})
     known: list[Shapes] = []
 
-    def resolve(path: Sequence[Any], shape: torch.Size) -> int:
+    def larger(path: Sequence[Any]) -> Any:
+        """What stands at `path` if the first microbatch had one sample more; None if that is not known."""
         if grown is None:
-            return 0
+            return None
         if not known:
             known.append(grown())
-        larger: Any = known[0]
+        found: Any = known[0]
         for step in path:
-            if step not in larger and isinstance(step, str):  # the first microbatch lacks it
-                return 0
-            larger = larger[step]
-        return next((dim for dim, (a, b) in enumerate(zip(shape, larger, strict=True)) if a != b), 0)
+            if step not in found and isinstance(step, str):  # the first microbatch lacks it
+                return None
+            found = found[step]
+        return found
 
     merged: dict[str, Any] = {}
     for name in dict.fromkeys(name for output in outputs for name in output):
@@ -65,7 +66,7 @@ def merge_outputs(
         if name == "loss" or name in losses:
             merged[name] = sum(values)
         else:
-            merged[name] = _merge(values, [sizes[index] for index in having], resolve, (name,))
+            merged[name] = _merge(values, [sizes[index] for index in having], larger, (name,))
     return output_of(kind, merged)
 
 
@@ -81,7 +82,7 @@ def shapes_of(output: Mapping[str, Any]) -> Shapes:
 def _merge(
     values: Sequence[Any],
     sizes: Sequence[int],
-    resolve: Callable[[Sequence[Any], torch.Size], int],
+    larger: Callable[[Sequence[Any]], Any],
     path: tuple[Any, ...],
 ) -> Any:
     first = values[0]
@@ -97,14 +98,32 @@ def _merge(
         ]
         if not rows:  # several rows for each sample: choices, beams, or as many as a sample has images
             rows = [dim for dim in range(first.dim()) if len({value.shape[dim] for value in values}) > 1]
-        dim = resolve(path, first.shape) if len(rows) > 1 else rows[0] if rows else 0
+        dim = rows[0] if rows else 0
+        if len(rows) > 1:
+            pairs = enumerate(zip(first.shape, larger(path) or first.shape, strict=True))
+            dim = next((dim for dim, (size, more) in pairs if size != more), 0)
         return torch.cat(list(values), dim)
+    if isinstance(first, tuple | list) and _has_entry_for_each(values, sizes, larger, path):
+        return type(first)(entry for value in values for entry in value)
     if isinstance(first, tuple | list):
         parts = [
-            _merge(list(part), sizes, resolve, (*path, index)) for index, part in enumerate(zip(*values, strict=True))
+            _merge(list(part), sizes, larger, (*path, index)) for index, part in enumerate(zip(*values, strict=True))
         ]
         return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
     if isinstance(first, Mapping) and not isinstance(first, Cache):
-        merged = {name: _merge([value[name] for value in values], sizes, resolve, (*path, name)) for name in first}
+        merged = {name: _merge([value[name] for value in values], sizes, larger, (*path, name)) for name in first}
         return type(first)(**merged) if is_dataclass(first) else type(first)(merged)  # type: ignore[call-arg]
     return first
+
+
+def _has_entry_for_each(
+    values: Sequence[Any], sizes: Sequence[int], larger: Callable[[Sequence[Any]], Any], path: tuple[Any, ...]
+) -> bool:
+    """Whether a list in the output has an entry for each sample, or image, and not one for each layer."""
+    lengths = [len(value) for value in values]
+    if len(set(lengths)) > 1:
+        return True
+    if lengths != list(sizes) or hasattr(values[0], "_fields"):
+        return False
+    more = larger(path)
+    return more is not None and len(more) != lengths[0]

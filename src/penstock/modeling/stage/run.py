@@ -129,11 +129,15 @@ class StageRun:
     ) -> Any:
         """What a call of another stage's unit returns: the values received, or placeholders."""
         answer, shape = self._received_or_placeholder(planned, args, kwargs), planned.call.output
-        if shape.cache_layers or shape.state_layers:  # afterwards, as shapes depend on the cache's length
+        if (
+            shape.cache_layers or shape.state_layers or shape.indexed_layers
+        ):  # afterwards, as shapes depend on the cache's length
             given: Sequence[Any] = (*args, *kwargs.values())
             if not any(isinstance(each, Cache) for each in given) or not isinstance(given[0], torch.Tensor):
                 given = flatten((args, kwargs))[0]  # which takes longer than the rest of this call
-            advance_cache(given, shape.cache_layers, shape.state_layers, self._device)
+            advance_cache(
+                given, shape.cache_layers, shape.state_layers, self._device, shape.indexed_layers, shape.samples
+            )
         return answer
 
     def _received_or_placeholder(self, planned: StageCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

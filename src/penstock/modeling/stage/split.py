@@ -23,7 +23,7 @@ from penstock.modeling.graph.plan import (
     make_plan,
     make_stage_plan,
 )
-from penstock.modeling.graph.shapes import ShapeFunctions
+from penstock.modeling.graph.shapes import ShapeFunctions, flatten
 from penstock.modeling.graph.trace import Trace, Untraceable, trace
 from penstock.modeling.graph.units import floating_modules, refusal
 from penstock.modeling.instrumentation import Interceptor, original_class, record_of
@@ -104,6 +104,9 @@ class SplitModel:
         self._interceptor = Interceptor()
         self._traces: dict[Any, tuple[Trace, tuple[tuple[str, Any], ...]]] = {}
         self._plans_of_stages: dict[Any, dict[Any, Plan]] = {}
+        # Kinds of inputs whose calls of units do not depend on sizes; of others, the sizes that were seen first.
+        self._fixed: set[Any] = set()
+        self._first_sizes: dict[Any, tuple[int, ...]] = {}
         self._place(stages, local_stages, placement)
         if self.tensor_parallel is not None:
             self.tensor_parallel.apply(model, self._stage_of)
@@ -172,7 +175,14 @@ class SplitModel:
         answer_for_parameters(self.model, lambda: interceptor.handler is not None, lambda: self.device)
 
     def _forget_plans(self) -> None:
-        for known in (self._traces, self._plans_of_stages, self._plans, self._stage_plans):
+        for known in (
+            self._traces,
+            self._plans_of_stages,
+            self._plans,
+            self._stage_plans,
+            self._fixed,
+            self._first_sizes,
+        ):
             known.clear()
         self._plans_of_stages[self.stages] = self._plans
 
@@ -246,7 +256,8 @@ class SplitModel:
         """What each stage does with inputs of this kind; cached, and found without communication.
 
         The kind of inputs is which arguments are given, the values of those that are no tensors, and whether the model
-        is in training mode; neither shapes nor contents of tensors.
+        is in training mode; not the contents of tensors, nor their shapes, unless the number of a unit's calls depends
+        on how many samples, or images, there are.
 
         Args:
             inputs: the arguments of the forward, of any one microbatch.
@@ -268,6 +279,26 @@ class SplitModel:
         known = self._plans.get(key)
         if known is None:
             known = self._plans[key] = self._make_plan(key, inputs, call, criterion)
+        if key in self._fixed:
+            return known
+        calls = [each.unit for each in known.calls]
+        if len(set(calls)) == len(calls):
+            self._fixed.add(key)
+            return known
+        # A unit that is called several times may be called once for each image, say.
+        sizes = tuple(
+            leaf.shape[0] for leaf in flatten(dict(inputs))[0] if isinstance(leaf, torch.Tensor) and leaf.dim()
+        )
+        first = self._first_sizes.setdefault(key, sizes)
+        if sizes == first:
+            return known
+        other = self._plans.get((*key, sizes))
+        if other is None:
+            other = self._plans[(*key, sizes)] = self._make_plan((*key, sizes), inputs, call, criterion)
+        if [each.unit for each in other.calls] != calls:
+            return other
+        if all(one != another for one, another in zip(first, sizes, strict=False)):
+            self._fixed.add(key)
         return known
 
     def output_shapes(self, inputs: Mapping[str, Any]) -> Shapes:

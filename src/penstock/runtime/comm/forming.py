@@ -103,7 +103,7 @@ def require_agreement(facts: Mapping[str, Any], board: FailureBoard) -> None:
         ValueError: on every rank, if one was given something else; names the facts that differ.
         PipelineFailure: a rank ended before it came here.
     """
-    every = gather_from_all({name: repr(value) for name, value in facts.items()}, board, "comparing models")
+    every = gather_from_all({name: _told(value) for name, value in facts.items()}, board, "comparing models")
     differences = []
     for name in sorted(set().union(*every)):
         values = [theirs.get(name, "nothing") for theirs in every]
@@ -115,6 +115,17 @@ def require_agreement(facts: Mapping[str, Any], board: FailureBoard) -> None:
             "the ranks were given different models or configurations, but all must be given the same: "
             + "; ".join(differences[:5])
         )
+
+
+def _told(value: Any) -> str:
+    """`repr(value)`, but of what has no order, or none that matters, the same for every process."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(sorted(f"{key!r}: {_told(each)}" for key, each in value.items())) + "}"
+    if isinstance(value, (set, frozenset)):
+        return "{" + ", ".join(sorted(map(_told, value))) + "}"
+    if type(value) is list:
+        return f"[{', '.join(map(_told, value))}]"
+    return repr(value)
 
 
 def shared_progress(groups: Groups, seed: int | None, step_number: int) -> tuple[int | None, int, int]:
