@@ -358,9 +358,8 @@ class _Assumption:
         self.width = width
         self.length = 0
         # The forward stands in the module's own attributes; a reference back would be a circle.
-        self._layers = {
-            each.layer_idx for each in module.modules() if isinstance(getattr(each, "layer_idx", None), int)
-        }
+        indices: list[Any] = [getattr(each, "layer_idx", None) for each in module.modules()]
+        self._layers = {index for index in indices if isinstance(index, int)}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         for cache in flatten((args, kwargs))[0]:
