@@ -181,12 +181,12 @@ def write(results: Path, with_tensor_parallelism: Path, page: Path) -> None:
     rows: list[tuple[int, ...]] = []
     for task in tasks:
         generated = [kind_of(r["generate"]) for r in records if r["task"] == task and "generate" in r]
-        tried = [r for r in sharded if r["task"] == task and "train" in r]
+        tried = {r["class"] for r in sharded if r["task"] == task and "train" in r}
         rows.append(
             (
                 *(len(groups[task][column]) for column in COLUMNS),
                 *(generated.count("exact"), len(generated) - generated.count("unsplit")),
-                *(sum(map(is_good, tried)), len(tried)),
+                *(sum((task, name) in both for name in tried), len(tried)),
             )
         )
     for name, row in zip([*tasks, "**all**"], [*rows, tuple(map(sum, zip(*rows, strict=True)))], strict=True):
