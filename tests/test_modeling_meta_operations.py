@@ -142,3 +142,31 @@ def test_a_unit_that_asks_after_values_tells_its_shape_if_no_answer_changes_it()
     found = functions("pooled", (hidden,), {})
     assert found.leaves[0].shape == tuple(Pooled()(hidden).shape) and found.assumed
     assert functions("selecting", (hidden,), {}).leaves[0].shape == (3, 5, 4)  # taken for shape-preserving
+
+
+class Slicing(torch.nn.Module):
+    """Takes the first half of each image's rows, whose offsets it makes from the images' sizes."""
+
+    def forward(self, hidden: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+        offsets = torch.empty(len(sizes), dtype=sizes.dtype)
+        offsets[0] = 0
+        offsets[1:] = sizes.cumsum(0)[:-1]
+        places = [torch.arange(start, start + size // 2) for start, size in zip(offsets, sizes, strict=True)]
+        return torch.index_select(hidden, 0, torch.cat(places).to(hidden.device))
+
+
+class Counting(torch.nn.Module):
+    """As many rows as hidden states say, which it writes beside sizes that are known."""
+
+    def forward(self, hidden: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+        counts = torch.zeros(2, dtype=sizes.dtype)
+        counts[0] = (hidden > 0).sum()
+        return hidden[: int(counts[0] + sizes[0])]
+
+
+def test_shapes_follow_from_known_sizes_and_not_from_what_was_written_over_them() -> None:
+    hidden, sizes = torch.randn(10, 4), torch.tensor([4, 6])
+    functions = shapes.ShapeFunctions({"slicing": Slicing(), "counting": Counting()})
+    found = functions("slicing", (hidden, sizes), {}, known=(1,))
+    assert found.leaves[0].shape == tuple(Slicing()(hidden, sizes).shape) and not found.assumed
+    assert functions("counting", (hidden, sizes), {}, known=(1,)).assumed

@@ -63,6 +63,8 @@ class KnownValues(TorchDispatchMode):
         if not tensors and _makes_integers(args, kwargs):  # offsets, say, into which known sizes are written
             kwargs = {**kwargs, "device": torch.device("cpu")}
         if func is not torch.ops.aten.index.Tensor and len({tensor.is_meta for tensor in tensors}) > 1:
+            if func._schema.is_mutable and isinstance(args[0], torch.Tensor) and not args[0].is_meta:
+                raise RuntimeError("what is not known is written into what is")
             args, kwargs = pytree.tree_map_only(torch.Tensor, _without_values, (args, kwargs))
         return func(*args, **kwargs)
 
