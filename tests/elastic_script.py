@@ -3,7 +3,7 @@ told to.
 
     python elastic_script.py STORE FOLDER STEPS START WHAT...
 
-Each WHAT is `action@step/place`: this process does it when it comes there first (kill, stop, leave,
+Each WHAT is `action@step/place`: this process does it when it comes there first (kill, stop, leave, sleep,
 kill-store, or await others), whatever the step with `any` for it. Without a STORE ("") the run is the
 undisturbed one, of a single process.
 """
@@ -87,6 +87,8 @@ def main(store: str, folder: str, steps: int, start: int, *orders: str) -> None:
                 if action == "await":  # until somebody asks to join
                     while plugin.run is not None and not plugin.run.asked:
                         time.sleep(0.02)
+                elif action == "sleep":
+                    time.sleep(8.0)
                 elif action == "kill-store":
                     os.kill(int(os.environ["STORE_PROCESS"]), signal.SIGKILL)
                 else:

@@ -178,6 +178,15 @@ def test_training_goes_on_without_the_store_until_somebody_is_lost(tmp_path: Pat
 
 
 @pytest.mark.slow
+def test_a_process_that_is_only_slow_stays(tmp_path: Path) -> None:
+    run = elastic_runs.Run(tmp_path, STEPS, 2, HANG="4")
+    members = [run.start("sleep@2/forward"), run.start()]
+    run.wait()
+    assert_as_undisturbed(run, members)
+    assert all(member.end["changes"] == [] for member in members)
+
+
+@pytest.mark.slow
 def test_a_process_that_stands_still_is_left_out_and_ends_when_it_wakes(tmp_path: Path) -> None:
     run = elastic_runs.Run(tmp_path, STEPS, 3, HANG="15")
     stopped = run.start("stop@3/loop")

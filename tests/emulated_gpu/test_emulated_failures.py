@@ -9,14 +9,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import emulated_nccl
 import pytest
 import torch
 import torch.distributed as dist
 from emulated_ranks import Case, on, spread, use_gpu
+from torch.utils.data import default_collate
 
+from elastic_script import Samples
 from ended import LIMIT
+from penstock import Booster, Elastic, HeterogeneousParallelPlugin, PipelineTemplate
+from penstock.modeling.placeholders.ghosts import is_ghost
 from penstock.runtime.failures.board import PipelineFailure
 from pool import WorkerDied
+from training import kept_in_double
 
 Run = Callable[..., list[Any]]
 
@@ -92,3 +98,56 @@ def test_a_killed_rank_ends_the_waits_of_all_others(gpus: Run, tmp_path: Path, d
             text, blamed, raised_at = end
             assert blamed == victim and f"rank {victim} was lost" in text
             assert raised_at - killed_at < LIMIT
+
+
+def train_though_one_dies(store: str, victim: int | None, steps: int) -> dict[int, float]:
+    """On a worker: an elastic run, in which one process kills itself between the third backward and its update."""
+    device = use_gpu()
+    with kept_in_double():
+        model = Case().build()
+        plugin = HeterogeneousParallelPlugin(
+            microbatch_size=2,
+            global_batch_size=8,
+            elastic=Elastic(
+                store, start=3, templates=[PipelineTemplate.balanced(model, stages) for stages in (1, 2, 3)], copies=2
+            ),
+        )
+        booster = Booster(plugin)
+        loader = plugin.prepare_dataloader(
+            [{"input_ids": row, "labels": row} for row in Samples().rows], collate_fn=default_collate
+        )
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        model, optimizer, _, loader, _ = booster.boost(model, optimizer, None, loader)
+        batches, losses = iter(loader), {}
+        while booster.step < steps:
+            optimizer.zero_grad()
+            loss = booster.execute_pipeline(batches, model)["loss"]
+            if booster.step == 2 and dist.get_rank() == victim:
+                os.kill(os.getpid(), signal.SIGKILL)
+            optimizer.step()
+            losses[booster.step] = loss.item()
+        assert {parameter.device for parameter in model.parameters() if not is_ghost(parameter)} == {device}
+        (change,) = booster.changes
+        assert (emulated_nccl.counts.get("allreduce", 0) > 0) and change.lost == (victim,)
+        return losses
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_an_elastic_run_goes_on_when_a_device_is_lost(gpus: Run, tmp_path: Path, victim: int) -> None:
+    steps, expected = 5, {}
+    model, rows = Case().build(), Samples().rows
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with kept_in_double():
+        for number in range(steps):
+            batch = rows[8 * number : 8 * number + 8]
+            loss = model(input_ids=batch, labels=batch).loss
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            expected[number + 1] = loss.item()
+    store = tmp_path.joinpath("store").as_uri()
+    ends = gpus(3, train_though_one_dies, store, victim, steps, outcomes=True, init=False)
+    survivors = [end for end in ends if not isinstance(end, WorkerDied)]  # members have numbers of their own
+    assert len(survivors) == 2
+    for losses in survivors:
+        assert losses == pytest.approx(expected, abs=1e-9)
