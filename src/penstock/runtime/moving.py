@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -118,7 +119,7 @@ def hand_over(engine: Engine, optimizer: Optimizer, leaving: bool) -> None:
             for name, tensor in own.items()
         }
         dist.all_gather_object(every, (leaving, index, has), group=group)
-        turn = 0
+        turn, transfers = 0, _Transfers(group)
         for name in dict.fromkeys(name for _, _, theirs in every for name in theirs):
             for shard in range(context.layout.tensor_parallel_size):
                 holders = [rank for rank, (_, i, theirs) in enumerate(every) if i == shard and name in theirs]
@@ -128,12 +129,13 @@ def hand_over(engine: Engine, optimizer: Optimizer, leaving: bool) -> None:
                 source, to = holders[0], staying[turn % len(staying)]
                 turn += 1
                 if context.rank == source:
-                    _send(own[name], state.get(engine.known.get(name), {}), to, group)
+                    transfers.send(own[name], state.get(engine.known.get(name), {}), to)
                 elif context.rank == to:
                     spec, described = every[source][2][name]
                     tensor = spec.empty(engine.device)
-                    _receive(tensor, engine.known.get(name), state, described, source, group)
+                    transfers.receive(tensor, engine.known.get(name), state, described, source)
                     engine.given[name] = tensor
+        transfers.finish()
         dist.all_reduce(leaves, group=group)
 
 
@@ -155,7 +157,7 @@ def _exchange(
     has = {name: _described(state.get(parameters.get(name), {})) for name in had}
     every: list[_Told] = [_Told(0, [], {})] * context.layout.world_size
     dist.all_gather_object(every, _Told(context.place.tensor_parallel_rank, list(taken), has), group=group)
-    turn = 0
+    turn, transfers = 0, _Transfers(group)
     for name in dict.fromkeys(name for told in every for name in told.needs):
         for to, needing in enumerate(every):
             if name not in needing.needs:
@@ -169,43 +171,86 @@ def _exchange(
             source = sources[turn % len(sources)]
             turn += 1
             if context.rank == source:
-                _send(had[name], state.get(parameters.get(name), {}), to, group)
+                transfers.send(had[name], state.get(parameters.get(name), {}), to)
             elif context.rank == to:
-                _receive(taken[name], parameters.get(name), state, every[source].has[name], source, group)
+                transfers.receive(taken[name], parameters.get(name), state, every[source].has[name], source)
                 had[name] = taken[name].detach()
+    transfers.finish()
 
 
 def _described(state: Mapping[str, Any]) -> dict[str, Any]:
     return {key: TensorSpec.of(value) if isinstance(value, torch.Tensor) else value for key, value in state.items()}
 
 
-def _send(tensor: torch.Tensor, state: Mapping[str, Any], to: int, group: dist.ProcessGroup) -> None:
-    for value in (tensor, *state.values()):
-        if isinstance(value, torch.Tensor):
-            dist.send(value.detach().contiguous().cpu(), to, group=group)
+class _Transfers:
+    """Tensors on their way between ranks, several at a time.
 
+    All ranks begin theirs in one order, and each waits for its oldest first. So the oldest of all can always end: both
+    its ranks have begun it.
+    """
 
-def _receive(
-    tensor: torch.Tensor,
-    parameter: torch.nn.Parameter | None,
-    state: Any,
-    described: Mapping[str, Any],
-    source: int,
-    group: dist.ProcessGroup,
-) -> None:
-    """Receive a tensor, and a parameter's state, which an optimizer keeps beside it or on the CPU (a step's number)."""
+    MOST = 16
 
-    def received(spec: TensorSpec) -> torch.Tensor:
-        buffer = spec.empty(torch.device("cpu"))
-        dist.recv(buffer, source, group=group)
-        return buffer if spec.shape == () else buffer.to(tensor.device)
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._under_way: deque[tuple[dist.Work, torch.Tensor, torch.Tensor | None]] = deque()
+        self._sent: Counter[int] = Counter()
+        self._received: Counter[int] = Counter()
 
-    with torch.no_grad():
-        tensor.copy_(received(TensorSpec.of(tensor)))
-    if described and parameter is not None:
-        state[parameter] = {
-            key: received(value) if isinstance(value, TensorSpec) else value for key, value in described.items()
-        }
+    def send(self, tensor: torch.Tensor, state: Mapping[str, Any], to: int) -> None:
+        """Send a tensor, and those of a parameter's state."""
+        for value in (tensor, *state.values()):
+            if isinstance(value, torch.Tensor):
+                message = value.detach().contiguous().cpu()
+                work = dist.isend(message, to, group=self._group, tag=self._sent[to])
+                self._sent[to] += 1
+                self._add(work, message, None)
+
+    def receive(
+        self,
+        tensor: torch.Tensor,
+        parameter: torch.nn.Parameter | None,
+        state: Any,
+        described: Mapping[str, Any],
+        source: int,
+    ) -> None:
+        """Receive a tensor, and a parameter's state, which an optimizer keeps beside it or on the CPU (a step's
+        number)."""
+
+        def received(spec: TensorSpec) -> torch.Tensor:
+            value = spec.empty(torch.device("cpu") if spec.shape == () else tensor.device)
+            self._receive(value, source)
+            return value
+
+        self._receive(tensor.detach(), source)
+        if described and parameter is not None:
+            state[parameter] = {
+                key: received(value) if isinstance(value, TensorSpec) else value for key, value in described.items()
+            }
+
+    def _receive(self, value: torch.Tensor, source: int) -> None:
+        here = value.device.type == "cpu" and value.is_contiguous()
+        message = value if here else torch.empty(value.shape, dtype=value.dtype)
+        work = dist.irecv(message, source, group=self._group, tag=self._received[source])
+        self._received[source] += 1
+        self._add(work, message, None if here else value)
+
+    def _add(self, work: dist.Work | None, message: torch.Tensor, value: torch.Tensor | None) -> None:
+        assert work is not None  # of a group that this rank is in
+        self._under_way.append((work, message, value))
+        if len(self._under_way) > self.MOST:
+            self._end_oldest()
+
+    def _end_oldest(self) -> None:
+        work, message, value = self._under_way.popleft()
+        work.wait()
+        if value is not None:
+            value.copy_(message)
+
+    def finish(self) -> None:
+        """Wait for all of them."""
+        while self._under_way:
+            self._end_oldest()
 
 
 def copy_from_first_holders(held: Sequence[HeldParameter], groups: Groups) -> None:
