@@ -110,7 +110,7 @@ class Comparison:
         """A row for a contestant that did not run."""
         self._rows.append("| " + " | ".join([name, "did not run", *[""] * (self._width - 2)]) + " |")
 
-    def write(self, note: str = "") -> None:
+    def write(self, note: str = "", how: str = "medians of interleaved runs") -> None:
         """Write both files, with date, versions and configuration, and print the table."""
         facts = environment()
         content = {
@@ -125,7 +125,7 @@ class Comparison:
         table = "\n".join(self._rows) + (f"\n\n{note}" if note else "")
         (RESULTS / f"{self._name}.md").write_text(
             f"# {self._title}\n\n{facts['date']}; {head}; Python {facts['python']}; "
-            f"{facts['cores']} cores; medians of interleaved runs.\n\n{table}\n\nConfiguration: "
+            f"{facts['cores']} cores; {how}.\n\n{table}\n\nConfiguration: "
             f"`{json.dumps(self._config)}`\n"
         )
         print(table)

@@ -143,11 +143,13 @@ def test_copies_and_moving_averages_run_over_stages_like_the_unsplit_ones(
 
 def misuse() -> dict[str, str]:
     model = parallelize(build(torch.float32), 2)
-    inputs = batch("causal", 4)
+    inputs, other = batch("causal", 4), model.transformer.h[2 if model.pipeline.rank == 0 else 0]
     uses: dict[str, Any] = {
         "forward": lambda: model.forward(**inputs),
         "part": lambda: model.transformer(inputs["input_ids"]),
-        "unit": lambda: model.transformer.h[2 if model.pipeline.rank == 0 else 0](torch.zeros(1, 2, 32)),
+        "unit": lambda: other(torch.zeros(1, 2, 32)),
+        "unit's forward": lambda: other.forward(torch.zeros(1, 2, 32)),
+        "inside a unit": lambda: other.mlp.c_fc(torch.zeros(1, 2, 32)),
         "pickle": lambda: pickle.dumps(model),
         "save": lambda: torch.save(model, "/dev/null"),
         "resize": lambda: model.resize_token_embeddings(200),
@@ -172,7 +174,7 @@ def misuse() -> dict[str, str]:
 def test_what_cannot_be_done_to_a_stage_is_refused_by_name(pool: Pool) -> None:
     loss = build(torch.float32)(**batch("causal", 4)).loss.item()
     for found in pool.run(2, misuse):
-        for name in ("forward", "part", "unit"):
+        for name in ("forward", "part", "unit", "unit's forward", "inside a unit"):
             assert "is on another stage" in found[name] and "call the whole model, model(...)" in found[name]
         for name in ("pickle", "save"):
             assert "TypeError: a parallelised GPT2LMHeadModel cannot be pickled" in found[name]

@@ -267,6 +267,30 @@ def test_router_losses_are_exact_against_accumulating_the_same_microbatches() ->
     assert largest_difference(split_gradients(splits), gradients([worker])) < 1e-7
 
 
+def test_router_losses_beside_a_sum_over_items_are_averaged_over_microbatches() -> None:
+    """The unsplit model adds the routers' loss once to a batch, whatever the number of items is."""
+    model = FAMILIES["mixtral"].build()
+    inputs = {**batch("causal", size=5), "num_items_in_batch": torch.tensor(50)}
+    sizes = [2, 3]
+    parts = microbatches(inputs, sizes)
+    splits = split(model, 3)
+    rule = splits[0].plan(parts[0]).loss
+    assert rule is not None and rule.exact
+    totals = [sum(counts) for counts in zip(*(rule.counts(part) for part in parts), strict=True)]
+    worker = copy.deepcopy(model)
+    for part, size in zip(parts, sizes, strict=True):
+        output = worker(**part)
+        routers = worker.router_aux_loss_coef * output.aux_loss
+        expected = output.loss - routers + routers * size / 5
+        expected.backward()
+        found = step(splits, part, shares=rule.shares(rule.counts(part), totals)).loss
+        assert found.item() == pytest.approx(expected.item(), abs=1e-7)
+    # The routers' softmax is taken in float32.
+    assert largest_difference(split_gradients(splits), gradients([worker])) < 1e-7
+    plain = rule_of(FAMILIES["gpt2"].build(), inputs)
+    assert plain.counts(inputs) == (1,), "a loss that is nothing else is not touched"
+
+
 def test_without_labels_there_is_no_rule() -> None:
     inputs = batch("causal")
     del inputs["labels"]

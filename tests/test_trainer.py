@@ -143,8 +143,15 @@ def focal(outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor) 
     return (losses * (targets != -100)).sum() / num_items_in_batch
 
 
+def mean(outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor) -> torch.Tensor:
+    """What many write: the Trainer then adds up the means of an accumulation's batches."""
+    return torch.nn.functional.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
 @pytest.mark.parametrize(
-    "changes", [{}, {"loss": focal}, {"label_smoothing_factor": 0.2}], ids=["plain", "compute_loss_func", "smoothing"]
+    "changes",
+    [{}, {"loss": focal}, {"loss": mean}, {"label_smoothing_factor": 0.2}],
+    ids=["plain", "compute_loss_func", "a mean", "smoothing"],
 )
 def test_the_same_run_with_and_without_pipelines(pool: Pool, tmp_path: Path, changes: dict[str, Any]) -> None:
     expected = causal(tmp_path / "plain", **changes)
@@ -292,7 +299,6 @@ class OwnLoss(PipelineTrainer):
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"fp16": True}, "fp16"),
         ({"torch_compile": True}, "torch_compile"),
         ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches"),
         ({"train_sampling_strategy": "batch_rebalance"}, "batch_rebalance"),

@@ -1,19 +1,32 @@
-"""One training script for models of five kinds, with transformers' Trainer or with pipelines, and how runs compare.
+"""One training script for models of five kinds and TRL's SFTTrainer, with pipelines or without, and how runs compare.
 
-In double precision: what differs is no rounding.
+In double precision, unless asked for otherwise: what differs is no rounding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from accelerate.state import AcceleratorState
+from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from transformers import EarlyStoppingCallback, Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    EarlyStoppingCallback,
+    PreTrainedTokenizerFast,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    Trainer,
+    TrainingArguments,
+)
+from trl import SFTConfig, SFTTrainer
+from trl.kernels import chunked_logprob
 
 from families import FAMILIES, VOCABULARY
 from penstock.integrations.transformers import PipelineTrainer, PipelineTrainerMixin
@@ -34,6 +47,10 @@ class PipelineSeq2SeqTrainer(PipelineTrainerMixin, Seq2SeqTrainer):
     pass
 
 
+class PipelineSFTTrainer(PipelineTrainerMixin, SFTTrainer):
+    pass
+
+
 def samples(kind: str, count: int, seed: int) -> list[dict[str, Any]]:
     """Labels of unequal number in each sample, so that a mean over samples would not do."""
     generator = torch.Generator().manual_seed(seed)
@@ -47,14 +64,60 @@ def samples(kind: str, count: int, seed: int) -> list[dict[str, Any]]:
     return [{"input_ids": row.tolist(), "labels": label} for row, label in zip(rows, labels, strict=True)]
 
 
+def sentences(count: int, seed: int) -> Dataset:
+    """Of very different lengths: a mean over samples, or over pipelines, would not do."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(2, 14, (count,), generator=generator).tolist()
+    words = [torch.randint(60, (length,), generator=generator).tolist() for length in lengths]
+    return Dataset.from_list([{"text": " ".join(f"w{word}" for word in row)} for row in words])
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = {word: number for number, word in enumerate(["<pad>", "<eos>", *(f"w{n}" for n in range(60))])}
+    made = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>")
+
+
 def metrics(found: Any) -> dict[str, float]:
     predictions, labels = found.predictions, found.label_ids
     predictions = predictions[0] if isinstance(predictions, tuple) else predictions
     return {
-        "accuracy": float((predictions.argmax(-1) == labels).mean()) if predictions.ndim == 2 else -1.0,
+        "accuracy": float((predictions.argmax(-1) == labels).mean()) if labels.ndim == 1 else -1.0,
         "sum": float(predictions.sum()) if predictions.dtype.kind == "i" else float(predictions.mean()),
         "labels": float(labels.sum()),
     }
+
+
+def defaults(folder: Path, steps: int, pipelines: int) -> dict[str, Any]:
+    """Arguments of every run. Several pipelines, or processes, share out the batches that one accumulates."""
+    AcceleratorState._reset_state(True)  # the last run's world
+    return {
+        "output_dir": str(folder),
+        "max_steps": steps,
+        "per_device_train_batch_size": BATCH,
+        "per_device_eval_batch_size": BATCH,
+        "gradient_accumulation_steps": 2 // pipelines,
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 3,
+        "weight_decay": 0.1,
+        "adam_epsilon": 1e-6,  # the keys' bias has no gradient but rounding, of which Adam would make whole steps
+        "max_grad_norm": 0.5,
+        "logging_steps": 1,
+        "eval_strategy": "steps",
+        "eval_steps": max(1, steps // 3),
+        "save_strategy": "no",
+        "report_to": "none",
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+    }
+
+
+def over(stages: int, **further: Any) -> dict[str, Any]:
+    """The one argument that differs."""
+    return {"parallelism": {"pipeline_parallel_size": stages, **further}} if stages else {}
 
 
 def train(
@@ -67,56 +130,88 @@ def train(
     resume: bool = False,
     patience: int | None = None,
     dtype: torch.dtype = torch.float64,
+    parallelism: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> list[dict[str, float]]:
     """The script. Without `stages` it is one for the plain Trainer: only the class and one argument differ.
 
-    Several pipelines share out the batches that one process accumulates. With `patience`, training stops early: no
-    evaluation is better by what is asked for.
+    With `patience`, training stops early: no evaluation is better by what is asked for.
     """
-    AcceleratorState._reset_state(True)  # the last run's world
     family, layers = MODELS[name]
     kind, seq2seq = FAMILIES[family].kind, name == "T5"
     model: Any = FAMILIES[family].build(dtype=dtype)
     if lora:
         torch.manual_seed(1)
         model = get_peft_model(model, LoraConfig(r=4, target_modules=layers, init_lora_weights=False)).to(dtype)
-    defaults: dict[str, Any] = {
-        "max_steps": steps,
-        "per_device_train_batch_size": BATCH,
-        "per_device_eval_batch_size": BATCH,
-        "gradient_accumulation_steps": 2 // pipelines,
-        "learning_rate": 1e-2,
-        "lr_scheduler_type": "cosine",
-        "warmup_steps": 3,
-        "weight_decay": 0.1,
-        "adam_epsilon": 1e-6,
-        "max_grad_norm": 0.5,
-        "logging_steps": 1,
-        "eval_strategy": "steps",
-        "eval_steps": max(1, steps // 3),
-        "save_strategy": "no",
-        "report_to": "none",
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "dataloader_pin_memory": False,
-    }
+    given = {**defaults(folder, steps, pipelines), **options}
     if seq2seq:
-        defaults |= {"predict_with_generate": True, "generation_max_length": 6}
+        given = {"predict_with_generate": True, "generation_max_length": 6, **given}
     arguments = Seq2SeqTrainingArguments if seq2seq else TrainingArguments
     plain, split = (Seq2SeqTrainer, PipelineSeq2SeqTrainer) if seq2seq else (Trainer, PipelineTrainer)
-    with kept_in_double():
+    data = [samples(kind, NUM_SAMPLES, 1), samples(kind, NUM_EVALUATED, 2)]
+    if kind == "images" and dtype != torch.float64:
+        data = [[{**one, "pixel_values": one["pixel_values"].to(dtype)} for one in part] for part in data]
+    with precisely(dtype):
         trainer: Any = (split if stages else plain)(
             model,
-            arguments(output_dir=str(folder), **{**defaults, **options}),
-            train_dataset=samples(kind, NUM_SAMPLES, 1),
-            eval_dataset=samples(kind, NUM_EVALUATED, 2),
+            arguments(**given),
+            train_dataset=data[0],
+            eval_dataset=data[1],
             compute_metrics=metrics,
             callbacks=[EarlyStoppingCallback(patience, 10.0)] if patience else None,
-            **({"parallelism": {"pipeline_parallel_size": stages}} if stages else {}),
+            **over(stages, **(parallelism or {})),
         )
-        trainer.train(resume_from_checkpoint=resume)
-        trainer.save_model(str(folder / "final"))
+        return run(trainer, folder, resume)
+
+
+def fine_tune(
+    folder: Path,
+    packing: bool,
+    stages: int = 0,
+    pipelines: int = 1,
+    lora: bool = False,
+    steps: int = 30,
+    dtype: torch.dtype = torch.float64,
+    family: str = "llama",
+    parallelism: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> list[dict[str, float]]:
+    """The same with TRL's SFTTrainer, on sentences of several lengths."""
+    given = {**defaults(folder, steps, pipelines), "max_length": 16, "packing": packing, "bf16": False, **options}
+    with precisely(dtype):
+        trainer: Any = (PipelineSFTTrainer if stages else SFTTrainer)(
+            FAMILIES[family].build(dtype=dtype, vocab_size=62),
+            SFTConfig(**given),
+            train_dataset=sentences(80, 1),
+            eval_dataset=sentences(NUM_EVALUATED, 2),
+            processing_class=tokenizer(),
+            peft_config=LoraConfig(r=4, target_modules=["q_proj", "down_proj"]) if lora else None,
+            **over(stages, **(parallelism or {})),
+        )
+        return run(trainer, folder)
+
+
+@contextlib.contextmanager
+def precisely(dtype: torch.dtype) -> Iterator[None]:
+    """Inside, neither transformers nor TRL rounds a model in double precision to single."""
+    if dtype == torch.float64:
+        with kept_in_double(), mock.patch.object(chunked_logprob, "torch", Double()):
+            yield
+    else:
+        yield
+
+
+class Double:
+    """Stands for the module torch where TRL's loss asks for single precision to add up in."""
+
+    def __getattr__(self, name: str) -> Any:
+        return torch.float64 if name == "float32" else getattr(torch, name)
+
+
+def run(trainer: Any, folder: Path, resume: bool = False) -> list[dict[str, float]]:
+    """Train, save, and return what was logged of the run."""
+    trainer.train(resume_from_checkpoint=resume)
+    trainer.save_model(str(folder / "final"))
     timings = ("runtime", "per_second")
     return [
         {key: value for key, value in entry.items() if not key.endswith(timings)}
@@ -128,9 +223,11 @@ def train(
 def train_all(
     folder: Path, stages: int, pipelines: int, steps: int, cases: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, list[dict[str, float]]]:
-    """Several runs, each in a folder of its own; `cases` are their further arguments."""
+    """Several runs, each in a folder of its own; `cases` are their further arguments. One with `packing` fine-tunes."""
     return {
-        name: train(folder / name, stages=stages, pipelines=pipelines, steps=steps, **case)
+        name: (fine_tune if "packing" in case else train)(
+            folder / name, stages=stages, pipelines=pipelines, steps=steps, **case
+        )
         for name, case in cases.items()
     }
 

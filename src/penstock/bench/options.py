@@ -315,10 +315,10 @@ class _Parser(argparse.ArgumentParser):
 
 
 EPILOG = """\
-Launch it with torchrun, from the folder benchmark/ or as -m penstock.bench.trainer:
-  torchrun --nnodes=1 --nproc-per-node=2 trainer.py
-  torchrun --nnodes=1 --nproc-per-node=1 trainer.py --ndevice-per-proc=2 --mode=pdp
-  torchrun --nnodes=1 --nproc-per-node=3 trainer.py --mode=pp --pipelines=1x4,2x8
+Launch it with torchrun, in the folder benchmark/ or as -m penstock.bench.trainer:
+  torchrun --nproc-per-node=2 trainer.py
+  torchrun --nproc-per-node=1 trainer.py --ndevice-per-proc=2 --mode=pdp
+  torchrun --nproc-per-node=3 trainer.py --mode=pp --pipelines=1x4,2x8
 """
 
 

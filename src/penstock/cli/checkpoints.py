@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from penstock.planning.tables import wrapped
+
 _SHOWN = 12
 
 
@@ -36,7 +38,7 @@ def inspect(
         print(json.dumps(found, indent=1))
     else:
         for one in found:
-            print("\n".join(_lines(one, parameters)))
+            print("\n".join(map(wrapped, _lines(one, parameters))))
     if not found[0]["whole"]:
         raise typer.Exit(1)
 
@@ -100,4 +102,4 @@ def merge(
     if as_json:
         print(json.dumps({"folder": str(out), "files": files}))
     else:
-        print(f"{out}: {', '.join(files)}")
+        print(wrapped(f"{out}: {', '.join(files)}"))

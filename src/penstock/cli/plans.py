@@ -49,6 +49,7 @@ def profile(
     import torch
 
     from penstock.planning.memory import readable
+    from penstock.planning.tables import wrapped
     from penstock.runtime.comm.bootstrap import ensure_process_group, find_place
     from penstock.runtime.comm.devices import local_device
     from penstock.runtime.profiling import profile_model
@@ -68,11 +69,12 @@ def profile(
         )
         found = replace(found, inside=inside, between=between)
         seconds = sum(unit.seconds for unit in found.units)
-        print(
+        text = (
             f"{found.model}: {len(found.units)} units, {seconds:.4g} s for a microbatch on {where}, "
             f"{readable(sum(unit.held.state for unit in found.units))} of weights, gradients and optimizer; "
             f"written to {found.write(output)}"
         )
+        print(wrapped(text))
         for name, link in (("inside a node", found.inside), ("between nodes", found.between)):
             if link is not None:
                 print(f"link {name}: {link.latency * 1e6:.0f} microseconds, {readable(link.bandwidth)} a second")

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Column, Table
 
+from penstock.planning.tables import wrapped
 from penstock.schedule import (
     Costs,
     Schedule,
@@ -167,7 +168,7 @@ def draw(
         f"{chosen.name}: {chosen.num_ranks} ranks, {chosen.num_microbatches} microbatches, "
         f"{result.makespan:.4g} s, bubble {result.bubble_fraction:.1%}"
     )
-    print(f"{title}: {write_timeline(result.events, output or f'{chosen.name}.svg', title)}")
+    print(wrapped(f"{title}: {write_timeline(result.events, output or f'{chosen.name}.svg', title)}"))
 
 
 def _numbers(names: Sequence[str], ranks: int | None, microbatches: int | None) -> tuple[int, int]:

@@ -106,5 +106,9 @@ class PipelineAccelerator(Accelerator):
         return tensor if reduction == "none" else recursively_apply(over_pipelines, tensor)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Clip the norm of the whole model's gradients, whatever `parameters`. Returns it as it was, shape ()."""
+        """Clip the norm of the whole model's gradients, whatever `parameters`. Returns it as it was, shape ().
+
+        With a loss scale it is that of the gradients without it, and not finite on any rank if it is not on one.
+        """
+        self.unscale_gradients()
         return self.engine.clip_grad_norm_(max_norm, norm_type)

@@ -25,6 +25,7 @@ from penstock.checkpoint.names import manifest_name
 from penstock.config import SECTION, Configuration
 from penstock.data.packed import LENGTHS, cut_packed, is_packed
 from penstock.initialize import ConfigLike, initialize
+from penstock.modeling.graph.loss import NUM_ITEMS
 from penstock.pipeline_model import PipelineModel, checkpoint_comms, own_class, saving_rank
 from penstock.runtime.comm.rollcall import Call
 from penstock.runtime.engine import DEFAULT_MICROBATCHES_PER_STAGE, Engine
@@ -37,6 +38,7 @@ if importlib.util.find_spec("accelerate") is None:
 
 from penstock.integrations.accelerator import PipelineAccelerator
 from penstock.integrations.plugin_training import PluginTraining
+from penstock.integrations.trl import TokenMetrics, is_sft, is_sft_class, weigh_routers
 from penstock.plugin import HeterogeneousParallelPlugin
 
 logger = logging.getLogger(__name__)
@@ -46,9 +48,6 @@ OPTIMIZER_FILE = "optimizer.pt"
 
 # What may not be set, by the name of the argument, and what to do instead.
 REFUSED_IF_SET = {
-    "fp16": "use bf16=True, or the plugin's precision='fp16' in a loop of your own",
-    "fp16_full_eval": "evaluate in the type the model has",
-    "bf16_full_eval": "use bf16=True, or load the model in bfloat16",
     "torch_compile": "compile the model's blocks before the Trainer takes it",
     "use_liger_kernel": "apply Liger's kernels to the model before the Trainer takes it",
     "neftune_noise_alpha": "it draws its noise on the first stage only",
@@ -127,7 +126,11 @@ class PipelineTrainerMixin:
             raise _not_over_pipelines(
                 "average_tokens_across_devices=False", "a loss is always of all pipelines' batches together"
             )
-        engine.autocast = torch.bfloat16 if self.args.bf16 else None
+        # On a CPU accelerate has nothing for fp16, and the plain Trainer goes on in the model's own type.
+        halves = {"bf16": torch.bfloat16, "fp16": torch.float16} if self.accelerator.native_amp else {}
+        engine.autocast = halves.get(self.accelerator.mixed_precision)
+        # As in the plain Trainer, for which a batch is what one process has.
+        engine.own_means = True
         PipelineAccelerator.take_over(self.accelerator, self.model)
 
     @property
@@ -160,8 +163,8 @@ class PipelineTrainerMixin:
         for kind in type(self).__mro__:
             if kind in (PipelineTrainerMixin, Trainer) or "compute_loss" not in vars(kind):
                 continue
-            if kind.__module__.startswith("trl.") and kind.__name__ == "SFTTrainer":
-                continue  # adds metrics to the model's own loss, which it computes without keeping logits
+            if is_sft_class(kind):
+                continue  # adds metrics to the model's own loss; see TokenMetrics
             raise _not_over_pipelines(f"{kind.__name__}.compute_loss", "use compute_loss_func")
 
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
@@ -241,9 +244,10 @@ class PipelineTrainerMixin:
         inputs = self._prepare_inputs(inputs)  # type: ignore[attr-defined]  # the Trainer's
         counted = self.model_accepts_loss_kwargs and num_items_in_batch is not None  # type: ignore[attr-defined]
         if counted:
-            inputs = {**inputs, "num_items_in_batch": num_items_in_batch}
-        # A mean over this batch alone is averaged over those of the accumulation.
-        divisor = 1 if counted else self.current_gradient_accumulation_steps  # type: ignore[attr-defined]
+            inputs = {**inputs, NUM_ITEMS: torch.as_tensor(num_items_in_batch)}
+        # A mean over this batch alone is averaged over those of the accumulation, and over the pipelines'.
+        batches = self.current_gradient_accumulation_steps * len(self._engine.layout.pipelines)  # type: ignore[attr-defined]
+        divisor = 1 if counted else batches
         criterion = None
         if self._has_own_loss:
             if not counted or "labels" not in inputs:
@@ -252,9 +256,19 @@ class PipelineTrainerMixin:
                     f"pipelines; this one has {', '.join(inputs)}"
                 )
             criterion = self._criterion
-        for output in self._engine.train(self._cut(inputs), criterion):
+        metrics = None
+        if is_sft(self) and self._plugin is None:
+            metrics = TokenMetrics(self, inputs)
+            weigh_routers(self)
+        loop = self._engine.train(self._cut(inputs), criterion)
+        for output in loop:
+            if metrics is not None:
+                metrics.add(output, loop.inputs)
             self.accelerator.backward(output.loss / divisor)
-        return torch.tensor(self._engine.last_step.global_loss / divisor, device=self.args.device)  # type: ignore[union-attr]
+        if metrics is not None:
+            metrics.note()
+        dtype = torch.float64 if self._engine.split.dtype == torch.float64 else torch.float32
+        return torch.tensor(self._engine.last_step.global_loss / divisor, dtype=dtype, device=self.args.device)  # type: ignore[union-attr]
 
     def _cut(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """The inputs, a packed row of sequences cut into microbatches."""
@@ -278,17 +292,27 @@ class PipelineTrainerMixin:
         if torch.is_grad_enabled():
             raise RuntimeError("over pipelines compute_loss is for evaluation only: training runs in training_step")
         if self.model_accepts_loss_kwargs and num_items_in_batch is not None:  # type: ignore[attr-defined]
-            inputs = {**inputs, "num_items_in_batch": num_items_in_batch}
+            inputs = {**inputs, NUM_ITEMS: num_items_in_batch}
         inputs = self._without_lengths(inputs)
+        if is_sft(self) and self._plugin is None:
+            weigh_routers(self)
+        loss, outputs = self._loss_and_outputs(model, inputs, num_items_in_batch)
+        if is_sft(self) and self._plugin is None:
+            metrics = TokenMetrics(self, inputs)
+            if self._engine.holds_output:
+                metrics.add(outputs, inputs)
+            metrics.note()
+        return (loss, outputs) if return_outputs else loss
+
+    def _loss_and_outputs(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any) -> tuple[Any, Any]:
         labels = inputs.get("labels")
         if self._has_own_loss and labels is not None:
             outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
-            loss = self._own_loss(outputs, labels, num_items_in_batch)
-            return (loss, outputs) if return_outputs else loss
+            return self._own_loss(outputs, labels, num_items_in_batch), outputs
         outputs = model(**inputs)
         if not isinstance(outputs, Mapping) or outputs.get("loss") is None:
             raise ValueError(f"the model returned no loss for the inputs {', '.join(inputs)}")
-        return (outputs["loss"], outputs) if return_outputs else outputs["loss"]
+        return outputs["loss"], outputs
 
     @property
     def _has_own_loss(self) -> bool:
@@ -305,10 +329,11 @@ class PipelineTrainerMixin:
         return loss
 
     def _criterion(self, outputs: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
-        return self._own_loss(outputs, inputs["labels"], inputs["num_items_in_batch"])
+        return self._own_loss(outputs, inputs["labels"], inputs[NUM_ITEMS])
 
-    # As over the batches of an accumulation: each one's is divided by the number of items in all of them.
-    _criterion.reduction = "sum"  # type: ignore[attr-defined]
+    # As over the batches of an accumulation: each one's is divided by the number of items in all of them. A mean, for
+    # which the Trainer does not ask, is that of this batch.
+    _criterion.reduction = NUM_ITEMS  # type: ignore[attr-defined]
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> torch.Tensor | int | None:
         """In training over all pipelines, in evaluation of this pipeline's batch alone."""

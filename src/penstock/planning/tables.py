@@ -21,3 +21,9 @@ def as_text(*parts: Table | str) -> str:
         else:
             console.print(part)
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
+
+
+def wrapped(line: str) -> str:
+    """A line of text in lines that fit, the later ones indented further. Words stay whole, as they may be paths."""
+    indent = " " * (len(line) - len(line.lstrip()) + 4)
+    return textwrap.fill(line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)

@@ -135,6 +135,8 @@ class Engine:
         autocast: the type in which stages run their matrix products, None for that of the weights.
         loss_scale: what losses are multiplied with in the backward, so that half-precision gradients do not vanish. The
             gradients between steps do not have it.
+        own_means: whether a loss that is a mean is one over each pipeline's own batch, and those are added up;
+            otherwise it is over the global batch. Set it on all ranks alike.
         step_number: how many training steps were begun. It decides the dropout of the next one, as `seed` does.
         context: what this rank knows about itself in the present formation.
         held: the parameters this rank holds, with the other ranks that do.
@@ -173,6 +175,7 @@ class Engine:
         self.trace, self.trace_steps = trace, trace_steps
         self.autocast: torch.dtype | None = None
         self.loss_scale = 1.0
+        self.own_means = False
         self.step_number = 0
         self.seed: int | None = None
         self.on_board: Callable[[FailureBoard], object] = lambda board: None
@@ -411,7 +414,7 @@ class Engine:
             split, self.layout, self._make_schedule, self.device, num_microbatches=self.num_microbatches,
             micro_batch_size=self.micro_batch_size, timeout=self._timeout, patience=self._patience,
         )  # fmt: skip
-        made.autocast, made.step_number = self.autocast, self.step_number
+        made.autocast, made.step_number, made.own_means = self.autocast, self.step_number, self.own_means
         return made
 
     def close(self) -> None:
@@ -525,6 +528,7 @@ class Engine:
                 criterion=criterion,
                 reduce_gradients=self._synchronising,
                 loss_scale=self.loss_scale,
+                own_means=self.own_means,
             )
             settings = self._settings(digest, inputs)
         return TrainingLoop(step, partial(self._run, step, settings), self._open_step, self.context.interrupts)
@@ -580,6 +584,14 @@ class Engine:
             self._totals.start(own.to(torch.float64), False)
             loss, *_ = self._totals.finish()
             return float(loss), share_output(output, self.context, form) if share_outputs else output
+
+    def sum_over_pipelines(self, values: Sequence[float]) -> list[float]:
+        """Sums of what the pipelines' last stages give, each for its own batch, on every rank.
+
+        All ranks call this together, with as many values; those of the other stages count for nothing.
+        """
+        with self.together(Call.SUM):
+            return self._totals.sums(values)
 
     @contextlib.contextmanager
     def together(

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any
 
 from penstock.runtime.failures.interrupts import Interrupts
@@ -73,6 +73,11 @@ class TrainingLoop(Iterator[Any]):
         self._over = False
         # Whether the caller was told that this is an iterator.
         self._explained = False
+
+    @property
+    def inputs(self) -> Mapping[str, Any]:
+        """The inputs of the microbatch whose output came last."""
+        return self._step.inputs
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):

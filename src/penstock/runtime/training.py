@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Generator, Hashable, Sequence
+from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -81,6 +81,7 @@ class TrainingStep:
         context, stages, gradients, totals: this rank's parts of the engine.
         seed: the run's, for dropout.
         loss_scale: what losses are multiplied with in the backward.
+        own_means: see `Engine`.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class TrainingStep:
         criterion: Criterion | None = None,
         reduce_gradients: bool = True,
         loss_scale: float = 1.0,
+        own_means: bool = False,
     ):
         self._context, self._board, self._interrupts = context, context.board, context.interrupts
         self._stages, self._channels = stages, stages.boundaries.channels
@@ -112,6 +114,7 @@ class TrainingStep:
         # Whether the queues or the reducer want to know which backward is under way.
         self._marks_backwards = program.splits_backward or self._anything_shared
         self._loss_scale = loss_scale
+        self._own_means = own_means
         self._recorder: Recorder | None = None
         self._live: dict[tuple[int, int], LiveMicrobatch] = {}
         self._total_counts: Sequence[int] | None = None
@@ -150,6 +153,11 @@ class TrainingStep:
             return self._open
         action = next(iter(self._program.actions[self._position :]), None)
         return self.num_microbatches if action is None else action.microbatch
+
+    @property
+    def inputs(self) -> Mapping[str, Any]:
+        """The model's arguments for `microbatch`."""
+        return self._inputs.microbatches[self.microbatch]
 
     def prepare(self, number: int, recorder: Recorder | None) -> None:
         """Which training step this is, counted from 0 alike on all ranks (it seeds dropout), and what records it."""
@@ -373,7 +381,7 @@ class TrainingStep:
     def _start_counts(self) -> None:
         """Begin to count the loss's terms over all pipelines, so that none waits until another's first microbatch has
         come to its last stage."""
-        if not self._counting:
+        if not self._counting and not self._own_means:
             self._counting = True
             # Not a single microbatch here, but the other pipelines need to hear so.
             self._totals.start_counts(self._inputs.total_counts())
@@ -381,7 +389,8 @@ class TrainingStep:
     def _global_counts(self) -> Sequence[int]:
         if self._total_counts is None:
             self._start_counts()
-            self._total_counts = self._totals.finish_counts()
+            own = self._inputs.total_counts()
+            self._total_counts = own if self._own_means else self._totals.finish_counts()
         return self._total_counts
 
     # -- the ends of the step --------------------------------------------------------------------------------------

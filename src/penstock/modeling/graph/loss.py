@@ -39,6 +39,9 @@ LOSS_FUNCTIONS = (*CLASS_LOSSES, *ELEMENT_LOSSES)
 
 # (model output, the microbatch's inputs) -> that microbatch's own mean loss, or its sum
 Criterion = Callable[[Any, Mapping[str, Any]], torch.Tensor]
+# The number by which a caller who accumulates divides the sum over a batch, and a criterion's `reduction` that does so
+# unless it returns a mean of its own.
+NUM_ITEMS = "num_items_in_batch"
 
 
 class CriterionError(ValueError):
@@ -119,8 +122,8 @@ class LossRule:
     element contributes an exact zero rather than 0/0.
 
     Attributes:
-        terms: the means that enter the loss; nearly always one. What enters it otherwise (a router's balance loss) is
-            weighted like the first.
+        terms: the means that enter the loss; nearly always one.
+        rest: by what all else in the loss is weighted (a router's balance loss); None: as the first term.
         exact: False if the loss is, as far as can be seen, no mean over tokens or samples (contrastive losses, a mean
             taken by hand): microbatches are then weighted by samples, which equals the unsplit model accumulating
             over the same microbatches, but not the loss of the whole batch at once.
@@ -132,17 +135,23 @@ class LossRule:
     exact: bool = True
     reason: str = ""
     fields: tuple[str, ...] = ()
+    rest: LossTerm | None = None
+
+    @property
+    def counted(self) -> tuple[LossTerm, ...]:
+        """What `counts` and `shares` have a number for: the terms, and the rest, if it has its own."""
+        return self.terms if self.rest is None else (*self.terms, self.rest)
 
     def counts(self, inputs: Mapping[str, Any]) -> tuple[int, ...]:
-        """For each term the number of elements in its mean. Reads the labels, hence waits for them on a GPU."""
+        """The number of elements in each mean, see `counted`. Reads the labels, hence waits for them on a GPU."""
         return read_counts([self.count_later(inputs)])[0]
 
     def count_later(self, inputs: Mapping[str, Any]) -> tuple[int | torch.Tensor, ...]:
         """`counts`, for `read_counts` to wait for."""
-        return tuple(term.count(inputs) for term in self.terms)
+        return tuple(term.count(inputs) for term in self.counted)
 
     def shares(self, counts: Sequence[int], totals: Sequence[int]) -> tuple[float, ...]:
-        """For each term, what part of the batch's mean this microbatch is.
+        """What part of each of the batch's means this microbatch is, see `counted`.
 
         Args:
             counts: of the microbatch.
@@ -150,20 +159,24 @@ class LossRule:
         """
         return tuple(
             1.0 if term.kind == "sum" else (count / total if total else 0.0)
-            for term, count, total in zip(self.terms, counts, totals, strict=True)
+            for term, count, total in zip(self.counted, counts, totals, strict=True)
         )
 
     def weighing(self, shares: Sequence[float]) -> AbstractContextManager[Any]:
         """While open, the several means of a loss are weighted against each other. Does nothing for a single mean."""
-        if len(self.terms) == 1:
+        if len(self.counted) == 1:
             return nullcontext()
-        largest = max(shares)
+        base = self._base(shares)
         weights = {
-            call: (share / largest if largest else 0.0)
-            for term, share in zip(self.terms, shares, strict=True)
+            call: (share / base if base else 0.0)
+            for term, share in zip(self.terms, shares, strict=False)
             for call in term.calls
         }
         return _Weighing(weights)
+
+    def _base(self, shares: Sequence[float]) -> float:
+        """The share by which the whole loss is multiplied, after its terms were weighted against that."""
+        return max(shares) if self.rest is None else shares[-1]
 
     def scale(self, loss: torch.Tensor, shares: Sequence[float], connected: Any) -> torch.Tensor:
         """The share of a loss that was computed under `weighing`.
@@ -173,7 +186,7 @@ class LossRule:
             shares: from `shares()`.
             connected: outputs of the same forward; a zero share keeps its place in the autograd graph through them.
         """
-        share = max(shares)
+        share = self._base(shares)
         return loss * share if share else zero_loss(loss, connected)
 
 

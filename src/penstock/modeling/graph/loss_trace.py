@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from penstock.modeling.graph.dataflow import DataFlow, Given, Reduced, Selected, Sources
-from penstock.modeling.graph.loss import CLASS_LOSSES, LOSS_FUNCTIONS, LossRule, LossTerm, batch_size
+from penstock.modeling.graph.dataflow import NOTHING, DataFlow, Given, Reduced, Selected, Sources
+from penstock.modeling.graph.loss import CLASS_LOSSES, LOSS_FUNCTIONS, NUM_ITEMS, LossRule, LossTerm, batch_size
 
 # Arguments that hold what a loss compares with: `labels`, `next_sentence_label`, `start_positions`, `target_values`.
 LABEL_NAMES = ("label", "target", "start_positions", "end_positions", "positions")
@@ -49,8 +49,11 @@ class LossTrace:
         self._inputs = inputs
         self._flow = flow
         self._found: list[tuple[LossTerm, str]] = []  # with the reason why it is not exact, or ""
-        # What the loss functions returned that sum up a batch.
-        self._sums: dict[int, torch.Tensor] = {}
+        # What the loss functions returned, those apart that sum up a batch.
+        self._means: list[torch.Tensor] = []
+        self._sums: list[torch.Tensor] = []
+        # What the result of each was computed from.
+        self._made_of: list[Sources] = []
 
     def observers(self) -> dict[Callable[..., Any], Callable[..., None]]:
         """For `Watch`."""
@@ -63,17 +66,28 @@ class LossTrace:
             term, reason = self._recognise(func, bound.arguments)
         call = len(self._found)
         self._found.append((replace(term, calls=(call,)), reason))
+        self._made_of.append(self._flow.sources(result))
         if isinstance(result, torch.Tensor):
             self._flow.mark(result, (Reduced(call),))
-            if bound.arguments.get("reduction") == "sum":
-                self._sums[call] = result
+            (self._sums if bound.arguments.get("reduction") == "sum" else self._means).append(result)
 
-    def rule(self, loss: torch.Tensor, output: Any, is_sum: bool = False) -> LossRule:
-        """The rule for a model's loss; `output` is what the model returned. `is_sum`: its maker says that it is one."""
+    def rule(self, loss: torch.Tensor, output: Any, reduction: str | None = None) -> LossRule:
+        """The rule for a model's loss; `output` is what the model returned.
+
+        `reduction` is what its maker says of it: "sum", or `NUM_ITEMS`.
+        """
         sources = self._flow.sources(loss)
         rule = self._rule(sources)
+        # A mean by torch's loss functions that nothing was divided by is no sum over items.
+        untouched = any(mean is loss for mean in self._means) or not self._flow.asks_inputs
+        is_mean = rule.exact and untouched and Given(NUM_ITEMS) not in sources
+        over_items = [term.kind for term in rule.terms] == ["sum"]
+        is_sum = reduction == "sum" or (reduction == NUM_ITEMS and not is_mean and not over_items)
         means = {source for source in sources if isinstance(source, Reduced)}
-        if is_sum or any(total is loss for total in self._sums.values()):
+        if over_items and self._has_more(sources):
+            # The forward adds it once, whatever the caller divides the sum by: microbatches make a mean of it.
+            rule = replace(rule, rest=LossTerm("samples"))
+        if is_sum or any(total is loss for total in self._sums):
             # A sum over the batch, of which nothing was made: the sums of the microbatches add up to it.
             rule = LossRule((LossTerm("sum", calls=rule.terms[0].calls),))
         fields = [
@@ -83,6 +97,12 @@ class LossTrace:
             and (found := self._flow.sources(value)) and found & means
         ]  # fmt: skip
         return replace(rule, fields=tuple(fields))
+
+    def _has_more(self, sources: Sources) -> bool:
+        """Whether a loss has something in it that the model computed, besides the results of loss functions."""
+        calls = [source.loss_call for source in sources if isinstance(source, Reduced)]
+        more = sources - NOTHING.union(*(self._made_of[call] for call in calls))
+        return any(not isinstance(source, Reduced | Given) for source in more)
 
     def _rule(self, sources: Sources) -> LossRule:
         terms: dict[LossTerm, LossTerm] = {}
@@ -102,7 +122,7 @@ class LossTrace:
     def _recognise(self, func: Any, arguments: Mapping[str, Any]) -> tuple[LossTerm, str]:
         label = func.__name__
         reduction = arguments.get("reduction", "mean")
-        if reduction == "sum" and self._inputs.get("num_items_in_batch") is not None:
+        if reduction == "sum" and self._inputs.get(NUM_ITEMS) is not None:
             return LossTerm("sum"), ""
         if reduction not in ("mean", "batchmean"):
             return LossTerm("samples"), f"the model's code reduces the result of {label} (reduction={reduction!r})"

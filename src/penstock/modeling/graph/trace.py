@@ -191,7 +191,6 @@ def trace(
     leaves, _ = flatten(output)
     named = named_output(output)
     refuse_hidden_tensors(named)
-    is_sum = getattr(criterion, "reduction", None) == "sum"
     form = form_of(named)
     return Trace(
         calls=tuple(planner.calls),
@@ -200,7 +199,7 @@ def trace(
         written=frozenset(flow.written),
         written_inputs=tuple(sorted(flow.written_inputs)),
         asks_inputs=flow.asks_inputs,
-        loss=None if loss is None else losses.rule(loss, named, is_sum),
+        loss=None if loss is None else losses.rule(loss, named, getattr(criterion, "reduction", None)),
         shapes=planner.shapes,
         output_shapes=shapes_of(named),
         fields=tuple(field.name for field in fields(named)) if form is None else form.names,

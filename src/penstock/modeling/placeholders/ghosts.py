@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from penstock.modeling.instrumentation import Absent, absent_of, known_of, record_of
+from penstock.modeling.instrumentation import Absent, absent_of, known_of, on_another_stage, record_of
 
 
 def strip(module: nn.Module) -> None:
@@ -145,6 +145,38 @@ class _Parameters:
     def __reduce__(self) -> Any:
         """A copy or a pickle of the module has the method of its class."""
         return partial, (nn.Module.parameters, self._module)
+
+
+def refuse_calls(model: nn.Module, active: Callable[[], bool]) -> None:
+    """Let parts of ghosts say whose they are if somebody calls them, unless `active()` (a forward is run or traced).
+
+    The units themselves are intercepted; this is for what is inside of them, and for calls of `forward`.
+    """
+    for name, module in model.named_modules():
+        if isinstance(vars(module).get("forward"), _Forward):
+            del module.__dict__["forward"]
+        if is_ghost(module) and "forward" not in vars(module) and next(stripped_tensors(module), None) is not None:
+            module.__dict__["forward"] = _Forward(module, name, active)
+
+
+class _Forward:
+    """The `forward` of one such module."""
+
+    def __init__(self, module: nn.Module, name: str, active: Callable[[], bool]):
+        self._module, self._name, self._active = module, name, active
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._active():
+            raise RuntimeError(on_another_stage(self._name))
+        return _own_forward(self._module, *args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        """A copy or a pickle of the module has the method of its class."""
+        return partial, (_own_forward, self._module)
+
+
+def _own_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return type(module).forward(module, *args, **kwargs)
 
 
 def is_ghost(module: nn.Module) -> bool:

@@ -32,6 +32,7 @@ from penstock.modeling.placeholders.ghosts import (
     answer_for_parameters,
     is_ghost,
     make_absent_real,
+    refuse_calls,
     restore,
     strip,
 )
@@ -173,6 +174,7 @@ class SplitModel:
         self._forget_plans()
         interceptor = self._interceptor
         answer_for_parameters(self.model, lambda: interceptor.handler is not None, lambda: self.device)
+        refuse_calls(self.model, lambda: interceptor.handler is not None)
 
     def _forget_plans(self) -> None:
         for known in (
@@ -220,6 +222,7 @@ class SplitModel:
                 self.taken[names.get(name, name)] = tensor
         interceptor = self._interceptor
         answer_for_parameters(self.model, lambda: interceptor.handler is not None, lambda: self.device)
+        refuse_calls(self.model, lambda: interceptor.handler is not None)
 
     @property
     def device(self) -> torch.device:
@@ -410,7 +413,7 @@ class SplitModel:
         )
         if self.tensor_parallel is not None:
             # Loss functions of several means are told apart by counting them, so none of them may be replaced.
-            own_loss = weigh and criterion is None and plan.loss is not None and len(plan.loss.terms) == 1
+            own_loss = weigh and criterion is None and plan.loss is not None and len(plan.loss.counted) == 1
             evaluate = partial(self.tensor_parallel.run, plan.digest, own_loss, evaluate)
         seeded = seed is not None and self.random and self.model.training
         host_values = HostValues() if plan.asks_inputs and host is not None and host is not inputs else None

@@ -57,6 +57,7 @@ class Call(IntEnum):
     COMPARE_STEPS = 14
     UPDATE = 15
     RENEW = 16
+    SUM = 17
 
     def __str__(self) -> str:
         return _CALLS[self]
@@ -72,6 +73,7 @@ _CALLS = {
     Call.COUNT: "num_parameters",
     Call.UPDATE: "the optimizer's step",
     Call.RENEW: "merge_and_unload",
+    Call.SUM: "sum over pipelines",
     Call.SAVE: "save_parallelized",
     Call.LOAD: "from_parallelized",
     Call.LOAD_MODEL: "load_model",

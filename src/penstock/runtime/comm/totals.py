@@ -101,6 +101,16 @@ class Totals:
         loss = torch.tensor(value, dtype=torch.float64) if self._on_host else self._loss
         return loss, bool(flag), int(left), (int(samples), int(tokens))
 
+    def sums(self, values: Sequence[float]) -> list[float]:
+        """Of what the pipelines' last stages give, on every rank; what others give counts for nothing. All ranks call
+        this together, with as many values."""
+        if not self.shared:
+            return list(values)
+        own = torch.tensor(values if self._speaks else [0.0] * len(values), dtype=torch.float64)
+        with self._board.guard("summing over the pipelines", self._everyone):
+            dist.all_reduce(own, group=self._groups.world_control)
+        return own.tolist()
+
     def ask(self, number: int) -> list[int]:
         """Every rank's `number`. All ranks call this together."""
         mine = torch.tensor([number])

@@ -1,0 +1,109 @@
+"""What TRL's SFTTrainer logs beside the loss: it is made from logits, which are on the last stage only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+# Logits are looked at in parts of so many numbers, as each part is copied a few times.
+PART = 1 << 24
+IGNORED = -100
+
+
+def is_sft(trainer: Any) -> bool:
+    """Whether a trainer is TRL's SFTTrainer, or derived from it. Imports nothing of TRL."""
+    return any(is_sft_class(kind) for kind in type(trainer).__mro__)
+
+
+def is_sft_class(kind: type) -> bool:
+    """Whether it is the class itself."""
+    return kind.__module__.startswith("trl.") and kind.__name__ == "SFTTrainer"
+
+
+def weigh_routers(trainer: Any) -> None:
+    """Let the model weigh the routers' loss of a mixture of experts as TRL does: averaged over a step's batches."""
+    if not getattr(trainer, "aux_loss_enabled", False):
+        return
+    batches = 1
+    if torch.is_grad_enabled():
+        batches = trainer.current_gradient_accumulation_steps * len(trainer._engine.layout.pipelines)
+    for module in trainer.model.modules():
+        if hasattr(module, "router_aux_loss_coef"):
+            module.router_aux_loss_coef = trainer.router_aux_loss_coef / batches
+
+
+class TokenMetrics:
+    """The figures of one batch of a pipeline: `entropy`, `mean_token_accuracy`, `num_tokens`, and `aux_loss` of a
+    mixture of experts.
+
+    Args:
+        trainer: an SFTTrainer whose model is parallelised.
+        inputs: the pipeline's batch.
+    """
+
+    def __init__(self, trainer: Any, inputs: Mapping[str, Any]):
+        self._trainer = trainer
+        mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
+        # As TRL counts them: a packed row has no mask.
+        counted = 0 if positions is None else positions.shape[1]
+        self._num_tokens = int(mask.sum()) if mask is not None else counted
+        self._sums: torch.Tensor | None = None
+
+    def add(self, outputs: Mapping[str, Any], inputs: Mapping[str, Any]) -> None:
+        """Look at the outputs of the batch or of a microbatch of it; those without logits say nothing."""
+        logits, routers = outputs.get("logits"), outputs.get("aux_loss")
+        if not isinstance(logits, torch.Tensor):
+            return
+        samples = torch.tensor(float(len(logits)), dtype=torch.float64, device=logits.device)
+        weighed = torch.zeros_like(samples) if routers is None else routers.detach().to(samples) * samples
+        sums = torch.cat([token_sums(logits, inputs["labels"]), torch.stack([weighed, samples])])
+        self._sums = sums if self._sums is None else self._sums + sums
+
+    def note(self) -> None:
+        """Hand the figures of all pipelines' batches to what the trainer logs next. Every rank calls this."""
+        trainer = self._trainer
+        own = [*([0.0] * 5 if self._sums is None else self._sums.tolist()), float(self._num_tokens)]
+        engine, state = trainer._engine, trainer.accelerator.gradient_state
+        every = torch.zeros(len(engine.layout.pipelines), len(own), dtype=torch.float64)
+        every[engine.place.pipeline] = torch.tensor(own, dtype=torch.float64)
+        every = torch.tensor(engine.sum_over_pipelines(every.flatten().tolist()), dtype=every.dtype).view(every.shape)
+        if state.end_of_dataloader and state.remainder > 0:
+            every = every[: state.remainder]  # as accelerate does, of what fills up the last batches
+        entropy, right, labels, routers, samples, tokens = every.sum(0).tolist()
+        mode = "train" if trainer.model.training else "eval"
+        if mode == "train":
+            trainer._total_train_tokens += int(tokens)
+        metrics = trainer._metrics[mode]
+        metrics["entropy"].append(entropy / labels if labels else 0.0)
+        metrics["mean_token_accuracy"].append(right / labels if labels else 0.0)
+        metrics["num_tokens"] = [trainer._total_train_tokens]
+        if getattr(trainer, "aux_loss_enabled", False):
+            metrics["aux_loss"].append(routers / samples)
+
+
+def token_sums(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Over the tokens that have a label: the entropy of their prediction, whether it is right, and 1, summed up.
+
+    Args:
+        logits: (samples, tokens, vocabulary), of the token that follows.
+        labels: (samples, tokens); -100 counts for nothing.
+
+    Returns:
+        float64, shape (3,).
+    """
+    sums = torch.zeros(3, dtype=torch.float64, device=logits.device)
+    with torch.no_grad():
+        following = torch.nn.functional.pad(labels.to(logits.device)[:, 1:], (0, 1), value=IGNORED)
+        rows, targets = logits.detach().flatten(0, -2), following.flatten()
+        count = max(1, PART // rows.shape[-1])
+        for some, wanted in zip(rows.split(count), targets.split(count), strict=True):
+            kept = wanted != IGNORED
+            raised = some[kept]
+            raised = raised if raised.dtype == torch.float64 else raised.to(torch.float32)
+            # Not p log p: a token that cannot be is -inf in the logits.
+            entropy = torch.special.entr(raised.softmax(-1)).sum(dtype=torch.float64)
+            right = (raised.argmax(-1) == wanted[kept]).sum()
+            sums += torch.stack([entropy, right.to(torch.float64), kept.sum().to(torch.float64)])
+    return sums
