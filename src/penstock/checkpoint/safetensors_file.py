@@ -47,8 +47,8 @@ DTYPES = {
 }
 
 # Bytes that are written and summed at once, and after how many the disk is told to begin.
-_CHUNK = 16 * 1024**2
-_FLUSHED = 2 * _CHUNK
+_CHUNK = 1024**2
+_FLUSHED = 32 * _CHUNK
 _ALIGNMENT = 8
 
 
