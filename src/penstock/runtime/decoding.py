@@ -6,10 +6,10 @@ stage's result goes to every other rank. So all ranks have the same values, and 
 the random state, decisions, errors.
 
 The code may run once for each of several groups of a batch, in threads (see `turns`). A rank passes the turn on once in
-each forward: that of the last stage when it has asked for what the forward needs, and the others when they have sent
-their part of it. So another group's forward is under way while this one's is on other ranks, and the last rank, which
-has the most to do, finds its messages there. All ranks take the same turns in the same order, so messages of different
-groups need not be told apart.
+each forward: that of the last stage before it receives what the forward needs, and the others when they have sent
+their part of it. So another group's forward is under way while this one's is on other ranks. The last rank, which has
+the most to do, asks for its messages before that turn where it may (see `P2PChannels.receives_ahead`), and finds them
+there. All ranks take the same turns in the same order, so messages of different groups need not be told apart.
 """
 
 from __future__ import annotations
@@ -284,10 +284,12 @@ class Decoding:
         if plan.controlled:
             raise refusal(self._split.model, "what its code does next depends on values that one stage alone has")
         prefill = None if self._turns is None or call is not None else self._prefill(inputs)
+        expect = partial(map, partial(self._expect, plan), [inputs] if prefill is None else prefill.parts)
         with self._exchange("exchanging values in generation"):
-            parts = [self._expect(plan, part) for part in ([inputs] if prefill is None else prefill.parts)]
+            parts = list(expect()) if self._channels.receives_ahead else []
         stopped = self._pass_on() if self.chooses else None
         with self._board.guard("exchanging values in generation", self.ranks), torch.no_grad():
+            parts = parts or list(expect())
             self.inside = True
             try:
                 outputs = [self._run_stages(plan, part, call) for part in parts]
