@@ -32,7 +32,6 @@ SAMPLE = [
     ("seq2seq-lm", "Qwen2AudioForConditionalGeneration"),  # the loss is over the tokens that the mask leaves
     ("causal-lm", "JetMoeForCausalLM"),  # an attention that cannot run on meta tensors lengthens its cache
     ("causal-lm", "Gemma3nForCausalLM"),  # samples are the second dimension of hidden states
-    ("image-text", "BlipForConditionalGeneration"),  # its generate() takes **generate_kwargs
     ("masked-lm", "PerceiverForMaskedLM"),  # a unit is given the embedding
     ("question-answering", "ReformerForQuestionAnswering"),  # its blocks run inside an autograd function
     ("image-text with images", "LlavaForConditionalGeneration"),  # generate() encodes images before the first forward
@@ -69,3 +68,14 @@ def test_batch_normalisation_is_exact_against_accumulation_and_named(pool: Pool)
 def test_a_mean_by_hand_is_exact_against_accumulation_and_named(pool: Pool) -> None:
     found = worst(pool.run(2, examine, "ViTForMaskedImageModeling", "masked-image", 2, timeout=120))
     assert found["train"].endswith("(the model's code reduces the result of l1_loss (reduction='none'))"), found
+
+
+def test_a_generate_that_runs_parts_of_the_model_by_themselves_is_refused(pool: Pool) -> None:
+    found = worst(pool.run(2, examine, "BlipForConditionalGeneration", "image-text", 2, timeout=120))
+    assert found["train"] == found["evaluate"] == "exact"
+    assert found["generate"].startswith("refused: generate() of BlipForConditionalGeneration runs a part"), found
+
+
+def test_a_cache_that_grows_by_less_than_the_hidden_states_have_entries(pool: Pool) -> None:
+    found = worst(pool.run(2, examine, "ProphetNetForCausalLM", "causal-lm", 2, timeout=120))
+    assert found["generate"] == "exact", found

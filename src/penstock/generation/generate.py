@@ -24,6 +24,7 @@ from penstock.data.fingerprint import fingerprint
 from penstock.generation import groups
 from penstock.generation.choosing import Choice, RowsOfBatch, criteria_of_all_ranks, processors_where_chosen
 from penstock.generation.groups import MANY_POSITIONS, setting
+from penstock.modeling.instrumentation import OnAnotherStage
 from penstock.modeling.placeholders.caches import past_length
 from penstock.runtime.decoding import Decoding
 
@@ -84,6 +85,11 @@ def generate(
         decoding.every_position = any(setting(name, arguments, model) is not None for name in MANY_POSITIONS)
         try:
             return _run(model, original, arguments, number, size, watched=bool(watching))
+        except OnAnotherStage as error:
+            raise NotImplementedError(
+                f"generate() of {type(model).__name__} runs a part of the model by itself, past the model's forward, "
+                f"which is not implemented over pipeline stages: {error}"
+            ) from error
         finally:
             streaming.end()
 

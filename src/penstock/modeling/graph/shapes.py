@@ -58,6 +58,7 @@ class OutputShape:
         state_layers: indices of those whose convolution's or recurrence's state it carries on.
         indexed_layers: indices of those to whose indexer it gives further keys.
         samples: the dimension of samples of the first tensor argument of a call with a cache; tokens come next.
+        per_token: how many entries that dimension has for each token.
         written: indices of the argument leaves that the call changes in place.
         assumed: whether a part of the unit has no meta kernel and was taken for shape-preserving, so that the unit's
             owner must check the real shapes.
@@ -71,6 +72,7 @@ class OutputShape:
     state_layers: tuple[int, ...] = ()
     indexed_layers: tuple[int, ...] = ()
     samples: int = 0
+    per_token: int = 1
     written: tuple[int, ...] = ()
     assumed: bool = False
     known: tuple[int, ...] = ()
@@ -278,16 +280,27 @@ class ShapeFunctions:
         shapes = tuple(_shape_of(leaf) for leaf in output_leaves)
         return OutputShape(
             shapes, output_spec, tuple(captured), tuple(use.lengthened), tuple(use.states), tuple(use.indexed),
-            _dimension_of_samples(meta_leaves, use.given), written, assumed, tuple(known),
+            *_place_of_samples(meta_leaves, use.given), written, assumed, tuple(known),
         )  # fmt: skip
 
 
-def _dimension_of_samples(leaves: list[Any], given: list[int]) -> int:
-    """Where in the first tensor the samples and tokens are of which keys were given to a cache; mostly in front."""
+def _place_of_samples(leaves: list[Any], given: list[int]) -> tuple[int, int]:
+    """Where in the first tensor the samples and tokens are of which keys were given to a cache: `samples, per_token`.
+
+    They are mostly in front, but there may be several streams of hidden states, before them or for each token.
+    """
     first = next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
     if first is None or not given:
-        return 0
-    return next((dim for dim in range(first.dim() - 1) if list(first.shape[dim : dim + 2]) == given), 0)
+        return 0, 1
+    sizes = list(zip(first.shape, first.shape[1:], strict=False))
+    for dim, pair in enumerate(sizes):
+        if list(pair) == given:
+            return dim, 1
+    samples, tokens = given
+    for dim, (size, length) in enumerate(sizes):
+        if size == samples and tokens and length % tokens == 0 and length:
+            return dim, length // tokens
+    return 0, 1
 
 
 def _captured(key: str, index: int, value: Any, output_leaves: list[Any]) -> Captured:

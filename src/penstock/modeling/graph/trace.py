@@ -297,7 +297,12 @@ class _Planner:
             self.flow.note_write(leaves[position])
             self.flow.mark(leaves[position], (Altered(name, index),))
         advance_cache(
-            leaves, shape.cache_layers, shape.state_layers, indexed=shape.indexed_layers, samples=shape.samples
+            leaves,
+            shape.cache_layers,
+            shape.state_layers,
+            indexed=shape.indexed_layers,
+            samples=shape.samples,
+            per_token=shape.per_token,
         )
         return pytree.tree_unflatten(outputs, shape.spec), shape
 

@@ -193,6 +193,7 @@ def advance_cache(
     device: torch.device | None = None,
     indexed: Sequence[int] = (),
     samples: int = 0,
+    per_token: int = 1,
 ) -> None:
     """Let the cache among a unit's arguments know what the unit does to it, when another stage runs the unit.
 
@@ -203,6 +204,7 @@ def advance_cache(
         device: where the tokens' entries live if the tensor is a meta tensor.
         indexed: indices of those to whose indexer it gives keys of these tokens.
         samples: the first tensor's dimension of samples; the next one is that of tokens.
+        per_token: how many entries of that dimension there are for each token.
     """
     cache = next((each for each in arguments if isinstance(each, Cache)), None)
     if cache is None or not (layers or state_layers or indexed):
@@ -210,7 +212,7 @@ def advance_cache(
     part = decoder_part(cache)
     like = next(each for each in arguments if isinstance(each, torch.Tensor))
     place = device if device and like.is_meta else like.device
-    batch, tokens = like.shape[samples : samples + 2]
+    batch, tokens = like.shape[samples], like.shape[samples + 1] // per_token
     for index in layers:
         layer = part.layers[index] if index < len(part.layers) else None
         states = []

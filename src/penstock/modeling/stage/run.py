@@ -136,7 +136,13 @@ class StageRun:
             if not any(isinstance(each, Cache) for each in given) or not isinstance(given[0], torch.Tensor):
                 given = flatten((args, kwargs))[0]  # which takes longer than the rest of this call
             advance_cache(
-                given, shape.cache_layers, shape.state_layers, self._device, shape.indexed_layers, shape.samples
+                given,
+                shape.cache_layers,
+                shape.state_layers,
+                self._device,
+                shape.indexed_layers,
+                shape.samples,
+                shape.per_token,
             )
         return answer
 
