@@ -213,17 +213,7 @@ class Intercepted:
 
 
 class OnAnotherStage(RuntimeError):
-    """A part of the model was called by itself on a rank that does not have it.
-
-    Args:
-        name: its name in the model.
-    """
-
-    def __init__(self, name: str) -> None:
-        super().__init__(
-            f"{name} is on another stage, so this rank cannot compute it: call the whole model, model(...), on every "
-            "rank, and neither its forward() nor a part of it; under torch.no_grad() it returns one ordinary output"
-        )
+    """A part of the model was called by itself on a rank that does not have it."""
 
 
 class _InterceptedModule:
@@ -234,7 +224,7 @@ class _InterceptedModule:
         handler = unit.interceptor.handler
         if handler is None:
             if self.__dict__[_ATTRIBUTE].absent is not None:
-                raise OnAnotherStage(unit.name)
+                raise OnAnotherStage(on_another_stage(unit.name))
             return unit.original(self, *args, **kwargs)
         return handler.call(unit, self, args, kwargs)
 
@@ -253,6 +243,14 @@ class _InterceptedModule:
             "_compiled_call_impl": None,
         }  # which no copy can have, see torch's own
         return _new_module, (original_class(type(self)),), state
+
+
+def on_another_stage(name: str) -> str:
+    """What is said to somebody who calls a module that this rank does not hold."""
+    return (
+        f"{name} is on another stage, so this rank cannot compute it: call the whole model, model(...), on every rank, "
+        "and neither its forward() nor a part of it; under torch.no_grad() it returns one ordinary output"
+    )
 
 
 def _new_module(cls: Any) -> Any:

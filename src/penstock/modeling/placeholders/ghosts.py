@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from penstock.modeling.instrumentation import Absent, OnAnotherStage, absent_of, known_of, record_of
+from penstock.modeling.instrumentation import Absent, OnAnotherStage, absent_of, known_of, on_another_stage, record_of
 
 
 def strip(module: nn.Module) -> None:
@@ -167,7 +167,7 @@ class _Forward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self._active():
-            raise OnAnotherStage(self._name)
+            raise OnAnotherStage(on_another_stage(self._name))
         return _own_forward(self._module, *args, **kwargs)
 
     def __reduce__(self) -> Any:
