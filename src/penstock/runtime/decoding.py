@@ -14,6 +14,7 @@ there. All ranks take the same turns in the same order, so messages of different
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -94,6 +95,8 @@ class Decoding:
         self.every_position = False
         self.exchanges = 0
         self.groups: Sequence[Group] = [Group()]
+        # On the rank of the last stage: the tokens that were not given yet, in the order of their forwards.
+        self._due: deque[TensorSpec] = deque()
         self._context, self._board, self._process_groups = context, context.board, context.groups
         self._device = context.device
         self._stages, self._split = stages, stages.split
@@ -131,6 +134,7 @@ class Decoding:
         self._board.check()
         self.running, self.every_position, self._seed, self.exchanges = True, False, None, 0
         self.groups, self._turns = [Group()], None
+        self._due.clear()
         self._num_sessions += 1
         try:
             with self._board.position.call("generation", world=False, detail=self), self._one_random_state():
@@ -228,16 +232,18 @@ class Decoding:
         """
         try:
             return loop()
-        except (Exception, Stopped) as error:
-            spec, on_cpu, stopped = self.group.token, self._device.type == "cpu", isinstance(error, Stopped)
-            # The loops of one that is stopped are stopped on all ranks, which only clear away what they are given.
-            if spec is not None and self.chooses and self._board.failed is None and (on_cpu or stopped):
-                self._give(torch.full(spec.shape, NO_TOKEN if on_cpu else 0, dtype=spec.dtype))
+        except (Exception, Stopped):
+            spec = self.group.token
+            if spec is not None and self.chooses and self._board.failed is None and self._device.type == "cpu":
+                self._give(torch.full(spec.shape, NO_TOKEN, dtype=spec.dtype))
             raise
 
     def _settle(self) -> None:
         """Receive what is on its way and let what was sent arrive: nothing is left for the next session."""
         with self._board.guard("ending a generation", self.ranks):
+            while self._due:  # of loops that all ranks have ended before these tokens were chosen
+                spec = self._due.popleft()
+                self._results.give([torch.zeros(spec.shape, dtype=spec.dtype, device=self._device)], specs=[spec])
             self._results.drain()
             self._channels.flush()
 
@@ -339,7 +345,9 @@ class Decoding:
         """Tokens are due for the last position of the output's logits, which no other rank needs."""
         group, logits = self.group, output["logits"]
         group.token = TensorSpec((logits.shape[0],), torch.int64)
-        if not self.chooses:
+        if self.chooses:
+            self._due.append(group.token)
+        else:
             output["logits"] = logits.new_zeros((logits.shape[0], 1, 1))
             group.expected = self._results.expect(1, specs=[group.token])
 
@@ -350,6 +358,7 @@ class Decoding:
         with self._board.guard("sending tokens in generation", self.ranks):
             self._results.give([chosen.to(self._device, torch.int64)], specs=[group.token])
         group.token = None
+        self._due.popleft()
 
     def _pass_on(self) -> Stopped | None:
         """Let the other groups have a turn each; return what is to be raised at the end of the forward, if anything.
