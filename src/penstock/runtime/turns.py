@@ -84,8 +84,8 @@ class Turns:
             self._leave(number)
 
         def interrupt(error: BaseException) -> None:
+            self.error = self.error or error
             interrupted(error)
-            self.error = error  # not before, or the others would end as after an error that all ranks have
             for door in self._doors:  # it is not known who was on the way through one
                 door.release()
 
