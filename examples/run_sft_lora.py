@@ -3,6 +3,7 @@
 torchrun --standalone --nproc-per-node 2 run_sft_lora.py --stages 2
 
 Without --model it makes a small Llama with random weights, whose folder is beside the adapter's.
+Run it again with --resume to continue from its last checkpoint.
 """
 
 import argparse
@@ -31,7 +32,9 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--stages", type=int, default=2, help="ranks of a pipeline; more ranks make more pipelines")
     parser.add_argument("--steps", type=int, default=30, help="training steps")
     parser.add_argument("--packing", action="store_true", help="several texts in a row, without padding")
-    parser.add_argument("--output", type=Path, default=Path("output"), help="folder for the adapter")
+    parser.add_argument("--output", type=Path, default=Path("output"), help="folder for checkpoints and the adapter")
+    parser.add_argument("--save-every", type=int, default=10, help="steps between two checkpoints")
+    parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint in --output")
     return parser.parse_args()
 
 
@@ -52,7 +55,7 @@ def main() -> None:
     model = options.model or str(options.output / "base")
     ranks = PartialState(cpu=not torch.cuda.is_available())  # without a GPU it knows other ranks only if told so
     with ranks.main_process_first():  # the other ranks then find the folder
-        if not options.model and ranks.is_main_process:
+        if not options.model and not options.resume and ranks.is_main_process:
             make_model(Path(model), texts)
     lines = [line for text in texts for line in text.splitlines() if len(line.split()) > 4]
     dataset = Dataset.from_list([{"text": line} for line in lines])
@@ -66,7 +69,8 @@ def main() -> None:
             max_length=64,
             packing=options.packing,
             logging_steps=5,
-            save_strategy="no",
+            save_steps=options.save_every,
+            save_total_limit=2,
             report_to="none",
             bf16=torch.cuda.is_available(),
             use_cpu=not torch.cuda.is_available(),
@@ -78,7 +82,7 @@ def main() -> None:
         parallelism={"pipeline_parallel_size": options.stages},
     )
     trainer.model.print_trainable_parameters()
-    trainer.train()
+    trainer.train(resume_from_checkpoint=options.resume)
     metrics = trainer.evaluate()
     if trainer.is_world_process_zero():
         print(metrics)

@@ -2,7 +2,7 @@
 
 Usage: managed_training.py FOLDER STEPS [DISASTER ...]. The first start of the job meets the first disaster, the start
 after it the second, and so on: `kill:RANK` ends that rank by SIGKILL at some moment, `usr1:RANK` signals it. Each rank
-adds a line to FOLDER/log-RANK for each step: step, loss, samples, and a random number.
+adds a line to FOLDER/log-RANK for each step: step, loss, samples, a random number, and the loss scale.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ def main(folder: Path, num_steps: int, disasters: list[str], every: int = 2) -> 
     model: Any = FAMILIES["gpt2"].build(dropout=0.2, dtype=torch.float32, n_layer=2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, gamma=0.5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=5)
     model = penstock.initialize(model, {"model_parallelism": {"pipeline_parallel_size": 2, "num_microbatches": 2}})
     loader = model.prepare_dataloader(samples("gpt2", 30), 4, shuffle=True, seed=3, collate_fn=pad, num_workers=1)
     manager = penstock.CheckpointManager(
@@ -48,6 +49,7 @@ def main(folder: Path, num_steps: int, disasters: list[str], every: int = 2) -> 
         optimizer=optimizer,
         lr_scheduler=scheduler,
         dataloader=loader,
+        scaler=scaler,
         every=every,
         keep_last=2,
         asynchronous=True,
@@ -61,13 +63,16 @@ def main(folder: Path, num_steps: int, disasters: list[str], every: int = 2) -> 
                 optimizer.zero_grad()
                 loss = 0.0
                 for output in model(**inputs):
-                    output.loss.backward()
+                    scaler.scale(output.loss).backward()
                     loss += output.loss.item()
+                scaler.unscale_(optimizer)
                 model.clip_grad_norm_(1.0)
-                optimizer.step()
+                scaler.step(optimizer)
+                scaler.update()
                 scheduler.step()
                 step += 1
                 line = {"step": step, "loss": loss, "samples": inputs["input_ids"].tolist(), "number": random.random()}
+                line["scale"] = scaler.get_scale()
                 log.write(json.dumps(line) + "\n")
                 log.flush()
                 manager.save(step)

@@ -103,10 +103,13 @@ def test_the_trainers_example_resumes(tmp_path: Path, text: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_fine_tuning_example_leaves_an_adapter(tmp_path: Path) -> None:
-    arguments = [str(EXAMPLES / "run_sft_lora.py"), "--output", str(tmp_path), "--steps", "6", "--packing"]
-    result = torchrun(2, *arguments, timeout=200)
-    assert result.returncode == 0, result.stderr[-4000:]
+def test_the_fine_tuning_example_resumes_and_leaves_an_adapter(tmp_path: Path) -> None:
+    arguments = [str(EXAMPLES / "run_sft_lora.py"), "--output", str(tmp_path), "--save-every", "5", "--packing"]
+    for steps, *more in (("5",), ("6", "--resume")):
+        result = torchrun(2, *arguments, "--steps", steps, *more, timeout=200)
+        assert result.returncode == 0, result.stderr[-4000:]
+    history = json.loads((tmp_path / "checkpoint-6/trainer_state.json").read_text())["log_history"]
+    assert [entry["step"] for entry in history if "loss" in entry] == [5]
     assert "trainable params: " in result.stdout and "'eval_loss'" in result.stdout
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     adapted = PeftModel.from_pretrained(base, tmp_path / "adapter")
