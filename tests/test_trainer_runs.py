@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,6 +14,9 @@ import pytest
 import torch
 from accelerate import Accelerator
 from transformers import GPT2Config
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+import trainer_matrix as matrix
 
 from launch import run_python, torchrun
 from local_hub import local_hub
@@ -46,6 +50,18 @@ def test_the_script_gives_the_same_run(
             found = differences((run[case], tmp_path / case), (plain[case], tmp_path / "plain" / case))
             assert {"loss", "grad_norm", "learning_rate", "eval_loss", "eval_labels", "weights"} <= found.keys()
             assert not {name: value for name, value in found.items() if value > TOLERANCE}, case
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", ["BERT", "T5", "SFTTrainer, packing"])
+def test_a_row_of_the_matrix_is_within_its_target_over_stages_and_replicas(
+    pool: Pool, tmp_path: Path, row: str
+) -> None:
+    """A few steps of benchmarks/trainer_matrix.py, over all its layouts."""
+    for layout, found in matrix.run(pool, tmp_path, row, torch.float64, steps=3).items():
+        assert {"loss", "grad_norm", "eval_loss", "weights"} <= found.keys(), layout
+        assert not {name: value for name, value in found.items() if value > matrix.TARGET}, layout
+    assert matrix.summed_up({"eval_sum": 2.0, "epoch": 1.0, "weights": 3.0})["metrics"] == 2.0
 
 
 def test_adapters_are_resumed(pool: Pool, tmp_path: Path) -> None:

@@ -25,7 +25,9 @@ CASES: dict[str, dict[str, Any]] = {
 LOGGED = {"loss", "grad_norm", "learning_rate", "entropy", "mean_token_accuracy", "num_tokens", "weights"}
 
 
-@pytest.mark.parametrize(("stages", "cases"), [(2, list(CASES)), (1, ["packed adapters"])], ids=["stages", "pipelines"])
+@pytest.mark.parametrize(
+    ("stages", "cases"), [(2, list(CASES)), (1, ["packed adapters", "smoothing"])], ids=["stages", "pipelines"]
+)
 def test_fine_tuning_is_the_same_with_and_without_pipelines(
     pool: Pool, tmp_path: Path, stages: int, cases: list[str]
 ) -> None:
@@ -44,6 +46,17 @@ def test_fine_tuning_is_the_same_with_and_without_pipelines(
     if stages > 1:
         whole = AutoModelForCausalLM.from_pretrained(tmp_path / "packed/final")
         PeftModel.from_pretrained(whole, tmp_path / "packed adapters/final")
+
+
+def test_a_mixture_of_experts_is_weighed_as_trl_weighs_it(pool: Pool, tmp_path: Path) -> None:
+    """Over one microbatch, as a router's loss depends on which samples are together."""
+    case: dict[str, Any] = {"packing": False, "family": "mixtral", "parallelism": {"num_microbatches": 1}}
+    given = 1, 3, {"experts": {**case, "router_aux_loss_coef": 0.3}}
+    plain = train_all(tmp_path / "plain", 0, *given)["experts"]
+    for run in pool.run(2, train_all, tmp_path, 2, *given, init=False, timeout=120):
+        found = differences((run["experts"], tmp_path / "experts"), (plain, tmp_path / "plain/experts"))
+        assert LOGGED | {"eval_loss", "aux_loss", "eval_aux_loss"} <= found.keys()
+        assert not {name: value for name, value in found.items() if value > 1e-6}  # routers' softmax is in single
 
 
 def test_the_entropy_and_the_right_tokens_are_summed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
