@@ -40,7 +40,7 @@ def main(store: str, folder: str, steps: int, start: int, *orders: str) -> None:
     faulthandler.enable()
     torch.manual_seed(0)
     alone = not store and "PLUGIN_ALONE" not in os.environ
-    model: Any = FAMILIES["gpt2"].build(dropout=float(os.environ.get("DROPOUT", "0")))
+    model: Any = FAMILIES[os.environ.get("FAMILY", "gpt2")].build(dropout=float(os.environ.get("DROPOUT", "0")))
     own = store or os.environ.get("RANK", "0") != "0"
     note = Noting(Path(folder) / (f"{os.getpid()}.jsonl" if own else "undisturbed.jsonl"))
     plugin: Any = None
@@ -73,6 +73,9 @@ def main(store: str, folder: str, steps: int, start: int, *orders: str) -> None:
     class Telling(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
             here("begin")
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_epoch_stop = control.should_epoch_stop or str(state.global_step) == os.environ.get("STOP")
 
         def on_pre_optimizer_step(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
             here("between")
@@ -130,7 +133,7 @@ def main(store: str, folder: str, steps: int, start: int, *orders: str) -> None:
             trainer = Trainer(model, arguments, **given)
         else:
             trainer = Noticed(model, arguments, parallelism=plugin, **given)
-        for block in model.transformer.h:
+        for block in model.transformer.h if hasattr(model, "transformer") else model.model.layers:
             block.register_forward_hook(lambda *_: here("forward"))
         trainer.train(resume_from_checkpoint=True if os.environ.get("RESUME") else None)
         trainer.save_model(str(Path(folder) / "final"))

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
+from transformers.modeling_outputs import CausalLMOutput
 from typer.testing import CliRunner, Result
 
 import penstock
@@ -16,6 +17,8 @@ from penstock.modeling.check import BoundaryReport, BoundaryValue, Report, UnitR
 from penstock.planning.describe import compact
 from penstock.schedule import build, schedule_names
 from penstock.schedule.text import format_schedule
+from pool import Pool
+from training import parallelize
 
 COMMANDS = [command.name or command.callback.__name__ for command in app.registered_commands]  # type: ignore[union-attr]
 
@@ -149,11 +152,67 @@ def test_everything_fits_80_columns(arguments: list[str]) -> None:
 
 
 def lines_of(*arguments: str) -> list[str]:
-    """What a command prints, of which no line is longer than 80 characters."""
+    """What a command prints, of which no line is longer than 80 characters, but for a single word such as a path."""
     result = CliRunner().invoke(app, arguments, env={"COLUMNS": "80", "TERMINAL_WIDTH": "80"})
     lines = result.output.splitlines()
-    assert max(map(len, lines)) <= 80, max(lines, key=len)
+    assert not [line for line in lines if len(line) > 80 and len(line.split()) > 1]
     return lines
+
+
+LONG = "modality_specific_projection_layers_of_the_encoder"
+
+
+class LongNames(GPT2LMHeadModel):
+    """The blocks of a GPT-2 under another name."""
+
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__(config)
+        blocks = self.transformer.h
+        del self.transformer.h
+        setattr(self.transformer, LONG, blocks)
+        self.tie_weights()
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> CausalLMOutput:
+        hidden = self.transformer.wte(input_ids)
+        for block in getattr(self.transformer, LONG):
+            hidden = block(hidden)
+        logits = self.lm_head(self.transformer.ln_f(hidden))
+        loss = None if labels is None else torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return CausalLMOutput(loss=loss, logits=logits)
+
+
+def long_names() -> LongNames:
+    return LongNames(GPT2Config(n_layer=3, n_embd=16, n_head=2, vocab_size=32))
+
+
+def save_long_names(folder: str) -> None:
+    penstock.save_checkpoint(folder, model=parallelize(long_names(), 2))
+    # A class of one's own cannot be merged by the command, which has to find it.
+    plain = GPT2LMHeadModel(GPT2Config(n_layer=3, n_embd=16, n_head=2, vocab_size=32))
+    penstock.save_checkpoint(f"{folder}-plain", model=parallelize(plain, 2))
+
+
+def test_every_command_fits_80_columns_with_long_names(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool.run(2, save_long_names, str(tmp_path / "saved"))
+    monkeypatch.chdir(tmp_path)
+    model = ["test_cli:long_names"]
+    runs = {
+        "check": [*model, "--stages", "2"],
+        "describe": [*model, "--pipelines", "1x2,3x6"],
+        "profile": [*model, "-o", "profile.json", "--length", "8"],
+        "plan": [*model, "--devices", "a100:3,t4:2", "--profile", "profile.json", "--microbatch-size", "1"],
+        "simulate": ["-p", "7", "-m", "9", "--activation-bytes", ",".join(["123456789"] * 6 + ["1.5e9"])],
+        "draw": ["zb-h1", "-p", "12", "-m", "24", "-o", "step.svg"],
+        "inspect": ["saved", "--parameters"],
+        "merge": ["saved-plain", "merged", "--max-shard-size", "8KB"],
+    }
+    # The store prints one line, and stays; the tables of bench have a test in test_benchmark_table.py.
+    assert {*runs, "store", "bench"} == set(COMMANDS)
+    assert any(LONG in line for line in lines_of("check", *runs["check"]))
+    for command, arguments in runs.items():
+        assert not any("error" in line for line in lines_of(command, *arguments)), command
 
 
 def test_long_names_take_a_line_of_their_own() -> None:

@@ -68,6 +68,8 @@ def test_processes_are_lost_in_steps_and_evaluations_and_one_joins(tmp_path: Pat
     assert [member.status for member in run.members] == [-9, -9, 0, 0, 0], run.printed()
     for member in (stays, joins):
         assert_same_history(history_of(member.notes)[:-1], history_of(expected)[:-1])
+        train_loss = [history_of(notes)[-1]["train_loss"] for notes in (member.notes, expected)]
+        assert train_loss[0] == pytest.approx(train_loss[1], rel=1e-6)
     assert_same_weights(tmp_path / "final", tmp_path / "plain" / "final")
     changes = stays.end["changes"]
     assert [bool(change["lost"]) for change in changes] == [True, True, False, False]
@@ -101,7 +103,7 @@ def run_unlike(folder: str, **options: Any) -> None:
     elastic_trainer_script.main("", folder, 6, 1)
 
 
-@pytest.mark.parametrize("options", [{}, {"SMOOTHING": "0.1"}])
+@pytest.mark.parametrize("options", [{"STOP": "2"}, {"SMOOTHING": "0.1", "FAMILY": "llama"}])
 def test_unlike_pipelines_train_as_one_process(pool: Pool, tmp_path: Path, options: dict[str, str]) -> None:
     expected = undisturbed(tmp_path / "plain", 6, **options)
     folder = tmp_path / "unlike"
@@ -118,6 +120,7 @@ def test_unlike_pipelines_train_as_one_process(pool: Pool, tmp_path: Path, optio
         ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps does not work with a plugin"),
         ({"per_device_train_batch_size": 8}, "give the plugin's microbatch_size, 2"),
         ({"bf16": True}, "precision='bf16'"),
+        ({"eval_on_start": True, "eval_strategy": "steps"}, "a process that joins would evaluate alone"),
         ({"train_sampling_strategy": "group_by_length"}, "use 'random' or 'sequential'"),
         ({"dataloader_persistent_workers": True, "dataloader_num_workers": 1}, "dataloader_persistent_workers"),
     ],

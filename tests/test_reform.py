@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import threading
 from collections.abc import Sequence
 from datetime import timedelta
@@ -20,12 +21,13 @@ from torch import nn
 import penstock
 from families import FAMILIES, batch
 from penstock.modeling.graph.units import list_units
+from penstock.modeling.tensor_spec import TensorSpec
 from penstock.pipeline_model import attach
 from penstock.planning.layout import Layout
 from penstock.runtime.comm.bootstrap import form_world
 from penstock.runtime.comm.forming import forming
 from penstock.runtime.engine import parallelize
-from penstock.runtime.moving import from_live_ranks
+from penstock.runtime.moving import _Transfers, from_live_ranks
 from penstock.schedule import build
 from pool import Pool
 from training import EXACT, gradients_of, kept_in_double, rows, run_step
@@ -267,3 +269,32 @@ def refused() -> list[str]:
         messages.append(str(caught.value))
     run_step(model, batch("causal", 8))  # as before
     return messages
+
+
+def receive_until_the_sender_dies(num_sent: int, num_wanted: int) -> tuple[list[int], int]:
+    """Rank 1 sends some parameters with their states and dies; which of them rank 0 takes for received."""
+    parameters = [torch.nn.Parameter(torch.full((300,), float(number))) for number in range(num_wanted)]
+    transfers = _Transfers(dist.group.WORLD)
+    if dist.get_rank() == 1:
+        for parameter in parameters[:num_sent]:
+            transfers.send(parameter + 1, {"step": torch.tensor(7.0), "average": parameter.detach() + 2}, 0)
+        transfers.finish()
+        os.kill(os.getpid(), signal.SIGKILL)
+    state: dict[torch.nn.Parameter, Any] = {}
+    arrived: list[int] = []
+    described = {"step": TensorSpec.of(torch.tensor(7.0)), "average": TensorSpec.of(parameters[0])}
+    with pytest.raises(RuntimeError):
+        for number, parameter in enumerate(parameters):
+            done = partial(arrived.append, number)
+            transfers.receive(parameter.detach(), parameter, state, described, 1, done)
+        transfers.finish()
+    for number in arrived:
+        assert bool((parameters[number] == number + 1).all())
+        held = state[parameters[number]]
+        assert held["step"] == 7 and bool((held["average"] == number + 2).all())
+    return arrived, len(state)
+
+
+def test_what_was_under_way_when_a_rank_was_lost_does_not_count_as_received(pool: Pool) -> None:
+    (arrived, num_states), _ = pool.run(2, receive_until_the_sender_dies, 4, 20, outcomes=True)
+    assert arrived == list(range(len(arrived))) and len(arrived) <= 4 and num_states == len(arrived)

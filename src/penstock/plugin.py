@@ -53,6 +53,9 @@ from penstock.schedule import DEFAULT_SCHEDULE, Schedule, check_trains
 from penstock.schedule.text import summary
 from penstock.whole_model import check_whole_model
 
+# How long a transfer of an elastic run may take: a rank that writes a checkpoint lets the others wait. One that stands
+# still is noticed by its heartbeat.
+ELASTIC_TIMEOUT = datetime.timedelta(minutes=10)
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 # Model, optimizer, criterion, data loader and learning rate scheduler; None for each that was not given.
@@ -142,6 +145,8 @@ class HeterogeneousParallelPlugin:
         # With elastic=, this process's part in the run, once there is one; and the loaders that follow the pipelines.
         self.run: ElasticRun | None = None
         self._loaders: weakref.WeakSet[HeterogeneousDataLoader] = weakref.WeakSet()
+        # What else all processes must have been given alike, by name; for the Trainer's integration.
+        self.also_alike: dict[str, Any] = {}
         self._pipelines: tuple[PipelineTemplate, ...] = ()
         self._makers: Sequence[Callable[[int], Schedule]] = ()
         self._schedules: tuple[Schedule, ...] = ()
@@ -467,7 +472,8 @@ class HeterogeneousParallelPlugin:
         """What all ranks must have been given alike."""
         names: tuple[str, ...] = ("tp_size", "microbatch_size", "precision", "max_norm")
         if self.elastic is not None:
-            return {f"the plugin's {name}": getattr(self, name) for name in (*names, "schedule")}
+            facts = {f"the plugin's {name}": getattr(self, name) for name in (*names, "schedule")}
+            return facts | self.also_alike
         names = (*names, "pipelines", "num_microbatches")
         facts = {f"the plugin's {name}": getattr(self, name) for name in names}
         return {**facts, "the pipelines' schedules": [summary(schedule) for schedule in self._schedules]}
@@ -487,7 +493,8 @@ class HeterogeneousParallelPlugin:
             make_schedule,
             board,
             micro_batch_size=self.microbatch_size,
-            timeout=self.time_limit,
+            # The members of an elastic run have little time to meet, but not to work.
+            timeout=self.time_limit or (None if self.elastic is None else ELASTIC_TIMEOUT),
             patience=self.patience,
             values=values,
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import asdict
 from typing import Any
 
@@ -24,16 +25,25 @@ from penstock.booster import Booster
 from penstock.data.batch import MicrobatchedBatch
 from penstock.data.loader import HeterogeneousDataLoader
 from penstock.integrations.accelerator import PipelineAccelerator
+from penstock.modeling.graph.loss import NUM_ITEMS
 from penstock.optimizer import PipelineOptimizer
 from penstock.pipeline_model import PipelineModel
 from penstock.plugin import HeterogeneousParallelPlugin
+from penstock.runtime.comm.rollcall import Call
 
 # What may not be set with a plugin, by the name of the argument, and what to do instead.
 REFUSED_IF_SET = {
     "bf16": "give the plugin precision='bf16'",
     "fp16": "give the plugin precision='fp16'",
     "dataloader_persistent_workers": "leave it out: the loader may change while it is read",
+    "ignore_data_skip": "a loader goes on where it was",
 }
+# Arguments of the Trainer by which the calls of all processes of an elastic run are decided.
+DECIDING = (
+    "max_steps", "num_train_epochs", "max_grad_norm", "logging_strategy", "logging_steps", "eval_strategy",
+    "eval_steps", "eval_delay", "save_strategy", "save_steps", "per_device_eval_batch_size", "load_best_model_at_end",
+    "metric_for_best_model", "save_only_model", "learning_rate", "lr_scheduler_type",
+)  # fmt: skip
 
 
 class PluginTraining:
@@ -51,8 +61,9 @@ class PluginTraining:
         self.booster.complete = self._count_items
         self._loader: HeterogeneousDataLoader | None = None
         self._folder: str | None = None  # a checkpoint to go on from, once the model is parallelised
-        self._sums: tuple[float, float, int] | None = None  # of the logs, on a process that has joined
+        self._sums: tuple[float, float, int, int] | None = None  # of the logs, on a process that has joined
         self._generation = -1
+        self._start = (0, 0)  # the epoch, and the step in it, with which training begins here
 
     def refuse(self, args: Any) -> None:
         """Raise ValueError for arguments that cannot be used with a plugin."""
@@ -68,6 +79,10 @@ class PluginTraining:
             refused[f"train_sampling_strategy={args.train_sampling_strategy!r}"] = "use 'random' or 'sequential'"
         if getattr(args, "include_num_input_tokens_seen", "no") not in ("no", False):
             refused["include_num_input_tokens_seen"] = "no rank reads all inputs"
+        if plugin.elastic is not None and args.eval_on_start:
+            refused["eval_on_start"] = "a process that joins would evaluate alone"
+        if not args.average_tokens_across_devices:
+            refused["average_tokens_across_devices=False"] = "a loss is always of the whole global batch"
         if plugin.max_norm:
             refused["max_norm of the plugin"] = "use max_grad_norm"
         for name, instead in refused.items():
@@ -109,11 +124,20 @@ class PluginTraining:
         )
         return self._loader
 
-    def begin(self, max_steps: int, steps_per_epoch: int) -> None:
-        """Make optimizer and scheduler, with `elastic=` meet the other processes, and load what is to be loaded."""
-        assert self._loader is not None
-        self._boost(self._loader, max_steps)
-        self._load(self._loader, steps_per_epoch)
+    def begin(self, max_steps: int, steps_per_epoch: int) -> tuple[int, int]:
+        """Make optimizer and scheduler, with `elastic=` meet the other processes, and load what is to be loaded.
+
+        Returns the epoch, and the step in it, with which training begins here.
+        """
+        loader = self._loader
+        assert loader is not None
+        self._boost(loader, max_steps)
+        self._load(loader, steps_per_epoch)
+        self._start = divmod(self.trainer.state.global_step, steps_per_epoch)
+        if self.joined:  # epochs may have been stopped before their end
+            place = loader.state_dict()
+            self._start = place["epoch"], -(-place["position"] // loader.global_batch_size)
+        return self._start
 
     def _boost(self, loader: HeterogeneousDataLoader, max_steps: int) -> None:
         trainer = self.trainer
@@ -128,6 +152,10 @@ class PluginTraining:
             return
         if isinstance(trainer.model, PipelineModel):
             raise RuntimeError("with elastic= a Trainer trains once: make a new one, with a new plugin and model")
+        callbacks = [type(one).__name__ for one in trainer.callback_handler.callbacks]
+        self.plugin.also_alike["the Trainer's callbacks"] = [*callbacks]
+        for name in DECIDING:
+            self.plugin.also_alike[f"the Trainer's {name}"] = str(getattr(trainer.args, name))
         given = trainer.model, trainer.optimizer, None, loader, trainer.lr_scheduler
         trainer.model, trainer.optimizer, *_ = self.booster.boost(*given)
         self._take_over()
@@ -143,8 +171,9 @@ class PluginTraining:
         """What a process that joins needs to know of the Trainer."""
         trainer = self.trainer
         callbacks = [one.state() for one in trainer.callback_handler.callbacks if isinstance(one, ExportableState)]
-        sums = trainer._tr_loss.item(), trainer._total_loss_scalar, trainer._globalstep_last_logged
-        return {"state": asdict(trainer.state), "callbacks": callbacks, "sums": sums}
+        sums = trainer._tr_loss.item(), trainer._total_loss_scalar
+        steps = trainer._globalstep_last_logged, trainer._initial_global_step
+        return {"state": asdict(trainer.state), "callbacks": callbacks, "sums": (*sums, *steps)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up the Trainer's state of another process."""
@@ -187,7 +216,7 @@ class PluginTraining:
         trainer, args, model, loader = self.trainer, self.trainer.args, self.trainer.model, self._loader
         assert loader is not None
         if self._sums is not None:
-            loss, total, trainer._globalstep_last_logged = self._sums
+            loss, total, trainer._globalstep_last_logged, trainer._initial_global_step = self._sums
             trainer._tr_loss += loss
             trainer._total_loss_scalar, self._sums = total, None
         loader.set_epoch(epoch)
@@ -202,17 +231,22 @@ class PluginTraining:
                 learning_rate=learning_rate,
             )  # fmt: skip
 
-        for step in range(trainer.state.global_step - epoch * num_steps, num_steps):
+        for step in range(self._start[1] if epoch == self._start[0] else 0, num_steps):
             trainer.control = tell.on_step_begin(args, trainer.state, trainer.control)
             model.train()
+            if callable(getattr(trainer.optimizer.unwrap(), "train", None)):  # of schedule-free ones
+                trainer.optimizer.unwrap().train()
+            skipped = trainer.optimizer.num_skipped_steps
             loss = self.booster.execute_pipeline(batches, model, criterion)["loss"]
-            grad_norm = trainer.optimizer.clip_grad_by_norm(args.max_grad_norm or math.inf)
+            limit = args.max_grad_norm
+            grad_norm = trainer.optimizer.clip_grad_by_norm(limit if limit and limit > 0 else math.inf)
             trainer.control = tell.on_pre_optimizer_step(args, trainer.state, trainer.control)
             trainer.optimizer.step()
             self._take_place()
             trainer.control = tell.on_optimizer_step(args, trainer.state, trainer.control)
             learning_rate = trainer._get_learning_rate()
-            if not isinstance(trainer.lr_scheduler, ReduceLROnPlateau | GreedyLR):
+            stepped = trainer.optimizer.num_skipped_steps == skipped
+            if stepped and not isinstance(trainer.lr_scheduler, ReduceLROnPlateau | GreedyLR):
                 trainer.lr_scheduler.step()
             trainer.optimizer.zero_grad()
             if args.logging_nan_inf_filter and not torch.isfinite(loss):
@@ -240,32 +274,66 @@ class PluginTraining:
                     f"this one has {', '.join(batch)}"
                 )
             return batch
-        count = torch.zeros((), dtype=torch.int64)
-        if dist.get_rank() in trainer.accelerator.first_ranks:
-            for microbatch in batch.microbatches:
-                count += (microbatch["labels"] != -100).sum().cpu()
-        dist.all_reduce(count, group=trainer._engine.groups.world_control)
-        return {**batch, "num_items_in_batch": count.to(trainer.args.device)}
+        # The Trainer's own rule, for each microbatch: a collator may have shifted some.
+        counted = [trainer._count_labels(microbatch) for microbatch in batch.microbatches]
+        if None in counted:
+            return batch
+        engine = trainer._engine
+        with engine.together(Call.COUNT_LABELS, [sum(int(count) for count in counted)]) as said:
+            total = sum(said[rank][0] for rank in trainer.accelerator.first_ranks)
+        return {**batch, NUM_ITEMS: torch.tensor(total, device=engine.device)}
 
     def surviving(self, work: Callable[[], Any]) -> Any:
-        """Do what all ranks do between steps; with `elastic=` again after one was lost meanwhile."""
-        run, trainer = self.plugin.run, self.trainer
+        """Do what all ranks do between steps; with `elastic=` again after one was lost meanwhile.
+
+        It ends on all ranks together. A rank that had done it already does it again for the others' sake, which leaves
+        nothing behind: logs, callbacks and what the Trainer decided stay as they were.
+        """
+        run = self.plugin.run
         if self.plugin.elastic is None:
             return work()
         if run is None or run.engine is None:
             raise RuntimeError("with elastic= the model is parallelised by train(): call it first")
-        num_logs = len(trainer.state.log_history)
+        if run.performing:
+            return work()
+        engine, begin = run.engine, self._snapshot()
+        done: list[Any] = []
 
         def once() -> Any:
             self._take_place()
-            del trainer.state.log_history[num_logs:]
-            return work()
+            now = self._snapshot()
+            if not done:
+                self._restore(begin)
+            result = work()
+            with engine.together(Call.BETWEEN_STEPS):
+                pass
+            if done:
+                self._restore(now)
+                return done[0]
+            done.append(result)
+            return result
 
-        if run.performing:
-            return work()
         result = run.do(once)
         self._take_place()
         return result
+
+    def _snapshot(self) -> tuple[Any, ...]:
+        """What an evaluation or a save changes beside the model and files."""
+        trainer = self.trainer
+        callbacks = {
+            one: {k: v for k, v in vars(one).items() if isinstance(v, bool | int | float | str | None)}
+            for one in trainer.callback_handler.callbacks
+            if isinstance(one, ExportableState)
+        }
+        return list(trainer.state.log_history), copy(trainer.control), callbacks, trainer.model.training
+
+    def _restore(self, snapshot: tuple[Any, ...]) -> None:
+        trainer = self.trainer
+        logs, control, callbacks, training = snapshot
+        trainer.state.log_history, trainer.control = list(logs), copy(control)
+        for callback, values in callbacks.items():
+            vars(callback).update(values)
+        trainer.model.train(training)
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
@@ -280,7 +348,7 @@ class PluginTraining:
         if folder is None or self.joined:
             return
         epoch, steps = divmod(trainer.state.global_step, steps_per_epoch)
-        position = 0 if trainer.args.ignore_data_skip else steps * loader.global_batch_size
+        position = steps * loader.global_batch_size
 
         def load() -> int:
             trainer._load_weights(folder)

@@ -7,11 +7,13 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import Trainer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.trainer import TRAINER_STATE_NAME
 
 from penstock.checkpoint import (
     TRAINING_VARIANT,
@@ -177,6 +179,12 @@ class PipelineTrainerMixin:
         per_pipeline: int = self._train_batch_size * args.gradient_accumulation_steps  # type: ignore[attr-defined]
         return per_pipeline * len(self._engine.layout.pipelines)
 
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's. With `resume_from_checkpoint=True` it goes on from the newest checkpoint that is whole."""
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = _newest_whole(self.args.output_dir) or True
+        return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]  # the Trainer's
+
     # -- with a plugin ---------------------------------------------------------------------------------------------
 
     def get_train_dataloader(self) -> Any:
@@ -190,8 +198,7 @@ class PipelineTrainerMixin:
         found: tuple[int, int] = super()._init_training_state(max_steps, num_update_steps_per_epoch, *args, **kwargs)  # type: ignore[misc]
         if self._plugin is None:
             return found
-        self._plugin.begin(max_steps, num_update_steps_per_epoch)
-        return divmod(self.state.global_step, num_update_steps_per_epoch)  # type: ignore[attr-defined]  # the Trainer's
+        return self._plugin.begin(max_steps, num_update_steps_per_epoch)
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         if self._plugin is None:
@@ -335,6 +342,11 @@ class PipelineTrainerMixin:
     # which the Trainer does not ask, is that of this batch.
     _criterion.reduction = NUM_ITEMS  # type: ignore[attr-defined]
 
+    def _count_labels(self, batch: Mapping[str, Any]) -> torch.Tensor | int | None:
+        """The labels of one batch alone, as the Trainer counts them; None if it does not."""
+        with torch.no_grad():
+            return self._get_num_items_in_batch([batch], self.args.device)
+
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> torch.Tensor | int | None:
         """In training over all pipelines, in evaluation of this pipeline's batch alone."""
         together = self.args.average_tokens_across_devices
@@ -451,6 +463,13 @@ def _configuration(parallelism: ConfigLike) -> Configuration:
     if not configuration.enable:
         raise ValueError("parallelism with enable=False is no parallelism: use the Trainer itself")
     return configuration
+
+
+def _newest_whole(folder: str) -> str | None:
+    """The newest of the Trainer's checkpoints that has the file which is written last."""
+    found = [path for path in Path(folder).glob("checkpoint-*") if path.name.partition("-")[2].isdecimal()]
+    whole = [path for path in found if (path / TRAINER_STATE_NAME).exists()]
+    return str(max(whole, key=lambda path: int(path.name.partition("-")[2]))) if whole else None
 
 
 def _unwrapped(optimizer: Any) -> Any:

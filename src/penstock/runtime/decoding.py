@@ -234,9 +234,16 @@ class Decoding:
             return loop()
         except (Exception, Stopped):
             spec = self.group.token
-            if spec is not None and self.chooses and self._board.failed is None and self._device.type == "cpu":
+            ends_here = self._board.failed is not None or self._interrupted
+            if spec is not None and self.chooses and not ends_here and self._device.type == "cpu":
                 self._give(torch.full(spec.shape, NO_TOKEN, dtype=spec.dtype))
             raise
+
+    @property
+    def _interrupted(self) -> bool:
+        """Whether a signal has ended this rank's loops: the others are about to be told so, and nothing else."""
+        error = None if self._turns is None else self._turns.error
+        return error is not None and not isinstance(error, Exception)
 
     def _settle(self) -> None:
         """Receive what is on its way and let what was sent arrive: nothing is left for the next session."""
@@ -370,7 +377,7 @@ class Decoding:
         try:
             self._turns.pass_on()
         except Stopped as stopped:
-            if self._board.failed is not None:
+            if self._board.failed is not None or self._interrupted:
                 raise
             return stopped
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -133,8 +134,8 @@ def hand_over(engine: Engine, optimizer: Optimizer, leaving: bool) -> None:
                 elif context.rank == to:
                     spec, described = every[source][2][name]
                     tensor = spec.empty(engine.device)
-                    transfers.receive(tensor, engine.known.get(name), state, described, source)
-                    engine.given[name] = tensor
+                    arrived = partial(engine.given.__setitem__, name, tensor)
+                    transfers.receive(tensor, engine.known.get(name), state, described, source, arrived)
         transfers.finish()
         dist.all_reduce(leaves, group=group)
 
@@ -173,13 +174,17 @@ def _exchange(
             if context.rank == source:
                 transfers.send(had[name], state.get(parameters.get(name), {}), to)
             elif context.rank == to:
-                transfers.receive(taken[name], parameters.get(name), state, every[source].has[name], source)
-                had[name] = taken[name].detach()
+                arrived = partial(had.__setitem__, name, taken[name].detach())
+                transfers.receive(taken[name], parameters.get(name), state, every[source].has[name], source, arrived)
     transfers.finish()
 
 
 def _described(state: Mapping[str, Any]) -> dict[str, Any]:
     return {key: TensorSpec.of(value) if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+
+
+def _nothing() -> None:
+    pass
 
 
 class _Transfers:
@@ -193,7 +198,7 @@ class _Transfers:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._under_way: deque[tuple[dist.Work, torch.Tensor, torch.Tensor | None]] = deque()
+        self._under_way: deque[tuple[dist.Work, torch.Tensor, Callable[[], object]]] = deque()
         self._sent: Counter[int] = Counter()
         self._received: Counter[int] = Counter()
 
@@ -204,7 +209,7 @@ class _Transfers:
                 message = value.detach().contiguous().cpu()
                 work = dist.isend(message, to, group=self._group, tag=self._sent[to])
                 self._sent[to] += 1
-                self._add(work, message, None)
+                self._add(work, message, _nothing)
 
     def receive(
         self,
@@ -213,39 +218,52 @@ class _Transfers:
         state: Any,
         described: Mapping[str, Any],
         source: int,
+        arrived: Callable[[], object],
     ) -> None:
-        """Receive a tensor, and a parameter's state, which an optimizer keeps beside it or on the CPU (a step's
-        number)."""
+        """Receive a tensor, and a parameter's state, which an optimizer keeps beside it or on the CPU (a step number).
 
-        def received(spec: TensorSpec) -> torch.Tensor:
-            value = spec.empty(torch.device("cpu") if spec.shape == () else tensor.device)
-            self._receive(value, source)
-            return value
+        Args:
+            arrived: called once all of it is here. Until then the state is not in `state` either: a rank may be lost.
+        """
+        values = {
+            key: value.empty(torch.device("cpu") if value.shape == () else tensor.device)
+            if isinstance(value, TensorSpec)
+            else value
+            for key, value in described.items()
+        }
 
-        self._receive(tensor.detach(), source)
-        if described and parameter is not None:
-            state[parameter] = {
-                key: received(value) if isinstance(value, TensorSpec) else value for key, value in described.items()
-            }
+        def complete() -> None:
+            if described and parameter is not None:
+                state[parameter] = values
+            arrived()
 
-    def _receive(self, value: torch.Tensor, source: int) -> None:
+        coming = [tensor.detach(), *(value for value in values.values() if isinstance(value, torch.Tensor))]
+        for value in coming:
+            self._receive(value, source, complete if value is coming[-1] else _nothing)
+
+    def _receive(self, value: torch.Tensor, source: int, complete: Callable[[], object]) -> None:
         here = value.device.type == "cpu" and value.is_contiguous()
         message = value if here else torch.empty(value.shape, dtype=value.dtype)
         work = dist.irecv(message, source, group=self._group, tag=self._received[source])
         self._received[source] += 1
-        self._add(work, message, None if here else value)
 
-    def _add(self, work: dist.Work | None, message: torch.Tensor, value: torch.Tensor | None) -> None:
+        def ended() -> None:
+            if not here:
+                value.copy_(message)
+            complete()
+
+        self._add(work, message, ended)
+
+    def _add(self, work: dist.Work | None, message: torch.Tensor, ended: Callable[[], object]) -> None:
         assert work is not None  # of a group that this rank is in
-        self._under_way.append((work, message, value))
+        self._under_way.append((work, message, ended))
         if len(self._under_way) > self.MOST:
             self._end_oldest()
 
     def _end_oldest(self) -> None:
-        work, message, value = self._under_way.popleft()
+        work, _, ended = self._under_way.popleft()
         work.wait()
-        if value is not None:
-            value.copy_(message)
+        ended()
 
     def finish(self) -> None:
         """Wait for all of them."""

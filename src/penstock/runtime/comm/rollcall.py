@@ -58,6 +58,8 @@ class Call(IntEnum):
     UPDATE = 15
     RENEW = 16
     SUM = 17
+    COUNT_LABELS = 18
+    BETWEEN_STEPS = 19
 
     def __str__(self) -> str:
         return _CALLS[self]
@@ -74,6 +76,8 @@ _CALLS = {
     Call.UPDATE: "the optimizer's step",
     Call.RENEW: "merge_and_unload",
     Call.SUM: "sum over pipelines",
+    Call.COUNT_LABELS: "the Trainer's training step",
+    Call.BETWEEN_STEPS: "the end of an evaluation or a save of the Trainer",
     Call.SAVE: "save_parallelized",
     Call.LOAD: "from_parallelized",
     Call.LOAD_MODEL: "load_model",

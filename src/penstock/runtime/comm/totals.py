@@ -47,7 +47,12 @@ class Totals:
             counts: this pipeline's; empty if it has no microbatch, and then so is the result.
         """
         # A pipeline without a microbatch does not know how many means there are.
-        self._counts = torch.zeros(MAX_LOSS_TERMS, dtype=torch.int64)
+        if self.several and len(counts) > MAX_LOSS_TERMS:
+            raise ValueError(
+                f"this loss is a sum of {len(counts)} means, but over several pipelines it may be of {MAX_LOSS_TERMS} "
+                "at most"
+            )
+        self._counts = torch.zeros(max(MAX_LOSS_TERMS, len(counts)), dtype=torch.int64)
         self._counts[: len(counts)] = torch.tensor(counts, dtype=torch.int64)
         self._num_counts = len(counts)
         if self.several:
