@@ -393,10 +393,17 @@ class Decoding:
         autocast = torch.is_autocast_enabled(self._device.type)
         family = _family(plan, inputs)
         part = _Part(inputs, (plan.digest, autocast, *_shapes(inputs)), family and (autocast, family), {})
-        for stage, series in self._below.items():
-            if count := len(plan.boundaries[stage - 1]):
-                part.incoming[stage] = series.expect(count, part.key, part.family)
+        if self._channels.receives_ahead:
+            for stage in self._below:
+                self._ask(plan, part, stage)
         return part
+
+    def _ask(self, plan: Plan, part: _Part, stage: int) -> None:
+        """Ask for what a stage receives in a forward. On an accelerator only when the stage is to run: a receive that
+        is posted holds up what is computed after it, and what it waits for may follow from that."""
+        series, count = self._below.get(stage), len(plan.boundaries[stage - 1]) if stage else 0
+        if series is not None and count and stage not in part.incoming:
+            part.incoming[stage] = series.expect(count, part.key, part.family)
 
     def _run_stages(self, plan: Plan, part: _Part, call: Callable[..., Any] | None) -> Any:
         inputs = part.inputs
@@ -405,6 +412,7 @@ class Decoding:
         output = None
         handed: list[Sequence[torch.Tensor]] = [()]
         for stage in self._own_stages:
+            self._ask(plan, part, stage)
             expected, above = part.incoming.get(stage), self._above.get(stage)
             with label(f"F stage {stage}"):
                 output = self._stages.walk(
