@@ -87,6 +87,15 @@ SIZES: dict[str, Any] = {
 }
 # Entries that stay None where a configuration has None: setting them would change what the model is.
 OPTIONAL = ("sliding_window", "num_key_value_heads", "q_lora_rank", "head_dim")
+SWIN = {
+    "encoder_stride": 4,
+    "num_layers": 2,
+    "depths": (2, 2),
+    "num_heads": (2, 4),
+    "embed_dim": 16,
+    "window_size": 2,
+    "patch_size": 2,
+}
 # Of single configurations, what the names above do not make consistent.
 SPECIAL: dict[str, dict[str, Any]] = {
     "ReformerConfig": {
@@ -159,24 +168,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "XLNetConfig": {"d_head": 8, "untie_r": True},
     "MambaConfig": {"time_step_rank": 4, "intermediate_size": 64},
     "Mamba2Config": {"num_heads": 8, "head_dim": 8, "n_groups": 1, "chunk_size": 4},
-    "SwinConfig": {
-        "encoder_stride": 4,
-        "num_layers": 2,
-        "depths": (2, 2),
-        "num_heads": (2, 4),
-        "embed_dim": 16,
-        "window_size": 2,
-        "patch_size": 2,
-    },
-    "Swinv2Config": {
-        "encoder_stride": 4,
-        "num_layers": 2,
-        "depths": (2, 2),
-        "num_heads": (2, 4),
-        "embed_dim": 16,
-        "window_size": 2,
-        "patch_size": 2,
-    },
+    "SwinConfig": SWIN,
+    "Swinv2Config": SWIN,
     "ConvNextConfig": {"depths": (1, 2), "hidden_sizes": (16, 32), "num_stages": 2, "patch_size": 4},
     "ConvNextV2Config": {"depths": (1, 2), "hidden_sizes": (16, 32), "num_stages": 2, "patch_size": 4},
     "ResNetConfig": {"embedding_size": 16, "hidden_sizes": (16, 32), "depths": (2, 2)},

@@ -3,8 +3,8 @@
 A step is a transaction. `perform` makes the calls in which all ranks take part, and keeps a log of those since the last
 update; `commit` makes the update, after a vote. When a rank is lost in any of them, those that are left agree on the
 next generation (`agreement`), take up its layout with the same objects (`Engine.reform`), and repeat what the log says
-is lost (`log`). So the caller sees a call that took
-longer. If values were lost with all that had them, everybody goes back to the last checkpoint.
+is lost (`log`). So the caller sees a call that took longer. If values were lost with all that had them, everybody goes
+back to the last checkpoint.
 
 The vote and the recovery share the state of the step that is under way; that makes the file long.
 """

@@ -152,10 +152,9 @@ class PluginTraining:
             return
         if isinstance(trainer.model, PipelineModel):
             raise RuntimeError("with elastic= a Trainer trains once: make a new one, with a new plugin and model")
-        callbacks = [type(one).__name__ for one in trainer.callback_handler.callbacks]
-        self.plugin.also_alike["the Trainer's callbacks"] = [*callbacks]
-        for name in DECIDING:
-            self.plugin.also_alike[f"the Trainer's {name}"] = str(getattr(trainer.args, name))
+        alike = self.plugin.also_alike
+        alike["the Trainer's callbacks"] = [type(one).__name__ for one in trainer.callback_handler.callbacks]
+        alike.update({f"the Trainer's {name}": str(getattr(trainer.args, name)) for name in DECIDING})
         given = trainer.model, trainer.optimizer, None, loader, trainer.lr_scheduler
         trainer.model, trainer.optimizer, *_ = self.booster.boost(*given)
         self._take_over()

@@ -10,6 +10,8 @@ each forward: that of the last stage before it receives what the forward needs, 
 their part of it. So another group's forward is under way while this one's is on other ranks. The last rank, which has
 the most to do, asks for its messages before that turn where it may (see `P2PChannels.receives_ahead`), and finds them
 there. All ranks take the same turns in the same order, so messages of different groups need not be told apart.
+
+What a forward receives, sends and shares, and how its errors reach all ranks, hang together; that makes the file long.
 """
 
 from __future__ import annotations

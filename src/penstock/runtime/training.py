@@ -11,6 +11,8 @@ left. If everyone did, nothing is under way and the pipeline goes on; if not, ev
 signal ends leave at different microbatches, as it reaches them at different moments, and a rank may have come to the
 end before it arrives: it is given a moment. Without a signal a rank is alone with its break or its error unless all
 leave at the same place, which they tell each other first, so that nobody computes with zeros.
+
+Running a step and leaving it early go through the same actions and share their state; that makes the file long.
 """
 
 from __future__ import annotations
