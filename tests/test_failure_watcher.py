@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from ended import LIMIT, End, kill_self, run_ranks
 from families import FAMILIES, batch
+from launch import run_command
 from penstock import PipelineFailure
 from penstock.runtime.comm import rollcall
 from pool import Pool
@@ -307,3 +308,30 @@ def test_another_job_can_be_formed_after_one_has_failed(pool: Pool) -> None:
     one, other = pool.run(2, fail_and_come_back, timeout=100)
     assert (one[0], other[0]) == ("PipelineFailure", "KeyError")
     assert one[1] == other[1]
+
+
+# ---------------------------------------------------------------- the end of a process
+
+ASK_TO_THE_END = """
+import atexit, threading, time
+import torch.distributed as dist
+from penstock.runtime.threads import start_thread
+
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+ending = threading.Event()
+
+def ask():
+    while not ending.is_set():
+        store.set("key", "value")
+    for _ in range(100):
+        store.set("key", "value")
+        time.sleep(0.002)
+
+start_thread(ask, name="asking")
+atexit.register(ending.set)
+"""
+
+
+def test_a_thread_that_is_in_torch_as_the_process_ends_does_not_abort_it() -> None:
+    ended = run_command([sys.executable, "-c", ASK_TO_THE_END], timeout=120)
+    assert (ended.returncode, ended.stderr) == (0, "")

@@ -127,8 +127,8 @@ def train_though_one_dies(store: str, victim: int | None, steps: int) -> dict[in
             optimizer.step()
             losses[booster.step] = loss.item()
         assert {parameter.device for parameter in model.parameters() if not is_ghost(parameter)} == {device}
-        (change,) = booster.changes
-        assert (emulated_nccl.counts.get("allreduce", 0) > 0) and change.lost == (victim,)
+        assert emulated_nccl.counts.get("allreduce", 0) > 0
+        assert [change.lost for change in booster.changes] == [(victim,)]
         return losses
 
 
@@ -148,6 +148,6 @@ def test_an_elastic_run_goes_on_when_a_device_is_lost(gpus: Run, tmp_path: Path,
     store = tmp_path.joinpath("store").as_uri()
     ends = gpus(3, train_though_one_dies, store, victim, steps, outcomes=True, init=False)
     survivors = [end for end in ends if not isinstance(end, WorkerDied)]  # members have numbers of their own
-    assert len(survivors) == 2
+    assert len(survivors) == 2, ends
     for losses in survivors:
         assert losses == pytest.approx(expected, abs=1e-9)

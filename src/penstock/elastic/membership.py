@@ -20,6 +20,7 @@ from typing import Any
 
 from penstock.elastic.meeting import STORE_ERRORS, Meeting
 from penstock.runtime.failures.ring import has_ended, machine
+from penstock.runtime.threads import start_thread
 
 logger = logging.getLogger("penstock")
 
@@ -134,8 +135,7 @@ class Membership:
         self._warned = False
         meeting.put(f"beat/{self.id}", "0")
         meeting.put(f"member/{self.id}", self.record.to_json())
-        self._thread = threading.Thread(target=self._live, name="penstock-member", daemon=True)
-        self._thread.start()
+        start_thread(self._live, name="penstock-member")
 
     def watch(
         self, generation: int, members: Sequence[int], fail: Callable[[str, Sequence[int]], None], patience: float

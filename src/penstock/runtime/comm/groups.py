@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import gc
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from penstock.planning.layout import Layout
 from penstock.runtime.boundary.p2p import Message
 from penstock.runtime.comm.devices import default_timeout, transport
+from penstock.runtime.threads import start_thread
 
 
 class Groups:
@@ -225,9 +225,7 @@ def destroy_groups(groups: list[dist.ProcessGroup], aborted: bool = False) -> No
     """Destroy `groups`, which this empties: a group closes only when nobody refers to it."""
     # That waits for what is under way in it, maybe on a rank that waits for another group to close: all at once, and
     # without end only in the background.
-    threads = [threading.Thread(target=_destroy_last, args=(groups, aborted), daemon=True) for _ in groups]
-    for thread in threads:
-        thread.start()
+    threads = [start_thread(_destroy_last, groups, aborted, name="penstock-closing") for _ in range(len(groups))]
     deadline = time.monotonic() + CLOSING_SECONDS
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from penstock.runtime.failures.board import FailureBoard, PipelineFailure
 from penstock.runtime.failures.position import difference
 from penstock.runtime.failures.ring import Ring
+from penstock.runtime.threads import start_thread
 
 T = TypeVar("T")
 
@@ -71,8 +72,7 @@ class Watch:
         # A client of its own: one that waits for a key keeps other threads waiting.
         self.store = _own_client(store)
         self._ring = Ring(self.store, rank, world_size, on_news=self._hear, on_lost=self._lose, on_left=self._see_off)
-        self._thread = threading.Thread(target=self._serve, name="penstock-watcher", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._serve, name="penstock-watcher")
 
     def add(self, board: FailureBoard) -> None:
         """Tell `board` of failures from now on, and of those before."""
@@ -347,7 +347,7 @@ def interruptible(call: Callable[[], T], board: FailureBoard) -> T:
             failure.append(error)
         watch.notify()
 
-    threading.Thread(target=run, name="penstock-rendezvous", daemon=True).start()
+    start_thread(run, name="penstock-rendezvous")
     while not watch.wait(lambda: bool(outcome or failure or board.failed is not None), TICK_SECONDS):
         pass
     if outcome:
