@@ -6,7 +6,6 @@ import contextlib
 import multiprocessing
 import os
 import signal
-import socket
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -16,6 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.distributed import TCPStore
+
+from launch import free_port
 
 LIMIT = 10.0  # what is promised
 PATIENCE = 60.0  # for a whole run, on a busy machine
@@ -92,10 +93,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any, by
 @contextlib.contextmanager
 def _meeting_place(by_hand: bool) -> Iterator[dict[str, str]]:
     if by_hand:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        yield {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        yield {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         return
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
     yield {

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -87,7 +88,9 @@ def torchrun(
 
 
 def free_port() -> int:
-    """A TCP port nobody listens on, on this machine."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port nobody listens on, on this machine, and that no connection of another process is given meanwhile."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)  # below those that Linux gives to connections
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port

@@ -6,7 +6,6 @@ Workers are forks (zygote.py), so a lost one is replaced in milliseconds. This f
 ``Pool``, and each worker runs the file as a script.
 """
 
-import contextlib
 import importlib
 import itertools
 import os
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import zygote
-from forked import Process
+from forked import Process, kill_group
 
 MAX_WORKERS = 8
 START_TIMEOUT = 120.0  # of a fork on a busy machine
@@ -72,8 +71,7 @@ class Worker:
             return file.read().decode(errors="replace")[-6000:]
 
     def stop(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        kill_group(self.process.pid)
         self.process.wait()
         self.connection.close()
 

@@ -22,6 +22,7 @@ from families import FAMILIES, batch
 from launch import run_command
 from penstock import PipelineFailure
 from penstock.runtime.comm import rollcall
+from penstock.runtime.failures.ring import Ring
 from pool import Pool
 from training import parallelize, run_step
 
@@ -311,6 +312,39 @@ def test_another_job_can_be_formed_after_one_has_failed(pool: Pool) -> None:
 
 
 # ---------------------------------------------------------------- the end of a process
+
+
+def test_a_rank_that_ends_early_hands_its_news_to_one_that_starts_late() -> None:
+    """Rank 0 learns that rank 1 is lost, and ends before rank 2, its other neighbour, has called it."""
+    store = torch.distributed.HashStore()
+    heard: list[tuple[str, Any]] = []
+
+    def start(rank: int) -> tuple[Ring, threading.Thread]:
+        ring = Ring(
+            store, rank, 3,
+            on_news=lambda origin, news: heard.append((f"{rank} from {origin}", news)),
+            on_lost=lambda lost: heard.append((f"{rank} lost", lost)),
+            on_left=lambda left: heard.append((f"{rank} saw leave", left)),
+        )  # fmt: skip
+        thread = threading.Thread(target=ring.serve, args=(lambda: None, 1.0), daemon=True)
+        thread.start()
+        return ring, thread
+
+    first, ending = start(0)
+    first.tell({"lost": 1})
+    first.stop()
+    time.sleep(0.5)
+    last, serving = start(2)
+    ending.join(10)
+    deadline = time.monotonic() + 10
+    while len(heard) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    last.stop(leave=False)
+    serving.join(10)
+    assert heard == [("2 from 0", {"lost": 1}), ("2 saw leave", 0)]
+    first.close()
+    last.close()
+
 
 ASK_TO_THE_END = """
 import atexit, threading, time

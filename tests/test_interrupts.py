@@ -7,7 +7,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -23,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from families import FAMILIES, batch
-from launch import ROOT
+from launch import ROOT, free_port
 from penstock.runtime import training
 from penstock.runtime.failures import interrupts
 from penstock.runtime.failures.interrupts import Interrupts
@@ -150,9 +149,7 @@ def start(folder: Path, by: str) -> tuple[list[subprocess.Popen[bytes]], int]:
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
         processes = [subprocess.Popen([sys.executable, *launcher, *script], env=environment, start_new_session=True)]
         return processes, processes[0].pid
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+    port = free_port()
     processes = []
     for rank in range(2):
         variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}

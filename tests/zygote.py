@@ -38,7 +38,7 @@ import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from forked import REFUSED, Process, Refused, receive
+from forked import REFUSED, Process, Refused, kill_group, receive
 
 ROOT = Path(__file__).resolve().parents[1]
 PATHS = [str(ROOT / folder) for folder in ("src", "tests", "tests/emulated_gpu", "examples")]
@@ -165,7 +165,7 @@ class Zygote:
             for key, _ in self._selector.select():
                 if key.fd == sys.stdin.fileno():
                     for process in self._running:
-                        _kill(process)
+                        kill_group(process)
                     os._exit(0)
                 elif key.fd == self._ends:
                     os.read(self._ends, 4096)
@@ -179,7 +179,7 @@ class Zygote:
                     with contextlib.suppress(KeyError, ValueError):  # its end was reported a moment ago
                         self._selector.unregister(key.fileobj)
                     for process in [one for one, connection in self._running.items() if connection is key.fileobj]:
-                        _kill(process)
+                        kill_group(process)
 
     def _answer(self, connection: socket.socket) -> Callable[[], None] | None:
         """Fork for one request. Returns what to run, in the fork."""
@@ -229,12 +229,6 @@ class Zygote:
             os.close(end)
         for other in (self._listener, connection, *self._running.values()):
             other.close()
-
-
-def _kill(process: int) -> None:
-    for kill in (os.killpg, os.kill):  # the group exists once the fork has run its first lines
-        with contextlib.suppress(ProcessLookupError):
-            kill(process, signal.SIGKILL)
 
 
 def _read_at_import(variables: Mapping[str, str]) -> dict[str, str]:

@@ -29,6 +29,8 @@ CONNECT_SECONDS = 2.0
 # How long a ring that takes leave waits for its neighbours to close their ends. A connection that is closed with
 # something unread is reset, and a reset takes away what the other end has not read yet: the leave.
 LEAVING_SECONDS = 1.0
+# How long a ring that has news waits, before it takes leave, for neighbours that are not connected yet.
+NEWS_SECONDS = 3.0
 # How often the next rank's address is looked for: often at first, as its process starts beside this one.
 FIRST_LOOK, LAST_LOOK = 0.01, 1.0
 NEWS_KEPT = 64
@@ -140,6 +142,7 @@ class Ring:
                 self._call_next()
             self._listen_once(max(0.0, min(next_tick, self._look_at) - time.monotonic()))
         if self._leaves:
+            self._wait_for_neighbours()
             self._take_leave()
 
     def stop(self, leave: bool = True) -> None:
@@ -148,6 +151,14 @@ class Ring:
         self._closed = True
         with contextlib.suppress(OSError):
             self._waker.send(b"x")
+
+    def _wait_for_neighbours(self) -> None:
+        """One that starts later than this rank ends would not hear what this rank knows, and blame this rank."""
+        deadline = time.monotonic() + NEWS_SECONDS
+        while self._latest and not self.complete and (left := deadline - time.monotonic()) > 0:
+            if time.monotonic() >= self._look_at:
+                self._call_next()
+            self._listen_once(max(0.0, min(left, self._look_at - time.monotonic())))
 
     def _take_leave(self) -> None:
         for peer in self._peers:
@@ -281,9 +292,11 @@ class Ring:
             self._peers.remove(peer)
         peer.connection.close()
         self._look_at = 0.0
-        if self._closed or peer.rank is None or not peer.confirmed:
+        if peer.rank is None or not peer.confirmed:
             return
-        if not peer.left:
+        if self._closed:
+            self._gone.add(peer.rank)
+        elif not peer.left:
             self._lose(peer.rank)
         elif peer.rank not in self._gone:
             self._gone.add(peer.rank)

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from penstock.runtime.failures.board import FailureBoard, PipelineFailure
 from penstock.runtime.failures.position import difference
-from penstock.runtime.failures.ring import Ring
+from penstock.runtime.failures.ring import NEWS_SECONDS, Ring
 from penstock.runtime.threads import start_thread
 
 T = TypeVar("T")
@@ -117,7 +117,7 @@ class Watch:
         """End the thread and close the connections."""
         self._ring.stop(leave)
         if threading.current_thread() is not self._thread:
-            self._thread.join(2 * TICK_SECONDS)
+            self._thread.join(2 * TICK_SECONDS + NEWS_SECONDS)
 
     # -- the thread ------------------------------------------------------------------------------------------------
 
