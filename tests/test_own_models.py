@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 import penstock
 from own_models import GPT, OWN_MODELS, OwnModel
 from penstock import HeterogeneousParallelPlugin, PipelineTemplate
+from penstock.checkpoint.contents import merge_checkpoint
 from penstock.modeling.graph.loss import loss_of
 from penstock.modeling.graph.units import list_units
 from pool import Pool
@@ -135,7 +136,9 @@ def test_a_model_of_ones_own_is_trained_evaluated_and_saved_as_the_unsplit_one(
         for key, tensor in held.items():
             if key in state:
                 torch.testing.assert_close(tensor, state[key], rtol=EXACT, atol=EXACT)
-    for content in (torch.load(tmp_path / "merged/pytorch_model.bin"), load_file(tmp_path / "safe/model.safetensors")):
+    assert merge_checkpoint(tmp_path / "parallel", tmp_path / "command") == ["model.safetensors"]
+    saved = [load_file(tmp_path / folder / "model.safetensors") for folder in ("safe", "command")]
+    for content in (torch.load(tmp_path / "merged/pytorch_model.bin"), *saved):
         fresh = own.build()
         fresh.load_state_dict(content)
         for key, tensor in fresh.state_dict().items():

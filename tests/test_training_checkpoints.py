@@ -364,6 +364,28 @@ def test_inspect_names_what_is_damaged_and_merge_refuses_it(tmp_path: Path) -> N
     assert runner.invoke(app, ["inspect", str(tmp_path / "nowhere")]).exit_code == 1
 
 
+class Derived(transformers.GPT2LMHeadModel):
+    """A class of the user's own, which the command does not know."""
+
+
+@pytest.mark.parametrize("lacking", [False, True])
+def test_merge_says_where_a_model_that_it_does_not_know_can_be_merged(tmp_path: Path, lacking: bool) -> None:
+    config = FAMILIES["gpt2"].build(dtype=torch.float32, n_layer=2).config
+    model = (transformers.GPT2LMHeadModel if lacking else Derived)(config)
+    penstock.save_checkpoint(tmp_path / "run", model=model, step=1)
+    (step,) = (tmp_path / "run").iterdir()
+    if lacking:
+        (step / "config.json").unlink()
+    refused = CliRunner().invoke(app, ["merge", str(tmp_path / "run"), str(tmp_path / "out")])
+    said = " ".join(refused.output.split())  # lines are wrapped
+    assert refused.exit_code == 1 and not (tmp_path / "out").exists()
+    if lacking:
+        assert "holds a GPT2LMHeadModel of transformers, but no config.json" in said
+    else:
+        assert "holds a Derived, which is no class of transformers: where it is defined, call" in said
+        assert "model.from_parallelized(" in said and "model.save_pretrained(folder)" in said
+
+
 def large() -> Any:
     """A model with weights of 100 MB."""
     torch.manual_seed(1)

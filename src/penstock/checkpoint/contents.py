@@ -8,9 +8,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedModel
+from transformers.utils import CONFIG_NAME
 
+from penstock.modeling.instrumentation import record_of
 from penstock.modeling.weights.initialise import meta_model, resolve_model_class
 
 from .comm import SoloComm
@@ -168,27 +171,26 @@ def merge_checkpoint(
 ) -> list[str]:
     """Make of a parallel checkpoint, or of the newest one in a folder, the folder that `save_pretrained` would write.
 
-    No more than one shard is in memory at a time. Values are compared with their checksums as they are read.
+    No more than one shard is in memory at a time. Values are compared with their checksums as they are read. Of a
+    module that is no model of transformers the folder has the file of weights alone, with every name of its
+    `state_dict()`.
 
     Returns:
         the names of the files of weights.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, or `destination` cannot be written. A checkpoint that was there
-            is intact then. ValueError: transformers does not have the model's class.
+        CheckpointError: the checkpoint is damaged, its model's class is derived from one of transformers' and not
+            known here, or `destination` cannot be written. A checkpoint that was there is intact then.
     """
     path, directory = newest_checkpoint(source), os.path.abspath(destination)
     manifest = contents_of(path)
     options = SaveOptions(safe_serialization=safe_serialization, max_shard_size=max_shard_size)
-    config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    model = meta_model(resolve_model_class(config), config)
-    if type(model).__name__ != manifest.model_class:
-        raise CheckpointError(
-            f"{path} holds a {manifest.model_class}, but its config.json is of {type(model).__name__}"
-        )
-    state = _WholeTensors(path, manifest)
-    _check_complete(path, model, state)
-    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    model, state = _model_of(path, manifest), _WholeTensors(path, manifest)
+    if isinstance(model, PreTrainedModel):
+        _check_complete(path, model, state)
+        parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    else:
+        parameters = set(state)
     holdings = {name: Holding(*state.describe(name), name in parameters) for name in state}
     form = ModelFolder(model, options)
     try:
@@ -208,6 +210,31 @@ def merge_checkpoint(
     finally:
         state.close()
     return [shard.file_name for shard in plan.shards]
+
+
+def _model_of(path: str, manifest: Manifest) -> nn.Module:
+    """The model without its weights; an empty module that is tied alike if it is none of transformers'."""
+    if not os.path.exists(os.path.join(path, CONFIG_NAME)):
+        if hasattr(transformers, manifest.model_class):
+            raise CheckpointError(f"{path} holds a {manifest.model_class} of transformers, but no {CONFIG_NAME}")
+        empty = nn.Module()
+        record_of(empty).aliases = [tuple(names) for names in manifest.tied]
+        return empty
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        model = meta_model(resolve_model_class(config), config)
+    except ValueError as error:
+        if hasattr(transformers, manifest.model_class):
+            raise
+        raise CheckpointError(
+            f"{path} holds a {manifest.model_class}, which is no class of transformers: where it is defined, call "
+            f"model.from_parallelized({path!r}), on any number of ranks, and model.save_pretrained(folder)"
+        ) from error
+    if type(model).__name__ != manifest.model_class:
+        raise CheckpointError(
+            f"{path} holds a {manifest.model_class}, but its config.json is of {type(model).__name__}"
+        )
+    return model
 
 
 def _check_complete(path: str, model: nn.Module, state: _WholeTensors) -> None:
