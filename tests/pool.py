@@ -71,8 +71,9 @@ class Worker:
             return file.read().decode(errors="replace")[-6000:]
 
     def stop(self) -> None:
-        kill_group(self.process.pid)
-        self.process.wait()
+        if self.process.poll() is None:  # else its number may be another's by now
+            kill_group(self.process.pid)
+            self.process.wait()
         self.connection.close()
 
 

@@ -135,7 +135,7 @@ class Membership:
         self._warned = False
         meeting.put(f"beat/{self.id}", "0")
         meeting.put(f"member/{self.id}", self.record.to_json())
-        start_thread(self._live, name="penstock-member")
+        self._thread = start_thread(self._live, name="penstock-member")
 
     def watch(
         self, generation: int, members: Sequence[int], fail: Callable[[str, Sequence[int]], None], patience: float
@@ -159,6 +159,8 @@ class Membership:
         if goodbye:
             with contextlib.suppress(*STORE_ERRORS):
                 self.meeting.put(f"gone/{self.id}", "1")
+        if threading.current_thread() is not self._thread:
+            self._thread.join(2 * BEAT_SECONDS)
 
     def _after(self, members: Sequence[int]) -> Sequence[int]:
         """The member that this one looks after."""

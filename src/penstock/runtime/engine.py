@@ -418,7 +418,9 @@ class Engine:
         return made
 
     def close(self) -> None:
-        """Give up the process groups. The model keeps its weights but runs no more steps."""
+        """Give up the process groups, and an elastic run. The model keeps its weights but runs no more steps."""
+        if self.run is not None:
+            self.run.close()
         self.dissolve()
 
     # -- what it is ------------------------------------------------------------------------------------------------
