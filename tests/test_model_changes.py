@@ -181,3 +181,49 @@ def test_what_cannot_be_done_to_a_stage_is_refused_by_name(pool: Pool) -> None:
             assert "save_pretrained()" in found[name]
         assert "resize_token_embeddings(200)" in found["resize"] and "before initialize()" in found["resize"]
         assert float(found["loss"]) == pytest.approx(loss, rel=1e-5)
+
+
+def move_away(on: int | None) -> dict[str, str]:
+    """What each use says after a step, once the model, or a block of the rank `on`, is on the meta device."""
+    model = parallelize(build(torch.float32), 2)
+    inputs = batch("causal", 4)
+    run_step(model, inputs)
+    if on is None:
+        model.to("meta")
+    elif on == model.pipeline.rank:
+        model.transformer.h[3].to("meta")
+    uses: dict[str, Any] = {
+        "train": lambda: run_step(model, inputs),
+        "evaluate": lambda: evaluate(model, inputs),
+        "generate": lambda: model.generate(inputs["input_ids"][:2, :4], max_new_tokens=2, do_sample=False),
+        "clip": lambda: model.clip_grad_norm_(1.0),
+        "copy": lambda: run_step(copy.deepcopy(model), inputs),
+    }
+    found = {}
+    for name, use in uses.items():
+        try:
+            found[name] = f"nothing, but {use()}"
+        except RuntimeError as error:
+            found[name] = f"{type(error).__name__}: {error}"
+            if isinstance(error, penstock.PipelineFailure):
+                break
+    return found
+
+
+def evaluate(model: Any, inputs: Any) -> float:
+    with torch.no_grad():
+        return float(model(**inputs).loss)
+
+
+def test_a_model_that_was_moved_is_refused_before_anything_is_sent(pool: Pool) -> None:
+    for rank, found in enumerate(pool.run(2, move_away, None, timeout=30)):
+        assert len(found) == 5
+        for said in found.values():
+            assert said.startswith(f"RuntimeError: transformer.{'h.2.ln_1' if rank else 'wte'}.weight is on meta")
+            assert "compute on cpu" in said and "initialize() another model, as this one has lost its values" in said
+
+
+def test_the_rank_whose_part_was_moved_says_so_and_the_others_hear_of_it(pool: Pool) -> None:
+    waiting, moved = pool.run(2, move_away, 1, timeout=60)
+    assert all("RuntimeError: transformer.h.3." in said and "is on meta" in said for said in moved.values()), moved
+    assert len(moved) == 5 and len(waiting) == 1 and "PipelineFailure" in waiting["train"]

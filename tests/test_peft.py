@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import json
 from collections.abc import Callable
@@ -184,6 +185,44 @@ def test_a_rank_with_nothing_to_train_has_an_optimizer_and_a_scaler(pool: Pool) 
     assert [step[1] for step in first] == [step[1] for step in last] == [2.0**10, 2.0**9, 2.0**9]
     assert [step[2] for step in last] == [True, False, True]
     assert last[2][0] < last[0][0] and not any(step[2] for step in first)
+
+
+def copied(model: Any, step: Callable[[Any, Any], float], folder: Path) -> tuple[list[float], dict[str, Any]]:
+    """What is done to a copy of a model that was trained: compiled, trained, clipped, loaded, merged."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    step(model, batch("causal", 4))
+    optimizer.step()
+    made = copy.deepcopy(model)
+    if isinstance(made, penstock.PipelineModel):
+        made.compile(backend="eager")
+    made.zero_grad()
+    losses = [step(made, batch("causal", 4, seed=1))]
+    clip = made.clip_grad_norm_ if hasattr(made, "clip_grad_norm_") else None
+    norm = clip(0.1) if clip else torch.nn.utils.clip_grad_norm_(made.parameters(), 0.1)
+    torch.optim.SGD(made.parameters(), lr=0.5).step()
+    made.save_pretrained(folder)
+    with torch.no_grad():
+        losses += [float(norm), float(made(**batch("causal", 4)).loss), float(model(**batch("causal", 4)).loss)]
+    merged = made.merge_and_unload()
+    merged.requires_grad_(True)
+    return [*losses, step(merged, batch("causal", 4, seed=2))], gradients_of(merged)
+
+
+def split_copied(folder: Path, stages: int) -> tuple[list[float], dict[str, Any]]:
+    with kept_in_double():
+        return copied(parallelize(adapted(), stages), split_step, folder)
+
+
+@pytest.mark.parametrize(("ranks", "stages"), [(2, 2), (4, 2)])
+def test_a_copy_is_compiled_trained_saved_and_merged(pool: Pool, tmp_path: Path, ranks: int, stages: int) -> None:
+    with kept_in_double():
+        losses, gradients = copied(adapted(), plain_step, tmp_path / "plain")
+    assert len(set(losses)) == len(losses)
+    for found, theirs in pool.run(ranks, split_copied, tmp_path / "split", stages, timeout=120):
+        assert found == pytest.approx(losses, rel=1e-9)
+        assert_same_gradients(theirs, gradients, 1e-9)
+    for adapter in ("", "other"):
+        assert_same_adapter(tmp_path / "split" / adapter, tmp_path / "plain" / adapter)
 
 
 def reload(folder: Path) -> None:

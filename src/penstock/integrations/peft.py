@@ -7,6 +7,7 @@ the whole model: counting, saving, merging, and what cannot be done to a model o
 
 from __future__ import annotations
 
+import copy
 import inspect
 import os
 import shutil
@@ -27,6 +28,7 @@ from penstock.modeling.instrumentation import mix_in, original_class, record_of
 from penstock.modeling.placeholders.ghosts import is_ghost, shown_whole
 from penstock.pipeline_model import STAND_IN, PipelineModel, checkpoint_comms, stand_in_of
 from penstock.runtime.comm.rollcall import Call
+from penstock.runtime.engine import Engine
 
 T = TypeVar("T")
 
@@ -49,6 +51,17 @@ class PipelinePeftModel(PipelineModel):
     def base(self) -> Any:
         """The parallelised transformers model inside."""
         return cast(PeftModel, self).get_base_model()
+
+    @property
+    def pipeline(self) -> Engine:
+        """What runs the model inside."""
+        engine: Engine = self.base.pipeline
+        return engine
+
+    @property
+    def _known_engine(self) -> Engine:
+        engine: Engine = self.base._known_engine
+        return engine
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As `PipelineModel`'s: a training step's iterator, or with gradients disabled one output.
@@ -102,6 +115,15 @@ class PipelinePeftModel(PipelineModel):
             NotImplementedError: says what to do.
         """
         raise NotImplementedError(f"delete the adapter {adapter_name} before penstock.initialize() splits the model")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PipelineModel:
+        """See `PipelineModel`."""
+        # What is between this and the model inside hands on to that what it does not have: a `__deepcopy__`, too.
+        tuner: Any = cast(PeftModel, self).base_model
+        kind: Any = type(tuner)
+        made = memo[id(tuner)] = kind.__new__(kind)
+        made.__setstate__(copy.deepcopy(vars(tuner), memo))
+        return super().__deepcopy__(memo)
 
     def extra_repr(self) -> str:
         """The model inside says which part of it this rank holds."""

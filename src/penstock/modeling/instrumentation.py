@@ -116,6 +116,11 @@ def _types_in(module: nn.Module) -> list[torch.dtype]:
     return [tensor.dtype for tensor in tensors if tensor is not None]
 
 
+def _devices_of(module: nn.Module) -> set[torch.device]:
+    """Where a module's tensors are."""
+    return {tensor.device for tensor in chain(module.parameters(), module.buffers())}
+
+
 def _replace_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
     """Give `tensor` other data, and leave it the object it is, as `nn.Module.to` does."""
     if torch._has_compatible_shallow_copy_type(tensor, data):
@@ -164,13 +169,14 @@ class Interceptor:
 
     Attributes:
         converted: whether one of them was given another type since somebody reset this.
+        moved: likewise, whether one of them was moved to another device.
     """
 
-    __slots__ = ("converted", "handler")
+    __slots__ = ("converted", "handler", "moved")
 
     def __init__(self) -> None:
         self.handler: Handler | None = None
-        self.converted = False
+        self.converted = self.moved = False
 
     def install(self, modules: Mapping[str, nn.Module]) -> None:
         """Route the calls of `modules` to the handler."""
@@ -229,11 +235,12 @@ class _InterceptedModule:
         return handler.call(unit, self, args, kwargs)
 
     def _apply(self: Any, fn: Any, recurse: bool = True) -> Any:
-        before = _types_in(self)
+        types, devices = _types_in(self), _devices_of(self)
         _convert_absent(self, fn)
         applied = super()._apply(fn, recurse)  # type: ignore[misc]  # a mixin
-        if _types_in(self) != before:
-            self.__dict__[_ATTRIBUTE].intercepted.interceptor.converted = True
+        interceptor = self.__dict__[_ATTRIBUTE].intercepted.interceptor
+        interceptor.converted = interceptor.converted or _types_in(self) != types
+        interceptor.moved = interceptor.moved or _devices_of(self) != devices
         return applied
 
     def __reduce_ex__(self, protocol: Any) -> Any:

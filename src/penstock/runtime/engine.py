@@ -28,7 +28,7 @@ from penstock.data.placing import place
 from penstock.modeling.graph.loss import Criterion
 from penstock.modeling.instrumentation import known_of
 from penstock.modeling.stage.named_output import Form
-from penstock.modeling.stage.split import SplitModel
+from penstock.modeling.stage.split import SplitModel, refuse_elsewhere
 from penstock.planning.layout import Layout, Place
 from penstock.runtime.boundary.boundaries import Boundaries
 from penstock.runtime.boundary.p2p import P2PChannels
@@ -83,6 +83,8 @@ ScheduleMaker = Callable[[int], Schedule]
 # counts as had if the re-formation fails and another is tried.
 Values = Callable[["Engine", Mapping[str, torch.Tensor], MutableMapping[str, torch.Tensor]], None]
 DEFAULT_MICROBATCHES_PER_STAGE = 4
+# Calls that need the model where its stages compute, beside steps and evaluations.
+COMPUTING = frozenset({Call.GENERATE, Call.CLIP, Call.NORM})
 
 
 def parallelize(
@@ -401,7 +403,7 @@ class Engine:
         """An engine of the same layout for a copy of the model. All ranks of the layout call this together.
 
         Raises:
-            NotImplementedError: the weights are sharded.
+            NotImplementedError: the weights are sharded. RuntimeError: the copy was moved to another device.
         """
         if self.split.tensor_parallel is not None:
             raise NotImplementedError(
@@ -409,6 +411,7 @@ class Engine:
                 "another whole model, or save this one and load it"
             )
         self._refuse_if_over()
+        refuse_elsewhere(model, self.device)
         split = SplitModel(model, self.split.stages, self.split.local_stages, aliases=self.split.aliases)
         made = Engine(
             split, self.layout, self._make_schedule, self.device, num_microbatches=self.num_microbatches,
@@ -608,6 +611,8 @@ class Engine:
         """
         self._refuse_if_over()
         self._open_step.refuse(str(call))
+        if call in COMPUTING:
+            self.split.refuse_if_moved(self.device)
         with self.context.interrupts.held(), self.board.call(str(call), world=everyone):
             try:
                 said: Mapping[int, Sequence[int]] = self.roll_call.take(call, settings, everyone)
@@ -784,6 +789,7 @@ class Engine:
         criterion: Criterion | None = None,
     ) -> StepInputs:
         self._refuse_if_over()
+        self.split.refuse_if_moved(self.device)
         refuse_tuples(self.split.model, microbatches)
         refuse_wrong_types(microbatches)
         hosts = None

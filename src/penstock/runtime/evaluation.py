@@ -98,27 +98,31 @@ def share_output(output: Any, context: RankContext, form: Form | None = None) ->
     if dist.get_world_size(group) == 1:
         return output
     is_source = context.rank == source
+    skeleton: list[Any] = [None]
     leaves: list[Any] = []
-    structure: list[Any] = [None]
     if is_source and output is not None:
         leaves, spec = pytree.tree_flatten(dict(output))
-        are_tensors = [isinstance(leaf, torch.Tensor) for leaf in leaves]
-        plain = [None if is_tensor else leaf for leaf, is_tensor in zip(leaves, are_tensors, strict=True)]
-        structure = [(type(output) if form is None else None, spec, plain, are_tensors)]
-    dist.broadcast_object_list(structure, source, group=control)
-    if structure[0] is None:
+        marked = [_Tensor() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        # Not the spec itself: torch warns of its own class when one is unpickled.
+        skeleton = [(type(output) if form is None else None, pytree.tree_unflatten(marked, spec))]
+    dist.broadcast_object_list(skeleton, source, group=control)
+    if skeleton[0] is None:
         return None
-    kind, spec, plain, are_tensors = structure[0]
+    kind, content = skeleton[0]
+    marked, spec = pytree.tree_flatten(content)
     tensors = [leaf.detach().contiguous() for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    specs = broadcast_specs(
-        [TensorSpec.of(t) for t in tensors] if is_source else None, sum(are_tensors), source, control
-    )
+    count = sum(isinstance(leaf, _Tensor) for leaf in marked)
+    specs = broadcast_specs([TensorSpec.of(t) for t in tensors] if is_source else None, count, source, control)
     if not is_source:
-        tensors = [spec.empty(context.device) for spec in specs]
+        tensors = [one.empty(context.device) for one in specs]
     for tensor in tensors:
         broadcast_tensor(tensor, source, group)
     if is_source:
         return output
     received = iter(tensors)
-    merged = [next(received) if is_tensor else leaf for leaf, is_tensor in zip(plain, are_tensors, strict=True)]
+    merged = [next(received) if isinstance(leaf, _Tensor) else leaf for leaf in marked]
     return output_of(form or kind, pytree.tree_unflatten(merged, spec))
+
+
+class _Tensor:
+    """Stands for a tensor of an output whose other parts are sent as they are."""

@@ -250,6 +250,12 @@ class SplitModel:
         """The type of the local parameters."""
         return next((p.dtype for p in self.model.parameters() if p.is_floating_point()), torch.get_default_dtype())
 
+    def refuse_if_moved(self, device: torch.device) -> None:
+        """Raise RuntimeError if the model was moved away from `device`, where its stages compute."""
+        if self._interceptor.moved:
+            refuse_elsewhere(self.model, device)
+            self._interceptor.moved = False
+
     def plan(
         self,
         inputs: Mapping[str, Any],
@@ -476,6 +482,18 @@ def _under(mode: HostValues, evaluate: Callable[[], Any]) -> Any:
 def _copied(argument: Any) -> Any:
     """An argument that may be written to; a cache is meant to be."""
     return argument.clone() if isinstance(argument, torch.Tensor) else argument
+
+
+def refuse_elsewhere(model: nn.Module, device: torch.device) -> None:
+    """Raise RuntimeError if a tensor of this rank's part of a model is not on `device`, where its stages compute."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.device.type != device.type or device.index not in (None, tensor.device.index):
+            remedy = "initialize() another model, as" if tensor.is_meta else f"call model.to({str(device)!r}), or"
+            lost = "this one has lost its values" if tensor.is_meta else "leave it where initialize() has put it"
+            raise RuntimeError(
+                f"{name} is on {tensor.device}, but this rank's stages compute on {device}: the model was moved after "
+                f"it was parallelised; {remedy} {lost}"
+            )
 
 
 def checked_placement(
