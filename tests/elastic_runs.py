@@ -150,7 +150,7 @@ def undisturbed(steps: int, **environment: str) -> dict[int, float]:
     with tempfile.TemporaryDirectory() as folder:
         run = Run(Path(folder), steps, 1, store="", **environment)
         member = run.start()
-        run.wait()
+        run.wait(max(120.0, 0.5 * steps))
         path = Path(folder) / "undisturbed.jsonl"
         assert member.status == 0, member.printed()
         notes = [json.loads(line) for line in path.read_text().splitlines()]

@@ -10,6 +10,7 @@ undisturbed one, of a single process.
 
 from __future__ import annotations
 
+import datetime
 import faulthandler
 import json
 import os
@@ -21,6 +22,7 @@ from typing import Any
 
 import torch
 
+import penstock.elastic.run as elastic_run
 import penstock.runtime.engine as engine
 from families import FAMILIES, VOCABULARY
 from penstock import Booster, CheckpointManager, Elastic, HeterogeneousParallelPlugin, PipelineTemplate
@@ -75,6 +77,8 @@ def main(store: str, folder: str, steps: int, start: int, *orders: str) -> None:
     else:
         plugin = HeterogeneousParallelPlugin(**options)
         plugin.set_pipelines([PipelineTemplate.balanced(model, 1)], [GLOBAL_BATCH // MICROBATCH])
+    if "FORMING" in os.environ:  # seconds
+        elastic_run.FORMING = datetime.timedelta(seconds=float(os.environ["FORMING"]))
     booster = Booster(plugin=plugin)
     done: set[str] = set()
 

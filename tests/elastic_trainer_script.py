@@ -93,6 +93,7 @@ def main(store: str, folder: str, steps: int, start: int, *orders: str) -> None:
                 note(done=state.global_step - 1, scale=None, rate=logs["learning_rate"], first=first, **logs)
             elif "eval_loss" in logs:
                 note(evaluated=state.global_step, first=first, **logs)
+                here("evaluated")
 
     class Noticed(PipelineTrainer):
         def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -121,12 +122,13 @@ def main(store: str, folder: str, steps: int, start: int, *orders: str) -> None:
         disable_tqdm=bool(os.environ.get("SILENT")),
         dataloader_pin_memory=False,
     )
+    patience = EarlyStoppingCallback(100)
     with kept_in_double():
         given = {
             "train_dataset": Rows(),
             "eval_dataset": [Rows()[index] for index in range(16)],
             "compute_metrics": lambda found: {"mean": float(found.predictions.mean())},
-            "callbacks": [Telling(), EarlyStoppingCallback(100)],
+            "callbacks": [Telling(), patience],
         }
         trainer: Any
         if alone:
@@ -142,7 +144,7 @@ def main(store: str, folder: str, steps: int, start: int, *orders: str) -> None:
         {k: v for k, v in one.items() if not any(word in k for word in ("runtime", "second", "time"))}
         for one in trainer.state.log_history
     ]
-    note(changes=changes, history=history, at=time.time())
+    note(changes=changes, history=history, worse=patience.early_stopping_patience_counter, at=time.time())
 
 
 if __name__ == "__main__":

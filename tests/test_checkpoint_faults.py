@@ -223,10 +223,10 @@ def test_an_unwritable_place_is_named(tmp_path) -> None:
 def test_a_failure_just_before_the_commit_changes_nothing(name: str, saved, monkeypatch) -> None:
     original = files.write_bytes
 
-    def failing(path: str, content: bytes) -> None:
+    def failing(path: str, content: bytes, *behind) -> None:
         if name in path:
             raise CheckpointError(f"cannot write {path}: no space")
-        original(path, content)
+        original(path, content, *behind)
 
     for module in ("staging", "save"):
         monkeypatch.setattr(f"penstock.checkpoint.{module}.write_bytes", failing)

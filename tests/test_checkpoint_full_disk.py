@@ -17,7 +17,7 @@ import torch.distributed as dist
 import penstock
 from checkpoint_ranks import assert_hold_together, in_fork, load, raised, save, scramble, split_copies
 from families import FAMILIES
-from penstock.checkpoint import CheckpointError, SoloComm, files, save_object, save_pretrained
+from penstock.checkpoint import CheckpointError, SoloComm, files, save_object
 from pool import Pool
 
 
@@ -121,14 +121,14 @@ def test_every_step_of_a_save_tells_why_it_could_not_write(
     with monkeypatch.context() as patch:
         if where == "weights":
             patch.setattr(files, "flush_file", failing)
-        elif where == "configuration":
-            patch.setattr(save_pretrained, "flush_file", failing)
         elif where == "folder":
             patch.setattr(os, "mkdir", failing)
         else:
             # Only small files that are written whole come here with a descriptor that can be asked for its name.
+            small = "/config.json" if where == "configuration" else "manifest.staged"
+
             def fail_some(descriptor: int) -> None:
-                if os.readlink(f"/proc/self/fd/{descriptor}").endswith("manifest.staged"):
+                if os.readlink(f"/proc/self/fd/{descriptor}").endswith(small):
                     raise error
                 original(descriptor)
 

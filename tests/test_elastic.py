@@ -8,10 +8,21 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
 import elastic_runs
-from penstock import Elastic, HeterogeneousParallelPlugin
+from families import FAMILIES
+from penstock import (
+    Booster,
+    Elastic,
+    HeterogeneousParallelPlugin,
+    PipelineTemplate,
+    load_checkpoint,
+    save_checkpoint,
+)
 from penstock.checkpoint import find_checkpoints
+from penstock.runtime.comm.bootstrap import leave_world
+from pool import Pool
 
 STEPS = 12
 EXACT = 1e-9
@@ -118,6 +129,57 @@ def test_a_process_comes_in_though_another_is_killed_meanwhile(tmp_path: Path) -
     assert min(joiner.losses) in (5, 6, 7)
 
 
+def test_a_process_with_other_settings_is_refused_and_the_run_goes_on(tmp_path: Path) -> None:
+    run = elastic_runs.Run(tmp_path, STEPS, 2)
+    members = [run.start("await@3/loop"), run.start()]
+    run.begin()
+    run.environment["PLUGIN"] = '{"max_norm": 0.25}'
+    other = run.start()
+    run.wait()
+    assert_as_undisturbed(run, members)
+    assert other.status == 1 and not other.losses, run.printed()
+    assert "its model or its settings are not those of the run" in other.printed()
+    assert all(not change["joined"] and not change["lost"] for change in members[0].end["changes"])
+
+
+def save_where_it_is_refused(store: str, folder: str) -> tuple[list[str], int]:
+    """A process of its own trains a step: what saves in the middle of it say, and the step of the one after it."""
+    model = FAMILIES["gpt2"].build()
+    templates = [PipelineTemplate.balanced(model, 1)]
+    elastic = Elastic(store, start=1, copies=1, templates=templates, leave_on_sigterm=False)
+    plugin = HeterogeneousParallelPlugin(elastic=elastic, global_batch_size=4, microbatch_size=2)
+    booster = Booster(plugin=plugin)
+    rows = [{"input_ids": row, "labels": row} for row in torch.arange(3, 51).view(8, 6)]
+    loader = plugin.prepare_dataloader(rows)
+    given = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)}
+    model, given["optimizer"], _, loader, _ = booster.boost(model, given["optimizer"], None, loader, None)
+    refused = []
+    booster.execute_pipeline(iter(loader), model, None, given["optimizer"])
+    for options in ({}, {"asynchronous": True}, {"step": 7}):
+        if options:
+            given["optimizer"].step()
+        with pytest.raises(ValueError, match="with elastic=") as caught:
+            save_checkpoint(folder, model=model, **given, **options)
+        refused.append(str(caught.value))
+        assert not Path(folder).exists()
+    save_checkpoint(folder, model=model, **given)
+    found = load_checkpoint(folder, model=model, **given)
+    plugin.run.close()
+    leave_world()
+    return refused, found.step
+
+
+def test_saves_that_an_elastic_run_could_not_repeat_are_refused(pool: Pool, tmp_path: Path) -> None:
+    store, folder = tmp_path.joinpath("store").as_uri(), str(tmp_path / "run")
+    (((accumulating, asynchronous, numbered), step),) = pool.run(
+        1, save_where_it_is_refused, store, folder, init=False, timeout=60
+    )
+    assert "call save_checkpoint after optimizer.step(), not in the middle of an accumulation" in accumulating
+    assert "asynchronous=True is not possible" in asynchronous
+    assert "the step is booster.step, which is 2, got 7" in numbered
+    assert step == 2
+
+
 def test_a_process_killed_in_a_save_leaves_the_others_a_whole_checkpoint(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     run = elastic_runs.Run(tmp_path, STEPS, 4, CHECKPOINTS=str(folder))
@@ -179,7 +241,8 @@ def test_training_goes_on_without_the_store_until_somebody_is_lost(tmp_path: Pat
 
 @pytest.mark.slow
 def test_a_process_that_is_only_slow_stays(tmp_path: Path) -> None:
-    run = elastic_runs.Run(tmp_path, STEPS, 2, HANG="4")
+    """The others wait for it for longer than they would to meet it."""
+    run = elastic_runs.Run(tmp_path, STEPS, 2, HANG="4", FORMING="6")
     members = [run.start("sleep@2/forward"), run.start()]
     run.wait()
     assert_as_undisturbed(run, members)

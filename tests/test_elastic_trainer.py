@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
-from transformers import TrainingArguments
+from transformers import EarlyStoppingCallback, TrainingArguments
 
 import elastic_trainer_script
 from elastic_runs import Run
@@ -57,25 +60,59 @@ def history_of(notes: list[dict[str, Any]]) -> list[dict[str, float]]:
 
 def test_processes_are_lost_in_steps_and_evaluations_and_one_joins(tmp_path: Path) -> None:
     expected = undisturbed(tmp_path / "plain")
-    run = TrainerRun(tmp_path, STEPS, 4)
+    run = TrainerRun(tmp_path, STEPS, 5)
     run.start("kill@2/forward")  # rank 0
     run.start("kill@4/evaluation")
+    run.start("kill@4/evaluated")  # when the others have evaluated as well, which they do once more
     stays = run.start("await@6/begin")
     run.start("leave@8/between")
     run.begin()
     joins = run.start()
     run.wait()
-    assert [member.status for member in run.members] == [-9, -9, 0, 0, 0], run.printed()
+    assert [member.status for member in run.members] == [-9, -9, -9, 0, 0, 0], run.printed()
     for member in (stays, joins):
         assert_same_history(history_of(member.notes)[:-1], history_of(expected)[:-1])
         train_loss = [history_of(notes)[-1]["train_loss"] for notes in (member.notes, expected)]
         assert train_loss[0] == pytest.approx(train_loss[1], rel=1e-6)
+        assert member.end["worse"] == expected[-1]["worse"] > 0
     assert_same_weights(tmp_path / "final", tmp_path / "plain" / "final")
     changes = stays.end["changes"]
-    assert [bool(change["lost"]) for change in changes] == [True, True, False, False]
+    assert [bool(change["lost"]) for change in changes] == [True, True, True, False, False]
     # One process at a time logs as the first.
     logged = [note["done"] for member in run.members for note in member.notes if "done" in note and note["first"]]
     assert sorted(logged) == list(range(STEPS)), run.printed()
+
+
+class Repeating:
+    """An elastic run in which whatever is to be done is done again for the sake of a rank that did not see its end."""
+
+    performing, decision = False, None
+    engine = SimpleNamespace(together=lambda call: nullcontext({}))
+
+    def do(self, work: Callable[[], Any]) -> Any:
+        work()
+        return work()
+
+
+def test_what_is_done_again_for_others_leaves_nothing_behind(tmp_path: Path) -> None:
+    plugin = HeterogeneousParallelPlugin(
+        elastic=Elastic(tmp_path.joinpath("store").as_uri()), global_batch_size=8, microbatch_size=2
+    )
+    arguments = TrainingArguments(str(tmp_path), per_device_train_batch_size=2, report_to="none", use_cpu=True)
+    patience = EarlyStoppingCallback(100)
+    trainer = PipelineTrainer(FAMILIES["gpt2"].build(), arguments, parallelism=plugin, callbacks=[patience])
+    plugin.run = Repeating()  # type: ignore[assignment]  # what the Trainer asks of one
+
+    def evaluate() -> int:
+        trainer.state.log_history.append({"eval_loss": 1.0})
+        patience.early_stopping_patience_counter += 1
+        trainer.control.should_save = len(trainer.state.log_history) == 1
+        trainer.model.eval()
+        return len(trainer.state.log_history)
+
+    assert trainer._surviving(evaluate) == 1
+    assert trainer.state.log_history == [{"eval_loss": 1.0}] and patience.early_stopping_patience_counter == 1
+    assert trainer.control.should_save and not trainer.model.training
 
 
 def test_a_process_is_killed_in_a_save_and_the_run_is_resumed_by_another_number(tmp_path: Path) -> None:

@@ -152,6 +152,7 @@ def leaving_word(folder: str, name: str, rank: int) -> Iterator[dict[str, FileEn
 
 def _leave(folder: str, name: str, content: object) -> None:
     path = os.path.join(folder, name)
+    # Read by processes that live, so it need not be on disk.
     write_bytes(path + ".draft", json.dumps(content).encode())
     with writing(path, "a small file"):
         os.replace(path + ".draft", path)

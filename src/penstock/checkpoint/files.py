@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import re
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, BinaryIO
 
 import torch
 from safetensors import safe_open
 
-from .safetensors_file import write_safetensors
+from .safetensors_file import Behind, Helper, write_all, write_safetensors
 from .tensors import checksum
 from .untrusted import CheckpointError, cannot_read, describe, open_plain
 
 SaveFunction = Callable[[Any, str], Any]
+
+_FLUSHED_AT_ONCE = 4
 
 
 @dataclass(frozen=True)
@@ -34,13 +38,17 @@ class OpenFile:
 
 
 def write_tensors(
-    path: str, tensors: Mapping[str, torch.Tensor], save_function: SaveFunction | None = None
+    path: str,
+    tensors: Mapping[str, torch.Tensor],
+    save_function: SaveFunction | None = None,
+    behind: Behind | None = None,
 ) -> dict[str, int]:
     """Write tensors to a new file and have them on disk before returning. The format follows from the name.
 
     Args:
         tensors: contiguous CPU tensors, as `tensors.to_cpu` makes them. safetensors knows no shared tensors.
         save_function: writes `.bin` files instead of `torch.save`; called with the dictionary and the path.
+        behind: with it, the file is on disk and the sums are there only when this is left.
 
     Returns:
         the CRC-32 of each tensor's bytes.
@@ -48,10 +56,14 @@ def write_tensors(
     Raises:
         CheckpointError: naming the path and what was to be written, whatever went wrong.
     """
+    if behind is None:
+        with Behind() as behind:
+            return write_tensors(path, tensors, save_function, behind)
     storages = {tensor.data_ptr(): tensor.nbytes for tensor in tensors.values()}
-    with writing(path, f"{len(tensors)} tensors", sum(storages.values())):
+    told = partial(writing, path, f"{len(tensors)} tensors", sum(storages.values()))
+    with told():
         if path.endswith(".safetensors"):
-            return write_safetensors(path, tensors)
+            return write_safetensors(path, tensors, behind, told)
         if save_function is not None:
             save_function(dict(tensors), path)
         else:
@@ -62,13 +74,22 @@ def write_tensors(
     return {name: sums[id(tensor)] for name, tensor in tensors.items()}
 
 
-def write_bytes(path: str, content: bytes) -> None:
-    """Write a file that is not there yet and have it on disk before returning. Raises CheckpointError."""
-    # Exclusively: what is there may be a link to somewhere else.
-    with writing(path, "a small file", len(content)), open(path, "xb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+def write_bytes(path: str, content: bytes, behind: Behind | None = None) -> None:
+    """Write a file that is not there yet. Raises CheckpointError.
+
+    Args:
+        behind: it is on disk when this is left. Without, `flush_files` is to be called.
+    """
+    told = partial(writing, path, "a small file", len(content))
+    with told():
+        if behind is not None:
+            file = behind.open(path)
+            write_all(file, memoryview(content))
+            behind.flush(file, told)
+        else:
+            # Exclusively: what is there may be a link to somewhere else.
+            with open(path, "xb") as new:
+                new.write(content)
 
 
 @contextmanager
@@ -130,6 +151,28 @@ def flush_file(path: str) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def flush_files(paths: Iterable[str]) -> None:
+    """Have files, and the names in directories, on disk. Several at a time, which file systems write down at once.
+
+    Raises:
+        CheckpointError: naming the path.
+    """
+    helpers = [Helper("flushes") for _ in range(_FLUSHED_AT_ONCE)]
+    for helper, path in zip(itertools.cycle(helpers), paths, strict=False):
+        helper.do(partial(_flush_named, path))
+    try:
+        for helper in helpers:
+            helper.finish()
+    finally:
+        for helper in helpers:
+            helper.end()
+
+
+def _flush_named(path: str) -> None:
+    with writing(path, "on disk"):
+        flush_file(path)
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------

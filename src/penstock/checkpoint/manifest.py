@@ -28,7 +28,7 @@ TRAINING = "training"
 MAX_RANKS = 65536
 
 # How the names of the files with tensors begin.
-_STEMS = {MODEL: "pytorch_model", TRAINING: "optimizer"}
+STEMS = {MODEL: "pytorch_model", TRAINING: "optimizer"}
 _MAX_DIMENSIONS = 64
 _SHOWN = 5
 _MOST = 2**63 - 1
@@ -162,12 +162,12 @@ def _parse(content: Field, variant: str | None) -> Manifest:
     for name, entry in content["files"].items():
         check_plain(name, f"{content.file} is damaged: a file name in it")
         part = entry["part"].text()
-        if part not in _STEMS:
-            entry["part"].refuse(f"one of {sorted(_STEMS)}")
+        if part not in STEMS:
+            entry["part"].refuse(f"one of {sorted(STEMS)}")
         # Ranks of other pipelines may have gradients to write; they are numbered on.
         pipeline_rank = entry["stage"].integer(0, num_stages - 1 if part == MODEL else MAX_RANKS)
         rank = entry["tensor_parallel_rank"].integer(0, tensor_parallel_size - 1)
-        allowed = [rank_file_name(_STEMS[part], rank, pipeline_rank, extension, variant) for extension in EXTENSIONS]
+        allowed = [rank_file_name(STEMS[part], rank, pipeline_rank, extension, variant) for extension in EXTENSIONS]
         allowed += [common_file_name(variant)] if part == TRAINING else []
         if name not in allowed:
             entry.refuse(f"it under a name that Penstock gives such a file: one of {allowed}")

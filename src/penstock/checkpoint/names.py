@@ -21,6 +21,9 @@ _VARIANT = r"[\w+.-]+"
 _MANIFEST = re.compile(rf"parallel_checkpoint(?:\.({_VARIANT}))?\.json")
 _INDEX = re.compile(rf"(?:model(\.safetensors)|pytorch_model(\.bin))\.index(?:\.({_VARIANT}))?\.json")
 _SIDE = re.compile(r"[A-Za-z_]\w*\.(?:json|py)", re.ASCII)
+_RANK_FILE = re.compile(
+    rf"(?:(?:pytorch_model|optimizer)_tp_\d+_pp_\d+|training_state)(?:\.{_VARIANT})?\.(?:bin|safetensors)"
+)
 _MAX_NAME = 255
 
 
@@ -64,6 +67,11 @@ def is_rank_file(name: str, variant: str | None) -> bool:
     middle = re.escape(f".{variant}") if variant else ""
     pattern = rf"(pytorch_model|optimizer)_tp_\d+_pp_\d+{middle}\.(bin|safetensors)"
     return name == common_file_name(variant) or re.fullmatch(pattern, name, re.ASCII) is not None
+
+
+def is_some_rank_file(name: str) -> bool:
+    """The same, of any variant."""
+    return _RANK_FILE.fullmatch(name) is not None
 
 
 def weight_file_names(extension: str, variant: str | None) -> tuple[str, str]:

@@ -2,8 +2,8 @@
 
 safetensors' own writer is as fast by itself. But checksums take another reading of everything after it, and the disk
 waits until the last tensor is in the system's cache. Here one thread writes, a second takes the checksums of what is
-written, and a third has the disk begin. All three release Python's lock, so a step that goes on meanwhile is not held
-up.
+written, and a third has the disk begin; and the next file is begun while the last one's end goes to disk. All three
+release Python's lock, so a step that goes on meanwhile is not held up.
 
 The format: https://huggingface.co/docs/safetensors, section "Format".
 """
@@ -15,10 +15,12 @@ import json
 import os
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
+from io import FileIO
 from queue import SimpleQueue
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
@@ -52,14 +54,60 @@ _FLUSHED = 32 * _CHUNK
 _ALIGNMENT = 8
 
 
-def write_safetensors(path: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """Write tensors to a file that is not there yet, and have them on disk before returning.
+# Around a flush: says what could not be written if it fails.
+Told = Callable[[], AbstractContextManager[None]]
+
+
+class Behind:
+    """What is left to other threads while files are written one after another: checksums, and flushes to disk.
+
+    When it is left without an error, all of that is done, and raises here if it has failed. With an error the files are
+    removed: what is said of it may need the room.
+    """
+
+    def __init__(self) -> None:
+        self.sums, self.flushes = Helper("sums"), Helper("flushes")
+        self._files = contextlib.ExitStack()
+        self._paths: list[str] = []
+
+    def open(self, path: str) -> FileIO:
+        """A new file, closed when all is done."""
+        # Exclusively: what is there may be a link to somewhere else.
+        file = self._files.enter_context(FileIO(path, "x"))
+        self._paths.append(path)
+        return file
+
+    def flush(self, file: FileIO, told: Told) -> None:
+        """Have what is in the file until now on disk, some time before the end."""
+        self.flushes.do(partial(_flush, file, told))
+
+    def __enter__(self) -> Behind:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        whole = False
+        try:
+            if kind is None:
+                self.flushes.finish()
+                self.sums.finish()
+                whole = True
+        finally:
+            self.flushes.end()
+            self.sums.end()
+            for path in () if whole else self._paths:
+                with contextlib.suppress(OSError):
+                    os.remove(path)
+            self._files.close()
+
+
+def write_safetensors(path: str, tensors: Mapping[str, torch.Tensor], behind: Behind, told: Told) -> dict[str, int]:
+    """Write tensors to a file that is not there yet. It is on disk when `behind` is left.
 
     Args:
-        tensors: contiguous, on the CPU. Not to be changed meanwhile.
+        tensors: contiguous, on the CPU. Not to be changed until then.
 
     Returns:
-        the CRC-32 of each tensor's bytes.
+        the CRC-32 of each tensor's bytes, which are there then, too.
 
     Raises:
         ValueError: the format has no such dtype. OSError: it cannot be written.
@@ -68,26 +116,33 @@ def write_safetensors(path: str, tensors: Mapping[str, torch.Tensor]) -> dict[st
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     sums: dict[str, int] = {}
     since = 0
-    with _new_file(path) as file, _Helper("sums") as summing, _Helper("flushes") as flushing:
-        _write_all(file, memoryview(_header(tensors, order)))
-        for name in order:
-            content = bytes_of(tensors[name])
-            summing.do(partial(_note_checksum, sums, name, content))
-            for begin in range(0, len(content), _CHUNK):
-                chunk = content[begin : begin + _CHUNK]
-                _write_all(file, chunk)
-                since += len(chunk)
-                if since >= _FLUSHED:
-                    flushing.do(partial(os.fsync, file.fileno()))
-                    since = 0
-        # What an earlier flush reports is not reported again by this one.
-        flushing.finish()
-        os.fsync(file.fileno())
-        summing.finish()
+    file = behind.open(path)
+    write_all(file, memoryview(_header(tensors, order)))
+    for name in order:
+        content = bytes_of(tensors[name])
+        behind.sums.do(partial(_note_checksum, sums, name, content))
+        for begin in range(0, len(content), _CHUNK):
+            chunk = content[begin : begin + _CHUNK]
+            write_all(file, chunk)
+            since += len(chunk)
+            if since >= _FLUSHED:
+                behind.flush(file, told)
+                since = 0
+    behind.flush(file, told)
     return sums
 
 
-class _Helper:
+def write_all(file: FileIO, content: memoryview) -> None:
+    while content:  # the system may take less than it is given
+        content = content[file.write(content) :]
+
+
+def _flush(file: FileIO, told: Told) -> None:
+    with told():
+        os.fsync(file.fileno())
+
+
+class Helper:
     """A thread that does calls one after another. None but the caller's at a program's end, which starts no more."""
 
     def __init__(self, name: str) -> None:
@@ -109,17 +164,12 @@ class _Helper:
 
     def finish(self) -> None:
         """Wait for all calls; raises what the first one that failed has raised."""
-        self._end()
+        self.end()
         if self._error is not None:
             raise self._error
 
-    def __enter__(self) -> _Helper:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._end()
-
-    def _end(self) -> None:
+    def end(self) -> None:
+        """Wait for all calls."""
         if self._thread is not None:
             self._calls.put(None)
             self._thread.join()
@@ -132,19 +182,6 @@ class _Helper:
                     call()
                 except BaseException as error:
                     self._error = error
-
-
-@contextlib.contextmanager
-def _new_file(path: str) -> Iterator[BinaryIO]:
-    """A file that is removed again if it cannot be written whole: what is said of that may need the room."""
-    # Exclusively: what is there may be a link to somewhere else.
-    with open(path, "xb", buffering=0) as file:
-        try:
-            yield file
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.remove(path)
-            raise
 
 
 def _header(tensors: Mapping[str, torch.Tensor], order: list[str]) -> bytes:
@@ -160,11 +197,6 @@ def _header(tensors: Mapping[str, torch.Tensor], order: list[str]) -> bytes:
     text = json.dumps(content, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     return len(text).to_bytes(8, "little") + text
-
-
-def _write_all(file: BinaryIO, content: memoryview) -> None:
-    while content:  # the system may take less than it is given
-        content = content[file.write(content) :]
 
 
 def _note_checksum(sums: dict[str, int], name: str, content: memoryview) -> None:

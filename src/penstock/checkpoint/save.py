@@ -22,7 +22,7 @@ from .background import HostMemory, PendingSave, leaving_word, word_name, words_
 from .comm import Comm, together
 from .files import write_bytes, write_tensors
 from .gradients import is_part
-from .manifest import MODEL, TRAINING, FileEntry, Manifest, read_manifest
+from .manifest import MODEL, STEMS, TRAINING, FileEntry, Manifest, read_manifest
 from .merge import Holding, MergedFolder, MergePlan, ModelFolder, describe_holdings, write_indices, write_merged
 from .names import (
     FINAL_INDEX,
@@ -34,6 +34,7 @@ from .names import (
     weight_file_names,
 )
 from .optimizer_state import SEPARATOR
+from .safetensors_file import Behind
 from .save_pretrained import SaveOptions, refuse_unsupported
 from .staging import Operation, commit, discard, prepare
 from .tensors import TensorInfo, held_state, shards_of, tensor_parallel_place, tied_groups, to_cpu
@@ -367,12 +368,16 @@ class _Save:
     def _write_files(self, folder: str, number: int) -> dict[str, FileEntry]:
         """Write this rank's files, with this number as its pipeline rank."""
         place = replace(self.place, pipeline_rank=number)
-        files = {}
-        if self.with_model and place.is_writer:
-            files = _write_model_file(self.state, folder, place, self.options)
-        if self.training is not None:
-            files |= _write_training_files(self.training.tensors, self.common, folder, place, self.options)
-        return files
+        written: _Written = {}
+        with Behind() as behind:
+            write = partial(_write_tensors, folder=folder, place=place, options=self.options, behind=behind)
+            if self.training is not None and self.common is not None:
+                written |= _write_common(self.common, folder, place, self.options, behind)
+            if self.with_model and place.is_writer:
+                written |= write(self.state, part=MODEL)
+            if self.training is not None and self.training.tensors:
+                written |= write(self.training.tensors, part=TRAINING)
+        return {name: entry() for name, entry in written.items()}
 
     def _commit(self, staging: str, reports: list[_Report], written: Sequence[Mapping[str, FileEntry]]) -> None:
         if not self.place.is_leader:
@@ -442,48 +447,46 @@ def _first_holders(model: nn.Module, reports: Sequence[_Report], place: SavingRa
 # ---------------------------------------------------------------- the files of a parallel checkpoint
 
 
-def _write_model_file(
-    state: Mapping[str, torch.Tensor], folder: str, place: SavingRank, options: SaveOptions
-) -> dict[str, FileEntry]:
-    """Write this rank's part of the model to `pytorch_model_tp_<t>_pp_<p>`. Returns the file's entry."""
-    name = _file_name("pytorch_model", place, options)
-    return {name: _write_tensors(state, os.path.join(folder, name), MODEL, place, options)}
+# Of each file its name, and its entry once all are on disk.
+_Written = dict[str, Callable[[], FileEntry]]
 
 
-def _write_training_files(
-    tensors: Mapping[str, torch.Tensor], common: bytes | None, folder: str, place: SavingRank, options: SaveOptions
-) -> dict[str, FileEntry]:
-    """Write this rank's optimizer state to `optimizer_tp_<t>_pp_<p>`, and the common file if it is given here."""
-    entries: dict[str, FileEntry] = {}
-    if tensors:
-        name = _file_name("optimizer", place, options)
-        entries[name] = _write_tensors(tensors, os.path.join(folder, name), TRAINING, place, options)
-    if common is not None:
-        name = common_file_name(options.variant)
-        write_bytes(os.path.join(folder, name), common)
-        entry = FileEntry(
-            TRAINING, place.pipeline_rank, place.tensor_parallel_rank, len(common), checksum=zlib.crc32(common)
-        )
-        entries[name] = entry
-    return entries
-
-
-def _file_name(stem: str, place: SavingRank, options: SaveOptions) -> str:
-    return rank_file_name(stem, place.tensor_parallel_rank, place.pipeline_rank, options.extension, options.variant)
+def _write_common(content: bytes, folder: str, place: SavingRank, options: SaveOptions, behind: Behind) -> _Written:
+    """Write the file that every rank reads whole."""
+    name = common_file_name(options.variant)
+    write_bytes(os.path.join(folder, name), content, behind)
+    ranks = place.pipeline_rank, place.tensor_parallel_rank
+    return {name: partial(FileEntry, TRAINING, *ranks, len(content), checksum=zlib.crc32(content))}
 
 
 def _write_tensors(
-    state: Mapping[str, torch.Tensor], path: str, part: str, place: SavingRank, options: SaveOptions
-) -> FileEntry:
+    state: Mapping[str, torch.Tensor],
+    *,
+    part: str,
+    folder: str,
+    place: SavingRank,
+    options: SaveOptions,
+    behind: Behind,
+) -> _Written:
+    """Write this rank's part of the model, or of the optimizer's state, to a file of its own."""
+    ranks = place.tensor_parallel_rank, place.pipeline_rank
+    name = rank_file_name(STEMS[part], *ranks, options.extension, options.variant)
+    path = os.path.join(folder, name)
     tensors = to_cpu(state)
     first: dict[int, str] = {}
     stored = {name: first.setdefault(id(tensor), name) for name, tensor in tensors.items()}
     aliases = {name: stored_name for name, stored_name in stored.items() if stored_name != name}
     unique = {name: tensor for name, tensor in tensors.items() if name not in aliases}
     # torch's format knows that two names are one tensor, so a .bin file is the whole state dict of its rank.
-    sums = write_tensors(path, unique if options.safe_serialization else tensors, options.save_function)
-    infos = {name: TensorInfo.of(tensor, sums[name]) for name, tensor in unique.items()}
-    return FileEntry(part, place.pipeline_rank, place.tensor_parallel_rank, os.path.getsize(path), infos, aliases)
+    written = unique if options.safe_serialization else tensors
+    sums = write_tensors(path, written, options.save_function, behind)
+    unsummed = {name: TensorInfo.of(tensor, 0) for name, tensor in unique.items()}  # which keeps no tensor in memory
+
+    def entry() -> FileEntry:
+        infos = {name: replace(info, checksum=sums[name]) for name, info in unsummed.items()}
+        return FileEntry(part, place.pipeline_rank, place.tensor_parallel_rank, os.path.getsize(path), infos, aliases)
+
+    return {name: entry}
 
 
 def _parallel_operations(

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import CONFIG_NAME
 
-from .files import SaveFunction, flush_file, writing
+from .files import SaveFunction, writing
 from .names import check_variant
 from .tensors import dtype_name
 from .untrusted import CheckpointError
@@ -91,7 +91,7 @@ def write_side_files(model: nn.Module, directory: str) -> list[str]:
     """Write the configuration, the generation configuration and custom code, as `save_pretrained` would.
 
     Returns:
-        the names of the files, which are on disk; none for a module that is no model of transformers.
+        the names of the files, not flushed to disk; none for a module that is no model of transformers.
 
     Raises:
         CheckpointError: naming the directory.
@@ -108,7 +108,4 @@ def write_side_files(model: nn.Module, directory: str) -> list[str]:
         config.save_pretrained(directory)
         if model.can_generate():
             model.generation_config.save_pretrained(directory)
-        names = sorted(set(os.listdir(directory)) - before)
-        for name in names:
-            flush_file(os.path.join(directory, name))
-    return names
+        return sorted(set(os.listdir(directory)) - before)

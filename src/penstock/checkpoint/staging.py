@@ -4,8 +4,9 @@ A checkpoint is several files under fixed names, in a folder that may hold the u
 folders is not atomic on most shared file systems and would lose files that appear meanwhile, and renaming the files one
 by one mixes two checkpoints if it is interrupted. So:
 
-1. Everything is written to a staging folder *inside* the checkpoint's (the same file system) and is on disk.
-2. The list of renames is written beside it as a journal. Until here the previous checkpoint is untouched.
+1. Everything is written to a staging folder *inside* the checkpoint's (the same file system).
+2. The list of renames is written beside it as a journal. All of it is on disk before the next step. Until here the
+   previous checkpoint is untouched.
 3. The renames are done in an order of which every prefix is a whole checkpoint for its readers: the first that matters
    replaces, in one atomic step, the file readers start from (the table of contents, the index, or the single file of
    weights), and until the end what this file refers to stays reachable.
@@ -30,7 +31,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from .files import flush_file, write_bytes, writing
+from .files import flush_file, flush_files, write_bytes, writing
 from .manifest import read_manifest
 from .names import (
     EXTENSIONS,
@@ -43,6 +44,7 @@ from .names import (
     is_rank_file,
     is_shard,
     is_side_file,
+    is_some_rank_file,
     variant_of_index,
     variant_of_manifest,
     weight_file_names,
@@ -76,7 +78,6 @@ def prepare(directory: str) -> str:
     staging = f".saving-{uuid.uuid4().hex}"
     with writing(os.path.join(directory, staging), "the folder in which files are staged"):
         os.mkdir(os.path.join(directory, staging))
-        flush_file(directory)
     return staging
 
 
@@ -89,6 +90,8 @@ def discard(directory: str, staging: str) -> None:
 
 def commit(directory: str, staging: str, operations: Sequence[Operation]) -> None:
     """Make what was staged the checkpoint.
+
+    Small files may not be on disk yet; what is written by several ranks is.
 
     Args:
         operations: in order. `replace` moves a staged file to its final name, `publish` gives it that name too but
@@ -103,19 +106,19 @@ def commit(directory: str, staging: str, operations: Sequence[Operation]) -> Non
             path = os.path.join(directory, target)
             raise CheckpointError(f"cannot {kind} {path}: it is {found}, and is in the way of the checkpoint's file")
     folder = os.path.join(directory, staging)
-    draft = os.path.join(folder, _JOURNAL + ".draft")
-    write_bytes(draft, json.dumps(list(operations)).encode())
-    with writing(folder, "the journal"):
-        flush_file(folder)
-        os.replace(draft, os.path.join(folder, _JOURNAL))
-        flush_file(folder)
+    # Nothing reads it before a table of contents or an index leads to the staging folder.
+    write_bytes(os.path.join(folder, _JOURNAL), json.dumps(list(operations)).encode())
+    staged = dict.fromkeys(source for _, source, _ in operations if source)
+    parent = os.path.dirname(directory)
+    folders = [folder, directory, *([parent] if os.access(parent, os.R_OK) else [])]
+    flush_files([*(os.path.join(folder, name) for name in (*staged, _JOURNAL)), *folders])
     _perform(directory, staging, operations)
     _remove_staging(folder)
 
 
 def _perform(directory: str, staging: str, operations: Sequence[Operation]) -> None:
     """Do the operations; those already done are skipped."""
-    for kind, source, target in operations:
+    for number, (kind, source, target) in enumerate(operations):
         staged, final = os.path.join(directory, staging, source), os.path.join(directory, target)
         with writing(final, "putting a checkpoint's file in its place"):
             if kind == "remove":
@@ -126,8 +129,17 @@ def _perform(directory: str, staging: str, operations: Sequence[Operation]) -> N
                     _publish(staged, final)
                 else:
                     os.replace(staged, final)
-            # In this order on disk too, should the machine lose power.
-            flush_file(directory)
+            # In this order on disk too, should the machine lose power; it costs milliseconds each time.
+            if not all(map(_in_any_order, operations[number : number + 2])) or number + 1 == len(operations):
+                flush_file(directory)
+
+
+def _in_any_order(operation: Operation) -> bool:
+    """Whether a reader finds this file staged as well as in its place, or starts from another: it may go before or
+    after others of this kind."""
+    kind, source, target = operation
+    moves = kind == "replace" and source == target
+    return kind == "publish" or (moves and (is_some_rank_file(target) or is_configuration(target)))
 
 
 def _publish(staged: str, final: str) -> None:

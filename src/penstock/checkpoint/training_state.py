@@ -398,6 +398,7 @@ def save_object(content: Any, path: str | os.PathLike[str], *, world_comm: Comm)
             draft = os.path.join(folder, f".{name}.saving-{uuid.uuid4().hex}")
             try:
                 write_bytes(draft, data)
+                flush_file(draft)
                 os.replace(draft, path)
             except BaseException:
                 with contextlib.suppress(OSError):
