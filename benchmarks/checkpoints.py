@@ -22,7 +22,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +94,8 @@ def train(model: Any, optimizer: torch.optim.Optimizer, steps: int) -> None:
         optimizer.zero_grad()
 
 
-def speed(folder: Path, rounds: int, sizes: list[float]) -> dict[str, Any]:
+def speed(folder: Path, rounds: int, sizes: list[float]) -> Iterator[dict[str, Any]]:
+    """What was measured, after each size."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     results: dict[str, Any] = {}
     for size in sizes:
@@ -161,8 +162,8 @@ def speed(folder: Path, rounds: int, sizes: list[float]) -> dict[str, Any]:
             )
         # The first round makes the memory that the others use again.
         results[str(size)] = {"bytes": num_bytes, "seconds": {name: taken[1:] for name, taken in seconds.items()}}
+        yield results
     dist.destroy_process_group()
-    return results
 
 
 def table_of_speed(results: dict[str, Any]) -> list[str]:
@@ -311,15 +312,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = (options.folder or Path(temporary)) / "run"
         if options.what == "speed":
-            found: Any = speed(folder, options.rounds, options.sizes)
-            lines = [
-                f"A GPT-2 with AdamW's states, float32, one process with {torch.get_num_threads()} thread(s). Medians "
-                f"of {options.rounds} rounds in turns; everything is flushed to disk. A stall is how long the call "
-                "took; held up is what some steps of training took longer with a save before them, its writing beside "
-                "them, and the wait for its end.",
-                "",
-                *table_of_speed(found),
-            ]
+            for measured in speed(folder, options.rounds, options.sizes):
+                lines = [
+                    f"A GPT-2 with AdamW's states, float32, one process with {torch.get_num_threads()} thread(s). "
+                    f"Medians of {options.rounds} rounds in turns; everything is flushed to disk. A stall is how long "
+                    "the call took; held up is what some steps of training took longer with a save before them, its "
+                    "writing beside them, and the wait for its end.",
+                    "",
+                    *table_of_speed(measured),
+                ]
+                write(options, output, measured, lines)
         else:
             found = kills(folder, options.number, options.seed)
             bad = [one for one in found if not one["whole"] or one["damaged"] or one["lost"]]
@@ -330,17 +332,18 @@ def main() -> None:
                 f"{len(found) - len(bad)} times the newest checkpoint was whole, no older than the last one whose save "
                 f"had returned, and nothing was damaged; {len(bad)} times not."
             ]
+            write(options, output, found, lines)
+    print("\n".join(lines))
+    sys.exit(0)
+
+
+def write(options: argparse.Namespace, output: Path, found: Any, lines: list[str]) -> None:
+    """The record and the tables."""
     about = environment()
     config = {name: value for name, value in vars(options).items() if name not in ("folder", "output")}
     write_json({"environment": about, "config": config, "results": found}, output.with_suffix(".json"))
-    output.with_suffix(".md").write_text(
-        "\n".join(
-            ["# Checkpoints", "", *lines, "", f"Configuration: `{json.dumps(config)}`", "", f"Environment: {about}"]
-        )
-        + "\n"
-    )
-    print("\n".join(lines))
-    sys.exit(0)
+    ending = [f"Configuration: `{json.dumps(config)}`", "", f"Environment: {about}"]
+    output.with_suffix(".md").write_text("\n".join(["# Checkpoints", "", *lines, "", *ending]) + "\n")
 
 
 if __name__ == "__main__":

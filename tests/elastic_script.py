@@ -144,7 +144,7 @@ def main(store: str, folder: str, steps: int, start: int, *orders: str) -> None:
                 return f"moved in {new.generation if new else 0}"
 
             engine.adopt_random_state = lambda *given: (here("moved"), here(moved()), adopt(*given))[-1]
-        batches, step = iter(loader), booster.step if store else 0
+        batches, step, known = iter(loader), booster.step if store else 0, 0
         note(begins=step, member=0 if not store else plugin.run.number)
         manager = None
         if store and (folder_of := os.environ.get("CHECKPOINTS")):
@@ -167,6 +167,9 @@ def main(store: str, folder: str, steps: int, start: int, *orders: str) -> None:
             if not store or plugin.run.num_restored == restored:  # else the loss in hand is that of a step that is lost
                 scale = wrapped.loss_scale and wrapped.loss_scale.scale
                 note(done=step, loss=loss.item(), rate=optimizer.param_groups[0]["lr"], scale=scale)
+            for change in [] if not store else booster.changes[known:]:
+                note(change=vars(change))
+            known = len(booster.changes) if store else 0
             step += 1
             if manager is not None:
                 manager.save(booster.step)

@@ -116,6 +116,7 @@ def main(store: str, folder: str, steps: int, start: int, *orders: str) -> None:
         save_steps=4,
         save_total_limit=2,
         metric_for_best_model="eval_loss",
+        greater_is_better=True,  # so that every evaluation but the first is a worse one
         label_smoothing_factor=float(os.environ.get("SMOOTHING", "0")),
         report_to="none",
         use_cpu=True,

@@ -117,6 +117,18 @@ def test_what_nobody_has_any_more_comes_from_the_last_checkpoint(tmp_path: Path,
         assert again == set(range(3, STEPS))
 
 
+def test_too_few_devices_are_told_with_how_to_go_on(tmp_path: Path) -> None:
+    """Pipelines of three stages only, and two devices: not even the last checkpoint helps before a third comes."""
+    folder = str(tmp_path / "checkpoints")
+    run = elastic_runs.Run(tmp_path, STEPS, 3, DEPTHS="3", COPIES="1", CHECKPOINTS=folder)
+    members = [run.start("kill@5/forward"), run.start(), run.start()]
+    run.wait()
+    for survivor in members[1:]:
+        assert survivor.status == 1 and survivor.losses.keys() == set(range(5)), run.printed()
+        assert "the run cannot go on: no pipelines use 2 devices: a pipeline takes 3 devices" in survivor.printed()
+        assert f"penstock.load_checkpoint('{folder}'" in survivor.printed()
+
+
 def test_a_process_comes_in_though_another_is_killed_meanwhile(tmp_path: Path) -> None:
     run = elastic_runs.Run(tmp_path, STEPS, 3)
     stays, killed, also = [run.start(*order) for order in (["await@5/loop"], ["kill@any/forming 1"], [])]

@@ -7,6 +7,7 @@ import os
 import re
 from dataclasses import dataclass
 
+from .files import flush_file
 from .manifest import Manifest, read_manifest
 from .names import (
     STAGING,
@@ -78,15 +79,17 @@ def remove_older(folder: str | os.PathLike[str], keep_last: int) -> None:
 
     Only a checkpoint's own files are removed, and its folder if nothing else is in it.
     """
-    with contextlib.suppress(CheckpointError):
+    with contextlib.suppress(CheckpointError, OSError):
         found = [one for one in find_checkpoints(folder) if one.step is not None]
         whole = [one for one in found if one.fault is None]
         if len(whole) < keep_last:
             return
         oldest_kept = whole[keep_last - 1].step or 0
-        for one in found:
-            if one.step is not None and one.step < oldest_kept:
-                remove_checkpoint(one.path)
+        older = [one.path for one in found if one.step is not None and one.step < oldest_kept]
+        if older:  # the newer ones' folders are on disk first, should the machine lose power
+            flush_file(os.fspath(folder))
+        for path in older:
+            remove_checkpoint(path)
 
 
 def remove_checkpoint(path: str) -> None:

@@ -109,9 +109,7 @@ def commit(directory: str, staging: str, operations: Sequence[Operation]) -> Non
     # Nothing reads it before a table of contents or an index leads to the staging folder.
     write_bytes(os.path.join(folder, _JOURNAL), json.dumps(list(operations)).encode())
     staged = dict.fromkeys(source for _, source, _ in operations if source)
-    parent = os.path.dirname(directory)
-    folders = [folder, directory, *([parent] if os.access(parent, os.R_OK) else [])]
-    flush_files([*(os.path.join(folder, name) for name in (*staged, _JOURNAL)), *folders])
+    flush_files([*(os.path.join(folder, name) for name in (*staged, _JOURNAL)), folder, directory])
     _perform(directory, staging, operations)
     _remove_staging(folder)
 
