@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -139,6 +140,62 @@ def test_copies_and_moving_averages_run_over_stages_like_the_unsplit_ones(
     fresh.load_state_dict(saved, strict=name == "own")
     with torch.no_grad(), kept_in_double():
         assert loss_of(fresh, batches[0]).item() == pytest.approx(loss.item(), rel=EXACT)
+
+
+def adapted() -> Any:
+    torch.manual_seed(1)
+    options = {"r": 2, "target_modules": ["c_attn", "wte"], "init_lora_weights": False, "fan_in_fan_out": True}
+    return get_peft_model(build(), LoraConfig(task_type="CAUSAL_LM", **options)).double()
+
+
+def story(model: Any, optimizer: Any, step: Any, evaluate: Any) -> list[float]:
+    """Steps with a moving average, of which two with a block frozen; the losses, and then those of both models."""
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    losses = []
+    for seed in range(4):
+        for name, parameter in model.named_parameters():
+            if ".h.3." in name and ("lora" in name or not isinstance(model, PeftModel)):
+                parameter.requires_grad = seed not in (1, 2)
+        losses.append(step(seed))
+        optimizer.step()
+        optimizer.zero_grad()
+        average.update_parameters(model)
+    return [*losses, evaluate(model), evaluate(average.module)]
+
+
+def story_over_unlike_pipelines(with_adapters: bool) -> list[float]:
+    """Of 2 stages and of 1, with 4 and 2 of a batch's 6 samples, in the user's own loop."""
+    with kept_in_double():
+        model = adapted() if with_adapters else build()
+        plugin = penstock.HeterogeneousParallelPlugin(microbatch_size=1)
+        plugin.set_pipelines([penstock.PipelineTemplate.balanced(model, stages) for stages in (2, 1)], [4, 2])
+        given = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+        model, optimizer, *_ = penstock.Booster(plugin).boost(model, given)
+        mine = slice(0, 4) if model.data_parallel_rank == 0 else slice(4, 6)
+
+        def step(seed: int) -> float:
+            run_step(model, {name: value[mine] for name, value in batch("causal", 6, seed=seed).items()})
+            return float(model.pipeline.last_step.global_loss)
+
+        return story(model, optimizer, step, lambda one: evaluate(one, batch("causal", 6, seed=9)))
+
+
+@pytest.mark.parametrize("with_adapters", [False, True], ids=["model", "adapters"])
+def test_a_moving_average_and_freezing_over_unlike_pipelines(pool: Pool, with_adapters: bool) -> None:
+    found = pool.run(3, story_over_unlike_pipelines, with_adapters)
+    with kept_in_double():
+        model = adapted() if with_adapters else build()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+
+        def step(seed: int) -> float:
+            loss = model(**batch("causal", 6, seed=seed)).loss
+            loss.backward()
+            return float(loss.detach())
+
+        expected = story(model, optimizer, step, lambda one: evaluate(one, batch("causal", 6, seed=9)))
+    assert len(set(expected)) == 6
+    for losses in found:
+        assert losses == pytest.approx(expected, rel=EXACT)
 
 
 def misuse() -> dict[str, str]:

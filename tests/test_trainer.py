@@ -332,6 +332,8 @@ def with_replicas(folder: Path) -> tuple[dict[str, Any], dict[str, float]]:
         parallelism={"pipeline_parallel_size": 1},
     )
     trainer.train()
+    with pytest.raises(NotImplementedError, match=r"trainer\.save_model.*upload_folder"):
+        trainer.push_to_hub()
     return {"log": trainer.state.log_history}, trainer.evaluate()
 
 

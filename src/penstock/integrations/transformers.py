@@ -233,6 +233,17 @@ class PipelineTrainerMixin:
         """As the Trainer's: an ordinary folder of the whole model."""
         self._surviving(partial(super().save_model, *args, **kwargs))  # type: ignore[misc]
 
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> str:
+        """Refused.
+
+        Raises:
+            NotImplementedError: says what to do.
+        """
+        raise NotImplementedError(
+            "push_to_hub() of a PipelineTrainer: call trainer.save_model(folder) on every rank, and then "
+            "huggingface_hub.upload_folder(repo_id=..., folder_path=folder) on one"
+        )
+
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         self._surviving(partial(super()._save_checkpoint, *args, **kwargs))  # type: ignore[misc]
         resume = self._engine.board.resume
