@@ -3,6 +3,7 @@
     python benchmarks/coverage.py run                        # all tasks; goes on where it was stopped
     python benchmarks/coverage.py run --task causal-lm --only Llama
     python benchmarks/coverage.py run --again failing        # after a change: those whose result was bad
+    python benchmarks/coverage.py sample --number 60         # and some that were good, into a file of their own
     python benchmarks/coverage.py write                      # docs/models.md from what was run
 
 Each class gets a tiny model (`tiny_models.py`), nine samples with uneven padding in four microbatches, double
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import random
 import re
 import sys
 import textwrap
@@ -29,60 +31,79 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "tests")]
 
 RESULTS = HERE / "results" / "coverage.jsonl"
 SHARDED = HERE / "results" / "coverage_tensor_parallel.jsonl"
+SAMPLE = HERE / "results" / "coverage_sample.jsonl"
 PAGE = HERE.parent / "docs" / "models.md"
 SECONDS = 90.0
 FEATURES = ("train", "evaluate", "generate")
 Record = dict[str, Any]
+Key = tuple[str, str, int, int]
 
 
-def run(tasks: Iterable[str], only: str, num_stages: int, tensor_parallel_size: int, results: Path, again: str) -> None:
+def run(
+    tasks: Iterable[str],
+    only: str,
+    num_stages: int,
+    tensor_parallel_size: int,
+    results: Path,
+    again: str,
+    seconds: float = SECONDS,
+) -> None:
     """Examine the classes that have no result yet, appending one line for each.
 
     `again`: "all", also those that have one, or "failing", those whose result is not good, or "".
     """
-    from examine_model import examine
     from tiny_models import classes_of
-
-    from pool import Pool
 
     known = {
         (r["task"], r["class"], r["stages"], r["tensor_parallel"])
         for r in read(results)
         if not again or (again == "failing" and is_good(r))
     }
+    keys = ((task, name, num_stages, tensor_parallel_size) for task in tasks for name in classes_of(task))
+    examine_all([key for key in keys if key not in known and re.search(only, key[1])], results, seconds)
+
+
+def sample(number: int, seed: int, results: Path, found: Path, seconds: float = SECONDS) -> None:
+    """Examine again some of the classes whose result was good, those of them that are not in `found` yet."""
+    good = [r for r in read(results) if is_good(r) and r["tensor_parallel"] == 1]
+    chosen = random.Random(seed).sample(sorted(map(key_of, good)), min(number, len(good)))
+    known = set(map(key_of, read(found)))
+    examine_all([key for key in chosen if key not in known], found, seconds)
+
+
+def examine_all(keys: Iterable[Key], results: Path, seconds: float) -> None:
+    """Examine classes, appending one line for each."""
+    from examine_model import examine
+
+    from pool import Pool
+
     results.parent.mkdir(exist_ok=True)
     pool = Pool()
     try:
-        for task in tasks:
-            for name in classes_of(task):
-                key = (task, name, num_stages, tensor_parallel_size)
-                if key in known or not re.search(only, name):
-                    continue
-                start = time.perf_counter()
-                try:
-                    outcomes = pool.run(
-                        num_stages * tensor_parallel_size,
-                        examine,
-                        name,
-                        task,
-                        num_stages,
-                        tensor_parallel_size,
-                        timeout=SECONDS,
-                        outcomes=True,
-                    )
-                    found = worst(outcomes)
-                except Exception as error:
-                    found = {"train": f"hang: {type(error).__name__}: {error}"[:300]}
-                record = {
-                    "task": task, "class": name, "stages": num_stages, "tensor_parallel": tensor_parallel_size,
-                    **found, "seconds": round(time.perf_counter() - start, 1),
-                }  # fmt: skip
-                with results.open("a") as file:
-                    file.write(json.dumps(record) + "\n")
-                print(
-                    f"{task:24} {name:48} "
-                    + "; ".join(f"{k} {record[k]}" for k in ("unsplit", *FEATURES) if k in record)
+        for task, name, num_stages, tensor_parallel_size in keys:
+            start = time.perf_counter()
+            try:
+                outcomes = pool.run(
+                    num_stages * tensor_parallel_size,
+                    examine,
+                    name,
+                    task,
+                    num_stages,
+                    tensor_parallel_size,
+                    timeout=seconds,
+                    outcomes=True,
                 )
+                found = worst(outcomes)
+            except Exception as error:
+                found = {"train": f"hang: {type(error).__name__}: {error}"[:300]}
+            record = {
+                "task": task, "class": name, "stages": num_stages, "tensor_parallel": tensor_parallel_size,
+                **found, "seconds": round(time.perf_counter() - start, 1),
+            }  # fmt: skip
+            with results.open("a") as file:
+                file.write(json.dumps(record) + "\n")
+            said = "; ".join(f"{k} {record[k]}" for k in ("unsplit", *FEATURES) if k in record)
+            print(f"{task:24} {name:48} {said}", flush=True)
     finally:
         pool.close()
 
@@ -107,16 +128,20 @@ def is_good(record: Record) -> bool:
     return "train" in record and kinds <= {"exact", "warned", "unsplit"}
 
 
+def key_of(record: Record) -> Key:
+    return record["task"], record["class"], record["stages"], record["tensor_parallel"]
+
+
 def kind_of(said: str) -> str:
     return said.partition(":")[0]
 
 
 def read(results: Path) -> list[Record]:
     """The newest record of each class, task and layout."""
-    newest: dict[tuple[Any, ...], Record] = {}
+    newest: dict[Key, Record] = {}
     for line in results.read_text().splitlines() if results.exists() else ():
         record = json.loads(line)
-        newest[record["task"], record["class"], record["stages"], record["tensor_parallel"]] = record
+        newest[key_of(record)] = record
     return list(newest.values())
 
 
@@ -148,10 +173,10 @@ unsplit. **Exact** means equal within 1e-8 of the largest entry (2e-4 in single 
   evaluation or generation is refused.
 - *Other*: what came out is said as it is. Do not rely on these.
 - *Not tried*: no tiny configuration and batch were found with which the class runs by itself. This says nothing about
-  the class.
+  the class. Why not is said with each.
 
-The sweep was made in passes: what was exact in the first was not run again after later changes; a sample of it runs in
-the test suite.
+The sweep was made in passes: what was good in the first was not run again after every later change. {sample}A part
+of the sweep runs in the test suite.
 
 The columns *generate* and *tensor-parallel* say how many classes are exact of those that were tried: with `generate`,
 and with `tensor_parallel_size` 2, where a class in *italics* is exact. Most others have no tensor-parallel plan, or
@@ -160,7 +185,37 @@ were not tried.
 COLUMNS = ("exact", "exact against accumulation", "refused in part", "refused", "other", "not tried")
 
 
-def write(results: Path, with_tensor_parallelism: Path, page: Path) -> None:
+MILLIONS = 24  # of parameters; see `tiny_models.MOST_PARAMETERS`
+# Why a class was not tried, by what its error says; the first that fits.
+CAUSES = {
+    r"(ImportError|ModuleNotFoundError)": "it needs a package that was not installed",
+    r"smallest configuration": f"no configuration of less than {MILLIONS} million parameters was found",
+    r"Config|Class validation|layer types|intermediate_size|context_size|full_attention|Padding_idx":
+        "its configuration does not take the small sizes that others take",
+    r"no attribute 'loss'|NoneType' object has no attribute 'sum'": "it computes no loss",
+    r"get_image_features|pixel_values|image_embeds": "it takes images in a form of its own",
+    r"": "no batch was found that it runs on",
+}  # fmt: skip
+
+
+def cause_of(record: Record) -> str:
+    """Why a class was not tried."""
+    return next(cause for pattern, cause in CAUSES.items() if re.search(pattern, record.get("unsplit", "")))
+
+
+def said_of_sample(found: Path) -> str:
+    """How a sample of good records came out when it was run again, or nothing if none was."""
+    again = read(found)
+    if not again:
+        return ""
+    same = sum(map(is_good, again))
+    bad = ", ".join(f"{r['class']} ({r['task']})" for r in again if not is_good(r))
+    return f"Of {len(again)} drawn at random and run again, {same} were good again" + (
+        f", but not {bad}. " if bad else ". "
+    )
+
+
+def write(results: Path, with_tensor_parallelism: Path, page: Path, again: Path = SAMPLE) -> None:
     """Write the page from what was run."""
     from importlib.metadata import version
 
@@ -173,6 +228,7 @@ def write(results: Path, with_tensor_parallelism: Path, page: Path) -> None:
             transformers=version("transformers"),
             torch=version("torch").partition("+")[0],
             date=datetime.date.today().isoformat(),
+            sample=said_of_sample(again),
         ),
         "| task | " + " | ".join(COLUMNS) + " | generate | tensor-parallel |",
         "|---" * (len(COLUMNS) + 3) + "|",
@@ -203,9 +259,11 @@ def write(results: Path, with_tensor_parallelism: Path, page: Path) -> None:
         if others:
             lines += ["", "| class | | |", "|---|---|---|"]
             lines += [f"| {name} | {column} | {reason} |" for name, column, reason in others]
-        if found["not tried"]:
-            names = ", ".join(r["class"] for r in found["not tried"])
-            lines += ["", *textwrap.wrap(f"Not tried: {names}.", 120, break_on_hyphens=False)]
+        for cause in CAUSES.values():
+            names = [r["class"] for r in found["not tried"] if cause_of(r) == cause]
+            if names:
+                text = f"Not tried, as {cause}: {', '.join(names)}."
+                lines += ["", *textwrap.wrap(text, 120, break_on_hyphens=False)]
     page.write_text("\n".join(lines) + "\n")
 
 
@@ -263,19 +321,38 @@ def main() -> None:
     runs.add_argument(
         "--again", choices=("all", "failing"), default="", help="also classes that have a result, or a bad one"
     )
+    samples = commands.add_parser("sample", help="examine again some classes whose result was good")
+    samples.add_argument("--number", type=int, default=60)
+    samples.add_argument("--seed", type=int, default=0)
+    samples.add_argument("--output", type=Path, default=SAMPLE)
+    for command in (runs, samples):
+        command.add_argument("--seconds", type=float, default=SECONDS, help="that a class may take")
     writes = commands.add_parser("write", help="write docs/models.md")
     writes.add_argument("--with-tensor-parallelism", type=Path, default=SHARDED)
-    for command in (runs, writes, commands.add_parser("count", help="print how many classes had which outcome")):
+    for command in (
+        runs,
+        samples,
+        writes,
+        commands.add_parser("count", help="print how many classes had which outcome"),
+    ):
         command.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
     if options.command == "run":
         run(
-            options.task or TASKS, options.only, options.stages, options.tensor_parallel, options.results, options.again
+            options.task or TASKS,
+            options.only,
+            options.stages,
+            options.tensor_parallel,
+            options.results,
+            options.again,
+            options.seconds,
         )
+    if options.command == "sample":
+        sample(options.number, options.seed, options.results, options.output, options.seconds)
     if options.command == "write":
         write(options.results, options.with_tensor_parallelism, PAGE)
-    for task, counts in summary(read(options.results)).items():
-        print(f"{task:26}", dict(counts))
+    for task, outcomes in summary(read(options.results)).items():
+        print(f"{task:26}", dict(outcomes))
 
 
 if __name__ == "__main__":

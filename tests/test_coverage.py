@@ -45,6 +45,11 @@ def test_two_stages_are_exact(pool: Pool, task: str, name: str) -> None:
     assert set(found.values()) == {"exact"}, found
 
 
+def test_keys_and_values_that_later_layers_share_cross_boundaries(pool: Pool) -> None:
+    found = worst(pool.run(4, examine, "Gemma3nForCausalLM", "causal-lm", 4, timeout=120))
+    assert found == dict.fromkeys(("train", "evaluate", "generate"), "exact"), found
+
+
 @pytest.mark.parametrize(
     ("task", "name"),
     [

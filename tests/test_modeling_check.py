@@ -81,9 +81,51 @@ def small_gpt2(kind: type = transformers.GPT2LMHeadModel) -> Any:
     return kind(transformers.GPT2Config(**FAMILIES["gpt2"].settings))
 
 
-@pytest.mark.parametrize("family", ["gpt2", "bert_mlm", "t5", "vit", "whisper"])
-def test_what_is_exact_is_said_to_be(family: str) -> None:
-    assert verdicts_of(FAMILIES[family].build()) == {"training": (EXACT, ""), "evaluation": (EXACT, "")}
+@pytest.mark.parametrize(
+    ("family", "generates"),
+    [("gpt2", True), ("bert_mlm", False), ("t5", True), ("vit", False), ("mixtral", True)],
+)
+def test_what_is_exact_is_said_to_be(family: str, generates: bool) -> None:
+    what = ["training", "evaluation", *(["generate"] if generates else [])]
+    assert verdicts_of(FAMILIES[family].build()) == dict.fromkeys(what, (EXACT, ""))
+
+
+def test_a_check_leaves_the_model_as_it_was() -> None:
+    model = FAMILIES["t5"].build().train()
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    keys = {name: set(vars(module)) for name, module in model.named_modules()}
+    check(model)
+    assert model.training and all(torch.equal(values[name], value) for name, value in model.state_dict().items())
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == keys
+
+
+class Peeks(transformers.GPT2LMHeadModel):
+    """Its generate() asks a block past the model's forward."""
+
+    def prepare_inputs_for_generation(self, input_ids, **kwargs):  # type: ignore[no-untyped-def]
+        self.transformer.h[3].ln_1(self.transformer.wte(input_ids))
+        return super().prepare_inputs_for_generation(input_ids, **kwargs)
+
+
+class Wanders(transformers.GPT2LMHeadModel):
+    """Its forward looks for a weight that only the rank of a block has."""
+
+    def forward(self, input_ids, labels=None, **kwargs):  # type: ignore[no-untyped-def]
+        if not any("h.0.attn.c_attn.weight" in name for name, _ in self.named_parameters()):
+            raise LookupError("no cheese")
+        return super().forward(input_ids, labels=labels, **kwargs)
+
+
+def test_a_generate_past_the_forward_is_refused() -> None:
+    found = verdicts_of(small_gpt2(Peeks))
+    assert found["training"] == found["evaluation"] == (EXACT, "")
+    answer, reason = found["generate"]
+    assert answer == REFUSED and "runs a part of the model by itself" in reason and "transformer." in reason
+
+
+def test_what_only_shows_once_the_model_is_split_is_refused() -> None:
+    for answer, reason in verdicts_of(small_gpt2(Wanders)).values():
+        assert answer == REFUSED and "LookupError: no cheese" in reason
 
 
 class SumOverTokens(transformers.GPT2LMHeadModel):

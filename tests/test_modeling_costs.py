@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
+from torch.distributions import Distribution
 
 from families import FAMILIES
 from penstock.modeling.graph.costs import unit_costs
@@ -32,3 +33,24 @@ def test_experts_count_although_they_cannot_run_on_meta_tensors() -> None:
     units = list_units(cheap)
     ratios = [unit_costs(model, units)[1] / unit_costs(model, units)[-1] for model in (cheap, dear)]
     assert ratios[1] > 5 * ratios[0]
+
+
+def test_costs_do_not_depend_on_what_the_process_did_before() -> None:
+    """torch.compile turns the argument checks of torch.distributions off for good, which sparse layers here use."""
+    config = transformers.Gemma3nTextConfig(
+        num_hidden_layers=3, hidden_size=32, intermediate_size=48, vocab_size=64, vocab_size_per_layer_input=64,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=16, layer_types=["full_attention"] * 3,
+        num_kv_shared_layers=0, activation_sparsity_pattern=[0.95, 0.95, 0.0],
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = transformers.Gemma3nForCausalLM(config)
+    units = list_units(model)
+    before = Distribution._validate_args
+    try:
+        Distribution.set_default_validate_args(True)
+        checked = unit_costs(model, units)
+        assert Distribution._validate_args is True
+        Distribution.set_default_validate_args(False)
+        assert unit_costs(model, units) == checked
+    finally:
+        Distribution.set_default_validate_args(before)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -10,11 +12,30 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
+import penstock
 from families import FAMILIES, batch
+from penstock.modeling.graph.units import list_units
+from penstock.planning.layout import Layout
+from penstock.planning.partition import partition
+from penstock.runtime import engine
 from penstock.runtime.comm import rollcall
+from penstock.schedule.generators import build
 from pool import Pool
-from training import gradients_of, parallelize, rows, run_step
+from training import (
+    EXACT,
+    assert_same_gradients,
+    gradients_of,
+    kept_in_double,
+    parallelize,
+    rows,
+    run_step,
+    unsplit_step,
+)
+
+# The name `penstock.initialize` is the function's.
+initialize = importlib.import_module("penstock.initialize")
 
 WORDS = {
     "autocast": ["autocast", "rank 1 has torch.bfloat16"],
@@ -98,6 +119,75 @@ def test_parameters_frozen_on_all_their_holders_are_no_difference(pool: Pool) ->
     first, second = pool.run(2, freeze_a_whole_stage)
     assert first["model.embed_tokens.weight"] is None
     assert any(value is not None for value in second.values())
+
+
+def units_where_rank_1_estimates_otherwise() -> tuple[list[list[str]], list[float], dict[str, torch.Tensor | None]]:
+    """Rank 1 takes the first units to be much dearer than rank 0 does."""
+    estimate = initialize.unit_costs
+
+    def skewed(model: Any, units: Any, **options: Any) -> list[float]:
+        costs = estimate(model, units, **options)
+        return [cost * (50 if index < 2 else 1) for index, cost in enumerate(costs)]
+
+    with kept_in_double(), mock.patch.object(initialize, "unit_costs", skewed if dist.get_rank() else estimate):
+        model = parallelize(FAMILIES["gpt2"].build(), 2, num_microbatches=2)
+        losses = run_step(model, batch("causal", 4))
+        return [list(stage) for stage in model.pipeline.layout.pipelines[0].stages], losses, gradients_of(model)
+
+
+def test_all_ranks_balance_stages_by_the_costs_of_rank_0(pool: Pool) -> None:
+    model, inputs = FAMILIES["gpt2"].build(), batch("causal", 4)
+    units = list_units(model)
+    first = partition(initialize.unit_costs(model, units), [1.0, 1.0]).sizes[0]
+    expected = unsplit_step(model, (inputs, 1.0))
+    found = pool.run(2, units_where_rank_1_estimates_otherwise)
+    for stages, losses, gradients in found:
+        assert stages == [units[:first], units[first:]]
+        assert sum(losses) == pytest.approx(sum(expected.losses), abs=EXACT)
+        assert_same_gradients(gradients, expected.gradients)
+    assert set().union(*(gradients for _, _, gradients in found)) == set(expected.gradients)
+
+
+def form_another_layout() -> str:
+    model = FAMILIES["gpt2"].build()
+    units = list_units(model)
+    first = 2 + dist.get_rank()
+    layout = Layout.place([[units[:first], units[first:]]])
+    with pytest.raises(ValueError, match="different layouts") as caught:
+        engine.parallelize(model, layout, partial(build, "1f1b", 2))
+    return str(caught.value)
+
+
+def test_ranks_with_different_layouts_are_refused(pool: Pool) -> None:
+    for text in pool.run(2, form_another_layout):
+        assert "pipeline 0 has stages of [2, " in text and "[3, " in text and "on rank 1" in text
+
+
+class Repeats(nn.Module):
+    """Calls its middle once more on rank 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = self.middle(self.first(x))
+        x = self.last(self.middle(x) if dist.get_rank() else x)
+        return {"loss": nn.functional.mse_loss(x, labels)}
+
+
+def step_of_repeats() -> str:
+    inputs = {"x": torch.ones(4, 4), "labels": torch.zeros(4, 4)}
+    config = {"model_parallelism": {"pipeline_parallel_size": 2, "num_microbatches": 2}}
+    model: Any = penstock.initialize(Repeats(), config, example_inputs=inputs)
+    with pytest.raises(RuntimeError) as caught:
+        run_step(model, inputs)
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_a_forward_that_goes_another_way_on_one_rank_is_refused(pool: Pool) -> None:
+    for text in pool.run(2, step_of_repeats):
+        assert text.startswith("SettingsMismatch: the ranks of a pipeline followed the model's forward in different")
 
 
 def do_different_things(folder: str) -> tuple[str, list[float]]:

@@ -211,8 +211,7 @@ def choose_layout(model: nn.Module, configuration: Configuration, board: Failure
         settings[f"{SECTION}.schedule"] = summary(written)  # a file may differ between machines
     require_agreement({**facts_of(model), **settings}, board)
     configuration = _with_size(model, configuration, board)
-    units = list_units(model)
-    costs = unit_costs(model, units)
+    units, costs = _units_and_costs(model, board)
     stages, stage_to_rank, num_pipelines = plan_stages(configuration, units, costs)
     size = configuration.tensor_parallel_size
     if size > 1:
@@ -230,6 +229,26 @@ def choose_layout(model: nn.Module, configuration: Configuration, board: Failure
         split = [_microbatches_in_words(configuration, written, len(stages))] * num_pipelines
         announce(type(model).__name__, layout, [schedule] * num_pipelines, split, dict(zip(units, costs, strict=True)))
     return layout
+
+
+def _units_and_costs(model: nn.Module, board: FailureBoard) -> tuple[list[str], list[float]]:
+    """The model's units, and what they cost in rank 0's estimate, so that all ranks balance the same numbers.
+
+    Raises:
+        ValueError: on every rank, if the model's forward was followed differently on one.
+    """
+    units = list_units(model)
+    every = gather_from_all((units, unit_costs(model, units)), board, "planning")
+    first, costs = every[0]
+    for rank, (theirs, _) in enumerate(every):
+        if theirs != first:
+            only = sorted({*first} ^ {*theirs})
+            raise ValueError(
+                f"{type(model).__name__} has {len(first)} units on rank 0 and {len(theirs)} on rank {rank} (on one of "
+                f"them only: {', '.join(only[:5])}{' ...' if len(only) > 5 else ''}): use the same versions of "
+                "Penstock, torch and transformers on all ranks, and the same files of the model"
+            )
+    return first, costs
 
 
 def _microbatches_in_words(configuration: Configuration, written: Schedule | None, num_stages: int) -> str:
@@ -256,7 +275,7 @@ def _with_size(model: nn.Module, configuration: Configuration, board: FailureBoa
         str(configuration.schedule),
         min(limits, default=None),
     )
-    return replace(configuration, pipeline_parallel_size=size)
+    return replace(configuration, pipeline_parallel_size=gather_from_all(size, board, "planning")[0])
 
 
 def _local(layout: Layout) -> tuple[Sequence[Sequence[str]], tuple[int, ...]]:

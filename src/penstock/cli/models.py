@@ -32,8 +32,9 @@ def check(
 ) -> None:
     """Say whether a model can be split, into which units, what crosses each cut, which weights are tied; or why not.
 
-    Says too what training and evaluation on two stages will be: exact, exact against accumulation over the same
-    microbatches, or refused, each with the reason.
+    Says too what training, evaluation and generate() on two stages will be: exact, exact against accumulation over the
+    same microbatches, or refused, each with the reason. For that it splits the model as two ranks would, and runs both
+    stages with zeros in place of what layers compute.
 
     Loads no weights and computes nothing. The status is 0 if the model can be split and 1 if not.
 

@@ -24,14 +24,13 @@ from penstock.data.fingerprint import fingerprint
 from penstock.generation import groups
 from penstock.generation.choosing import Choice, RowsOfBatch, criteria_of_all_ranks, processors_where_chosen
 from penstock.generation.groups import MANY_POSITIONS, setting
+from penstock.modeling.graph.dummy_images import MEDIA_ENCODERS
 from penstock.modeling.instrumentation import OnAnotherStage
 from penstock.modeling.placeholders.caches import past_length
 from penstock.runtime.decoding import Decoding
 
 # Arguments in which the ranks may differ.
 INDIVIDUAL_ARGUMENTS = ("streamer", "stopping_criteria")
-# Methods that encode images and videos.
-MEDIA_ENCODERS = ("get_image_features", "get_video_features")
 # Decoding that uses parts of the model by themselves, or another forward than its own.
 REFUSED_SETTINGS = {
     "assistant_early_exit": "it runs the first layers by themselves",

@@ -90,7 +90,7 @@ class Report:
         ties: names of each parameter that several units hold.
         everywhere: names of the parameters outside of units, which every stage holds.
         reason: why the model cannot be split, empty if it can.
-        verdicts: what training and evaluation on two stages will be.
+        verdicts: what training, evaluation and generate() on two stages will be.
     """
 
     model: str

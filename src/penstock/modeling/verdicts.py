@@ -1,22 +1,34 @@
-"""What will happen to a model on stages, tried without computing anything: training, evaluation, images."""
+"""What will happen to a model on two stages, tried without computing anything: training, evaluation, generate().
+
+The model is split as each of two ranks would split it, and both stages run one after the other: the model's own code
+between units as it is, and zeros of the right shapes for what units return.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils import logging
 
-from penstock.modeling.graph.dummy_images import with_dummy_images
-from penstock.modeling.graph.plan import make_plan
-from penstock.modeling.graph.shapes import ShapeFunctions
-from penstock.modeling.graph.trace import Trace, Untraceable
-from penstock.modeling.graph.units import trace_units
+from penstock.modeling.graph.dummy_images import MEDIA_ENCODERS, with_dummy_images
+from penstock.modeling.graph.plan import Plan, StageCall
+from penstock.modeling.graph.shapes import flatten, side_outputs
+from penstock.modeling.graph.trace import Untraceable, real_outside
+from penstock.modeling.instrumentation import Intercepted, OnAnotherStage
+from penstock.modeling.placeholders.caches import advance_cache
+from penstock.modeling.placeholders.ghosts import answer_for_parameters, meta_placeholder, sync_capture_hooks
+from penstock.modeling.stage.run import StageRun
+from penstock.modeling.stage.split import SplitModel
 from penstock.modeling.tensor_parallel.plans import or_none
+from penstock.modeling.tensor_spec import TensorSpec
 from penstock.planning.partition import partition
 
 EXACT = "exact"
@@ -25,12 +37,16 @@ REFUSED = "refused"
 NOT_TRIED = "not tried"
 
 
+# Tokens that are generated for a try: one from the prompt, and one from the cache.
+NEW_TOKENS = 2
+
+
 @dataclass(frozen=True)
 class Verdict:
     """What will happen.
 
     Attributes:
-        what: `"training"`, `"evaluation"`, or one of them `" with images"`.
+        what: `"training"`, `"evaluation"`, `"generate"`, or one of them `" with images"`.
         answer: `EXACT`, `ACCUMULATED`, `REFUSED` or `NOT_TRIED`.
         reason: why, but for `EXACT`.
     """
@@ -46,30 +62,108 @@ class Verdict:
 def verdicts(
     model: nn.Module, units: Sequence[str], costs: Sequence[float], inputs: Mapping[str, Any]
 ) -> tuple[Verdict, ...]:
-    """What training and evaluation on two stages of about equal cost will be, with the model's own loss.
+    """What training, evaluation and generate() on two stages of about equal cost will be, with the model's own loss.
 
     Args:
         units, costs: of the model, in forward order.
         inputs: arguments of a forward, without labels.
     """
     first = partition(list(costs), [1.0, 1.0]).sizes[0]
-    stage_of = {unit: int(place >= first) for place, unit in enumerate(units)}
-    training = model.training
+    stages = [list(units[:first]), list(units[first:])]
+    kinds: list[tuple[str, Sequence[Mapping[str, Any]]]] = [("", [inputs])]
+    images = list(_with_images(model, inputs))
+    if images:
+        kinds.append((" with images", images))
+    tries: dict[str, Callable[[_Pipeline, Sequence[Mapping[str, Any]], str], Verdict]] = {
+        "training": _training,
+        "evaluation": _evaluation,
+    }
+    if isinstance(model, PreTrainedModel) and or_none(model.can_generate):
+        tries["generate"] = _generation
     found = []
-    try:
-        kinds: list[tuple[str, Sequence[Mapping[str, Any]]]] = [("", [inputs])]
-        images = list(_with_images(model, inputs))
-        if images:
-            kinds.append((" with images", images))
-        for suffix, batches in kinds:
-            for what, attempt in (("training", _training), ("evaluation", _evaluation)):
-                try:
-                    found.append(attempt(model, units, stage_of, batches, f"{what}{suffix}"))
-                except Exception as error:  # whatever a model's own code raises
-                    found.append(Verdict(f"{what}{suffix}", REFUSED, _in_words(error)))
-    finally:
-        model.train(training)
+    pipeline = _Pipeline(model, stages)
+    for suffix, batches in kinds:
+        for name, attempt in tries.items():
+            what = f"{name}{suffix}"
+            try:
+                found.append(attempt(pipeline, batches, what))
+            except Exception as error:  # whatever a model's own code raises
+                found.append(Verdict(what, REFUSED, _in_words(error)))
     return tuple(found)
+
+
+class _DryRun(StageRun):
+    """Runs a stage whose units return zeros."""
+
+    def _run(
+        self, planned: StageCall, unit: Intercepted, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        given = flatten((args, kwargs))[0]
+        shape = self._functions(planned.call.unit, args, kwargs, planned.call.output.known)
+        leaves = [leaf.zeros(self._device) if isinstance(leaf, TensorSpec) else leaf for leaf in shape.leaves]
+        lists = side_outputs()
+        for entry in shape.captured:
+            value = (
+                leaves[entry.leaf] if isinstance(entry.leaf, int) else entry.shape and entry.shape.zeros(self._device)
+            )
+            lists[entry.key].append(value)
+            for key, number, position, _ in planned.side_sends:
+                if f"{key}.{number}" == entry.leaf:
+                    self._sends[position] = value
+        for leaf, position, _ in planned.sends:
+            self._sends[position] = leaves[leaf]
+        output = shape.unflatten(leaves, given)
+        advance_cache(
+            given,
+            shape.cache_layers,
+            shape.state_layers,
+            self._device,
+            shape.indexed_layers,
+            shape.samples,
+            shape.per_token,
+        )
+        return output
+
+
+class _Pipeline:
+    """Both stages of a model in one process, and nothing in memory. `model` is left alone."""
+
+    def __init__(self, model: nn.Module, stages: Sequence[Sequence[str]]) -> None:
+        self.model, self._stages = model, stages
+
+    @functools.cached_property
+    def _splits(self) -> list[SplitModel]:
+        return [self.split([stage]) for stage in range(2)]
+
+    def split(self, local_stages: Sequence[int]) -> SplitModel:
+        """A copy of the model as a rank has it."""
+        copy = meta_placeholder(self.model)
+        sync_capture_hooks(self.model, copy)
+        split = SplitModel(copy, self._stages, local_stages)
+        split.stage_run = _DryRun
+        return split
+
+    def forward(self, inputs: Mapping[str, Any], training: bool) -> Plan:
+        """Run both stages; returns the plan. Raises whatever there is to refuse, or the model's code raises."""
+        sent: Sequence[torch.Tensor] = ()
+        plans = []
+        for stage, split in enumerate(self._splits):
+            for module in split.model.modules():  # a model's own `train` may return nothing, or do more
+                module.training = training
+            with real_outside(split.model, split._functions, None), torch.no_grad():
+                plan = split.plan(inputs)
+                shares = None
+                if plan.loss is not None:
+                    counts = plan.loss.counts(inputs)
+                    shares = plan.loss.shares(counts, counts)
+                plans.append(plan)
+                try:
+                    _, sent = split.forward(plan, stage, inputs, sent, shares=shares)
+                except Exception as error:
+                    raise Untraceable(f"stage {stage} cannot run: {_in_words(error)}") from error
+        if plans[0].checksum != plans[1].checksum:
+            raise Untraceable("its forward goes another way on each stage")
+        return plans[0]
 
 
 def _with_images(model: nn.Module, inputs: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -78,43 +172,37 @@ def _with_images(model: nn.Module, inputs: Mapping[str, Any]) -> Iterator[Mappin
             yield from with_dummy_images(model, inputs)
 
 
-def _evaluation(
-    model: nn.Module, units: Sequence[str], stage_of: Mapping[str, int], batches: Iterable[Any], what: str
-) -> Verdict:
-    model.eval()
+def _evaluation(pipeline: _Pipeline, batches: Iterable[Mapping[str, Any]], what: str) -> Verdict:
     reason = ""
     for batch in batches:
         try:
-            make_plan(_trace(model, units, batch), stage_of, 2)
+            pipeline.forward(batch, training=False)
             return Verdict(what, EXACT)
         except Exception as error:
             reason = reason or _in_words(error)
     return Verdict(what, REFUSED, reason)
 
 
-def _training(
-    model: nn.Module, units: Sequence[str], stage_of: Mapping[str, int], batches: Iterable[Any], what: str
-) -> Verdict:
-    model.train()
+def _training(pipeline: _Pipeline, batches: Iterable[Mapping[str, Any]], what: str) -> Verdict:
     refused = ""
     for batch in batches:
-        for labels in _labels(model, batch):
+        for labels in _labels(pipeline.model, batch):
             try:
-                trace = _trace(model, units, {**batch, **labels})
+                loss = pipeline.forward({**batch, **labels}, training=True).loss
             except Exception:
                 continue  # labels of this form are not for this model
-            if trace.loss is None:
+            if loss is None:
                 continue
-            make_plan(trace, stage_of, 2)
-            if not trace.loss.exact:
-                return Verdict(what, ACCUMULATED, trace.loss.reason)
-            normalising = [n for n, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+            if not loss.exact:
+                return Verdict(what, ACCUMULATED, loss.reason)
+            modules = pipeline.model.named_modules()
+            normalising = [name for name, module in modules if isinstance(module, nn.modules.batchnorm._BatchNorm)]
             if normalising:
                 reason = f"batch normalisation ({normalising[0]}, ...) takes its statistics from each microbatch"
                 return Verdict(what, ACCUMULATED, reason)
             return Verdict(what, EXACT)
         try:
-            make_plan(_trace(model, units, batch), stage_of, 2)
+            pipeline.forward(batch, training=True)
         except Exception as error:
             refused = refused or _in_words(error)
     if refused:
@@ -122,8 +210,80 @@ def _training(
     return Verdict(what, NOT_TRIED, "no labels were found from which it computes a loss; a criterion of your own may")
 
 
-def _trace(model: nn.Module, units: Sequence[str], inputs: Mapping[str, Any]) -> Trace:
-    return trace_units(model, ShapeFunctions({name: model.get_submodule(name) for name in units}), inputs)
+def _generation(pipeline: _Pipeline, batches: Iterable[Mapping[str, Any]], what: str) -> Verdict:
+    """transformers' own generate(), for a few tokens, as each of the two ranks runs it."""
+    reason = ""
+    for batch in batches:
+        prompt = {name: value for name, value in batch.items() if not name.startswith("decoder_")}
+        try:
+            for stage in range(2):
+                _generate(pipeline.split(()), stage, prompt)
+            return Verdict(what, EXACT)
+        except OnAnotherStage as error:
+            return Verdict(what, REFUSED, f"it runs a part of the model by itself, past the model's forward: {error}")
+        except (NotImplementedError, Untraceable) as error:
+            return Verdict(what, REFUSED, _in_words(error))
+        except Exception as error:
+            reason = reason or _in_words(error)
+    return Verdict(what, NOT_TRIED, f"its generate() does not run on a prompt made up for it ({reason})")
+
+
+def _generate(split: SplitModel, stage: int, prompt: Mapping[str, Any]) -> None:
+    """generate() on a rank that has `stage`."""
+    model: Any = split.model
+    answer_for_parameters(model, lambda: True, lambda: torch.device("cpu"))
+    inside = False
+
+    def over_stages(call: Callable[..., Any] | None, function: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(function)
+
+        @functools.wraps(function)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            nonlocal inside
+            if inside:
+                return function(*args, **kwargs)
+            inside = True
+            try:
+                arguments = dict(signature.bind_partial(*args, **kwargs).arguments)
+                for name, parameter in signature.parameters.items():
+                    if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                        arguments.update(arguments.pop(name, {}))
+                return _walk(split, stage, arguments, call)
+            finally:
+                inside = False
+
+        return forward
+
+    functions = [(model, "forward", None)]
+    if getattr(model.config, "is_encoder_decoder", False):
+        encoder = model.get_encoder()
+        functions.append((encoder, "forward", encoder.forward))
+    for name in MEDIA_ENCODERS:
+        if (encode := getattr(model.base_model, name, None)) is not None:
+            functions.append((model.base_model, name, encode))
+    for owner, name, call in functions:
+        owner.__dict__[name] = over_stages(call, getattr(owner, name))
+    with real_outside(model, split._functions, None), torch.no_grad(), _quiet():
+        model.generate(**prompt, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' advice about the arguments of generate()."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+def _walk(split: SplitModel, stage: int, inputs: Mapping[str, Any], call: Callable[..., Any] | None) -> Any:
+    """A forward of `stage` that goes on to the end of the model's."""
+    plan = split.plan(inputs, call)
+    received = [shape.zeros(torch.device("cpu")) for shape in split.shapes_received(plan, stage, inputs, call)]
+    output, _ = split.forward(plan, stage, inputs, received, early_exit=False, call=call)
+    return output
 
 
 def _labels(model: nn.Module, inputs: Mapping[str, Any]) -> Iterator[dict[str, torch.Tensor]]:

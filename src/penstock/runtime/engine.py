@@ -34,7 +34,7 @@ from penstock.runtime.boundary.boundaries import Boundaries
 from penstock.runtime.boundary.p2p import P2PChannels
 from penstock.runtime.comm.collectives import GroupCollectives
 from penstock.runtime.comm.devices import local_device
-from penstock.runtime.comm.forming import adopt_random_state, forming, job_board, shared_progress
+from penstock.runtime.comm.forming import adopt_random_state, forming, job_board, require_layout, shared_progress
 from penstock.runtime.comm.groups import Groups
 from penstock.runtime.comm.rollcall import Call, RollCall
 from penstock.runtime.comm.settings import (
@@ -206,6 +206,7 @@ class Engine:
         share_values: Callable[[Sequence[HeldParameter], Groups], None],
     ) -> None:
         """Meet the other ranks of `layout` and build all that depends on it."""
+        require_layout(layout, board)
         shared = self._find_holders(layout)
         self.context = self._meet(layout, board, shared)
         self._make_schedule = make_schedule
@@ -749,6 +750,7 @@ class Engine:
         return Settings(
             digest,
             len(inputs.microbatches),
+            inputs.plans_checksum(),
             autocast_code(self.device),
             self._modes.digest(),
             bits_of(self.loss_scale),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -84,6 +85,11 @@ class StepInputs:
     def total_counts(self) -> list[int]:
         """`counts`, summed over the microbatches."""
         return [sum(column) for column in zip(*self.counts, strict=True)]
+
+    def plans_checksum(self) -> int:
+        """A number that is equal on all ranks of the pipeline if they have the same plans."""
+        checksums = list(dict.fromkeys(plan.checksum for plan in self.plans))
+        return checksums[0] if len(checksums) == 1 else zlib.crc32(repr(checksums).encode())
 
     def num_tokens(self) -> int:
         """Tokens of all microbatches, padding counted; 0 if the model is given none."""

@@ -13,6 +13,8 @@ from penstock.modeling.graph.meta_operations import KnownValues
 from penstock.modeling.placeholders.ghosts import meta_placeholder
 
 IMAGE_SIZE = 32
+# Methods of models that encode images and videos; generate() calls them before the first forward.
+MEDIA_ENCODERS = ("get_image_features", "get_video_features")
 
 
 def with_dummy_images(model: nn.Module, inputs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

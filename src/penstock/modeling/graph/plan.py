@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -43,7 +44,7 @@ class PlannedCall:
 
 @dataclass(frozen=True)
 class Plan:
-    """What every stage does in one kind of forward. Equal, and of the same digest, on every rank.
+    """What every stage does in one kind of forward. Equal on every rank.
 
     Attributes:
         entry: name of the function that is run, `"forward"` for the model itself.
@@ -61,7 +62,8 @@ class Plan:
         last_calls: for each stage the position in `calls` of the last one it runs, -1 if it runs none.
         fields: the names of the output's fields.
         form: what the output is, if it is no `ModelOutput`.
-        digest: a hash of all of this, to be compared between ranks.
+        digest: a hash of all of this, which tells this rank's plans apart.
+        checksum: of what every rank must have alike: which stage makes which call, and what crosses each boundary.
     """
 
     entry: str
@@ -78,6 +80,7 @@ class Plan:
     fields: tuple[str, ...] = ()
     form: Form | None = None
     digest: str = field(compare=False, default="")
+    checksum: int = field(compare=False, default=0)
 
 
 def make_plan(
@@ -140,9 +143,14 @@ def make_plan(
         form=trace.form,
     )
     # A set prints in any order, and whether inputs are asked concerns nobody else.
-    parts = [getattr(plan, part.name) for part in fields(plan) if part.name not in ("written", "asks_inputs", "digest")]
+    left_out = ("written", "asks_inputs", "digest", "checksum")
+    parts = [getattr(plan, part.name) for part in fields(plan) if part.name not in left_out]
     told = repr((*parts, sorted(map(str, plan.written))))
-    return replace(plan, digest=hashlib.sha256(told.encode()).hexdigest()[:32])
+    # Names and numbers only: what else units return may print an address of this process.
+    alike = repr(([(call.unit, call.index, call.stage) for call in calls], plan.boundaries, entry))
+    return replace(
+        plan, digest=hashlib.sha256(told.encode()).hexdigest()[:32], checksum=zlib.crc32(alike.encode())
+    )  # fmt: skip
 
 
 def _placed(trace: Trace, stage_of: Mapping[str, int]) -> tuple[PlannedCall, ...]:
@@ -208,6 +216,7 @@ class StageCall:
         side_sends: (list, number of the entry, position among the values to send, copy) of side outputs for it.
         received: {leaf: (position among the values received, copy)}.
         complete: whether every tensor that the call returns was received.
+        inferred: whether those that were not are like the call's first argument, and none is written to.
         writable: whether placeholders must bear being written to.
         seeds: keys of the random state for the unit, and for the code after it.
     """
@@ -219,6 +228,7 @@ class StageCall:
     side_sends: tuple[tuple[str, int, int, bool], ...]
     received: dict[int | str, tuple[int, bool]]
     complete: bool
+    inferred: bool
     writable: bool
     seeds: tuple[int, int]
 
@@ -259,8 +269,11 @@ def make_stage_plan(plan: Plan, stage: int) -> StagePlan:
                     side_sends.append((key, int(number), outgoing[value], value in plan.written))
         received = {value.leaf: (incoming[value], value in plan.written) for value in values if value in incoming}
         complete, writable = len(received) == len(values), any(value in plan.written for value in values)
+        inferred = not writable and all(value.leaf in received or value.leaf in call.like_input for value in values)
         seeds = key_of(call.unit, call.index), key_of(call.unit, call.index, "after")
-        calls.append(StageCall(call, own, last, tuple(sends), tuple(side_sends), received, complete, writable, seeds))
+        calls.append(
+            StageCall(call, own, last, tuple(sends), tuple(side_sends), received, complete, inferred, writable, seeds)
+        )
     return StagePlan(
         calls=tuple(calls),
         relayed=tuple((incoming[value], outgoing[value]) for value in incoming if value in outgoing),

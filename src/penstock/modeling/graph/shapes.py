@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributions import Distribution
 from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache
 from transformers.utils import output_capturing
@@ -47,12 +49,28 @@ class Captured:
 
 
 @dataclass(frozen=True, slots=True)
+class Stored:
+    """An entry that a call makes in a mapping among its arguments, for later calls: keys and values to share, say.
+
+    Attributes:
+        position: of the mapping among the leaves of the arguments.
+        key: of the entry.
+        spec: how the entry's leaves are put together.
+    """
+
+    position: int
+    key: Any
+    spec: pytree.TreeSpec
+
+
+@dataclass(frozen=True, slots=True)
 class OutputShape:
     """The structure of what a unit's call returns.
 
     Attributes:
-        leaves: for each leaf of the output a `TensorSpec`, or the leaf itself if it is no tensor.
-        spec: how the leaves are put together.
+        leaves: for each leaf of the output, and then of the entries in `stored`, a `TensorSpec`, or the leaf itself if
+            it is no tensor.
+        spec: how the leaves of the output are put together.
         captured: side outputs in the order in which they are appended.
         cache_layers: indices of the cache layers that the call lengthens.
         state_layers: indices of those whose convolution's or recurrence's state it carries on.
@@ -63,6 +81,7 @@ class OutputShape:
         assumed: whether a part of the unit has no meta kernel and was taken for shape-preserving, so that the unit's
             owner must check the real shapes.
         known: indices of the argument leaves on whose values the shapes depend.
+        stored: entries that the call makes in mappings among its arguments.
     """
 
     leaves: tuple[Any, ...]
@@ -76,6 +95,21 @@ class OutputShape:
     written: tuple[int, ...] = ()
     assumed: bool = False
     known: tuple[int, ...] = ()
+    stored: tuple[Stored, ...] = ()
+
+    def unflatten(self, leaves: Sequence[Any], given: Sequence[Any]) -> Any:
+        """What the call returns, of all `leaves`; those of `stored` go into the mappings among the leaves `given`."""
+        end = self.spec.num_leaves
+        output = leaves[0] if self.spec.is_leaf() else pytree.tree_unflatten(leaves[:end], self.spec)
+        for entry in self.stored:
+            start, end = end, end + entry.spec.num_leaves
+            given[entry.position][entry.key] = pytree.tree_unflatten(leaves[start:end], entry.spec)
+        return output
+
+    def flatten(self, output: Any, given: Sequence[Any]) -> list[Any]:
+        """The inverse of `unflatten`, after a call."""
+        leaves = [output] if isinstance(output, torch.Tensor) else flatten(output)[0]
+        return leaves + [leaf for entry in self.stored for leaf in flatten(given[entry.position][entry.key])[0]]
 
     def without_shapes(self) -> OutputShape:
         """The same structure for tensors of any shape."""
@@ -253,9 +287,16 @@ class ShapeFunctions:
                 else _to_meta(leaf)
                 for index, leaf in enumerate(leaves)
             ]
+        entries = {index: dict(leaf) for index, leaf in enumerate(meta_leaves) if _is_mapping(leaf)}
         versions = [leaf._version if isinstance(leaf, torch.Tensor) else 0 for leaf in meta_leaves]
         args, kwargs = pytree.tree_unflatten(meta_leaves, spec)
-        with torch.inference_mode(False), torch.no_grad(), torch.device("meta"), side_outputs_aside() as lists:
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+            torch.device("meta"),
+            _unchecked_distributions(),
+            side_outputs_aside() as lists,
+        ):
             if lists:  # transformers installs its hooks when something is collected for the first time
                 sync_capture_hooks(self.units[name], self._copies[name])
             before = lengths(lists)
@@ -277,11 +318,32 @@ class ShapeFunctions:
         for key, values in lists.items():
             for index, value in enumerate(values[before[key] :]):
                 captured.append(_captured(key, index, value, output_leaves))
+        stored = []
+        for position, before_call in entries.items():
+            for key, value in meta_leaves[position].items():
+                if value is not before_call.get(key):
+                    entry_leaves, entry_spec = flatten(value)
+                    output_leaves = output_leaves + entry_leaves
+                    stored.append(Stored(position, key, entry_spec))
         shapes = tuple(_shape_of(leaf) for leaf in output_leaves)
         return OutputShape(
             shapes, output_spec, tuple(captured), tuple(use.lengthened), tuple(use.states), tuple(use.indexed),
-            *_place_of_samples(meta_leaves, use.given), written, assumed, tuple(known),
+            *_place_of_samples(meta_leaves, use.given), written, assumed, tuple(known), tuple(stored),
         )  # fmt: skip
+
+
+@contextmanager
+def _unchecked_distributions() -> Iterator[None]:
+    """Let torch.distributions not look at the values of their arguments, which meta tensors do not have.
+
+    Whether they do is a setting of the process that torch.compile changes, and shapes must not depend on it.
+    """
+    before = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(before)
 
 
 def _place_of_samples(leaves: list[Any], given: list[int]) -> tuple[int, int]:
@@ -321,6 +383,9 @@ def _shape_key(leaf: Any) -> Any:
         return leaf.shape, leaf.dtype
     if leaf is None or isinstance(leaf, (bool, int, float, str)):
         return leaf
+    if _is_mapping(leaf):
+        entries, spec = flatten(dict(leaf))
+        return type(leaf).__name__, str(spec), *map(_shape_key, entries)
     return type(leaf).__name__
 
 
@@ -328,7 +393,17 @@ def _to_meta(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         # A fresh tensor even for one that is meta already, so that its version counter is its own.
         return torch.empty_like(leaf, device="meta", requires_grad=False)
+    if _is_mapping(leaf):
+        entries = pytree.tree_map(_to_meta, dict(leaf))
+        leaf = copy.copy(leaf)
+        leaf.clear()
+        leaf.update(entries)
     return leaf
+
+
+def _is_mapping(leaf: Any) -> bool:
+    """Whether an argument may be given entries. An ordinary dictionary is no leaf."""
+    return isinstance(leaf, MutableMapping)
 
 
 class _Unpacked(TypeError):

@@ -160,7 +160,7 @@ def trace(
         torch.inference_mode(False),
         torch.no_grad(),
         all_restored(generators_in_use()),
-        _real_outside(model, functions, device),
+        real_outside(model, functions, device),
     ):
         arguments = {name: _placeholder(name, value) for name, value in inputs.items()}
         planner = _Planner(model, functions, floating, device or _device_of(arguments))
@@ -237,7 +237,7 @@ class _Planner:
                 output, shape = self._run_floating(unit, module, args, kwargs)
             else:
                 output, shape = self._run_shape_function(name, index, args, kwargs, leaves)
-        output_leaves, _ = flatten(output)
+        output_leaves = shape.flatten(output, leaves)
         for leaf, tensor in enumerate(output_leaves):
             if isinstance(tensor, torch.Tensor):
                 value = Value(name, index, leaf)
@@ -304,7 +304,7 @@ class _Planner:
             samples=shape.samples,
             per_token=shape.per_token,
         )
-        return pytree.tree_unflatten(outputs, shape.spec), shape
+        return shape.unflatten(outputs, leaves), shape
 
 
 def _refuse_enclosed(unit: str) -> None:
@@ -381,7 +381,7 @@ def _mark_tensors(model: nn.Module, functions: ShapeFunctions, flow: DataFlow) -
 
 
 @contextmanager
-def _real_outside(model: nn.Module, functions: ShapeFunctions, device: torch.device | None) -> Iterator[None]:
+def real_outside(model: nn.Module, functions: ShapeFunctions, device: torch.device | None) -> Iterator[None]:
     """Put zeros in the place of meta tensors outside of units (a model built on the meta device), and buffers back.
 
     Buffers outside of units are copied for the duration, since the model's code may update them.

@@ -105,10 +105,12 @@ class StageRun:
         # Before the unit runs, as it may lengthen a cache on which shapes depend.
         expected = self._expected(planned.call, args, kwargs) if planned.call.output.assumed else None
         output = unit.original(module, *args, **kwargs)
+        shape = planned.call.output
         if expected is not None:
-            _check_assumption(planned.call, output, expected)
+            real = shape.flatten(output, flatten((args, kwargs))[0] if shape.stored else ())
+            _check_assumption(planned.call, real, expected)
         if planned.sends:
-            leaves = [output] if isinstance(output, torch.Tensor) else flatten(output)[0]
+            leaves = shape.flatten(output, flatten((args, kwargs))[0] if shape.stored else ())
             for leaf, position, copied in planned.sends:
                 self._sends[position] = leaves[leaf].clone() if copied else leaves[leaf]
         if planned.side_sends:
@@ -148,13 +150,17 @@ class StageRun:
 
     def _received_or_placeholder(self, planned: StageCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call, output = planned.call, planned.call.output
-        plain = len(output.leaves) == 1 and output.spec.is_leaf()
-        if plain and not output.captured:  # nearly always
+        if len(output.leaves) == 1 and output.spec.is_leaf() and not output.captured:  # nearly always
             if 0 in planned.received:
                 return self._value(planned.received[0])
             if 0 in call.like_input and not planned.writable:
                 return _first(args, kwargs)
-        if not planned.complete and not self._early_exit and not planned.writable and not output.captured:
+        if planned.inferred and output.stored:
+            leaves = [
+                self._leaf(planned, index, leaf) if index in planned.received else _first(args, kwargs)
+                for index, leaf in enumerate(output.leaves)
+            ]
+        elif not planned.complete and not self._early_exit and not planned.writable and not output.captured:
             leaves = self._lazy_leaves(planned, args, kwargs)
         else:
             shape = output if planned.complete else self._functions(call.unit, args, kwargs, output.known)
@@ -165,7 +171,7 @@ class StageRun:
                     known = isinstance(entry.leaf, int)
                     value = leaves[entry.leaf] if known else self._leaf(planned, entry.leaf, entry.shape)  # type: ignore[index]
                     lists[entry.key].append(value)
-        return leaves[0] if plain else pytree.tree_unflatten(leaves, output.spec)
+        return output.unflatten(leaves, flatten((args, kwargs))[0] if output.stored else ())
 
     def _lazy_leaves(self, planned: StageCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """The leaves of an answer, with shapes worked out only if somebody looks; the caches may have grown by then."""
@@ -237,9 +243,9 @@ def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return args[0] if args else next(iter(kwargs.values()))
 
 
-def _check_assumption(call: PlannedCall, output: Any, expected: tuple[Any, ...]) -> None:
-    """A part of the unit was taken for shape-preserving; see that the real output has the shapes that follow."""
-    real = [tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None for leaf in flatten(output)[0]]
+def _check_assumption(call: PlannedCall, output: Sequence[Any], expected: tuple[Any, ...]) -> None:
+    """A part of the unit was taken for shape-preserving; see that the real leaves have the shapes that follow."""
+    real = [tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None for leaf in output]
     planned = [leaf.shape if isinstance(leaf, TensorSpec) else None for leaf in expected]
     if real != planned:
         raise RuntimeError(

@@ -42,6 +42,7 @@ from penstock.modeling.stage.named_output import output_with_loss
 from penstock.modeling.stage.outputs import Shapes
 from penstock.modeling.stage.run import StageDone, StageRun
 from penstock.modeling.tensor_parallel import TensorParallel
+from penstock.modeling.tensor_spec import TensorSpec
 from penstock.modeling.weights.names import alias_groups, alias_groups_by_identity
 from penstock.random_state import generators_of, restored, seed_all
 
@@ -242,6 +243,8 @@ class SplitModel:
             first = next((parameter for _, parameter in absent_parameters(self.model)), None)
         return torch.device("cpu") if first is None else first.device
 
+    # What runs a stage; `penstock check` has another, that computes nothing.
+    stage_run: type[StageRun] = StageRun
     # The first module with a parameter, and the parameter's name.
     _first_parameter: tuple[nn.Module | None, str] = (None, "")
 
@@ -314,6 +317,13 @@ class SplitModel:
         """The shapes of the model's output for `inputs`, found without computing it. Raises what `plan` raises."""
         left_out = self._for_criterion(inputs)
         return self._trace({n: value for n, value in inputs.items() if n not in left_out}, None, None)[0].output_shapes
+
+    def shapes_received(
+        self, plan: Plan, stage: int, inputs: Mapping[str, Any], call: Callable[..., Any] | None = None
+    ) -> list[TensorSpec]:
+        """Of what a stage receives for `inputs`, found without computing it. Raises what `plan` raises."""
+        shapes = self._trace(inputs, call, None)[0].shapes if stage else {}
+        return [shapes[value] for value in (plan.boundaries[stage - 1] if stage else ())]
 
     def _for_criterion(self, inputs: Mapping[str, Any]) -> Collection[str]:
         """Names of inputs that the model's forward does not take, so that they can only be a criterion's."""
@@ -430,7 +440,7 @@ class SplitModel:
             host_values.know_all(arguments, host)
             evaluate = partial(_under, host_values, evaluate)
         device = device_of(inputs) or self.device
-        run = StageRun(stage_plan, self._functions, received, early_exit, device, hand_over, host_values)
+        run = self.stage_run(stage_plan, self._functions, received, early_exit, device, hand_over, host_values)
         if seeded:
             assert seed is not None
             if self._generators is None:

@@ -16,6 +16,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from penstock.modeling.instrumentation import known_of
+from penstock.planning.layout import Layout
 from penstock.random_state import generators_of, set_states, states_of
 from penstock.runtime.comm.bootstrap import default_store, ensure_process_group
 from penstock.runtime.comm.devices import refuse_shared_devices
@@ -115,6 +116,26 @@ def require_agreement(facts: Mapping[str, Any], board: FailureBoard) -> None:
             "the ranks were given different models or configurations, but all must be given the same: "
             + "; ".join(differences[:5])
         )
+
+
+def require_layout(layout: Layout, board: FailureBoard) -> None:
+    """Compare every rank's layout, before groups are made of it. Every rank of the world calls this.
+
+    Raises:
+        ValueError: on every rank, if they differ; says where.
+    """
+    every = gather_from_all([(p.stages, p.stage_to_rank) for p in layout.pipelines], board, "comparing layouts")
+    other = next((rank for rank, theirs in enumerate(every) if theirs != every[0]), None)
+    if other is None:
+        return
+    first, second = every[0], every[other]
+    if len(first) != len(second):
+        what = f"{len(first)} pipelines on rank 0 and {len(second)} on rank {other}"
+    else:
+        index = next(index for index, pair in enumerate(zip(first, second, strict=True)) if pair[0] != pair[1])
+        sizes = ([len(stage) for stage in theirs[index][0]] for theirs in (first, second))
+        what = f"pipeline {index} has stages of {next(sizes)} units on rank 0 and {next(sizes)} on rank {other}"
+    raise ValueError(f"the ranks have different layouts: {what}; give all ranks the same templates or stages")
 
 
 def _told(value: Any) -> str:

@@ -34,7 +34,7 @@ PATIENCE = 3.0
 # How long a rank with a signal of its own waits for the others to come to the roll call.
 INTERRUPTED_PATIENCE = 10.0
 PAUSE = 0.02
-MAX_FACTS = 9
+MAX_FACTS = 10
 
 
 class Call(IntEnum):
@@ -119,6 +119,7 @@ class RollCall:
         Args:
             everyone: whether all pipelines make this call, or this one alone.
         """
+        assert len(facts) <= MAX_FACTS, "all roll calls have one length"
         return Pending(self, call, [*facts, *[0] * (MAX_FACTS - len(facts))], everyone)
 
     def take(self, call: Call, facts: Sequence[int] = (), everyone: bool = True) -> dict[int, list[int]]:

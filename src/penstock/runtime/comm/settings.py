@@ -38,6 +38,7 @@ class Settings(NamedTuple):
 
     Attributes:
         fingerprint, num_microbatches: of the batch; the same on all ranks of a pipeline.
+        plans: a checksum of the microbatches' plans; the same on all ranks of a pipeline.
         autocast: 0 if it is off, otherwise 1 + the number of its type.
         modes: whether the model is in train mode (the last bit), and a digest of the units' modes.
         loss_scale: the bits of the number.
@@ -48,6 +49,7 @@ class Settings(NamedTuple):
 
     fingerprint: int
     num_microbatches: int
+    plans: int
     autocast: int
     modes: int
     loss_scale: int = 0
@@ -87,6 +89,15 @@ class Settings(NamedTuple):
             raise SettingsMismatch(
                 "the ranks compute under different settings, but all must have the same: " + "; ".join(differences)
             )
+        for pipeline in layout.pipelines:
+            values = {rank: every[rank].plans for rank in pipeline.ranks() if rank in every}
+            if len(set(values.values())) > 1:
+                raise SettingsMismatch(
+                    "the ranks of a pipeline followed the model's forward in different ways: "
+                    f"{_in_words(values, '{:x}'.format)} (checksums of what each stage computes and sends): use the "
+                    "same versions of Penstock, torch and transformers on all ranks, and make no choice by rank in the "
+                    "model's code"
+                )
         if len(every) < layout.world_size:
             return True
         together: dict[tuple[int, int], set[int]] = {}
