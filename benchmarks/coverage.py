@@ -4,6 +4,8 @@
     python benchmarks/coverage.py run --task causal-lm --only Llama
     python benchmarks/coverage.py run --again failing        # after a change: those whose result was bad
     python benchmarks/coverage.py sample --number 60         # and some that were good, into a file of their own
+    python benchmarks/coverage.py run --results new.jsonl    # with a newer transformers
+    python benchmarks/coverage.py compare new.jsonl          # and what it changed
     python benchmarks/coverage.py write                      # docs/models.md from what was run
 
 Each class gets a tiny model (`tiny_models.py`), nine samples with uneven padding in four microbatches, double
@@ -152,6 +154,21 @@ def summary(records: Iterable[Record]) -> dict[str, Counter[str]]:
         outcome = kind_of(record.get("train", "unsplit"))
         counts.setdefault(record["task"], Counter())[outcome] += 1
     return counts
+
+
+def changes(before: Iterable[Record], after: Iterable[Record]) -> list[str]:
+    """Where the outcome of a class is of another kind than before, a line for each; new classes too if they are bad."""
+    old = {key_of(record): record for record in before}
+    lines = []
+    for record in after:
+        known, where = old.get(key_of(record)), f"{record['task']} {record['class']}"
+        if known is None and not is_good(record):
+            lines.append(f"{where}: new, {record.get('unsplit') or reason_of(record)}")
+        for feature in ("unsplit", *FEATURES) if known is not None else ():
+            was, now = known.get(feature, ""), record.get(feature, "")
+            if kind_of(was) != kind_of(now) and not (feature == "unsplit" and was and now):
+                lines.append(f"{where}: {feature} was {was or 'not tried'}, is {now or 'not tried'}")
+    return lines
 
 
 # ---------------------------------------------------------------- the page
@@ -349,6 +366,9 @@ def main() -> None:
         )
     if options.command == "sample":
         sample(options.number, options.seed, options.results, options.output, options.seconds)
+    if options.command == "compare":
+        print("\n".join(changes(read(options.results), read(options.second))) or "no class has another outcome")
+        return
     if options.command == "write":
         write(options.results, options.with_tensor_parallelism, PAGE)
     for task, outcomes in summary(read(options.results)).items():

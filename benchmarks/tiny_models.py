@@ -314,15 +314,21 @@ VARIANTS = (
 def build_running(class_name: str, task: str) -> tuple[nn.Module, dict[str, Any]]:
     """A tiny model of a class in double precision (single where its code needs that), and a batch it runs on.
 
-    Raises what the first attempt raised if there is none.
+    Raises the first failure of those that say most if there is none: that a package lacks, that a model was built but
+    did not run, that none was built.
     """
+    missing: Exception | None = None
+    unbuilt: Exception | None = None
     failure: Exception | None = None
     for variant in VARIANTS:
         for dtype in (torch.float64, torch.float32):
             try:
                 model = build(class_name, variant, dtype)
+            except ImportError as error:
+                missing = missing or error
+                break
             except Exception as error:
-                failure = failure or error
+                unbuilt = unbuilt or error
                 break
             for inputs in batches(model, task):
                 try:
@@ -333,8 +339,9 @@ def build_running(class_name: str, task: str) -> tuple[nn.Module, dict[str, Any]
                     return model, inputs
                 except Exception as error:
                     failure = failure or error
-    assert failure is not None
-    raise failure
+    said = missing or failure or unbuilt
+    assert said is not None
+    raise said
 
 
 def _run(model: nn.Module, inputs: Mapping[str, Any]) -> None:

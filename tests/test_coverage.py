@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 
 from pool import Pool
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-from coverage import worst
+import coverage
+from coverage import cause_of, changes, sample, worst
 from examine_model import examine
 
 SAMPLE = [
@@ -84,3 +88,45 @@ def test_a_generate_that_runs_parts_of_the_model_by_themselves_is_refused(pool: 
 def test_a_cache_that_grows_by_less_than_the_hidden_states_have_entries(pool: Pool) -> None:
     found = worst(pool.run(2, examine, "ProphetNetForCausalLM", "causal-lm", 2, timeout=120))
     assert found["generate"] == "exact", found
+
+
+def record(name: str, **outcomes: str) -> dict[str, Any]:
+    return {"task": "causal-lm", "class": name, "stages": 2, "tensor_parallel": 1, "seconds": 1.0, **outcomes}
+
+
+def test_a_newer_version_is_compared_class_by_class() -> None:
+    good = {"train": "exact", "evaluate": "exact", "generate": "exact"}
+    before = [record("A", **good), record("B", **good), record("C", unsplit="ImportError: timm")]
+    after = [
+        record("A", **good),
+        record("B", **{**good, "generate": "crash: KeyError: 'x'"}),
+        record("C", **good),
+        record("New", unsplit="ValueError: its smallest configuration found has 30,000,000 parameters"),
+    ]
+    found = changes(before, after)
+    assert found[0] == "causal-lm B: generate was exact, is crash: KeyError: 'x'"
+    assert "causal-lm C: train was not tried, is exact" in found
+    assert found[-1].startswith("causal-lm New: new, ValueError: its smallest")
+    assert not any(line.startswith("causal-lm A") for line in found)
+    assert changes(after, after) == []
+
+
+def test_why_a_class_was_not_tried_is_told_by_its_error() -> None:
+    assert cause_of(record("A", unsplit="ImportError: A requires the timm library")).startswith("it needs a package")
+    assert cause_of(record("A", unsplit="RuntimeError: shape '[2]' is invalid")) == "no batch was found that it runs on"
+
+
+def test_a_sample_is_of_good_records_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    bad = {"train": "crash: KeyError"}
+    lines = [record(f"Class{number}", **({"train": "exact"} if number % 2 else bad)) for number in range(40)]
+    results, found = tmp_path / "results.jsonl", tmp_path / "found.jsonl"
+    results.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    asked: list[str] = []
+    with mock.patch.object(coverage, "examine_all", lambda keys, *rest: asked.extend(key[1] for key in keys)):
+        sample(8, 1, results, found)
+        assert len(set(asked)) == 8 and all(int(name.removeprefix("Class")) % 2 for name in asked)
+        first, rest = asked[:3], asked[3:]
+        found.write_text("".join(json.dumps(record(name, train="exact")) + "\n" for name in first))
+        asked.clear()
+        sample(8, 1, results, found)
+    assert asked == rest
