@@ -21,7 +21,7 @@ from transformers.utils import logging
 from penstock.modeling.graph.dummy_images import MEDIA_ENCODERS, with_dummy_images
 from penstock.modeling.graph.plan import Plan, StageCall
 from penstock.modeling.graph.shapes import flatten, side_outputs
-from penstock.modeling.graph.trace import Untraceable, real_outside
+from penstock.modeling.graph.trace import Untraceable
 from penstock.modeling.instrumentation import Intercepted, OnAnotherStage
 from penstock.modeling.placeholders.caches import advance_cache
 from penstock.modeling.placeholders.ghosts import answer_for_parameters, meta_placeholder, sync_capture_hooks
@@ -103,9 +103,10 @@ class _DryRun(StageRun):
         leaves = [leaf.zeros(self._device) if isinstance(leaf, TensorSpec) else leaf for leaf in shape.leaves]
         lists = side_outputs()
         for entry in shape.captured:
-            value = (
-                leaves[entry.leaf] if isinstance(entry.leaf, int) else entry.shape and entry.shape.zeros(self._device)
-            )
+            if isinstance(entry.leaf, int):
+                value = leaves[entry.leaf]
+            else:
+                value = entry.shape and entry.shape.zeros(self._device)
             lists[entry.key].append(value)
             for key, number, position, _ in planned.side_sends:
                 if f"{key}.{number}" == entry.leaf:
@@ -150,7 +151,7 @@ class _Pipeline:
         for stage, split in enumerate(self._splits):
             for module in split.model.modules():  # a model's own `train` may return nothing, or do more
                 module.training = training
-            with real_outside(split.model, split._functions, None), torch.no_grad():
+            with split.zeros_outside(), torch.no_grad():
                 plan = split.plan(inputs)
                 shares = None
                 if plan.loss is not None:
@@ -263,7 +264,7 @@ def _generate(split: SplitModel, stage: int, prompt: Mapping[str, Any]) -> None:
             functions.append((model.base_model, name, encode))
     for owner, name, call in functions:
         owner.__dict__[name] = over_stages(call, getattr(owner, name))
-    with real_outside(model, split._functions, None), torch.no_grad(), _quiet():
+    with split.zeros_outside(), torch.no_grad(), _quiet():
         model.generate(**prompt, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False)
 
 

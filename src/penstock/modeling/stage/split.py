@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -24,7 +25,7 @@ from penstock.modeling.graph.plan import (
     make_stage_plan,
 )
 from penstock.modeling.graph.shapes import ShapeFunctions, flatten
-from penstock.modeling.graph.trace import Trace, Untraceable, trace
+from penstock.modeling.graph.trace import Trace, Untraceable, real_outside, trace
 from penstock.modeling.graph.units import floating_modules, refusal
 from penstock.modeling.instrumentation import Interceptor, original_class, record_of
 from penstock.modeling.placeholders.ghosts import (
@@ -324,6 +325,10 @@ class SplitModel:
         """Of what a stage receives for `inputs`, found without computing it. Raises what `plan` raises."""
         shapes = self._trace(inputs, call, None)[0].shapes if stage else {}
         return [shapes[value] for value in (plan.boundaries[stage - 1] if stage else ())]
+
+    def zeros_outside(self) -> AbstractContextManager[None]:
+        """Inside, a model on the meta device has zeros in place of its tensors outside of units."""
+        return real_outside(self.model, self._functions, None)
 
     def _for_criterion(self, inputs: Mapping[str, Any]) -> Collection[str]:
         """Names of inputs that the model's forward does not take, so that they can only be a criterion's."""
