@@ -162,6 +162,9 @@ def sleeping_stages(arguments: dict[str, Any]) -> Step:
     model = on_stages(SleepingModel(SleepConfig(size, arguments["seconds"])).eval())
     prompt = torch.ones(arguments["batch_size"], 4, dtype=torch.int64)
     way = way_of(model, prompt, generation_groups=arguments["groups"])
+    if arguments["real_time"]:
+        for thread in os.listdir("/proc/self/task"):
+            os.sched_setscheduler(int(thread), os.SCHED_RR, os.sched_param(10))
     return lambda: timed(way, arguments["new_tokens"])
 
 
@@ -232,9 +235,14 @@ def measure_decoding(options: argparse.Namespace) -> None:
     size, new = options.batch_size, options.new_tokens
     model = {"vocabulary": options.vocabulary, "layers": options.layers, "width": options.width}
     config = {**model, "new_tokens": new, "prompt": PROMPT, "warmup": 0}
+    path = RESULTS / f"generation_{PROMPT}x{new}.json"
+    before = json.loads(path.read_text()) if path.exists() else {}
+    kept = before["parts"] if before.get("config") == config else {}
     (runs,) = run({"decoding": ("decoding", 2, {"batch_size": size, "peers": options.peers})}, config, options).values()
-    runs = [result for result in runs if "seconds" in result]
-    found = {key.removesuffix(": whole") for key in runs[0] if key.endswith(": whole")}
+    runs = [{**result, "date": environment()["date"]} for result in runs if "seconds" in result]
+    if options.more and str(size) in kept:
+        runs = kept[str(size)]["runs"] + runs
+    found = {key.removesuffix(": whole") for result in runs for key in result if key.endswith(": whole")}
     names = sorted(found, key=lambda name: (name.startswith("two stages"), name))
 
     def rate(name: str, result: dict[str, Any]) -> float:
@@ -242,38 +250,36 @@ def measure_decoding(options: argparse.Namespace) -> None:
 
     rows: dict[str, list[str]] = {}
     for name in names:
+        its = [result for result in runs if f"{name}: whole" in result]
         ratios = {
-            other: f"{statistics.median(rate(name, result) / rate(other, result) for result in runs):.3f}"
+            other: f"{statistics.median(rate(name, result) / rate(other, result) for result in its):.3f}"
             for other in (ONE, APART)
             if other in names
         }
-        tokens = statistics.median(rate(name, result) for result in runs)
-        prefill, decode = (median_of(runs, f"{name}: {key}") for key in ("prefill", "decode"))
+        tokens = statistics.median(rate(name, result) for result in its)
+        prefill, decode = (median_of(its, f"{name}: {key}") for key in ("prefill", "decode"))
         rows[name] = [
             *(f"{tokens:.1f}", ratios[ONE], ratios.get(APART, "")),
             *(f"{prefill:.3f}", f"{1000 * decode:.1f}"),
         ]
     cache = runs[0]["cache_mib"][0]
+    others = [median_of([result], key) for result in runs for key in result if key.endswith(": others")]
+    stages = " and ".join(map(str, cache["stages"]))
     part = {
         "rows": rows,
         "runs": runs,
-        "date": environment()["date"],
-        "note": f"{len(runs)} rounds, in which other programs used up to "
-        f"{100 * max(median_of([result], f'{name}: others') for result in runs for name in names):.0f} % of the "
-        f"processors; keys and values {cache['unsplit']} MiB unsplit, "
-        f"{' and '.join(map(str, cache['stages']))} MiB on the two stages at the end",
+        "note": f"{len(runs)} rounds from {runs[0]['date']} to {runs[-1]['date']}, in which other programs used "
+        f"{100 * statistics.median(others):.0f} % (at most {100 * max(others):.0f} %) of the processors; keys and "
+        f"values {cache['unsplit']} MiB unsplit, {stages} MiB on the two stages at the end",
     }
-    path = RESULTS / f"generation_{PROMPT}x{new}.json"
-    before = json.loads(path.read_text()) if path.exists() else {}
-    kept = before["parts"] if before.get("config") == config else {}
     parts = dict(sorted({**kept, str(size): part}.items(), key=lambda entry: int(entry[0])))
     table = Comparison(path.stem, f"GPT-2: {PROMPT} + {new} tokens", COLUMNS, config, {})
     for batch, each in parts.items():
         for name, cells in each["rows"].items():
             table.add(batch, [name, *cells])
-    notes = [f"- Batch {batch}: {each['date']}, {each['note']}." for batch, each in parts.items()]
+    notes = [f"- Batch {batch}: {each['note']}." for batch, each in parts.items()]
     table.write(
-        "Each batch size in one run of two processes, all ways in an order that changes, each time a prefill alone and "
+        "All ways in the same two processes, one after another in an order that changes, each time a prefill alone and "
         "a whole generation; ratios are medians over rounds.\n\n" + "\n".join(notes)
     )
     write_json({**json.loads(path.read_text()), "parts": parts}, path)
@@ -281,21 +287,29 @@ def measure_decoding(options: argparse.Namespace) -> None:
 
 def measure_emulated(options: argparse.Namespace) -> None:
     ranks, seconds, new = 3, options.seconds, options.new_tokens
-    config = {"seconds": seconds, "new_tokens": new, "batch_size": 6, "ranks": ranks, "warmup": 0}
+    config = {
+        "seconds": seconds, "new_tokens": new, "batch_size": 6, "ranks": ranks, "warmup": 0,
+        "real_time": options.real_time,
+    }  # fmt: skip
     # Devices that are busy with each row: the whole batch takes as long as all groups one after another.
+    names = {1: "one group", ranks: f"{ranks} groups"}
     kinds = {
-        f"{count} groups": ("sleeping", ranks, {"groups": count, "seconds": seconds * ranks / count})
-        for count in (1, ranks)
+        name: ("sleeping", ranks, {"groups": count, "seconds": seconds * ranks / count})
+        for count, name in names.items()
     }
     results = run(kinds, config, options)
     columns = ["", "s for each token of all groups", "of the ideal"]
     table = Comparison("generation_three_stages", f"Decoding over {ranks} devices that sleep", columns, config, results)
-    for count, (name, runs) in zip((1, ranks), results.items(), strict=True):
-        decode = median_of(runs, "decode")
+    for count, name in names.items():
+        decode = median_of(results[name], "decode")
         # Every stage is at work all the time, for each group once.
         ideal = seconds * ranks * (ranks if count == 1 else 1)
         table.add(name, [f"{decode:.4f}", f"{ideal / decode:.3f}"], decode=decode, of_ideal=ideal / decode)
-    table.write(f"Ideal: no stage waits; with one group, the {ranks} stages one after another.")
+    priority = " Other programs ran; these processes had real-time priority." if options.real_time else ""
+    table.write(
+        f"A stage sleeps {seconds:.3g} s for each group's forward, three times as long for the whole batch's. Ideal: "
+        f"no stage waits; with one group, the {ranks} stages work one after another.{priority}"
+    )
 
 
 def measure_evaluation(options: argparse.Namespace) -> None:
@@ -306,13 +320,17 @@ def measure_evaluation(options: argparse.Namespace) -> None:
     kinds: dict[str, tuple[str, int, dict[str, Any]]] = {
         "one process": ("evaluated in one", 1, {}),
         "two processes apart, half the batch each": ("evaluated apart", 2, {}),
-        "two stages": ("evaluated on stages", 2, {}),
+        **{
+            f"two stages, {count} microbatches": ("evaluated on stages", 2, {"num_microbatches": count})
+            for count in (8, 16)
+        },
     }
     if options.peers:
         kinds["accelerate's prepare_pippy"] = ("pippy", 2, {})
-    results = run(kinds, config, options)
-    title = "Evaluation of 8 microbatches of 8 samples of 32 tokens"
-    table = Comparison("generation_evaluation", title, ["", "s", "of two apart"], config, results)
+    results = run(kinds, config, options, steps=5)
+    table = Comparison(
+        "generation_evaluation", "Evaluation of 64 samples of 32 tokens", ["", "s", "of two apart"], config, results
+    )
     for name, runs in results.items():
         seconds = median_of(runs, "seconds")
         if seconds != seconds:
@@ -320,15 +338,23 @@ def measure_evaluation(options: argparse.Namespace) -> None:
             continue
         ratio = ratio_of(results[list(kinds)[1]], runs, "seconds")
         table.add(name, [f"{seconds:.3f}", f"{ratio:.3f}"], seconds=seconds, of_apart=ratio)
-    table.write()
+    table.write(
+        "The two apart work on microbatches of 8 samples. A pipeline of two equal stages takes as long as one stage "
+        "for all microbatches and one more: 8 of them come to at most 8/9 = 0.89 of two processes apart, 16 to 0.94."
+    )
 
 
-def run(kinds: dict[str, tuple[str, int, dict[str, Any]]], config: dict[str, Any], options: argparse.Namespace) -> Any:
+def run(
+    kinds: dict[str, tuple[str, int, dict[str, Any]]],
+    config: dict[str, Any],
+    options: argparse.Namespace,
+    steps: int = 1,
+) -> Any:
     script = "generation.py"
     contestants = {
         name: (script, ranks, {**config, "kind": kind, **extra}, 1) for name, (kind, ranks, extra) in kinds.items()
     }
-    return side_by_side(contestants, options.rounds, 1, options.seconds_in_all)
+    return side_by_side(contestants, options.rounds, steps, options.seconds_in_all)
 
 
 def main() -> None:
@@ -340,8 +366,10 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--vocabulary", type=int, default=512)
     parser.add_argument("--seconds", type=float, default=0.03, help="that an emulated stage takes for a forward")
+    parser.add_argument("--real-time", action="store_true", help="emulated stages go before all other programs")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds-in-all", type=float, default=math.inf, help="after which no round begins")
+    parser.add_argument("--more", action="store_true", help="add the rounds of decoding to those of the result file")
     parser.add_argument("--peers", action="store_true", help="also accelerate's ways")
     options = parser.parse_args()
     {"decoding": measure_decoding, "emulated": measure_emulated, "evaluation": measure_evaluation}[options.table](

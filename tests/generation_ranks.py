@@ -102,6 +102,7 @@ WATCHED: dict[str, dict[str, Any]] = {
     "details": {"return_dict_in_generate": True, "output_scores": True},
     "streamer": {"streamer": True},
     "guidance": {"guidance_scale": 1.5},
+    "lookup": {"prompt_lookup_num_tokens": 2},
 }
 
 
@@ -288,14 +289,17 @@ def after_errors(mistakes: list[dict[str, Any]]) -> tuple[list[str], torch.Tenso
     return errors, tokens, left
 
 
-def different_inputs() -> tuple[str, torch.Tensor]:
-    model = parallel(build("gpt2"))
+def different_arguments(others: list[dict[str, Any]]) -> tuple[list[str], torch.Tensor]:
+    """The errors of calls in which rank 1 passes something else, or something wrong; then right tokens."""
+    model, errors = parallel(build("gpt2")), []
     inputs = prompt("gpt2")
-    try:
-        model.generate(**{**inputs, "input_ids": inputs["input_ids"] + rank()}, **GREEDY)
-    except ValueError as error:
-        return str(error), model.generate(**inputs, **GREEDY)
-    raise AssertionError("different inputs were not noticed")
+    for other in [{"input_ids": inputs["input_ids"] + rank()}, *others]:
+        try:
+            model.generate(**{**inputs, **GREEDY, **(other if rank() else {})})
+            errors.append("none")
+        except Exception as error:
+            errors.append(f"{type(error).__name__}: {error}")
+    return errors, model.generate(**inputs, **GREEDY)
 
 
 def failing(num_stages: int = 2, **where: Any) -> float:

@@ -31,10 +31,13 @@ def test_wrong_arguments_are_refused_and_the_pipeline_goes_on(pool: Pool) -> Non
         assert left == []
 
 
-def test_different_inputs_are_noticed_on_every_rank(pool: Pool) -> None:
+def test_different_arguments_are_noticed_on_every_rank(pool: Pool) -> None:
     expected = ranks.build("gpt2").generate(**ranks.prompt("gpt2"), **ranks.GREEDY)
-    for error, tokens in pool.run(2, ranks.different_inputs):
-        assert "different arguments on ranks [0, 1]" in error
+    wrong = [{"generation_groups": 1.5}, {"generation_groups": 3}, {"assistant_early_exit": 1}, {"max_new_tokens": "6"}]
+    for errors, tokens in pool.run(2, ranks.different_arguments, wrong):
+        assert len(errors) == 1 + len(wrong)
+        for error in errors:
+            assert error.startswith("ValueError: generate() was given different arguments on ranks [0, 1]")
         assert torch.equal(tokens, expected)
 
 

@@ -58,7 +58,8 @@ def test_the_oracle_ends_groups_at_different_lengths() -> None:
 # Samples, wanted groups, options, and the groups that two ranks then make of it.
 NUMBERS: list[tuple[int, Any, str, int]] = [
     *((4, "auto", "", 2), (3, "auto", "", 1), (3, 3, "", 3), (2, 8, "", 2), (4, 1, "", 1)),
-    *((4, "auto", name, 1) for name in ranks.WATCHED),
+    # Assisted decoding is of one sample.
+    *((1 if name == "lookup" else 4, "auto", name, 1) for name in ranks.WATCHED),
 ]
 
 
@@ -70,6 +71,14 @@ def test_one_group_where_something_looks_at_the_whole_batch(pool: Pool) -> None:
             assert torch.equal(tokens, ranks.watched(model, size, ranks.WATCHED.get(name, {}))), name
         # By the first rank only, and once.
         assert len(said) in (0, 1 + len(ranks.WATCHED)) and len(set(said)) == len(said)
+
+
+def test_start_tokens_of_each_sample_keep_the_batch_together(pool: Pool) -> None:
+    case = {"max_new_tokens": 5, "do_sample": False, "decoder_start_token_id": [3, 4, 5, 6]}
+    ((expected, _),) = ranks.with_states(ranks.build("t5"), "t5", [case], 4)
+    for ((tokens, _),), told in pool.run(2, ranks.in_groups, "t5", [case], 4, 2):
+        assert told == ["decoder_start_token_id is given for each sample"]
+        assert torch.equal(tokens, expected)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "gemma2"])

@@ -113,7 +113,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   c10::Device getDeviceFromPtr(void*) const override { return DEVICE; }
   at::Allocator* getPinnedMemoryAllocator() const override { return &pinned_memory; }
   bool isPinnedPtr(const void* pointer) const override { return is_pinned(pointer); }
-  // Names that users' calls of torch.Generator would need; dropout draws from the CPU's, see `run_on_cpu`.
+  // torch.Generator("gpu") is not here: the device draws from a generator of the CPU's kind, see `run_on_cpu`.
 } hooks;
 
 // ---- tensors
@@ -181,6 +181,11 @@ at::Tensor& set_storage(at::Tensor& tensor, at::Storage storage, int64_t offset,
   return tensor;
 }
 
+at::Tensor& set_whole_storage(at::Tensor& tensor, at::Storage storage) {
+  const auto count = static_cast<int64_t>(storage.nbytes() / tensor.itemsize());
+  return set_storage(tensor, std::move(storage), 0, {count}, {});
+}
+
 // ---- between host and device
 
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
@@ -202,6 +207,8 @@ at::Scalar item(const at::Tensor& tensor) {
 const std::set<std::string> SHAPES_OF_VALUES = {
     "aten::nonzero", "aten::masked_select", "aten::equal", "aten::_unique", "aten::_unique2", "aten::unique_dim",
     "aten::unique_consecutive", "aten::repeat_interleave", "aten::bincount", "aten::is_nonzero"};
+
+at::Generator own_generator;  // operations on the device draw from it, except for dropout, which names none
 
 struct Call {
   std::vector<std::pair<at::Tensor, at::Tensor>> swapped;  // alias, original
@@ -257,6 +264,10 @@ void run_on_cpu(const c10::OperatorHandle& operation, torch::jit::Stack* stack) 
       call.device = true;
     }
   }
+  for (size_t i = 0, first = stack->size() - schema.arguments().size(); i < schema.arguments().size(); ++i) {
+    auto& value = (*stack)[first + i];
+    if (call.device && value.isNone() && schema.arguments()[i].name() == "generator") value = own_generator;
+  }
   const bool indexes = name == "aten::index" || name == "aten::index_put_" || name == "aten::_index_put_impl_";
   TORCH_CHECK(!(call.device && call.host && !indexes), "Expected all tensors to be on the same device, but found at "
               "least two devices, gpu:0 and cpu, in ", schema.operator_name());
@@ -286,6 +297,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("_reshape_alias", at::native::_reshape_alias);
   library.impl("resize_", resize_);
   library.impl("set_.source_Storage_storage_offset", set_storage);
+  library.impl("set_.source_Storage", set_whole_storage);
   library.impl("_copy_from", copy_from);
   library.impl("_local_scalar_dense", item);
   // Made of other operations unless a device has its own; the CPU has, and values are to be the CPU's.
@@ -318,6 +330,7 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
 TORCH_LIBRARY(emulated_gpu, library) {
   library.def("alias(Tensor(a) tensor) -> Tensor(a)");
   library.impl("alias", c10::DispatchKey::PrivateUse1, memory_of);
+  library.def("draw_from", [](at::Generator generator) { own_generator = std::move(generator); });
 }
 
 }  // namespace

@@ -68,6 +68,7 @@ def load() -> torch.device:
     torch.ops.load_library(os.environ[LIBRARY])
     ctypes.CDLL(os.environ[LIBRARY]).emulated_gpu_start()
     generator = torch.Generator()
+    torch.ops.emulated_gpu.draw_from(generator)
     module = types.ModuleType("torch.gpu")
     module.__dict__.update(
         init=lambda: None,

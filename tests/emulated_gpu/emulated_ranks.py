@@ -16,6 +16,7 @@ from emulated_device import host_waits
 from families import FAMILIES, batch
 from penstock import HeterogeneousParallelPlugin, PipelineTemplate
 from penstock.modeling.placeholders.ghosts import is_ghost
+from penstock.random_state import generators_of
 from training import Step, kept_in_double, parallelize, rows, unsplit_step
 
 
@@ -130,8 +131,11 @@ def unsplit(case: Case, num_steps: int = 2) -> list[Step]:
     return steps
 
 
-def evaluate_and_generate(case: Case) -> tuple[float, torch.Tensor, list[torch.Tensor]]:
-    """On a worker, or in one piece on the CPU where no pool has set RANK: loss, logits, and generated tokens."""
+def evaluate_and_generate(case: Case) -> tuple[float, torch.Tensor, list[tuple[int, torch.Tensor, torch.Tensor]]]:
+    """On a worker, or in one piece on the CPU where no pool has set RANK: loss, logits, and generations.
+
+    Of each generation the number of groups, the tokens, and the state of the device's generator afterwards.
+    """
     device = use_gpu()
     model = case.build().eval()
     with torch.no_grad():
@@ -142,12 +146,25 @@ def evaluate_and_generate(case: Case) -> tuple[float, torch.Tensor, list[torch.T
     inputs = on(device, case.batch())
     with torch.no_grad(), kept_in_double():
         output = model(**inputs)
-    prompt = {name: inputs[name][:3].flip(1) for name in ("input_ids", "attention_mask")}
-    tokens = []
-    for options in ({"do_sample": False}, {"do_sample": False, "num_beams": 2}, {"do_sample": True}):
-        torch.manual_seed(3)
-        tokens.append(model.generate(**prompt, max_new_tokens=5, **options).cpu())
-    return float(output.loss), output.logits.cpu(), tokens
+    found = []
+    for size in (3, 7):
+        prompt = {name: inputs[name][:size].flip(1) for name in ("input_ids", "attention_mask")}
+        for options in GENERATIONS:
+            torch.manual_seed(3)
+            tokens = model.generate(**prompt, max_new_tokens=5, **options).cpu()
+            groups = len(model.pipeline.decoding.groups) if "RANK" in os.environ else 1
+            found.append((groups, tokens, generators_of(device)[-1].get_state()))
+    return float(output.loss), output.logits.cpu(), found
+
+
+GENERATIONS: list[dict[str, Any]] = [
+    {"do_sample": False},
+    {"do_sample": False, "num_beams": 2},
+    {"do_sample": True},
+    {"do_sample": True, "num_return_sequences": 2, "top_k": 9},
+    {"do_sample": True, "num_beams": 2},
+    {"do_sample": False, "cache_implementation": "static"},
+]
 
 
 def save_and_load(case: Case, folder: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:

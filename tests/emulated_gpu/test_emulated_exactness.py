@@ -90,14 +90,18 @@ def test_autocast_computes_what_one_stage_computes(gpus: Run) -> None:
 
 
 @pytest.mark.parametrize("stages", [2, 3])
-def test_evaluation_and_generation_equal_the_unsplit_model(gpus: Run, stages: int) -> None:
-    case = Case(stages)
-    loss, logits, tokens = evaluate_and_generate(case)
-    for its_loss, its_logits, its_tokens in gpus(stages, evaluate_and_generate, case):
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_evaluation_and_generation_equal_the_unsplit_model(gpus: Run, family: str, stages: int) -> None:
+    """Of 3 samples in one group, and of 7 in as many as stages."""
+    case = Case(stages, family, settings={"num_hidden_layers": 3} if family == "llama" else {})
+    loss, logits, generations = evaluate_and_generate(case)
+    for its_loss, its_logits, its_generations in gpus(stages, evaluate_and_generate, case):
         assert its_loss == pytest.approx(loss, rel=EXACT)
         assert (its_logits - logits).abs().max() < EXACT
-        for found, expected in zip(its_tokens, tokens, strict=True):
-            assert torch.equal(found, expected)
+        for (groups, tokens, state), (_, expected, after) in zip(its_generations, generations, strict=True):
+            assert torch.equal(tokens, expected)
+            assert torch.equal(state, after)
+            assert groups == (1 if len(tokens) < 7 else stages)
 
 
 def test_a_saved_model_loads_on_gpus_and_in_one_piece(gpus: Run, tmp_path: Path) -> None:

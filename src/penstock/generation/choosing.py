@@ -148,7 +148,8 @@ class RowsOfBatch(TorchFunctionMode):
         super().__init__()
         self.num_draws = 0
         self._start, self._samples, self._total = start, stop - start, total
-        self._originals = {each.device.type: each for each in generators_of(device)}
+        # By the kind of the tensors that are drawn from; an accelerator's own may be one of the CPU's by its type.
+        self._originals = dict(zip(("cpu", device.type), generators_of(device), strict=False))
         self._generators = {kind: each.clone_state() for kind, each in self._originals.items()}
         self._batch: torch.Tensor | None = None
 

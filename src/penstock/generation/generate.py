@@ -67,15 +67,15 @@ def generate(
         NotImplementedError: the way of decoding cannot work on stages.
         PipelineFailure: a rank was lost or failed.
     """
-    wanted = groups.checked_number(generation_groups)
     decoding = model.pipeline.decoding
     if decoding.running:  # called by a generate() that goes on: long-form Whisper, token healing
         return original(*args, **kwargs)
     with decoding.session():
         arguments = _named(inspect.signature(original), args, kwargs)
-        _refuse(arguments, model)
-        options = {"generation_groups": wanted or 0, "stream_on_all_ranks": bool(stream_on_all_ranks)}
+        options = {"generation_groups": generation_groups, "stream_on_all_ranks": bool(stream_on_all_ranks)}
         of_streamers, of_criteria = _compare(arguments, options, decoding)
+        wanted = groups.checked_number(generation_groups)
+        _refuse(arguments, model)
         streaming = _Streaming(arguments, of_streamers, everywhere=stream_on_all_ranks)
         if of_criteria:
             arguments.setdefault("stopping_criteria", [])

@@ -78,6 +78,8 @@ def obstacle(arguments: Mapping[str, Any], model: Any, training: bool) -> str | 
     """Why a batch must stay in one group although only its tokens count, None if it need not."""
     if training:
         return "the model is in training mode with dropout, which is drawn for the whole batch"
+    if isinstance(setting("decoder_start_token_id", arguments, model), Sequence):
+        return "decoder_start_token_id is given for each sample"
     return _first(TOGETHER, arguments, model) or refusal_of_threads() or _without_rows(arguments, model)
 
 
