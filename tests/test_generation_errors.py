@@ -14,6 +14,7 @@ from pool import Pool, WorkerDied
 MISTAKES = [
     ({"nonsense": 1}, "ValueError.*nonsense"),
     ({"max_new_tokens": -1}, "ValueError.*max_new_tokens"),
+    ({"input_ids": torch.empty(0, 9, dtype=torch.int64)}, r"ValueError.*empty: input_ids has shape \(0, 9\)"),
     ({"custom_generate": "someone/recipe"}, "NotImplementedError.*custom_generate"),
     ({"penalty_alpha": 0.6, "top_k": 4}, "ValueError.*trust_remote_code"),
     ({"penalty_alpha": 0.6, "top_k": 4, "trust_remote_code": True}, "NotImplementedError.*contrastive"),

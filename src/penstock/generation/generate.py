@@ -21,6 +21,7 @@ from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
 
 from penstock.data.fingerprint import fingerprint
+from penstock.data.microbatch import MAIN_INPUTS
 from penstock.generation import groups
 from penstock.generation.choosing import Choice, RowsOfBatch, criteria_of_all_ranks, processors_where_chosen
 from penstock.generation.groups import MANY_POSITIONS, setting
@@ -63,7 +64,7 @@ def generate(
         of its own stages, and for the others entries of the right length.
 
     Raises:
-        ValueError: the ranks were given different arguments, or an impossible number of groups.
+        ValueError: the ranks were given different arguments, an impossible number of groups, or an empty batch.
         NotImplementedError: the way of decoding cannot work on stages.
         PipelineFailure: a rank was lost or failed.
     """
@@ -180,7 +181,7 @@ class _Streaming:
 
 
 def _refuse(arguments: Mapping[str, Any], model: nn.Module) -> None:
-    """Raise NotImplementedError for what would go round the model's forward."""
+    """Raise NotImplementedError for what would go round the model's forward, ValueError for an empty batch."""
     for name, reason in REFUSED_SETTINGS.items():
         if setting(name, arguments, model):
             raise NotImplementedError(f"generate({name}=...) is not implemented over pipeline stages: {reason}")
@@ -194,6 +195,9 @@ def _refuse(arguments: Mapping[str, Any], model: nn.Module) -> None:
             "search, DoLa, group and constrained beam search need) is not implemented over pipeline stages: it may use "
             "the model in parts; a function passed as custom_generate is run as it is"
         )
+    for name, value in arguments.items():
+        if name in ("inputs", *MAIN_INPUTS) and isinstance(value, torch.Tensor) and value.dim() and not value.shape[0]:
+            raise ValueError(f"the batch is empty: {name} has shape {tuple(value.shape)}, without a single sample")
 
 
 def _compare(
