@@ -227,7 +227,9 @@ KINDS = {
 # -- tables ------------------------------------------------------------------------------------------------------------
 
 
-COLUMNS = ["batch", "", "tokens/s", "of one process", "of two apart", "prefill s", "decode ms/token", "best tokens/s"]
+COLUMNS = [
+    *("batch", "", "tokens/s", "of one process", "of two apart", "prefill s", "decode ms/token", "best tokens/s")
+]
 
 
 def measure_decoding(options: argparse.Namespace) -> None:
@@ -241,7 +243,7 @@ def measure_decoding(options: argparse.Namespace) -> None:
     (runs,) = run({"decoding": ("decoding", 2, {"batch_size": size, "peers": options.peers})}, config, options).values()
     runs = [{**result, "date": environment()["date"]} for result in runs if "seconds" in result]
     if options.more and str(size) in kept:
-        runs = kept[str(size)]["runs"] + runs
+        runs = [*kept[str(size)]["runs"], *runs]
     found = {key.removesuffix(": whole") for result in runs for key in result if key.endswith(": whole")}
     names = sorted(found, key=lambda name: (name.startswith("two stages"), name))
 
@@ -347,7 +349,8 @@ def measure_evaluation(options: argparse.Namespace) -> None:
     table.write(
         "The two apart work on microbatches of 8 samples. A pipeline of two equal stages takes as long as one stage "
         "for all microbatches and one more: 8 of them come to at most 8/9 = 0.89 of two processes apart, 16 to 0.94, "
-        "if a stage computes half of the model in half the time; with half of the weights for its caches it may take less."
+        "if a stage computes half of the model in half the time; with half of the weights for its cache it may take "
+        "less."
     )
 
 

@@ -24,6 +24,7 @@ from families import FAMILIES, batch
 from penstock.runtime.boundary.p2p import P2PChannel
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
+THREE_GROUPS: dict[str, Any] = {**GREEDY, "generation_groups": 3}
 
 
 def build(family: str, dropout: float = 0.0, dtype: torch.dtype | None = None, **settings: Any) -> nn.Module:
@@ -136,7 +137,7 @@ def numbers_of_groups(cases: list[tuple[int, Any, str, int]]) -> tuple[list[tupl
 def messages_of_tokens(few: int, many: int) -> dict[str, int]:
     """How many messages of each kind this rank sends for so many tokens more."""
     model = parallel(build("gpt2"), 3)
-    found = [messages(model, 6, number) for number in (few, many)]
+    found = [messages(model, 6, number, generation_groups=3) for number in (few, many)]
     assert len(model.pipeline.decoding.groups) == 3
     return {name: number - found[0][name] for name, number in found[1].items() if number != found[0][name]}
 
@@ -148,7 +149,7 @@ def messages_of_prompts(size: int) -> dict[str, int]:
     return dict(messages(model, size, 1))
 
 
-def messages(model: Any, size: int, new_tokens: int) -> Counter[str]:
+def messages(model: Any, size: int, new_tokens: int, **options: Any) -> Counter[str]:
     counts = Counter[str]()
     original = P2PChannel.send
 
@@ -157,7 +158,7 @@ def messages(model: Any, size: int, new_tokens: int) -> Counter[str]:
         original(channel, tensors)
 
     with mock.patch.object(P2PChannel, "send", send):
-        model.generate(**prompt("gpt2", size), max_new_tokens=new_tokens, do_sample=False)
+        model.generate(**prompt("gpt2", size), max_new_tokens=new_tokens, do_sample=False, **options)
     return counts
 
 
@@ -338,12 +339,12 @@ def kill() -> None:
 def failing_in_a_group(where: int, killed: bool, num_stages: int = 3) -> float:
     """How long a generation in groups took to end, when one rank fails in its second group."""
     model = parallel(build("gpt2"), num_stages)
-    model.generate(**prompt("gpt2", 6), **GREEDY)
+    model.generate(**prompt("gpt2", 6), **THREE_GROUPS)
     if rank() == where:
         fail_in_a_group(model, 1, kill if killed else divide_by_zero)
     start = time.monotonic()
     try:
-        model.generate(**prompt("gpt2", 6), **GREEDY)
+        model.generate(**prompt("gpt2", 6), **THREE_GROUPS)
     except Exception as error:
         error.add_note(f"seconds: {time.monotonic() - start:.1f}")
         error.add_note(f"threads: {group_threads()}")
@@ -359,13 +360,13 @@ def interrupted(ranks: list[int], group: int, num_stages: int = 3) -> tuple[list
     """Ctrl-C in a group's turn on some ranks: this call's error and the next one's, threads left, and seconds."""
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     model = parallel(build("gpt2"), num_stages)
-    model.generate(**prompt("gpt2", 6), **GREEDY)
+    model.generate(**prompt("gpt2", 6), **THREE_GROUPS)
     if rank() in ranks:
         fail_in_a_group(model, group, interrupt)
     errors, start = [], time.monotonic()
     for _ in range(2):
         try:
-            model.generate(**prompt("gpt2", 6), **GREEDY)
+            model.generate(**prompt("gpt2", 6), **THREE_GROUPS)
             errors.append("none")
         except BaseException as error:
             errors.append(f"{type(error).__name__}: {error}")
@@ -383,7 +384,7 @@ def usable_after_errors(num_stages: int = 3) -> tuple[list[str], torch.Tensor, l
 
     def attempt(**options: Any) -> None:
         try:
-            model.generate(**prompt("gpt2", 6), **{**GREEDY, **options})
+            model.generate(**prompt("gpt2", 6), **{**THREE_GROUPS, **options})
             errors.append("none")
         except Exception as error:
             errors.append(f"{type(error).__name__}: {error}")
@@ -395,7 +396,7 @@ def usable_after_errors(num_stages: int = 3) -> tuple[list[str], torch.Tensor, l
         bias = model.transformer.ln_f.register_forward_hook(lambda module, args, output: output * float("nan"))
         attempt(do_sample=True)
         bias.remove()
-    return errors, model.generate(**prompt("gpt2", 6), **GREEDY), group_threads()
+    return errors, model.generate(**prompt("gpt2", 6), **THREE_GROUPS), group_threads()
 
 
 def replicas() -> tuple[int, torch.Tensor]:

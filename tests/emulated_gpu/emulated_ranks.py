@@ -147,13 +147,14 @@ def evaluate_and_generate(case: Case) -> tuple[float, torch.Tensor, list[tuple[i
     with torch.no_grad(), kept_in_double():
         output = model(**inputs)
     found = []
-    for size in (3, 7):
+    for size, groups in ((3, 1), (7, case.stages)):
+        wanted = {"generation_groups": groups} if "RANK" in os.environ else {}
         prompt = {name: inputs[name][:size].flip(1) for name in ("input_ids", "attention_mask")}
         for options in GENERATIONS:
             torch.manual_seed(3)
-            tokens = model.generate(**prompt, max_new_tokens=5, **options).cpu()
-            groups = len(model.pipeline.decoding.groups) if "RANK" in os.environ else 1
-            found.append((groups, tokens, generators_of(device)[-1].get_state()))
+            tokens = model.generate(**prompt, max_new_tokens=5, **options, **wanted).cpu()
+            number = len(model.pipeline.decoding.groups) if "RANK" in os.environ else 1
+            found.append((number, tokens, generators_of(device)[-1].get_state()))
     return float(output.loss), output.logits.cpu(), found
 
 
