@@ -121,9 +121,9 @@ def decoding(arguments: dict[str, Any]) -> Step:
     ways: dict[str, Way | None] = {
         ONE: way_of(whole, prompt) if dist.get_rank() == 0 else None,
         "two stages, one group": way_of(split, prompt, generation_groups=1),
-        "two stages, as chosen": way_of(split, prompt),
     }
     if size > 1:
+        ways["two stages, two groups"] = way_of(split, prompt, generation_groups=2)
         ways[APART] = way_of(whole, prompt[: size // 2])
     if arguments["peers"]:
         ways["one process, device_map"] = way_of(device_map(arguments), prompt) if dist.get_rank() == 0 else None

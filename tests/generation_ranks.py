@@ -281,7 +281,7 @@ def after_errors(mistakes: list[dict[str, Any]]) -> tuple[list[str], torch.Tenso
     model, errors = parallel(build("gpt2")), []
     for mistake in mistakes:
         try:
-            model.generate(**prompt("gpt2"), **{**GREEDY, **mistake})
+            model.generate(**{**prompt("gpt2"), **GREEDY, **mistake})
             errors.append("none")
         except Exception as error:
             errors.append(f"{type(error).__name__}: {error}")

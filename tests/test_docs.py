@@ -181,7 +181,7 @@ assert (checkpoint.step, loader.epoch, model.pipeline.step_number) == (7, 3, 6)
         "docs/generation.md",
         ("All stages at work",),
         2,
-        before=IMPORTS + "model, prompts = split(2), batch_of(4)['input_ids']",
+        before=IMPORTS + "model, prompts = split(2), batch_of(16)['input_ids']",
         after="expected = whole().generate(prompts, max_new_tokens=8, do_sample=False)\n"
         "assert torch.equal(tokens, expected) and torch.equal(same, expected)",
     ),
