@@ -70,8 +70,8 @@ def main() -> None:
         ratio = ratio_of(after, before, key)
         table.add(name, [*(f"{figure:.3f}" for figure in milliseconds), f"{ratio:.3f}"], ratio=ratio)
     table.write(
-        "`executor` is a step of one rank over a transport that does nothing, torch's own calls included. The tiny model "
-        "is each checkout's own: since 54b3a3e its output has more fields and its forward more branches."
+        "`executor` is a step of one rank over a transport that does nothing, torch's own calls included. The tiny "
+        "model is each checkout's own: since 54b3a3e its output has more fields and its forward more branches."
     )
 
 

@@ -132,6 +132,32 @@ def test_evaluation_in_half_precision_is_that_of_the_plain_trainer(pool: Pool, t
                 assert found[3] == pytest.approx(expected[3], abs=1e-3)
 
 
+TENSOR_PARALLEL: dict[str, dict[str, Any]] = {
+    "Trainer": {"name": "Llama", "settings": {"vocab_size": 98}, "save_strategy": "steps", "save_steps": 2},
+    "SFTTrainer": {"packing": True},
+}
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_tensor_parallel_stages_give_the_plain_trainers_run(pool: Pool, tmp_path: Path, stages: int) -> None:
+    plain = train_all(tmp_path / "plain", 0, 1, 4, TENSOR_PARALLEL)
+    cases = {name: {**case, "parallelism": {"tensor_parallel_size": 2}} for name, case in TENSOR_PARALLEL.items()}
+    given: dict[str, Any] = {"init": False, "timeout": 240}
+    whole = pool.run(2 * stages, train_all, tmp_path / "split", stages, 1, 4, cases, **given)
+    for run in whole:
+        for case in cases:
+            found = differences((run[case], tmp_path / "split" / case), (plain[case], tmp_path / "plain" / case))
+            assert {"loss", "grad_norm", "learning_rate", "eval_loss", "weights"} <= found.keys()
+            assert not {name: value for name, value in found.items() if value > TOLERANCE}, case
+    shutil.copytree(tmp_path / "split/Trainer/checkpoint-2", tmp_path / "again/Trainer/checkpoint-2")
+    case = {"Trainer": {**cases["Trainer"], "resume": True}}
+    for run in pool.run(2 * stages, train_all, tmp_path / "again", stages, 1, 4, case, **given):
+        found = differences(
+            (run["Trainer"], tmp_path / "again/Trainer"), (whole[0]["Trainer"], tmp_path / "split/Trainer")
+        )
+        assert not any(found.values()), found
+
+
 def train_in_float16(folder: Path, stages: int, scaled: bool) -> list[dict[str, float]]:
     """With one microbatch, so that products in half precision are the same. `scaled`: as accelerate has it on a GPU."""
     original = Accelerator.__init__

@@ -131,15 +131,17 @@ def train(
     patience: int | None = None,
     dtype: torch.dtype = torch.float64,
     parallelism: Mapping[str, Any] | None = None,
+    settings: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> list[dict[str, float]]:
     """The script. Without `stages` it is one for the plain Trainer: only the class and one argument differ.
 
-    With `patience`, training stops early: no evaluation is better by what is asked for.
+    With `patience`, training stops early: no evaluation is better by what is asked for. `settings` change the model's
+    configuration.
     """
     family, layers = MODELS[name]
     kind, seq2seq = FAMILIES[family].kind, name == "T5"
-    model: Any = FAMILIES[family].build(dtype=dtype)
+    model: Any = FAMILIES[family].build(dtype=dtype, **(settings or {}))
     if lora:
         torch.manual_seed(1)
         model = get_peft_model(model, LoraConfig(r=4, target_modules=layers, init_lora_weights=False)).to(dtype)

@@ -203,7 +203,8 @@ class PipelineTrainerMixin:
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         if self._plugin is None:
             return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)  # type: ignore[misc]
-        self.model_wrapped = self.model
+        # Known to accelerate, so that no evaluation takes the time to prepare it.
+        self.model_wrapped = self.accelerator.prepare_model(self.model)
         for name in ("model", "optimizer", "lr_scheduler"):
             setattr(self.callback_handler, name, getattr(self, name))  # type: ignore[attr-defined]  # the Trainer's
         self.callback_handler.train_dataloader = train_dataloader  # type: ignore[attr-defined]

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 # Logits are looked at in parts of so many numbers, as each part is copied a few times.
 PART = 1 << 24
@@ -56,6 +57,8 @@ class TokenMetrics:
         logits, routers = outputs.get("logits"), outputs.get("aux_loss")
         if not isinstance(logits, torch.Tensor):
             return
+        if isinstance(logits, DTensor):  # the vocabulary is shared out among tensor-parallel ranks, which all come here
+            logits = logits.full_tensor()
         samples = torch.tensor(float(len(logits)), dtype=torch.float64, device=logits.device)
         weighed = torch.zeros_like(samples) if routers is None else routers.detach().to(samples) * samples
         sums = torch.cat([token_sums(logits, inputs["labels"]), torch.stack([weighed, samples])])
