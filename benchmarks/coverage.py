@@ -192,8 +192,7 @@ unsplit. **Exact** means equal within 1e-8 of the largest entry (2e-4 in single 
 - *Not tried*: no tiny configuration and batch were found with which the class runs by itself. This says nothing about
   the class. Why not is said with each.
 
-The sweep was made in passes: what was good in the first was not run again after every later change. {sample}A part
-of the sweep runs in the test suite.
+{passes}
 
 The columns *generate* and *tensor-parallel* say how many classes are exact of those that were tried: with `generate`,
 and with `tensor_parallel_size` 2, where a class in *italics* is exact. Most others have no tensor-parallel plan, or
@@ -220,16 +219,14 @@ def cause_of(record: Record) -> str:
     return next(cause for pattern, cause in CAUSES.items() if re.search(pattern, record.get("unsplit", "")))
 
 
-def said_of_sample(found: Path) -> str:
-    """How a sample of good records came out when it was run again, or nothing if none was."""
-    again = read(found)
+def said_of_sample(found: Path, now: Iterable[Record]) -> str:
+    """How a sample of good records came out when it was run again, or nothing if none was; `now` are the newest."""
+    again, good = read(found), {key_of(record) for record in now if is_good(record)}
     if not again:
         return ""
-    same = sum(map(is_good, again))
-    bad = ", ".join(f"{r['class']} ({r['task']})" for r in again if not is_good(r))
-    return f"Of {len(again)} drawn at random and run again, {same} were good again" + (
-        f", but not {bad}. " if bad else ". "
-    )
+    bad = [f"{r['class']}{', repaired since' if key_of(r) in good else ''}" for r in again if not is_good(r)]
+    but = f", not {' and '.join(bad)}" if bad else ""
+    return f"Of {len(again)} drawn at random and run again, {len(again) - len(bad)} were good again{but}. "
 
 
 def write(results: Path, with_tensor_parallelism: Path, page: Path, again: Path = SAMPLE) -> None:
@@ -245,7 +242,11 @@ def write(results: Path, with_tensor_parallelism: Path, page: Path, again: Path 
             transformers=version("transformers"),
             torch=version("torch").partition("+")[0],
             date=datetime.date.today().isoformat(),
-            sample=said_of_sample(again),
+            passes=textwrap.fill(
+                "The sweep was made in passes: what was good in the first was not run again after every later change. "
+                f"{said_of_sample(again, records)}A part of the sweep runs in the test suite.",
+                120,
+            ),
         ),
         "| task | " + " | ".join(COLUMNS) + " | generate | tensor-parallel |",
         "|---" * (len(COLUMNS) + 3) + "|",

@@ -74,6 +74,12 @@ def test_batch_normalisation_is_exact_against_accumulation_and_named(pool: Pool)
     assert found["train"].startswith("warned: in training, batch normalisation (resnet.embedder"), found
 
 
+def test_sizes_are_found_in_parts_of_a_configuration(pool: Pool) -> None:
+    found = worst(pool.run(2, examine, "CanaryForConditionalGeneration", "speech-seq2seq", 2, timeout=120))
+    assert found["train"].startswith("warned: in training, batch normalisation (model.encoder"), found
+    assert found["evaluate"] == found["generate"] == "exact", found
+
+
 def test_a_mean_by_hand_is_exact_against_accumulation_and_named(pool: Pool) -> None:
     found = worst(pool.run(2, examine, "ViTForMaskedImageModeling", "masked-image", 2, timeout=120))
     assert found["train"].endswith("(the model's code reduces the result of l1_loss (reduction='none'))"), found

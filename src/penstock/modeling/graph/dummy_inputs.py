@@ -24,6 +24,10 @@ MOST_TOKENS = 4096
 POSITION_LIMITS = ("max_position_embeddings", "n_positions", "max_target_positions", "max_seq_len")
 
 
+# Entries of configurations that say how many features a moment of sound has.
+FEATURES_OF_SOUND = ("num_mel_bins", "feature_projection_input_dim", "input_feat_per_channel", "feature_size")
+
+
 def dummy_inputs(model: nn.Module, batch: int = BATCH, tokens: int = TOKENS) -> Iterator[dict[str, Any]]:
     """Arguments with which the forward of `model` may be traced, without labels; the likeliest first.
 
@@ -172,7 +176,7 @@ def _made(name: str, config: Any, batch: int, tokens: int) -> Any:
         shape = (_number(config, "num_channels") or 3, height, width)
         return torch.zeros((batch, frames, *shape) if frames else (batch, *shape))
     if name == "input_features":
-        bins = _number(config, "num_mel_bins") or _number(config, "feature_size") or 80
+        bins = next((n for n in (_number(config, name) for name in FEATURES_OF_SOUND) if n), 80)
         frames = 2 * (_number(config, "max_source_positions") or 50)
         return torch.zeros(batch, frames, bins)
     if name == "input_values":
@@ -216,7 +220,7 @@ def _image_size(config: Any) -> tuple[int, int]:
 
 def _found(config: Any, name: str) -> Any:
     """An entry of the configuration, or of its parts for text, vision and audio."""
-    for part in ("", "text_config", "vision_config", "audio_config", "encoder"):
+    for part in ("", "text_config", "vision_config", "audio_config", "encoder", "encoder_config"):
         value = getattr(getattr(config, part, None) if part else config, name, None)
         if value is not None:
             return value
