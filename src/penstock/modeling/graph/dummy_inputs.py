@@ -22,8 +22,6 @@ SEPARATORS = 3
 MOST_TOKENS = 4096
 # Entries of a configuration that say how long a sequence may be.
 POSITION_LIMITS = ("max_position_embeddings", "n_positions", "max_target_positions", "max_seq_len")
-
-
 # Entries of configurations that say how many features a moment of sound has.
 FEATURES_OF_SOUND = ("num_mel_bins", "feature_projection_input_dim", "input_feat_per_channel", "feature_size")
 
