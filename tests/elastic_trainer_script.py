@@ -142,7 +142,7 @@ def main(store: str, folder: str, steps: int, start: int, *orders: str) -> None:
         trainer.save_model(str(Path(folder) / "final"))
     changes = [] if not store else [vars(change) for change in trainer._plugin.booster.changes]
     history = [
-        {k: v for k, v in one.items() if not any(word in k for word in ("runtime", "second", "time"))}
+        {k: v for k, v in one.items() if not any(word in k for word in ("runtime", "per_second"))}
         for one in trainer.state.log_history
     ]
     note(changes=changes, history=history, worse=patience.early_stopping_patience_counter, at=time.time())
