@@ -27,14 +27,14 @@ import torch.distributed as dist
 from emulated import SleepConfig, SleepingModel
 from measure import RESULTS, Comparison, median_of, ratio_of
 from processes import side_by_side
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
+from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, PreTrainedModel
 from turns import Figures, Step, barrier, serve
 
 import penstock
 from penstock.bench.result_files import environment, write_json
 
 PROMPT = 32
-ONE, APART = "one process", "two apart, half the batch each"
+ONE, APART, BY_HAND = "one process", "two apart, half the batch each", "two processes, by hand"
 
 
 def gpt2(arguments: dict[str, Any]) -> GPT2LMHeadModel:
@@ -75,6 +75,42 @@ def way_of(model: Any, prompt: torch.Tensor, **options: Any) -> Way:
 
     # Whoever works alone makes the other rank wait at the barrier after it, not in the middle.
     generate(3)
+    return generate
+
+
+def by_hand(model: GPT2LMHeadModel, prompt: torch.Tensor) -> Way:
+    """Greedy decoding over two processes in the fewest calls, for GPT-2 alone: half of the blocks each, one message to
+    the second process and one back for each token. What this loses, no library over these processes can win back."""
+    transformer, rank = model.transformer, dist.get_rank()
+    half = len(transformer.h) // 2
+    mine = transformer.h[half:] if rank else transformer.h[:half]
+
+    @torch.no_grad()
+    def generate(count: int) -> torch.Tensor:
+        cache, tokens, begin, chosen = DynamicCache(config=model.config), prompt, 0, []
+        for _ in range(count):
+            size = tokens.shape[1] if begin == 0 else 1
+            if rank == 0:
+                hidden = transformer.wte(tokens) + transformer.wpe(torch.arange(begin, begin + size))
+            else:
+                hidden = torch.empty(len(prompt), size, model.config.n_embd)
+                dist.recv(hidden, 0)
+            for block in mine:
+                hidden = block(hidden, past_key_values=cache, use_cache=True)
+            if rank == 0:
+                dist.send(hidden, 1)
+                tokens = torch.empty(len(prompt), 1, dtype=torch.int64)
+                dist.recv(tokens, 1)
+            else:
+                tokens = model.lm_head(transformer.ln_f(hidden[:, -1:])).argmax(-1)
+                dist.send(tokens, 0)
+            begin += size
+            chosen.append(tokens)
+        return torch.cat([prompt, *chosen], 1)
+
+    expected = model.generate(prompt, max_new_tokens=4, min_new_tokens=4, do_sample=False)
+    if not torch.equal(generate(4), expected):
+        raise AssertionError("decoding by hand gives other tokens than generate()")
     return generate
 
 
@@ -120,6 +156,7 @@ def decoding(arguments: dict[str, Any]) -> Step:
     prompt = batch_of(arguments, size)
     ways: dict[str, Way | None] = {
         ONE: way_of(whole, prompt) if dist.get_rank() == 0 else None,
+        BY_HAND: by_hand(whole, prompt),
         "two stages, one group": way_of(split, prompt, generation_groups=1),
     }
     if size > 1:

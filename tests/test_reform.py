@@ -172,14 +172,19 @@ def reform_often(times: int) -> list[tuple[int, int, int, int]]:
     return counts
 
 
-def test_re_formations_leave_nothing_behind(pool: Pool) -> None:
-    for counts in pool.run(2, reform_often, 22, init=False, timeout=120):
+def test_re_formations_leave_nothing_behind() -> None:
+    own = Pool()  # in the processes of other tests, threads of theirs may still come and go
+    try:
+        found = own.run(2, reform_often, 22, init=False, timeout=120)
+    finally:
+        own.close()
+    for counts in found:
         for layout in (0, 1):  # one may need more than the other
             early, late = counts[2 + layout : 10 : 2], counts[14 + layout : 22 : 2]
             # A connection or thread that is just ending may add to any one count, so the least of the late ones is
             # compared: what each re-formation left behind would be in all of them.
             most, least = map(max, zip(*early, strict=True)), map(min, zip(*late, strict=True))
-            assert all(after <= before for before, after in zip(most, least, strict=True)), counts
+            assert all(after <= before for before, after in zip(most, least, strict=True)), f"{counts}"
 
 
 def meet_after_one_met_nobody() -> int:
