@@ -55,7 +55,7 @@ def generate(
         args, kwargs: its arguments. Every rank passes equal ones, except that a `streamer` and `stopping_criteria` may
             be given on some ranks only: a criterion that is met on one rank stops them all.
         generation_groups: in how many groups the batch is decoded, so that as many stages have work at a time. "auto"
-            is the number of ranks in the pipeline for at least 8 samples for each, otherwise 1. It is 1 wherever
+            is the number of ranks in the pipeline for at least two samples for each, otherwise 1. It is 1 wherever
             something looks at the whole batch; the log says so once.
         stream_on_all_ranks: let every streamer stream, not only that of the first rank that was given one.
 

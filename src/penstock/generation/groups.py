@@ -19,9 +19,8 @@ from transformers.cache_utils import Cache
 from penstock.data.microbatch import batch_size_of, microbatch_sizes, split_batch
 from penstock.runtime.turns import refusal_of_threads
 
-# With fewer samples in each, groups read all weights for too few tokens: where one forward of 8 rows takes as long as
-# one of 4, two groups of 4 gain nothing (benchmarks/results/generation_32x48.md).
-LEAST_SAMPLES = 8
+# With fewer samples for each stage, the groups would read all weights for too few tokens.
+LEAST_SAMPLES = 2
 # Arguments with which decoding looks at more than the last position's logits.
 MANY_POSITIONS = ("assistant_model", "custom_generate", "prompt_lookup_num_tokens")
 # Arguments and settings with which something looks at the whole batch, or at more than its tokens.
