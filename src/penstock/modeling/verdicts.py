@@ -23,7 +23,6 @@ from penstock.modeling.graph.plan import Plan, StageCall
 from penstock.modeling.graph.shapes import flatten, side_outputs
 from penstock.modeling.graph.trace import Untraceable
 from penstock.modeling.instrumentation import Intercepted, OnAnotherStage
-from penstock.modeling.placeholders.caches import advance_cache
 from penstock.modeling.placeholders.ghosts import answer_for_parameters, meta_placeholder, sync_capture_hooks
 from penstock.modeling.stage.run import StageRun
 from penstock.modeling.stage.split import SplitModel
@@ -114,15 +113,7 @@ class _DryRun(StageRun):
         for leaf, position, _ in planned.sends:
             self._sends[position] = leaves[leaf]
         output = shape.unflatten(leaves, given)
-        advance_cache(
-            given,
-            shape.cache_layers,
-            shape.state_layers,
-            self._device,
-            shape.indexed_layers,
-            shape.samples,
-            shape.per_token,
-        )
+        shape.advance_cache(given, self._device)
         return output
 
 

@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache
 from transformers.utils import output_capturing
 
 from penstock.modeling.graph.meta_operations import Answered, KnownValues, RememberedOperations
-from penstock.modeling.placeholders.caches import CacheUse, note_use, shape_cache
+from penstock.modeling.placeholders.caches import CacheUse, advance_cache, note_use, shape_cache
 from penstock.modeling.placeholders.ghosts import meta_placeholder, sync_capture_hooks
 from penstock.modeling.tensor_spec import TensorSpec
 
@@ -110,6 +110,17 @@ class OutputShape:
         """The inverse of `unflatten`, after a call."""
         leaves = [output] if isinstance(output, torch.Tensor) else flatten(output)[0]
         return leaves + [leaf for entry in self.stored for leaf in flatten(given[entry.position][entry.key])[0]]
+
+    @property
+    def uses_cache(self) -> bool:
+        """Whether the call changes a cache among its arguments."""
+        return bool(self.cache_layers or self.state_layers or self.indexed_layers)
+
+    def advance_cache(self, given: Sequence[Any], device: torch.device | None = None) -> None:
+        """Let the cache among the leaves `given` know what the call does to it, where only its shape is known."""
+        advance_cache(
+            given, self.cache_layers, self.state_layers, device, self.indexed_layers, self.samples, self.per_token
+        )
 
     def without_shapes(self) -> OutputShape:
         """The same structure for tensors of any shape."""

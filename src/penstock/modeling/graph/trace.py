@@ -35,7 +35,7 @@ from penstock.modeling.graph.loss import CriterionError, LossRule, loss_by
 from penstock.modeling.graph.loss_trace import LossTrace, label_placeholder
 from penstock.modeling.graph.shapes import OutputShape, ShapeFunctions, flatten, side_outputs
 from penstock.modeling.instrumentation import Intercepted, Interceptor
-from penstock.modeling.placeholders.caches import advance_cache, cache_placeholder
+from penstock.modeling.placeholders.caches import cache_placeholder
 from penstock.modeling.placeholders.ghosts import stripped_tensors
 from penstock.modeling.stage.named_output import Form, form_of, named_output, refuse_hidden_tensors
 from penstock.modeling.stage.outputs import Shapes, shapes_of
@@ -296,14 +296,7 @@ class _Planner:
         for position in shape.written:
             self.flow.note_write(leaves[position])
             self.flow.mark(leaves[position], (Altered(name, index),))
-        advance_cache(
-            leaves,
-            shape.cache_layers,
-            shape.state_layers,
-            indexed=shape.indexed_layers,
-            samples=shape.samples,
-            per_token=shape.per_token,
-        )
+        shape.advance_cache(leaves)
         return shape.unflatten(outputs, leaves), shape
 
 

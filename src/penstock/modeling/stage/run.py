@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache
 from penstock.modeling.graph.plan import PlannedCall, StageCall, StagePlan
 from penstock.modeling.graph.shapes import ShapeFunctions, flatten, lengths, side_outputs
 from penstock.modeling.instrumentation import Intercepted
-from penstock.modeling.placeholders.caches import advance_cache, frozen_cache
+from penstock.modeling.placeholders.caches import frozen_cache
 from penstock.modeling.randomness import key_of, mixed
 from penstock.modeling.stage.host_values import HostValues
 from penstock.modeling.tensor_spec import TensorSpec
@@ -131,21 +131,11 @@ class StageRun:
     ) -> Any:
         """What a call of another stage's unit returns: the values received, or placeholders."""
         answer, shape = self._received_or_placeholder(planned, args, kwargs), planned.call.output
-        if (
-            shape.cache_layers or shape.state_layers or shape.indexed_layers
-        ):  # afterwards, as shapes depend on the cache's length
+        if shape.uses_cache:  # afterwards, as shapes depend on the cache's length
             given: Sequence[Any] = (*args, *kwargs.values())
             if not any(isinstance(each, Cache) for each in given) or not isinstance(given[0], torch.Tensor):
                 given = flatten((args, kwargs))[0]  # which takes longer than the rest of this call
-            advance_cache(
-                given,
-                shape.cache_layers,
-                shape.state_layers,
-                self._device,
-                shape.indexed_layers,
-                shape.samples,
-                shape.per_token,
-            )
+            shape.advance_cache(given, self._device)
         return answer
 
     def _received_or_placeholder(self, planned: StageCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
