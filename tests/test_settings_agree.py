@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -148,19 +149,29 @@ def test_all_ranks_balance_stages_by_the_costs_of_rank_0(pool: Pool) -> None:
     assert set().union(*(gradients for _, _, gradients in found)) == set(expected.gradients)
 
 
-def form_another_layout() -> str:
-    model = FAMILIES["gpt2"].build()
+def form_another_layout(what: str) -> str:
+    model, other = FAMILIES["gpt2"].build(), dist.get_rank() == 1
     units = list_units(model)
-    first = 2 + dist.get_rank()
-    layout = Layout.place([[units[:first], units[first:]]])
+    first = 3 if other and what == "sizes" else 2
+    if other and what == "units":
+        units[:2] = units[1::-1]
+    layout = Layout.place([[units[:first], units[first:]]], [(1, 0) if other and what == "ranks" else (0, 1)])
     with pytest.raises(ValueError, match="different layouts") as caught:
         engine.parallelize(model, layout, partial(build, "1f1b", 2))
     return str(caught.value)
 
 
-def test_ranks_with_different_layouts_are_refused(pool: Pool) -> None:
-    for text in pool.run(2, form_another_layout):
-        assert "pipeline 0 has stages of [2, " in text and "[3, " in text and "on rank 1" in text
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("sizes", r"pipeline 0 has stages of \[2, \d\] units on rank 0 and \[3, \d\] on rank 1"),
+        ("units", r"pipeline 0 has transformer\.\S+ on rank 0 where it has transformer\.\S+ on rank 1"),
+        ("ranks", r"pipeline 0 has its stages on its ranks \(0, 1\) on rank 0, on \(1, 0\) on rank 1"),
+    ],
+)
+def test_ranks_with_different_layouts_are_refused(pool: Pool, what: str, words: str) -> None:
+    for text in pool.run(2, form_another_layout, what):
+        assert re.search(words, text), text
 
 
 class Repeats(nn.Module):

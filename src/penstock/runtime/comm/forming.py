@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -133,8 +134,16 @@ def require_layout(layout: Layout, board: FailureBoard) -> None:
         what = f"{len(first)} pipelines on rank 0 and {len(second)} on rank {other}"
     else:
         index = next(index for index, pair in enumerate(zip(first, second, strict=True)) if pair[0] != pair[1])
-        sizes = ([len(stage) for stage in theirs[index][0]] for theirs in (first, second))
-        what = f"pipeline {index} has stages of {next(sizes)} units on rank 0 and {next(sizes)} on rank {other}"
+        (stages, places), (their_stages, their_places) = first[index], second[index]
+        sizes, their_sizes = [len(stage) for stage in stages], [len(stage) for stage in their_stages]
+        if sizes != their_sizes:
+            what = f"pipeline {index} has stages of {sizes} units on rank 0 and {their_sizes} on rank {other}"
+        elif stages != their_stages:
+            pairs = zip(chain(*stages), chain(*their_stages), strict=True)
+            here, there = next(pair for pair in pairs if pair[0] != pair[1])
+            what = f"pipeline {index} has {here} on rank 0 where it has {there} on rank {other}"
+        else:
+            what = f"pipeline {index} has its stages on its ranks {places} on rank 0, on {their_places} on rank {other}"
     raise ValueError(f"the ranks have different layouts: {what}; give all ranks the same templates or stages")
 
 
