@@ -22,11 +22,10 @@ from measure import RESULTS, Comparison
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from penstock.planning.baselines import BASELINES
 from penstock.planning.cluster import Cluster, DeviceClass, Link
-from penstock.planning.job import Job
-from penstock.planning.plan import Infeasible, make_plans
-from penstock.planning.planned import Plan
+from penstock.planning.plan import Job, Plan
+from penstock.planning.planner import Infeasible, make_plans
 from penstock.planning.profile import Profile, UnitCost
-from penstock.planning.search import find_splits, layouts
+from penstock.planning.search import Chain, find_splits, layouts
 from planning_cases import best_by_brute_force, best_simulated_by_brute_force, random_case
 
 GB = 1e9
@@ -47,7 +46,7 @@ def oracle(which: str) -> None:
             marks.append(time.process_time())
             return marks[-1] - marks[-2]
 
-        templates = find_splits(profile.parts(), cluster, microbatches)
+        templates = find_splits(Chain(profile.parts(), cluster, microbatches))
         by_formula = [found for found, _ in layouts(templates, cluster.counts, microbatches, copies)]
         passed()
         formula = best_by_brute_force(profile, cluster, microbatches, copies)

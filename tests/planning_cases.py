@@ -9,7 +9,7 @@ from itertools import combinations, pairwise, product
 
 from penstock.planning.cluster import Cluster, DeviceClass
 from penstock.planning.memory import memory_of_ranks
-from penstock.planning.planned import costs_of, schedule_of
+from penstock.planning.plan import costs_of, schedule_of
 from penstock.planning.profile import Profile, UnitCost, held_by_stages
 from penstock.schedule import simulate
 

@@ -14,7 +14,7 @@ import penstock
 from penstock import PipelineTemplate
 from penstock.cli import app
 from penstock.modeling.check import BoundaryReport, BoundaryValue, Report, UnitReport
-from penstock.planning.describe import compact
+from penstock.planning.tables import compact
 from penstock.schedule import build, schedule_names
 from penstock.schedule.text import format_schedule
 from pool import Pool

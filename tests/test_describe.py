@@ -11,8 +11,9 @@ from families import FAMILIES
 from hetero import make_plugin
 from penstock.cli import app
 from penstock.modeling.weights.names import stage_sizes
-from penstock.planning.describe import LayoutDescription, compact, describe_pipelines
+from penstock.planning.describe import LayoutDescription, describe_pipelines
 from penstock.planning.layout import Layout
+from penstock.planning.tables import compact
 from penstock.schedule import build
 from pool import Pool
 

@@ -13,7 +13,7 @@ import penstock
 from families import FAMILIES
 from penstock.planning.auto import auto_pipeline_size, auto_pipelines
 from penstock.planning.memory import Held
-from penstock.planning.plan import Infeasible
+from penstock.planning.planner import Infeasible
 from pool import Pool
 from test_cli import run
 from training import kept_in_double

@@ -11,12 +11,11 @@ import pytest
 from penstock.planning.baselines import BASELINES
 from penstock.planning.candidates import live_microbatches
 from penstock.planning.cluster import Cluster, DeviceClass, Link, parse_devices, parse_nodes
-from penstock.planning.job import SCHEDULES, Job
 from penstock.planning.memory import Held, memory_of_ranks, parse_bytes, readable
-from penstock.planning.plan import Infeasible, make_plans
-from penstock.planning.planned import place
+from penstock.planning.plan import SCHEDULES, Job, place
+from penstock.planning.planner import Infeasible, make_plans
 from penstock.planning.profile import Profile, UnitCost
-from penstock.planning.search import find_splits, layouts
+from penstock.planning.search import Chain, find_splits, layouts
 from penstock.schedule import build
 from planning_cases import best_by_brute_force, best_simulated_by_brute_force, random_case
 
@@ -44,7 +43,7 @@ def cluster(devices: str, memory: str | None = None, speed: str | None = None, *
 def test_the_search_finds_the_optimum_of_all_layouts(first: int) -> None:
     for seed in range(first, first + 25):
         profile, devices, microbatches, copies = random_case(seed, most_devices=6, most_units=9)
-        templates = find_splits(profile.parts(), devices, microbatches)
+        templates = find_splits(Chain(profile.parts(), devices, microbatches))
         found = [seconds for seconds, _ in layouts(templates, devices.counts, microbatches, copies)]
         assert found == sorted(found, reverse=True)
         best = best_by_brute_force(profile, devices, microbatches, copies)
@@ -104,7 +103,7 @@ def test_large_clusters_are_solved_by_a_linear_program_to_within_a_few_percent()
     """1,000 devices with so many microbatches that the bubble is small: at best all compute all the time."""
     devices = cluster("a:300,b:700", "a=40GB,b=9GB", "a=1,b=0.4")
     profile = gpt(30)
-    templates = find_splits(profile.parts(), devices, 80_000)
+    templates = find_splits(Chain(profile.parts(), devices, 80_000))
     *_, (seconds, splits) = layouts(templates, devices.counts, 80_000, 1)
     work = 80_000 * sum(unit.seconds for unit in profile.units)
     assert work / (300 + 0.4 * 700) <= seconds <= 1.02 * work / (300 + 0.4 * 700)

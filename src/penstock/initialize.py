@@ -22,11 +22,11 @@ from penstock.modeling.weights.initialise import init_stage, meta_model, resolve
 from penstock.modeling.weights.load import forget_ties, load_config, load_stage
 from penstock.modeling.weights.names import alias_groups
 from penstock.pipeline_model import USED_NAMES, PipelineModel, attach
-from penstock.planning.announce import announce
 from penstock.planning.auto import auto_pipeline_size
-from penstock.planning.chosen import chosen_stages, split_stages
+from penstock.planning.describe import announce
 from penstock.planning.layout import Layout
-from penstock.planning.partition import partition
+from penstock.planning.partition import partition, split_into
+from penstock.planning.template import chosen_stages, split_stages
 from penstock.runtime.comm.devices import device_memory
 from penstock.runtime.comm.forming import facts_of, forming, gather_from_all, require_agreement
 from penstock.runtime.engine import DEFAULT_MICROBATCHES_PER_STAGE, parallelize
@@ -368,11 +368,8 @@ def plan_stages(
                 f"{configuration.schedule!r} has {len(stage_to_rank)}"
             )
         return stages, stage_to_rank, world_size // num_ranks
-    sizes, stages, start = partition(costs, [1.0] * len(stage_to_rank)).sizes, [], 0
-    for size in sizes:
-        stages.append(list(units[start : start + size]))
-        start += size
-    return stages, stage_to_rank, world_size // num_ranks
+    sizes = partition(costs, [1.0] * len(stage_to_rank)).sizes
+    return [list(run) for run in split_into(units, sizes)], stage_to_rank, world_size // num_ranks
 
 
 def distribute(

@@ -28,9 +28,8 @@ from penstock.modeling.adapters import base_of, is_peft_model
 from penstock.modeling.graph.loss import Criterion
 from penstock.optimizer import PipelineOptimizer
 from penstock.pipeline_model import USED_NAMES, PipelineModel, attach
-from penstock.planning.announce import announce
 from penstock.planning.auto import auto_pipelines
-from penstock.planning.describe import LayoutDescription, describe_layout
+from penstock.planning.describe import LayoutDescription, announce, describe_layout
 from penstock.planning.layout import Layout
 from penstock.planning.pipelines import (
     Microbatches,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
 from pathlib import Path
 
 import torch
@@ -16,7 +15,7 @@ from penstock.bench.models import CHECKPOINT, GPT, NOOP, layer_costs
 from penstock.bench.options import OptionError, Options, World
 from penstock.planning.memory import MemoryEstimate, memory_of_ranks, readable
 from penstock.planning.partition import partition
-from penstock.planning.profile import UnitCost, held_by_stages
+from penstock.planning.profile import UnitCost, held_by_stages, stages_of
 from penstock.planning.template import end_modules
 from penstock.runtime.profiling import profile_model
 from penstock.schedule import build
@@ -132,11 +131,10 @@ def _of_stages(options: Options, world: World) -> list[MemoryEstimate]:
     for ranks, microbatches in pipelines:
         schedule = build(options.schedule, ranks, microbatches)
         whole = options.batch_size / (options.num_microbatches if options.pipelines else world.size * microbatches)
-        bounds = [0, *accumulate(partition(layer_costs(config), [1.0] * schedule.num_stages).sizes)]
+        sizes = partition(layer_costs(config), [1.0] * schedule.num_stages).sizes
         embedding, block, head = _units(options, math.ceil(whole))
         layers = [embedding, *[block] * config.n_layer, head]
-        stages = [[unit for layer in layers[start:end] for unit in layer] for start, end in pairwise(bounds)]
-        found += memory_of_ranks(schedule, held_by_stages(stages))
+        found += memory_of_ranks(schedule, held_by_stages(stages_of(layers, sizes)))
     return found
 
 

@@ -23,7 +23,7 @@ from penstock.bench.options import Options
 from penstock.modeling.graph.costs import unit_costs
 from penstock.modeling.graph.units import list_units
 from penstock.planning.layout import Layout
-from penstock.planning.partition import partition
+from penstock.planning.partition import partition, split_into
 from penstock.runtime.engine import parallelize
 from penstock.schedule import build
 
@@ -215,11 +215,7 @@ def place(model: GPT, options: Options) -> Layout:
     stages_per_pipeline, stage_to_rank = [], []
     for ranks, _ in options.pipelines:
         mapping = build(options.schedule, ranks, 1).stage_to_rank
-        stages, start = [], 0
-        for size in partition(costs, [1.0] * len(mapping)).sizes:
-            stages.append(units[start : start + size])
-            start += size
-        stages_per_pipeline.append(stages)
+        stages_per_pipeline.append(split_into(units, partition(costs, [1.0] * len(mapping)).sizes))
         stage_to_rank.append(mapping)
     return Layout.place(stages_per_pipeline, stage_to_rank)
 
@@ -231,13 +227,9 @@ def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
             yield module
 
 
-def split(batch: Batch, counts: Sequence[int]) -> list[list[dict[str, torch.Tensor]]]:
+def split(batch: Batch, counts: Sequence[int]) -> list[Sequence[dict[str, torch.Tensor]]]:
     """Split a batch into `sum(counts)` equal microbatches, and these into consecutive runs of `counts`."""
     total = sum(counts)
     pieces = {name: tensor.chunk(total) for name, tensor in batch.items()}
     microbatches = [{name: piece[index] for name, piece in pieces.items()} for index in range(total)]
-    runs, start = [], 0
-    for count in counts:
-        runs.append(microbatches[start : start + count])
-        start += count
-    return runs
+    return split_into(microbatches, counts)

@@ -6,10 +6,14 @@ import difflib
 import importlib
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from penstock.modeling.check import UnitReport
 
 
 def check(
@@ -42,15 +46,12 @@ def check(
     """
     from penstock.modeling.check import check as check_model
     from penstock.modeling.check import wrapped
-    from penstock.planning.partition import partition
+    from penstock.planning.partition import partition, split_into
 
     report = check_model(subject_of(model), trust_remote_code=trust_remote_code)
-    spread = []
+    spread: list[Sequence[UnitReport]] = []
     if stages is not None and report.units:
-        units = list(report.units)
-        for size in partition([unit.cost for unit in units], [1.0] * stages).sizes:
-            spread.append(units[:size])
-            units = units[size:]
+        spread = split_into(report.units, partition([unit.cost for unit in report.units], [1.0] * stages).sizes)
     parameters = [sum(unit.parameters for unit in own) for own in spread]
     if as_json:
         named = [[unit.name for unit in own] for own in spread]

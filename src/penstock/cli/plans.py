@@ -11,7 +11,7 @@ import typer
 from penstock.cli.models import subject_of
 
 if TYPE_CHECKING:
-    from penstock.planning.job import Job
+    from penstock.planning.plan import Job
     from penstock.planning.profile import Profile
 
 Model = Annotated[
@@ -123,7 +123,7 @@ def plan(
     """
     from penstock.planning.baselines import equal_pipelines
     from penstock.planning.cluster import parse_devices
-    from penstock.planning.plan import make_plans
+    from penstock.planning.planner import make_plans
     from penstock.planning.profile import Profile
     from penstock.planning.report import plan_data, plans_table
     from penstock.schedule import write_timeline
@@ -159,7 +159,7 @@ def _job(
     checkpointing: bool,
 ) -> Job:  # fmt: skip
     from penstock.planning.cluster import Cluster, Link, parse_nodes
-    from penstock.planning.job import SCHEDULES, Job
+    from penstock.planning.plan import SCHEDULES, Job
     from penstock.schedule import schedule_names
 
     if global_batch % microbatch:

@@ -16,7 +16,7 @@ from penstock.elastic.settings import Elastic
 from penstock.modeling.graph.costs import unit_costs
 from penstock.planning.layout import Layout
 from penstock.planning.pipelines import Schedules, num_stages_on, schedule_maker
-from penstock.planning.plan import Infeasible
+from penstock.planning.planner import Infeasible
 from penstock.planning.profile import Profile, UnitCost
 from penstock.planning.reshape import Shape, best_shapes, choose, shape_of
 from penstock.planning.template import PipelineTemplate

@@ -22,8 +22,7 @@ from penstock.modeling.graph.units import traced_units
 from penstock.modeling.verdicts import Verdict, verdicts
 from penstock.modeling.weights.initialise import meta_model, resolve_model_class
 from penstock.modeling.weights.names import alias_groups, unit_of
-from penstock.planning.describe import compact
-from penstock.planning.tables import WIDTH
+from penstock.planning.tables import WIDTH, compact
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 
 from penstock.planning.baselines import equal_pipelines
 from penstock.planning.cluster import Cluster, DeviceClass, Link
-from penstock.planning.job import Job
-from penstock.planning.plan import Infeasible, explain, make_plans
-from penstock.planning.planned import Plan
+from penstock.planning.plan import Job, Plan
+from penstock.planning.planner import Infeasible, explain, make_plans
 from penstock.planning.profile import Profile
 from penstock.planning.template import PipelineTemplate
 

@@ -10,14 +10,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
 from penstock.planning.candidates import live_microbatches
-from penstock.planning.job import Job
 from penstock.planning.partition import partition
-from penstock.planning.planned import Plan, PlannedPipeline, evaluate
-from penstock.schedule import build
+from penstock.planning.plan import Job, Plan, PlannedPipeline, evaluate, schedule_of
+from penstock.planning.profile import UnitCost, seconds_of, stages_of
 
 Devices = tuple[int, ...]
 
@@ -68,29 +68,17 @@ def _consecutive(sizes: Sequence[int]) -> list[Devices]:
 def _best(job: Job, schedule: str, layouts: Sequence[Sequence[Devices]], by_speed: bool) -> Plan | None:
     best = None
     for devices in layouts:
-        stages_of_all = [_stages(job, own, schedule, by_speed) for own in devices]
-        if None in stages_of_all:
+        if any(schedule_of(schedule, len(own), 1).num_stages > len(job.parts) for own in devices):
             continue
-        rates = [1.0] * len(stages_of_all)
-        if by_speed:
-            rates = [
-                1 / _slowest(job, own, stages) for own, stages in zip(devices, stages_of_all, strict=True) if stages
-            ]
-        counts = _shares(rates, job.num_microbatches)
-        if (
-            best is not None
-            and max(
-                count * _slowest(job, own, stages)
-                for own, stages, count in zip(devices, stages_of_all, counts, strict=True)
-                if stages
-            )
-            >= best.seconds
-        ):
-            continue  # not even without a bubble
+        stages = [_stages(job, own, schedule, by_speed) for own in devices]
+        slowest = [_slowest(job, own, each) for own, each in zip(devices, stages, strict=True)]
+        counts = _shares([1 / seconds if by_speed else 1.0 for seconds in slowest], job.num_microbatches)
+        without_bubble = max(count * seconds for count, seconds in zip(counts, slowest, strict=True))
+        if best is not None and without_bubble >= best.seconds:
+            continue
         pipelines = [
-            PlannedPipeline(own, stages, build("1f1b" if len(own) == 1 else schedule, len(own), count))
-            for own, stages, count in zip(devices, stages_of_all, counts, strict=True)
-            if stages is not None
+            PlannedPipeline(own, each, schedule_of(schedule, len(own), count))
+            for own, each, count in zip(devices, stages, counts, strict=True)
         ]
         plan = evaluate(job, pipelines)
         if plan is not None and (best is None or plan.seconds < best.seconds):
@@ -98,35 +86,29 @@ def _best(job: Job, schedule: str, layouts: Sequence[Sequence[Devices]], by_spee
     return best
 
 
-def _stages(job: Job, devices: Devices, schedule: str, by_speed: bool) -> tuple | None:
-    """The units of each stage: balanced, within the devices' memory where that is known to the system; None if the
-    units are too few or do not fit."""
-    kinds = [job.cluster.classes[job.cluster.class_of_device[device]] for device in devices]
+def _stages(job: Job, devices: Devices, schedule: str, by_speed: bool) -> tuple[tuple[UnitCost, ...], ...]:
+    """The units of each stage: balanced, and by speed within the devices' memory, where that can be."""
+    kinds = [job.cluster.kind_of(device) for device in devices]
     depth = len(devices)
-    mapping = build("1f1b" if depth == 1 else schedule, depth, 1).stage_to_rank
-    if len(mapping) > len(job.parts):
-        return None
+    mapping = schedule_of(schedule, depth, 1).stage_to_rank
     speeds = [kinds[rank].speed if by_speed else 1.0 for rank in mapping]
     live = max(live_microbatches(schedule, depth, rank, job.num_microbatches) for rank in range(depth))
     needs = [held.state + live * held.kept + held.working for held in job.held]
     limits = [kinds[rank].memory * depth / len(mapping) for rank in mapping]
-    seconds = [sum(unit.seconds for unit in part) for part in job.parts]
-    try:
-        sizes = partition(seconds, speeds, needs, limits).sizes if by_speed else partition(seconds, speeds).sizes
-    except ValueError:
-        sizes = partition(seconds, speeds).sizes
-    return tuple(
-        tuple(unit for part in job.parts[a:b] for unit in part) for a, b in pairwise(accumulate(sizes, initial=0))
-    )
+    sizes = partition(job.seconds, speeds).sizes
+    if by_speed:
+        with contextlib.suppress(ValueError):
+            sizes = partition(job.seconds, speeds, needs, limits).sizes
+    return stages_of(job.parts, sizes)
 
 
-def _slowest(job: Job, devices: Devices, stages: Sequence) -> float:
+def _slowest(job: Job, devices: Devices, stages: Sequence[Sequence[UnitCost]]) -> float:
     """Seconds of the slowest device for a microbatch."""
-    per_rank = len(stages) // len(devices)
-    speeds = [job.cluster.classes[job.cluster.class_of_device[device]].speed for device in devices]
-    if per_rank > 1:
-        return sum(unit.seconds for stage in stages for unit in stage) / sum(speeds)
-    return max(sum(unit.seconds for unit in stage) / speed for stage, speed in zip(stages, speeds, strict=True))
+    seconds = seconds_of(stages)
+    speeds = [job.cluster.kind_of(device).speed for device in devices]
+    if len(stages) > len(devices):
+        return sum(seconds) / sum(speeds)
+    return max(time / speed for time, speed in zip(seconds, speeds, strict=True))
 
 
 def _shares(rates: Sequence[float], total: int) -> list[int]:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import accumulate, pairwise
+from functools import cache, partial
 
 from penstock.planning.cluster import Link
-from penstock.planning.job import Job
 from penstock.planning.memory import Held
-from penstock.planning.partition import partition, split_microbatches
-from penstock.planning.planned import Plan, PlannedPipeline, costs_of, evaluate, place, schedule_of
-from penstock.planning.profile import UnitCost
+from penstock.planning.partition import partition, split_into, split_microbatches
+from penstock.planning.plan import Job, Plan, PlannedPipeline, costs_of, evaluate, place, schedule_of
+from penstock.planning.profile import UnitCost, stages_of
 from penstock.planning.search import Chain, Split, Template, find_splits, layouts
 from penstock.planning.simulate import gradients_ready
 from penstock.schedule import Costs, simulate
@@ -30,10 +28,10 @@ class CandidatePipeline:
     """A pipeline of a layout that is looked at: its devices' classes, its stages, its schedule, and bounds for them.
 
     Attributes:
-        limits: of the ranks that may limit a step, seconds before their work or behind it, and those of their work for
-            a microbatch.
-        ends: of each rank, seconds before its work, those of its work, and bytes of gradients that it has to reduce
-            after the last of it. Of the first stage only, if the backward is not split: it has its gradients last.
+        limits: of the ranks that may limit a step, seconds before their work or behind it, those of their work for a
+            microbatch, and bytes of gradients to reduce after the last of it: if the backward is not split those of the
+            first stage, which has its gradients last.
+        slowest, total: seconds of a microbatch on the device that has most to do, and on all.
     """
 
     name: str
@@ -42,19 +40,13 @@ class CandidatePipeline:
     units: tuple[tuple[UnitCost, ...], ...]
     splits_backward: bool
     costs: Costs
-    limits: tuple[tuple[float, float], ...]
-    ends: tuple[tuple[float, float, float], ...]
+    limits: tuple[tuple[float, float, float], ...]
     slowest: float
     total: float
 
-    def bound(self, microbatches: int) -> float:
-        """Seconds below which no order of the actions ends a step."""
-        return max([entry + microbatches * work for entry, work in self.limits])
-
-    def bound_with_reduction(self, microbatches: int, seconds_per_byte: float) -> float:
-        """The same, if gradients are reduced at so many seconds a byte."""
-        ends = [entry + microbatches * work + size * seconds_per_byte for entry, work, size in self.ends]
-        return max(self.bound(microbatches), *ends)
+    def bound(self, microbatches: int, seconds_per_byte: float = 0.0) -> float:
+        """Seconds below which no order of the actions ends a step that reduces gradients at so many seconds a byte."""
+        return max([entry + microbatches * work + size * seconds_per_byte for entry, work, size in self.limits])
 
     def seconds(self, microbatches: int) -> float:
         """An estimate, from below for most schedules."""
@@ -69,15 +61,16 @@ class Candidates:
     def __init__(self, job: Job) -> None:
         self.job = job
         self._chain = Chain(job.parts, job.cluster, job.num_microbatches)
-        self._lines: dict[tuple, CandidatePipeline | None] = {}
-        self._tidy: dict[tuple, Split] = {}
-        self._partitions: dict[tuple, tuple[int, ...] | None] = {}
-        self._simulated: dict[tuple[CandidatePipeline, int], tuple[float, dict[int, float]]] = {}
+        # What was found once is not looked for again.
+        self.line = cache(self._line)
+        self._tidied = cache(self._tidy)
+        self._partition = cache(self._find_partition)
+        self._simulated = cache(self._simulate)
 
     def candidates(self) -> list[list[Split]]:
         """Layouts that may be the best, fastest first by formula: the last ones found on the way to the best, with
         pipelines of any depth and of at least so many stages."""
-        found: dict[tuple, tuple[float, list[Split]]] = {}
+        found: dict[tuple[Split, ...], tuple[float, list[Split]]] = {}
         for templates in self.templates():
             deepest = max((sum(template.counts) for template in templates), default=0)
             for depth in (1 << power for power in range(deepest.bit_length())):
@@ -86,7 +79,7 @@ class Candidates:
                 ways = layouts(deep, limits, self.job.num_microbatches, self.job.copies, tolerance)
                 for seconds, splits in list(ways)[-2:]:
                     splits = sorted(splits, key=lambda split: (-len(split.sizes), split.classes, split.sizes))
-                    found.setdefault(tuple((split.classes, split.sizes) for split in splits), (seconds, splits))
+                    found.setdefault(tuple(splits), (seconds, splits))
         best = [splits for _, splits in sorted(found.values(), key=lambda entry: entry[0])]
         # The formula does not know which of equally good orders of devices and stages is best: the simulation decides.
         tidied = [
@@ -94,82 +87,59 @@ class Candidates:
         ]
         return best[:1] + [splits for splits in tidied if splits not in best] + best[1:]
 
-    def _tidied(self, split: Split, reverse: bool) -> Split:
+    def _tidy(self, split: Split, reverse: bool) -> Split:
         """The same devices class by class, with the most even of the best stages; the split itself if it is better."""
-        key = (split.classes, split.sizes, reverse)
-        if key not in self._tidy:
-            classes = tuple(sorted(split.classes, reverse=reverse))
-            kinds = [self.job.cluster.classes[index] for index in classes]
-            seconds = [sum(unit.seconds for unit in part) for part in self.job.parts]
-            found = partition(seconds, [kind.speed for kind in kinds])
-            ends = pairwise(accumulate(found.sizes, initial=0))
-            times = [sum(seconds[a:b]) / kind.speed for (a, b), kind in zip(ends, kinds, strict=True)]
-            tidy = Split(classes, found.sizes, found.time, sum(times))
-            self._tidy[key] = tidy if tidy.slowest <= split.slowest * 1.1 else split
-        return self._tidy[key]
+        classes = tuple(sorted(split.classes, reverse=reverse))
+        speeds = [self.job.cluster.classes[index].speed for index in classes]
+        found = partition(self.job.seconds, speeds)
+        runs = split_into(self.job.seconds, found.sizes)
+        times = [sum(run) / speed for run, speed in zip(runs, speeds, strict=True)]
+        tidy = Split(classes, found.sizes, found.time, sum(times))
+        return tidy if tidy.slowest <= split.slowest * 1.1 else split
 
     def templates(self) -> list[list[Template]]:
         """The splits for each set of devices that fit under 1F1B; and under v-half, which holds least, where memory may
         be short: without mixtures, unless nothing else fits, and for some depths."""
-        parts, cluster, most = self.job.parts, self.job.cluster, self.job.num_microbatches
-        under_1f1b = (
-            find_splits(parts, cluster, most, chain=self._chain) if set(self.job.schedules) - {"v-half"} else []
-        )
+        job = self.job
+        under_1f1b = find_splits(self._chain) if set(job.schedules) - {"v-half"} else []
         under_v_half: list[Template] = []
         # A pipeline holds about as much on each device as one device would of a model so many times smaller.
-        whole = Held.together(self.job.held).with_live(1)
-        if "v-half" in self.job.schedules and any(kind.memory < whole for kind in cluster.classes):
-            for depth in _some_depths(min(len(parts) // 2, cluster.size)):
-                live = partial(_same, live_microbatches("v-half", depth, 0, most))
-                found = find_splits(parts, cluster, most, live, depth, not under_1f1b, self._chain)
+        whole = Held.together(job.held).with_live(1)
+        if "v-half" in job.schedules and any(kind.memory < whole for kind in job.cluster.classes):
+            for depth in _some_depths(min(len(job.parts) // 2, job.cluster.size)):
+                live = live_microbatches("v-half", depth, 0, job.num_microbatches)
+                found = find_splits(self._chain, live, depth, mixtures=not under_1f1b)
                 under_v_half += [template for template in found if sum(template.counts) == depth]
         return [under_1f1b, under_v_half]
 
-    def line(self, split: Split, name: str) -> CandidatePipeline | None:
+    def _line(self, split: Split, name: str) -> CandidatePipeline | None:
         """A split under a schedule; None if its devices cannot hold that."""
-        key = (split.classes, split.sizes, name)
-        if key not in self._lines:
-            self._lines[key] = self._make_line(split, name)
-        return self._lines[key]
-
-    def _make_line(self, split: Split, name: str) -> CandidatePipeline | None:
-        mapping = schedule_of(name, len(split.classes), 1).stage_to_rank
-        sizes = self._sizes(split, name, mapping)
+        sizes = self._sizes(split, name, schedule_of(name, len(split.classes), 1).stage_to_rank)
         return None if sizes is None else self.pipeline_of(split.classes, sizes, name)
 
     def pipeline_of(self, classes: tuple[int, ...], sizes: tuple[int, ...], name: str) -> CandidatePipeline:
         """Stages of so many parts on devices of these classes."""
         schedule = schedule_of(name, len(classes), 1)
         mapping, splits = schedule.stage_to_rank, schedule.splits_backward
-        units = tuple(
-            tuple(unit for part in self.job.parts[a:b] for unit in part)
-            for a, b in pairwise(accumulate(sizes, initial=0))
-        )
-        speeds = [self.job.cluster.classes[classes[rank]].speed for rank in mapping]
-        costs = costs_of(units, speeds)
+        units = stages_of(self.job.parts, sizes)
+        costs = costs_of(units, [self.job.cluster.classes[classes[rank]].speed for rank in mapping])
         triples = list(zip(costs.forward, costs.backward, costs.weight, strict=True))  # type: ignore[arg-type]  # tuples
         seconds = [sum(times) for times in triples]
-        work, entry = [0.0] * len(classes), [0.0] * len(classes)
         gradients = [sum(unit.gradients for unit in stage) for stage in units]
-        for stage, rank in reversed(list(enumerate(mapping))):
-            work[rank] += seconds[stage]
+        ranks = []
+        for rank in range(len(classes)):
+            own = schedule.stages_of(rank)
             # Without a split backward the gradients of the last microbatch still pass the stages below.
-            entry[rank] = sum(forward for forward, _, _ in triples[:stage]) if splits else sum(seconds[:stage])
-        # Of ranks with as much work, or less, only those with a later entry can be the ones that limit the step.
-        limits: list[tuple[float, float]] = []
-        for pair in sorted(zip(entry, work, strict=True), key=lambda pair: (-pair[1], -pair[0])):
-            if not limits or pair[0] > limits[-1][0]:
-                limits.append(pair)
-        if splits:
-            own: list[list[float]] = [[] for _ in work]
-            for stage, rank in enumerate(mapping):
-                own[rank].append(gradients[stage])
-            ends = tuple(zip(entry, work, map(min, own), strict=True))
-        else:
-            ends = tuple((*pair, gradients[0]) for pair in limits)
-        return CandidatePipeline(
-            name, classes, sizes, units, splits, costs, tuple(limits), ends, max(work), sum(seconds)
-        )
+            entry = sum(forward for forward, _, _ in triples[: own[0]]) if splits else sum(seconds[: own[0]])
+            work = sum(seconds[stage] for stage in reversed(own))
+            ranks.append((entry, work, min(gradients[stage] for stage in own) if splits else gradients[0]))
+        # Of ranks with as much work, or less, only those with a later entry or more to reduce can limit the step.
+        limits: list[tuple[float, float, float]] = []
+        for entry, work, size in sorted(ranks, key=lambda rank: (-rank[1], -rank[0], -rank[2])):
+            if not any(entry <= other_entry and size <= other_size for other_entry, _, other_size in limits):
+                limits.append((entry, work, size))
+        slowest = max(work for _, work, _ in ranks)
+        return CandidatePipeline(name, classes, sizes, units, splits, costs, tuple(limits), slowest, sum(seconds))
 
     def _sizes(self, split: Split, name: str, mapping: Sequence[int]) -> tuple[int, ...] | None:
         """Parts on each stage: the split's own, or the best for a schedule that has more stages or holds more."""
@@ -180,8 +150,8 @@ class Candidates:
 
         def fits(sizes: Sequence[int]) -> bool:
             of_ranks: list[list[Held]] = [[] for _ in kinds]
-            for rank, (a, b) in zip(mapping, pairwise(accumulate(sizes, initial=0)), strict=True):
-                of_ranks[rank] += self.job.held[a:b]
+            for rank, held in zip(mapping, split_into(self.job.held, sizes), strict=True):
+                of_ranks[rank] += held
             return all(
                 Held.together(held).with_live(count) <= kind.memory
                 for held, count, kind in zip(of_ranks, live, kinds, strict=True)
@@ -193,23 +163,22 @@ class Candidates:
         if per_rank == 1 and fits(split.sizes):
             return split.sizes
         speeds = tuple(kinds[rank].speed for rank in mapping)
-        sizes = self._partition(speeds, 0, ())
+        sizes = self._partition(speeds, 0, None)
         if sizes is not None and fits(sizes):
             return sizes
         working = max(one.working for one in self.job.held)
         limits = tuple(max(0.0, kinds[rank].memory - working) / per_rank for rank in mapping)
         return self._partition(speeds, max(live), limits)
 
-    def _partition(self, speeds: tuple[float, ...], live: int, limits: tuple[float, ...]) -> tuple[int, ...] | None:
-        key = (speeds, live, limits)
-        if key not in self._partitions:
-            seconds = [sum(unit.seconds for unit in part) for part in self.job.parts]
-            needs = [one.state + live * one.kept for one in self.job.held]
-            try:
-                self._partitions[key] = partition(seconds, speeds, *((needs, limits) if limits else ())).sizes
-            except ValueError:
-                self._partitions[key] = None
-        return self._partitions[key]
+    def _find_partition(
+        self, speeds: tuple[float, ...], live: int, limits: tuple[float, ...] | None
+    ) -> tuple[int, ...] | None:
+        """Parts on each stage, within limits for parts that hold `live` microbatches; None if that cannot be."""
+        needs = None if limits is None else [one.state + live * one.kept for one in self.job.held]
+        try:
+            return partition(self.job.seconds, speeds, needs, limits).sizes
+        except ValueError:
+            return None
 
     def under_schedules(self) -> list[tuple[float, list[CandidatePipeline], list[int]]]:
         """Every candidate under every schedule that it fits: a bound of its step, its pipelines, their microbatches."""
@@ -227,12 +196,12 @@ class Candidates:
                     counts = split_microbatches([line.seconds for line in lines], self.job.num_microbatches)
                     reduction = self._seconds_per_byte(len(lines))
                     each = set(zip(lines, counts, strict=True))
-                    bound = max(line.bound_with_reduction(count, reduction) for line, count in each)
+                    bound = max(line.bound(count, reduction) for line, count in each)
                     found[key] = (bound, lines, counts)
         return sorted(found.values(), key=lambda entry: entry[0])
 
     def _seconds_per_byte(self, num_pipelines: int) -> float:
-        """The least for the reduction of gradients; see `planned.reductions_of`."""
+        """The least for the reduction of gradients; see `plan.reductions_of`."""
         fastest = max(self.job.cluster.inside.bandwidth, self.job.cluster.between.bandwidth)
         return 2 * (num_pipelines - 1) / num_pipelines / fastest
 
@@ -267,14 +236,7 @@ class Candidates:
 
     def alone(self, line: CandidatePipeline, count: int, num_pipelines: int = 1, link: Link = Link()) -> float:  # noqa: B008
         """The step of a pipeline that is simulated alone, with the reduction of what it has in common with others."""
-        if (line, count) not in self._simulated:
-            schedule = schedule_of(line.name, len(line.classes), count)
-            inside = self.job.cluster.inside
-            crossing = tuple(stage[-1].crossing for stage in line.units[:-1])
-            costs = replace(line.costs, latency=inside.latency, bandwidth=inside.bandwidth, message_bytes=crossing)
-            simulation = simulate(schedule, costs)
-            self._simulated[line, count] = simulation.makespan, gradients_ready(simulation)
-        end, ready = self._simulated[line, count]
+        end, ready = self._simulated(line, count)
         if num_pipelines > 1 and link.seconds(1):
             schedule, free_from = schedule_of(line.name, len(line.classes), count), [0.0] * len(line.classes)
             for stage, rank in reversed(list(enumerate(schedule.stage_to_rank))):
@@ -283,6 +245,14 @@ class Candidates:
                 free_from[rank] = start + 2 * (num_pipelines - 1) * link.seconds(size)
             end = max(end, *free_from)
         return end
+
+    def _simulate(self, line: CandidatePipeline, count: int) -> tuple[float, dict[int, float]]:
+        """Seconds of a step without reduction, and until each stage has its gradients."""
+        inside = self.job.cluster.inside
+        crossing = tuple(stage[-1].crossing for stage in line.units[:-1])
+        costs = replace(line.costs, latency=inside.latency, bandwidth=inside.bandwidth, message_bytes=crossing)
+        simulation = simulate(schedule_of(line.name, len(line.classes), count), costs)
+        return simulation.makespan, gradients_ready(simulation)
 
     def realise(self, lines: Sequence[CandidatePipeline], counts: Sequence[int]) -> Plan | None:
         """The layout on the cluster's devices, simulated; None if it cannot be placed as asked."""
@@ -308,10 +278,6 @@ def live_microbatches(name: str, num_ranks: int, rank: int, num_microbatches: in
         "v-half": (num_ranks + 2) // 2,
     }
     return min(most[name], num_microbatches)
-
-
-def _same(live: int, stages_after: int) -> int:
-    return live
 
 
 def _some_depths(most: int) -> list[int]:

@@ -102,6 +102,10 @@ class Cluster:
         sizes = self.node_sizes or (self.size,)
         return tuple(node for node, size in enumerate(sizes) for _ in range(size))
 
+    def kind_of(self, device: int) -> DeviceClass:
+        """The class of a device."""
+        return self.classes[self.class_of_device[device]]
+
     def link(self, first: int, second: int) -> Link:
         """Between two devices."""
         same = self.node_of_device[first] == self.node_of_device[second]

@@ -18,7 +18,7 @@ import numpy as np
 from penstock.planning.candidates import CandidatePipeline, Candidates
 from penstock.planning.memory import memory_of_ranks
 from penstock.planning.partition import ROUNDING, split_microbatches
-from penstock.planning.planned import schedule_of
+from penstock.planning.plan import schedule_of
 from penstock.planning.profile import held_by_stages, sums
 
 Counts = tuple[int, ...]

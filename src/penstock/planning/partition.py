@@ -6,8 +6,12 @@ import heapq
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import TypeVar
 
 import numpy as np
+
+T = TypeVar("T")
 
 # Times that differ by rounding alone count as equal, or the most even of equally fast splits would be missed.
 ROUNDING = 1e-9
@@ -70,6 +74,11 @@ def partition(
         f"no split of {num_units} units over {num_stages} devices stays within the memory limits: the units need "
         f"{sum(memory):g} in all, the limits are {limits}"
     )
+
+
+def split_into(items: Sequence[T], sizes: Sequence[int]) -> list[Sequence[T]]:
+    """`items` in consecutive runs of these sizes."""
+    return [items[start:end] for start, end in pairwise(accumulate(sizes, initial=0))]
 
 
 class _Runs:

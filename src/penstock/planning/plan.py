@@ -1,131 +1,222 @@
-"""The best plans for a job, or why there is none."""
+"""What is to be planned, and a plan of it: pipelines on given devices, and what a step is predicted to cost."""
 
 from __future__ import annotations
 
-import math
-from bisect import insort
-from collections import Counter
-from dataclasses import replace
-from heapq import heappop, heappush
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from itertools import groupby, pairwise
 
-from penstock.planning.candidates import CandidatePipeline, Candidates
-from penstock.planning.exact import exact_layouts
-from penstock.planning.job import Job
-from penstock.planning.memory import Held, readable
-from penstock.planning.planned import Plan
+from penstock.planning.cluster import Cluster
+from penstock.planning.memory import Held, MemoryEstimate, memory_of_ranks
+from penstock.planning.profile import Profile, UnitCost, held_by_stages, seconds_of, sums
+from penstock.planning.simulate import LayoutSimulation, Reduction, simulate_layout
+from penstock.schedule import Costs, Schedule, build, schedule_names
 
-
-class Infeasible(ValueError):
-    """No layout exists; the message says which quantity is short, and by how much."""
+# GPipe takes as long as 1F1B and holds more.
+SCHEDULES = tuple(name for name in schedule_names() if name != "gpipe")
 
 
-def make_plans(job: Job, most: int = 5) -> list[Plan]:
-    """The best plans, fastest first.
+@dataclass(frozen=True)
+class Job:
+    """What is to be planned.
 
-    Those of a small job are exact. Besides, layouts that are good by formula are looked at under every schedule, by
-    rising bounds; the pipelines of those that may be among the best are simulated alone, and the best of them all
-    together on their nodes, with the reduction of gradients.
-
-    Raises:
-        Infeasible: there is none.
+    Attributes:
+        profile: the model's costs; its microbatch is the run's.
+        cluster: the devices.
+        num_microbatches: of a step, over all pipelines.
+        copies: the least number of pipelines, and of nodes where there are several, that hold each unit.
+        checkpointing: whether activations are recomputed in the backward.
+        schedules: that may be chosen; the same for all pipelines of a layout.
     """
-    planner = Candidates(job)
-    plans: list[Plan] = []
-    seen = set()
 
-    def add(lines: list[CandidatePipeline], counts: list[int]) -> None:
-        key = frozenset(
-            Counter((line.name, line.classes, line.sizes, n) for line, n in zip(lines, counts, strict=True)).items()
-        )
-        plan = None if key in seen else planner.realise(lines, counts)
-        seen.add(key)
-        if plan is not None:
-            insort(plans, plan, key=lambda plan: (plan.seconds, len(plan.devices)))
+    profile: Profile
+    cluster: Cluster
+    num_microbatches: int
+    copies: int = 1
+    checkpointing: bool = False
+    schedules: tuple[str, ...] = SCHEDULES
 
-    for lines, counts in exact_layouts(planner, most):
-        add(lines, counts)
-    # What is estimated and not simulated as a whole yet, the most promising first. An estimate is no bound, but the
-    # bounds of what is not estimated yet are, so both queues end where they can give nothing better than `plans`.
-    estimated: list[tuple[float, int, list[CandidatePipeline], list[int]]] = []
-    waiting = planner.under_schedules()[::-1]
-
-    def worst() -> float:
-        return plans[most - 1].seconds if len(plans) >= most else math.inf
-
-    while waiting or estimated:
-        if waiting and (not estimated or waiting[-1][0] <= estimated[0][0]):
-            bound, lines, counts = waiting.pop()
-            if bound >= worst():
-                waiting.clear()
-                continue
-            heappush(estimated, (planner.estimate(lines, counts), len(waiting), lines, counts))
-            continue
-        seconds, _, lines, counts = heappop(estimated)
-        if seconds >= worst():
-            break
-        add(lines, counts)
-    if not plans:
-        raise explain(job)
-    return plans[:most]
-
-
-def explain(job: Job) -> Infeasible:
-    """Why no layout exists."""
-    classes, parts, held = job.cluster.classes, job.parts, job.held
-    for part, one in zip(parts, held, strict=True):
-        least = one.with_live(1)
-        if all(least > kind.memory for kind in classes):
-            name = part[0].name if len(part) == 1 else f"{part[0].name} to {part[-1].name}"
-            where = " and ".join(
-                f"every device of class {kind.name}, which has {readable(kind.memory)} "
-                f"({readable(least - kind.memory)} short)"
-                for kind in classes
+    def __post_init__(self) -> None:
+        if self.copies < 1 or self.num_microbatches < 1:
+            raise ValueError(
+                f"copies and microbatches must be at least 1, but are {self.copies} and {self.num_microbatches}"
             )
-            return Infeasible(f"no plan: {name} alone needs {readable(least)} on {where}")
-    whole = Held.together(held)
-    most = sorted((kind.memory for kind in classes for _ in range(kind.count)), reverse=True)[: len(parts)]
-    if whole.with_live(1) > sum(most):
-        return Infeasible(
-            f"no plan: the model needs at least {readable(whole.with_live(1))} ({readable(whole.state)} of weights, "
-            f"gradients and optimizer), but all devices together have {readable(sum(most))}: "
-            f"{readable(whole.with_live(1) - sum(most))} short"
-        )
-    templates = [template for some in Candidates(job).templates() for template in some]
-    if not templates:
-        factor = _missing_memory(job)
-        sizes = ", ".join(f"{readable(factor * kind.memory)} instead of {readable(kind.memory)}" for kind in classes)
-        return Infeasible(
-            f"no plan: no split of {len(parts)} parts over {job.cluster.size} devices fits; it would with "
-            f"{factor:.3g} times the memory on each device ({sizes}), more devices, or --checkpointing"
-        )
-    if job.num_microbatches < job.copies:
-        return Infeasible(
-            f"no plan: {job.copies} copies need as many pipelines, and each at least 1 microbatch, but the global "
-            f"batch has {job.num_microbatches}"
-        )
-    fewest = min(sum(template.counts) for template in templates)
-    if fewest * job.copies > job.cluster.size:
-        return Infeasible(
-            f"no plan: a pipeline needs at least {fewest} of these devices, so {job.copies} copies need "
-            f"{fewest * job.copies}, but there are {job.cluster.size}: {fewest * job.copies - job.cluster.size} short"
-        )
-    return Infeasible(
-        f"no plan: {job.copies} pipelines fit one by one, but not together under {', '.join(job.schedules)}: "
-        f"ask for fewer copies, add devices, or allow more schedules"
-    )
+
+    @cached_property
+    def parts(self) -> tuple[tuple[UnitCost, ...], ...]:
+        return self.profile.parts(self.checkpointing)
+
+    @cached_property
+    def seconds(self) -> list[float]:
+        """Of each part, for a microbatch."""
+        return seconds_of(self.parts)
+
+    @cached_property
+    def held(self) -> tuple[Held, ...]:
+        """What each part holds."""
+        return tuple(Held.together(unit.held for unit in part) for part in self.parts)
 
 
-def _missing_memory(job: Job) -> float:
-    """The least factor for all devices' memory, to a thousandth, with which some split fits."""
-    low, high = 1.0, 2.0
+@dataclass(frozen=True)
+class PlannedPipeline:
+    """One pipeline: its devices in the order of its ranks, the units of each stage, and its schedule of a step."""
 
-    def fits(factor: float) -> bool:
-        classes = tuple(replace(kind, memory=kind.memory * factor) for kind in job.cluster.classes)
-        return any(Candidates(replace(job, cluster=replace(job.cluster, classes=classes))).templates())
+    devices: tuple[int, ...]
+    stages: tuple[tuple[UnitCost, ...], ...]
+    schedule: Schedule
 
-    while not fits(high):
-        low, high = high, 2 * high
-    while high - low > 1e-3 * high:
-        middle = (low + high) / 2
-        low, high = (low, middle) if fits(middle) else (middle, high)
-    return high
+    @property
+    def stage_names(self) -> list[list[str]]:
+        return [[unit.name for unit in stage] for stage in self.stages]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Pipelines and what a step of them is predicted to cost."""
+
+    job: Job
+    pipelines: tuple[PlannedPipeline, ...]
+    simulation: LayoutSimulation
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        return self.simulation.makespan
+
+    @property
+    def schedule_names(self) -> str:
+        """Of the pipelines of several ranks; a single rank has nothing to overlap, whatever its schedule."""
+        names = [pipeline.schedule.name for pipeline in self.pipelines if len(pipeline.devices) > 1]
+        return ", ".join(dict.fromkeys(names or [pipeline.schedule.name for pipeline in self.pipelines]))
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """The device of each rank."""
+        return tuple(device for pipeline in self.pipelines for device in pipeline.devices)
+
+    @property
+    def bubble(self) -> float:
+        """Share of the step in which the devices in use do not compute, on average."""
+        return sum(self.simulation.bubble) / len(self.simulation.bubble)
+
+    @cached_property
+    def memory(self) -> tuple[MemoryEstimate, ...]:
+        """Of each rank."""
+        return tuple(memory for pipeline in self.pipelines for memory in memory_of(pipeline))
+
+    @property
+    def fullest(self) -> tuple[int, MemoryEstimate]:
+        """The rank whose device has the smallest part of its memory left, and what it needs."""
+        limits = [self.job.cluster.kind_of(device).memory for device in self.devices]
+        return max(enumerate(self.memory), key=lambda item: (item[1].total / limits[item[0]], item[1].total))
+
+    @property
+    def bytes_on_links(self) -> float:
+        """What a step sends: activations, their gradients, and gradients of weights between pipelines."""
+        crossing = sum(
+            2 * pipeline.schedule.num_microbatches * pipeline.stages[stage][-1].crossing
+            for pipeline in self.pipelines
+            for stage in range(pipeline.schedule.num_stages - 1)
+            if not pipeline.schedule.is_local(stage, stage + 1)
+        )
+        reduced = 2 * (len(self.pipelines) - 1) * sum(unit.gradients for unit in self.job.profile.units)
+        return crossing + reduced
+
+
+def evaluate(job: Job, pipelines: Sequence[PlannedPipeline]) -> Plan | None:
+    """The plan of given pipelines, simulated; None if one does not fit its devices."""
+    cluster = job.cluster
+    kinds = [[cluster.kind_of(device) for device in line.devices] for line in pipelines]
+    memories: dict[tuple, list[MemoryEstimate]] = {}
+    costs: dict[tuple, Costs] = {}
+    simulated = []
+    for line, kind in zip(pipelines, kinds, strict=True):
+        mapping = line.schedule.stage_to_rank
+        links = tuple(cluster.link(line.devices[a], line.devices[b]) for a, b in pairwise(mapping))
+        key = (id(line.stages), line.schedule.name, line.schedule.num_microbatches, tuple(kind), links)
+        if key not in costs:
+            memories[key] = memory_of(line)
+            made = costs_of(line.stages, [kind[rank].speed for rank in mapping])
+            costs[key] = replace(
+                made,
+                latency=tuple(link.latency for link in links),
+                bandwidth=tuple(link.bandwidth for link in links),
+                message_bytes=tuple(stage[-1].crossing for stage in line.stages[:-1]),
+            )
+        if any(memory.total > one.memory for memory, one in zip(memories[key], kind, strict=True)):
+            return None
+        simulated.append((line.schedule, costs[key]))
+    return Plan(job, tuple(pipelines), simulate_layout(simulated, reductions_of(job, pipelines)))
+
+
+def reductions_of(job: Job, pipelines: Sequence[PlannedPipeline]) -> list[Reduction]:
+    """The sums of gradients between pipelines, last segment first, each as a ring: 2 (n - 1) / n of its bytes."""
+    if len(pipelines) < 2 or job.cluster.inside.seconds(1) == job.cluster.between.seconds(1) == 0:
+        return []
+    stage_of = [[stage for stage, units in enumerate(pipeline.stages) for _ in units] for pipeline in pipelines]
+    found = []
+    for stages, run in groupby(enumerate(job.profile.units), key=lambda item: tuple(of[item[0]] for of in stage_of)):
+        size = sum(unit.gradients for _, unit in run)
+        holders = tuple(enumerate(stages))
+        devices = [pipelines[p].devices[pipelines[p].schedule.stage_to_rank[stage]] for p, stage in holders]
+        slowest = max((job.cluster.link(a, b) for a, b in pairwise(devices)), key=lambda link: link.seconds(size))
+        count = len(holders)
+        found.append(Reduction(2 * (count - 1) * slowest.seconds(size / count), holders))
+    return found[::-1]
+
+
+def place(cluster: Cluster, pipelines: Sequence[Sequence[int]], copies: int = 1) -> list[list[int]] | None:
+    """Devices for pipelines given as the device class of each rank, neighbours on one node where it can be.
+
+    Nodes are filled one after another, the largest pipelines first.
+
+    Returns:
+        for each pipeline its devices; None if fewer than `copies` pipelines stand on nodes of their own.
+    """
+    num_nodes = max(cluster.node_of_device) + 1
+    free: list[dict[int, list[int]]] = [{} for _ in range(num_nodes)]
+    for device in reversed(range(cluster.size)):
+        free[cluster.node_of_device[device]].setdefault(cluster.class_of_device[device], []).append(device)
+    found: dict[int, list[int]] = {}
+    for index in sorted(range(len(pipelines)), key=lambda index: -len(pipelines[index])):
+        needed = {kind: pipelines[index].count(kind) for kind in set(pipelines[index])}
+        whole = [n for n in range(num_nodes) if all(len(free[n].get(k, ())) >= c for k, c in needed.items())]
+        # The node that is left with the fewest devices, or else the next one with any.
+        node = min(whole, key=lambda n: (sum(map(len, free[n].values())), n), default=None)
+        devices = []
+        for kind in pipelines[index]:
+            if node is None or not free[node].get(kind):
+                node = next((n for n in range(num_nodes) if free[n].get(kind)), None)
+            if node is None:
+                return None
+            devices.append(free[node][kind].pop())
+        found[index] = devices
+    placed = [found[index] for index in range(len(pipelines))]
+    if copies > 1 and num_nodes > 1:
+        apart: set[int] = set()
+        on_their_own = 0
+        for devices in sorted(placed, key=lambda own: len({cluster.node_of_device[device] for device in own})):
+            nodes = {cluster.node_of_device[device] for device in devices}
+            if not nodes & apart:
+                apart |= nodes
+                on_their_own += 1
+        if on_their_own < copies:
+            return None
+    return placed
+
+
+@lru_cache(maxsize=512)
+def schedule_of(name: str, num_ranks: int, num_microbatches: int) -> Schedule:
+    """The schedule of a pipeline; on a single rank there is nothing to overlap, and nothing to split."""
+    return build("1f1b" if num_ranks == 1 else name, num_ranks, num_microbatches)
+
+
+def costs_of(stages: Sequence[Sequence[UnitCost]], speeds: Sequence[float]) -> Costs:
+    """Of stages on devices of these speeds, without messages."""
+    pairs = zip(stages, speeds, strict=True)
+    return Costs.of_stages([[seconds / speed for seconds in sums(stage)] for stage, speed in pairs])
+
+
+def memory_of(pipeline: PlannedPipeline) -> list[MemoryEstimate]:
+    return memory_of_ranks(pipeline.schedule, held_by_stages(pipeline.stages))

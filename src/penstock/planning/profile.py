@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import chain
 from pathlib import Path
 
 from penstock.planning.cluster import Link
 from penstock.planning.memory import Held
+from penstock.planning.partition import split_into
 from penstock.planning.template import end_modules
 
 FORMAT = "penstock profile 1"
@@ -138,6 +140,16 @@ class Profile:
             return cls(units=units, inside=inside, between=between, **content)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path} is no profile that `penstock profile` wrote: {error}") from error
+
+
+def stages_of(parts: Sequence[Sequence[UnitCost]], sizes: Sequence[int]) -> tuple[tuple[UnitCost, ...], ...]:
+    """The units of each stage, of stages of so many parts."""
+    return tuple(tuple(chain.from_iterable(run)) for run in split_into(parts, sizes))
+
+
+def seconds_of(stages: Iterable[Sequence[UnitCost]]) -> list[float]:
+    """Of each stage, or part, the seconds that a microbatch takes in F, B and W."""
+    return [sum(unit.seconds for unit in units) for units in stages]
 
 
 # Of a stage's step in a pipeline, bytes that no unit counts: losses, positions and the like.

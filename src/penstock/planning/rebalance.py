@@ -7,12 +7,11 @@ import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 from pathlib import Path
 
-from penstock.planning.describe import compact
-from penstock.planning.partition import partition
-from penstock.planning.profile import Profile, UnitCost
+from penstock.planning.partition import partition, split_into
+from penstock.planning.profile import Profile, UnitCost, seconds_of, stages_of
+from penstock.planning.tables import compact
 from penstock.schedule import Action, Costs, Kind, Schedule, simulate
 
 
@@ -69,31 +68,27 @@ def rebalance(profile: Profile, trace: str | Path, sizes: Sequence[int] | None =
     if num_stages > len(parts):
         raise ValueError(f"{trace} has {num_stages} stages, but {profile.model} has only {len(parts)} parts")
     if sizes is None:
-        sizes = partition([sum(unit.seconds for unit in part) for part in parts], [1.0] * num_stages).sizes
+        sizes = partition(seconds_of(parts), [1.0] * num_stages).sizes
     elif sum(sizes) != len(parts) or len(sizes) != num_stages:
         raise ValueError(
             f"stages of {', '.join(map(str, sizes))} parts do not fit {num_stages} stages of {len(parts)} parts"
         )
-    before = _stages(parts, sizes)
-    # Of each part, its share of its stage's seconds.
-    seconds = []
-    for stage, units in enumerate(before):
-        whole = sum(unit.seconds for unit in units) or 1.0
-        own = parts[sum(sizes[:stage]) : sum(sizes[: stage + 1])]
-        seconds += [sum(unit.seconds for unit in part) / whole * sum(times[stage]) for part in own]
-    found = partition(seconds, [1.0] * num_stages)
-    each = tuple(
-        tuple(sum(seconds[a:b]) for a, b in pairwise(accumulate(split, initial=0))) for split in (sizes, found.sizes)
-    )
-    shares = [_mean_shares(times)] * num_stages
-    old = simulate(schedule, _costs(times)).makespan
-    new_times = [[share * whole for share in mix] for mix, whole in zip(shares, each[1], strict=True)]
-    new = simulate(schedule, _costs(new_times)).makespan
+    # A part takes its share, by the profile, of its stage's seconds.
+    seconds: list[float] = []
+    for run, of_stage in zip(split_into(parts, sizes), times, strict=True):
+        of_parts = seconds_of(run)
+        seconds += [part / (sum(of_parts) or 1.0) * sum(of_stage) for part in of_parts]
+    found = partition(seconds, [1.0] * num_stages).sizes
+    now, then = (tuple(sum(run) for run in split_into(seconds, split)) for split in (sizes, found))
+    old = simulate(schedule, Costs.of_stages(times)).makespan
+    # Of each stage's seconds as much is F, B and W as of all together.
+    kinds = [sum(column) for column in zip(*times, strict=True)]
+    new_times = [[kind / sum(kinds) * whole for kind in kinds] for whole in then]
+    new = simulate(schedule, Costs.of_stages(new_times)).makespan
     if new >= old:
-        found_sizes, new, each = tuple(sizes), old, (each[0], each[0])
-    else:
-        found_sizes = found.sizes
-    return Rebalance(measured, _names(before), _names(_stages(parts, found_sizes)), (each[0], each[1]), (old, new))
+        found, new, then = tuple(sizes), old, now
+    before, after = (_names(stages_of(parts, split)) for split in (sizes, found))
+    return Rebalance(measured, before, after, (now, then), (old, new))
 
 
 def read_step(path: str | Path) -> tuple[Schedule, list[list[float]], float]:
@@ -137,20 +132,6 @@ def read_step(path: str | Path) -> tuple[Schedule, list[list[float]], float]:
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise ValueError(f"{path} is no recorded step (trace=step.json writes one): {error!r}") from error
     return schedule, times, statistics.median(max(span) - min(span) for span in spans.values())
-
-
-def _mean_shares(times: Sequence[Sequence[float]]) -> list[float]:
-    sums = [sum(column) for column in zip(*times, strict=True)]
-    return [part / sum(sums) for part in sums]
-
-
-def _costs(times: Sequence[Sequence[float]]) -> Costs:
-    forward, backward, weight = (tuple(column) for column in zip(*times, strict=True))
-    return Costs(forward=forward, backward=backward, weight=weight)
-
-
-def _stages(parts: Sequence[Sequence[UnitCost]], sizes: Sequence[int]) -> list[list[UnitCost]]:
-    return [[unit for part in parts[a:b] for unit in part] for a, b in pairwise(accumulate(sizes, initial=0))]
 
 
 def _names(stages: Sequence[Sequence[UnitCost]]) -> tuple[tuple[str, ...], ...]:

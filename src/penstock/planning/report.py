@@ -9,10 +9,9 @@ from typing import Any
 
 from rich.table import Column, Table
 
-from penstock.planning.describe import compact
 from penstock.planning.memory import readable
-from penstock.planning.planned import Plan, PlannedPipeline
-from penstock.planning.tables import as_text
+from penstock.planning.plan import Plan, PlannedPipeline
+from penstock.planning.tables import as_text, compact
 
 
 def plans_table(plans: Sequence[Plan], equal: Plan | None) -> str:
@@ -49,7 +48,8 @@ def plans_table(plans: Sequence[Plan], equal: Plan | None) -> str:
 
 def _pipelines(plan: Plan) -> Iterator[Table]:
     """A table for each pipeline, or for several alike that follow each other."""
-    rows = [_rows_of(plan, index, pipeline) for index, pipeline in enumerate(plan.pipelines)]
+    firsts = plan.simulation.first_ranks
+    rows = [_rows_of(plan, first, pipeline) for first, pipeline in zip(firsts, plan.pipelines, strict=True)]
 
     def kind(index: int) -> object:
         return plan.pipelines[index].schedule.num_microbatches, [row[1:] for row in rows[index]]
@@ -87,9 +87,9 @@ def shape_of(plan: Plan) -> str:
 def plan_data(plan: Plan, equal: Plan | None) -> dict[str, Any]:
     """A plan for JSON. Seconds and bytes are plain numbers."""
     cluster = plan.job.cluster
-    first, pipelines = 0, []
-    for line in plan.pipelines:
-        kinds = [cluster.classes[cluster.class_of_device[device]].name for device in line.devices]
+    pipelines = []
+    for first, line in zip(plan.simulation.first_ranks, plan.pipelines, strict=True):
+        kinds = [cluster.kind_of(device).name for device in line.devices]
         pipelines.append(
             {
                 "stages": line.stage_names,
@@ -100,7 +100,6 @@ def plan_data(plan: Plan, equal: Plan | None) -> dict[str, Any]:
                 "bytes of each rank": [memory.total for memory in plan.memory[first : first + len(kinds)]],
             }
         )
-        first += len(kinds)
     return {
         "model": plan.job.profile.model,
         "measured": plan.job.profile.measured,
@@ -113,23 +112,13 @@ def plan_data(plan: Plan, equal: Plan | None) -> dict[str, Any]:
     }
 
 
-def _first_rank(plan: Plan, index: int) -> int:
-    return sum(len(line.devices) for line in plan.pipelines[:index])
-
-
-def _rows_of(plan: Plan, index: int, pipeline: PlannedPipeline) -> list[tuple[str, ...]]:
-    cluster, first = plan.job.cluster, _first_rank(plan, index)
+def _rows_of(plan: Plan, first: int, pipeline: PlannedPipeline) -> list[tuple[str, ...]]:
+    """A row for each rank of a pipeline, of which `first` is the first."""
     rows: list[tuple[str, ...]] = []
     for rank, device in enumerate(pipeline.devices):
         units = [compact([unit.name for unit in pipeline.stages[s]]) for s in pipeline.schedule.stages_of(rank)]
-        kind = cluster.classes[cluster.class_of_device[device]]
-        rows.append(
-            (
-                str(first + rank),
-                kind.name,
-                "; ".join(units),
-                readable(plan.memory[first + rank].total)
-                + (f" of {readable(kind.memory)}" if math.isfinite(kind.memory) else ""),
-            )
-        )
+        kind = plan.job.cluster.kind_of(device)
+        limit = f" of {readable(kind.memory)}" if math.isfinite(kind.memory) else ""
+        needed = readable(plan.memory[first + rank].total)
+        rows.append((str(first + rank), kind.name, "; ".join(units), needed + limit))
     return rows

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 from penstock.planning.cluster import Cluster, DeviceClass
 from penstock.planning.partition import partition, split_microbatches
-from penstock.planning.plan import Infeasible
-from penstock.planning.profile import Profile
-from penstock.planning.search import find_splits
+from penstock.planning.planner import Infeasible
+from penstock.planning.profile import Profile, seconds_of, stages_of
+from penstock.planning.search import Chain, find_splits
 
 Stages = tuple[tuple[str, ...], ...]
 
@@ -80,16 +80,15 @@ def best_shapes(
     seconds = {unit.name: unit.seconds for unit in profile.units}
     cluster = Cluster((DeviceClass("device", most_devices, memory=memory),))
     found: dict[int, Shape] = {}
-    for template in find_splits(parts, cluster, num_microbatches):
+    for template in find_splits(Chain(parts, cluster, num_microbatches)):
         (devices,) = template.counts
         mapping = stage_to_rank.get(devices)
         if mapping is None or len(mapping) > len(parts):
             continue
         sizes: Sequence[int] = template.split_for(num_microbatches).sizes
         if len(mapping) != devices:  # several stages on a device
-            sizes = partition([sum(unit.seconds for unit in part) for part in parts], [1.0] * len(mapping)).sizes
-        ends = [0, *accumulate(sizes)]
-        stages = [[unit.name for part in parts[begin:end] for unit in part] for begin, end in pairwise(ends)]
+            sizes = partition(seconds_of(parts), [1.0] * len(mapping)).sizes
+        stages = [[unit.name for unit in stage] for stage in stages_of(parts, sizes)]
         found[devices] = shape_of(stages, mapping, seconds)
     return found
 

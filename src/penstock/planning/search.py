@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import product
 
@@ -26,7 +26,7 @@ import numpy as np
 from penstock.planning.cluster import Cluster, Link
 from penstock.planning.memory import Held, messages_at_most
 from penstock.planning.partition import ROUNDING, run_sums, split_microbatches
-from penstock.planning.profile import UnitCost
+from penstock.planning.profile import UnitCost, seconds_of
 
 Counts = tuple[int, ...]
 # Mixed pipelines are looked at up to the depth at which there are so many multisets of device classes.
@@ -40,7 +40,7 @@ MOST_STATES = 500
 
 @dataclass(frozen=True)
 class Split:
-    """A model's parts split into stages for devices of certain classes.
+    """A model's parts split into stages for devices of certain classes. Equal ones have the same classes and sizes.
 
     Attributes:
         classes: the device class of each stage.
@@ -51,12 +51,8 @@ class Split:
 
     classes: Counts
     sizes: Counts
-    slowest: float
-    total: float
-
-    def seconds(self, microbatches: int) -> float:
-        """The formula's time of a step."""
-        return self.total + (microbatches - 1) * self.slowest
+    slowest: float = field(compare=False)
+    total: float = field(compare=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,32 +84,18 @@ class Template:
         return tuple(Split(*self.follow(label), *times) for label, times in enumerate(self.times))
 
 
-def live_under_1f1b(stages_after: int) -> int:
-    """Microbatches that a stage holds at most."""
-    return stages_after + 1
-
-
 def find_splits(
-    parts: Sequence[Sequence[UnitCost]],
-    cluster: Cluster,
-    most_microbatches: int,
-    live: Callable[[int], int] = live_under_1f1b,
-    deepest: int | None = None,
-    mixtures: bool = True,
-    chain: Chain | None = None,
+    chain: Chain, live: int | None = None, deepest: int | None = None, mixtures: bool = True
 ) -> list[Template]:
     """The best splits for every number of devices of each class that some split within their memory exists for.
 
     Args:
-        parts: units that stay together, in forward order.
-        most_microbatches: of a pipeline.
-        live: the microbatches that a stage holds, from the number of stages after it.
+        live: the microbatches that a stage holds; None: as many under 1F1B, itself and the stages after it.
         deepest: no pipeline has more stages.
         mixtures: whether a pipeline may have devices of several classes.
-        chain: of these parts, cluster and microbatches, if it is at hand.
     """
-    chain = chain or Chain(parts, cluster, most_microbatches)
-    num_classes, num_parts = len(cluster.classes), len(parts)
+    cluster, num_parts = chain.cluster, chain.num_parts
+    num_classes = len(cluster.classes)
     width = max(1, min(MOST_ALTERNATIVES, ALTERNATIVES_BUDGET // (num_classes * num_parts**2)))
     deepest = min(num_parts, cluster.size, deepest or num_parts)
     deepest_mixture = _deepest_mixture(num_classes) if mixtures else 1
@@ -129,7 +111,8 @@ def find_splits(
     for depth in range(1, deepest + 1):
         if not level:
             break
-        stages = [chain.stage_times(k, min(live(depth - 1), most_microbatches), depth) for k in range(num_classes)]
+        held = min(depth if live is None else live, chain.most_microbatches)
+        stages = [chain.stage_times(k, held, depth) for k in range(num_classes)]
         successors: dict[Counts, list[int]] = {}
         for counts in level:
             for k in range(num_classes):
@@ -156,12 +139,18 @@ def find_splits(
 
 
 class Chain:
-    """Times and memory of every run of parts as a stage."""
+    """Times and memory of every run of parts as a stage.
+
+    Args:
+        parts: units that stay together, in forward order.
+        cluster: whose devices the stages may be on.
+        most_microbatches: of a pipeline.
+    """
 
     def __init__(self, parts: Sequence[Sequence[UnitCost]], cluster: Cluster, most_microbatches: int) -> None:
         held = [Held.together(unit.held for unit in part) for part in parts]
-        self.cluster = cluster
-        self._seconds = run_sums([sum(unit.seconds for unit in part) for part in parts])
+        self.cluster, self.num_parts, self.most_microbatches = cluster, len(parts), most_microbatches
+        self._seconds = run_sums(seconds_of(parts))
         state = run_sums([one.state for one in held])
         kept = run_sums([one.kept for one in held])
         # See `Held.together`: what a part works with, when those above it have let go of what they kept.

@@ -1,9 +1,10 @@
-"""Tables and sentences as plain text that fits a terminal."""
+"""Tables, sentences and names of units as plain text that fits a terminal."""
 
 from __future__ import annotations
 
 import io
 import textwrap
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -27,3 +28,20 @@ def wrapped(line: str) -> str:
     """A line of text in lines that fit, the later ones indented further. Words stay whole, as they may be paths."""
     indent = " " * (len(line) - len(line.lstrip()) + 4)
     return textwrap.fill(line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def compact(units: Sequence[str]) -> str:
+    """Names of units, with runs of a list's entries as one: `transformer.wte, transformer.h.0-3`."""
+    shown: list[tuple[str, int | None, int | None]] = []
+    for unit in units:
+        head, _, tail = unit.rpartition(".")
+        if not tail.isdigit():
+            shown.append((unit, None, None))
+        elif shown and shown[-1][0] == head and shown[-1][2] == int(tail) - 1:
+            shown[-1] = (head, shown[-1][1], int(tail))
+        else:
+            shown.append((head, int(tail), int(tail)))
+    return ", ".join(
+        name if first is None else f"{name}.{first}" if first == last else f"{name}.{first}-{last}"
+        for name, first, last in shown
+    )

@@ -1,19 +1,20 @@
-"""The shape of a pipeline: which modules of a model each of its stages holds."""
+"""The shape of a pipeline: which modules of a model each of its stages holds, as a template or as a user chose them."""
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING
 
-from penstock.planning.partition import partition
+from penstock.planning.partition import partition, split_into
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# An error names at most this many modules of a kind.
+# An error names at most this many modules.
 SHOWN = 8
 
 # A repeated block: an entry of a module list, such as `transformer.h.3`.
@@ -79,9 +80,8 @@ class PipelineTemplate:
         parts = [first, *([module] for module in modules[len(first) : len(modules) - len(last)]), last]
         parts = [part for part in parts if part]
         cost = dict(zip(modules, unit_costs(model, modules), strict=True))
-        ends = accumulate(partition([sum(cost[module] for module in part) for part in parts], [1.0] * num_stages).sizes)
-        stages = [parts[begin:end] for begin, end in pairwise([0, *ends])]
-        return cls(type(model).__name__, [[module for part in stage for module in part] for stage in stages])
+        sizes = partition([sum(cost[module] for module in part) for part in parts], [1.0] * num_stages).sizes
+        return cls(type(model).__name__, [list(chain.from_iterable(run)) for run in split_into(parts, sizes)])
 
     @property
     def num_stages(self) -> int:
@@ -179,6 +179,66 @@ def end_modules(modules: Sequence[str]) -> tuple[list[str], list[str]]:
     if not blocks:
         return [], []
     return list(modules[: blocks[0]]), list(modules[blocks[-1] + 1 :])
+
+
+def chosen_stages(units: Sequence[str], stages: Sequence[Sequence[str]]) -> list[list[str]]:
+    """The units of each stage, from the modules of each. A module that holds several units stands for all of them.
+
+    Args:
+        units: of the model, in forward order.
+        stages: for each stage the names of its modules, in forward order.
+
+    Raises:
+        ValueError: a name is unknown, or the stages are not all units once and in their order; begins with "stages".
+    """
+    placed: list[list[str]] = []
+    for index, names in enumerate(stages):
+        placed.append([unit for name in names for unit in _units_of(name, units, f"stages[{index}]")])
+    every = [unit for stage in placed for unit in stage]
+    if missing := [unit for unit in units if unit not in every]:
+        raise ValueError(f"stages must place every unit of the model, but leave out {_shown(missing)}")
+    if twice := [unit for unit in units if every.count(unit) > 1]:
+        raise ValueError(f"stages must place each unit once, but place {_shown(twice)} several times")
+    wrong = next((place for place, unit in enumerate(units) if every[place] != unit), None)
+    if wrong is not None:
+        raise ValueError(
+            f"stages must be in the order of the forward, but {every[wrong]} stands where {units[wrong]} is due; the "
+            f"order is {_shown(units)}"
+        )
+    return placed
+
+
+def split_stages(units: Sequence[str], split_points: Sequence[str]) -> list[list[str]]:
+    """The units of each stage, from the modules with which the second, the third, ... stage begins.
+
+    Raises:
+        ValueError: a name is unknown, or they are not in forward order; begins with "split_points".
+    """
+    starts = [0]
+    for name in split_points:
+        start = units.index(_units_of(name, units, "split_points")[0])
+        if start <= starts[-1]:
+            what = "begins the first stage anyway" if start == 0 else f"does not come after {units[starts[-1]]}"
+            raise ValueError(
+                f"split_points must be in the order of the forward, each beginning a further stage, but {name} {what}; "
+                f"the order is {_shown(units)}"
+            )
+        starts.append(start)
+    return [list(units[start:end]) for start, end in zip(starts, [*starts[1:], len(units)], strict=True)]
+
+
+def _units_of(name: str, units: Sequence[str], where: str) -> list[str]:
+    """The units that a module's name stands for."""
+    if name in units:
+        return [name]
+    if inside := [unit for unit in units if unit.startswith(f"{name}.")]:
+        return inside
+    around = next((unit for unit in units if name.startswith(f"{unit}.")), None)
+    if around is not None:
+        raise ValueError(f"{where} names {name}, which is inside the unit {around}: a unit is placed as a whole")
+    close = difflib.get_close_matches(name, units, n=1)
+    hint = f"; did you mean {close[0]}?" if close else ""
+    raise ValueError(f"{where} names {name!r}, which is no unit of the model{hint} Its units are {_shown(units)}")
 
 
 def _checked_stages(modules_per_stage: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...]:

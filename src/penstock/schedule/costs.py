@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from penstock.schedule.actions import Schedule
@@ -36,6 +36,12 @@ class Costs:
     bandwidth: Number = math.inf
     message_bytes: Number = 0.0
     activation_bytes: Number = 0.0
+
+    @classmethod
+    def of_stages(cls, seconds: Iterable[Sequence[float]]) -> Costs:
+        """Costs without messages, from the seconds of F, B and W of each stage."""
+        forward, backward, weight = (tuple(column) for column in zip(*seconds, strict=True))
+        return cls(forward, backward, weight)
 
     def per_stage(self, num_stages: int) -> StageCosts:
         """These costs written out for every stage and boundary of a pipeline.

@@ -1,0 +1,130 @@
+"""The best plans for a job, or why there is none."""
+
+from __future__ import annotations
+
+import math
+from bisect import insort
+from collections import Counter
+from dataclasses import replace
+from heapq import heappop, heappush
+
+from penstock.planning.candidates import CandidatePipeline, Candidates
+from penstock.planning.exact import exact_layouts
+from penstock.planning.memory import Held, readable
+from penstock.planning.plan import Job, Plan
+
+
+class Infeasible(ValueError):
+    """No layout exists; the message says which quantity is short, and by how much."""
+
+
+def make_plans(job: Job, most: int = 5) -> list[Plan]:
+    """The best plans, fastest first.
+
+    Those of a small job are exact. Besides, layouts that are good by formula are looked at under every schedule, by
+    rising bounds; the pipelines of those that may be among the best are simulated alone, and the best of them all
+    together on their nodes, with the reduction of gradients.
+
+    Raises:
+        Infeasible: there is none.
+    """
+    planner = Candidates(job)
+    plans: list[Plan] = []
+    seen = set()
+
+    def add(lines: list[CandidatePipeline], counts: list[int]) -> None:
+        key = frozenset(
+            Counter((line.name, line.classes, line.sizes, n) for line, n in zip(lines, counts, strict=True)).items()
+        )
+        plan = None if key in seen else planner.realise(lines, counts)
+        seen.add(key)
+        if plan is not None:
+            insort(plans, plan, key=lambda plan: (plan.seconds, len(plan.devices)))
+
+    for lines, counts in exact_layouts(planner, most):
+        add(lines, counts)
+    # What is estimated and not simulated as a whole yet, the most promising first. An estimate is no bound, but the
+    # bounds of what is not estimated yet are, so both queues end where they can give nothing better than `plans`.
+    estimated: list[tuple[float, int, list[CandidatePipeline], list[int]]] = []
+    waiting = planner.under_schedules()[::-1]
+
+    def worst() -> float:
+        return plans[most - 1].seconds if len(plans) >= most else math.inf
+
+    while waiting or estimated:
+        if waiting and (not estimated or waiting[-1][0] <= estimated[0][0]):
+            bound, lines, counts = waiting.pop()
+            if bound >= worst():
+                waiting.clear()
+                continue
+            heappush(estimated, (planner.estimate(lines, counts), len(waiting), lines, counts))
+            continue
+        seconds, _, lines, counts = heappop(estimated)
+        if seconds >= worst():
+            break
+        add(lines, counts)
+    if not plans:
+        raise explain(job)
+    return plans[:most]
+
+
+def explain(job: Job) -> Infeasible:
+    """Why no layout exists."""
+    classes, parts, held = job.cluster.classes, job.parts, job.held
+    for part, one in zip(parts, held, strict=True):
+        least = one.with_live(1)
+        if all(least > kind.memory for kind in classes):
+            name = part[0].name if len(part) == 1 else f"{part[0].name} to {part[-1].name}"
+            where = " and ".join(
+                f"every device of class {kind.name}, which has {readable(kind.memory)} "
+                f"({readable(least - kind.memory)} short)"
+                for kind in classes
+            )
+            return Infeasible(f"no plan: {name} alone needs {readable(least)} on {where}")
+    whole = Held.together(held)
+    most = sorted((kind.memory for kind in classes for _ in range(kind.count)), reverse=True)[: len(parts)]
+    if whole.with_live(1) > sum(most):
+        return Infeasible(
+            f"no plan: the model needs at least {readable(whole.with_live(1))} ({readable(whole.state)} of weights, "
+            f"gradients and optimizer), but all devices together have {readable(sum(most))}: "
+            f"{readable(whole.with_live(1) - sum(most))} short"
+        )
+    templates = [template for some in Candidates(job).templates() for template in some]
+    if not templates:
+        factor = _missing_memory(job)
+        sizes = ", ".join(f"{readable(factor * kind.memory)} instead of {readable(kind.memory)}" for kind in classes)
+        return Infeasible(
+            f"no plan: no split of {len(parts)} parts over {job.cluster.size} devices fits; it would with "
+            f"{factor:.3g} times the memory on each device ({sizes}), more devices, or --checkpointing"
+        )
+    if job.num_microbatches < job.copies:
+        return Infeasible(
+            f"no plan: {job.copies} copies need as many pipelines, and each at least 1 microbatch, but the global "
+            f"batch has {job.num_microbatches}"
+        )
+    fewest = min(sum(template.counts) for template in templates)
+    if fewest * job.copies > job.cluster.size:
+        return Infeasible(
+            f"no plan: a pipeline needs at least {fewest} of these devices, so {job.copies} copies need "
+            f"{fewest * job.copies}, but there are {job.cluster.size}: {fewest * job.copies - job.cluster.size} short"
+        )
+    return Infeasible(
+        f"no plan: {job.copies} pipelines fit one by one, but not together under {', '.join(job.schedules)}: "
+        f"ask for fewer copies, add devices, or allow more schedules"
+    )
+
+
+def _missing_memory(job: Job) -> float:
+    """The least factor for all devices' memory, to a thousandth, with which some split fits."""
+    low, high = 1.0, 2.0
+
+    def fits(factor: float) -> bool:
+        classes = tuple(replace(kind, memory=kind.memory * factor) for kind in job.cluster.classes)
+        return any(Candidates(replace(job, cluster=replace(job.cluster, classes=classes))).templates())
+
+    while not fits(high):
+        low, high = high, 2 * high
+    while high - low > 1e-3 * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return high
