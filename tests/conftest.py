@@ -7,6 +7,9 @@ from collections.abc import Iterator
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test that reaches for the network is a defect; fail at once
+# torch's stores look up the names of those who connect. Where a name server now and then does not answer, each such
+# connection waits for the resolver: 5 seconds by default.
+os.environ.setdefault("RES_OPTIONS", "timeout:1")
 
 import hypothesis
 import pytest

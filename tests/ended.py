@@ -1,22 +1,27 @@
-"""Ranks as processes of their own, forked for a test, that may be killed: what each of the others raised, and when."""
+"""Ranks as processes of their own, forked for a test, that may be killed: what each of the others raised, and when.
+
+This file is both sides: a test calls `run_ranks`, and each rank runs the file as a script, in a fork (zygote.py).
+"""
 
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
+import importlib
 import os
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from datetime import timedelta
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed import TCPStore
 
-from launch import free_port
+import zygote
+from forked import kill_group
+from launch import agent_store, free_port
 
 LIMIT = 10.0  # what is promised
 PATIENCE = 60.0  # for a whole run, on a busy machine
@@ -49,13 +54,11 @@ def kill_self() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _rank_main(
-    environment: dict[str, str], function: Callable[..., Any], arguments: tuple[Any, ...], pipe: Connection
-) -> None:
+def _rank_main(pipe: Connection) -> None:
     global _report
     _report = pipe
-    os.environ.update(environment)
     torch.set_num_threads(1)
+    function, arguments = pipe.recv()
     try:
         value = function(*arguments)
         pipe.send(End("nothing", "", time.time(), value))
@@ -70,24 +73,24 @@ def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any, by
     Args:
         by_hand: the store lives in rank 0, as without a launcher; otherwise in a process that outlives any rank.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["penstock", "training", "transformers.models.gpt2.modeling_gpt2"])
     with _meeting_place(by_hand) as place:
         pipes: dict[Connection, int] = {}
         processes = []
         for rank in range(world_size):
-            ours, theirs = context.Pipe(duplex=False)
-            environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), **place}
-            processes.append(context.Process(target=_rank_main, args=(environment, function, arguments, theirs)))
-            processes[-1].start()
-            theirs.close()
+            ours, theirs = Pipe()
+            variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), **place}
+            with theirs, open(os.devnull) as nothing:
+                files = [nothing.fileno(), sys.__stdout__.fileno(), sys.__stderr__.fileno(), theirs.fileno()]
+                processes.append(zygote.fork(rank, [__file__, "3"], files, zygote.environment() | variables))
+            ours.send((function, arguments))
             pipes[ours] = rank
         try:
             return _collect(pipes)
         finally:
             for process in processes:
-                process.kill()
-                process.join()
+                if process.poll() is None:
+                    kill_group(process.pid)
+                    process.wait()
 
 
 @contextlib.contextmanager
@@ -95,7 +98,7 @@ def _meeting_place(by_hand: bool) -> Iterator[dict[str, str]]:
     if by_hand:
         yield {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         return
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    store = agent_store(60)
     yield {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port),
@@ -116,3 +119,9 @@ def _collect(pipes: dict[Connection, int]) -> list[End]:
             except EOFError:
                 found[pipes[pipe]] = End("died", "", time.time())
     return [found.get(rank, End("hangs", "", time.time())) for rank in pipes.values()]
+
+
+if __name__ == "__main__":
+    # What is sent is pickled under this module's imported name.
+    sys.path.insert(0, str(Path(__file__).parent))
+    importlib.import_module("ended")._rank_main(Connection(int(sys.argv[1])))

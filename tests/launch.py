@@ -8,7 +8,10 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
+
+from torch.distributed import TCPStore
 
 import zygote
 
@@ -85,6 +88,24 @@ def torchrun(
     """Run ``script`` under torchrun on this machine with ``num_processes`` ranks. Options: see run_command."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}"]
     return run_python(*launcher, script, *arguments, timeout=timeout, environment=environment, cwd=cwd, fresh=fresh)
+
+
+def agent_store(timeout: float) -> TCPStore:
+    """A store that outlives any rank, as that of torchrun's agent does.
+
+    It listens for IPv4 only: else it would look up the names of those who connect, as those of "::ffff:127.0.0.1", and
+    so ask a name server.
+    """
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    return TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout),
+        master_listen_fd=listener.detach(),
+    )
 
 
 def free_port() -> int:

@@ -24,6 +24,7 @@ from typing import Any
 
 import zygote
 from forked import Process, kill_group
+from launch import agent_store
 
 MAX_WORKERS = 8
 START_TIMEOUT = 120.0  # of a fork on a busy machine
@@ -114,12 +115,10 @@ class Pool:
         """
         if not 1 <= world_size <= MAX_WORKERS:
             raise ValueError(f"the pool has 1 to {MAX_WORKERS} workers, not {world_size}")
-        from torch.distributed import TCPStore
-
         for _ in range(GROUP_ATTEMPTS):
             workers = self._first(world_size)
             # The store lives here, as it lives in torchrun's agent: no race for a port, and it outlives any rank.
-            store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout))
+            store = agent_store(timeout)
             for rank, worker in enumerate(workers):
                 worker.log_start = worker.log.stat().st_size
                 task = Task(
@@ -163,11 +162,16 @@ class Pool:
         """
         deadline = time.monotonic() + GROUP_TIMEOUT
         try:
-            for worker in workers:
-                if not worker.connection.poll(max(deadline - time.monotonic(), 0)):
+            forming = [worker.connection for worker in workers]
+            while forming:
+                ready = wait(forming, timeout=max(deadline - time.monotonic(), 0))
+                if not ready:
                     raise TimeoutError
-                if worker.connection.recv_bytes() != FORMED:
-                    raise ConnectionError
+                for connection in ready:
+                    assert isinstance(connection, Connection)
+                    if connection.recv_bytes() != FORMED:
+                        raise ConnectionError
+                    forming.remove(connection)
             for worker in workers:
                 worker.connection.send_bytes(GO)
         except (EOFError, OSError):

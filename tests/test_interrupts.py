@@ -8,7 +8,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -21,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import zygote
 from families import FAMILIES, batch
 from launch import ROOT, free_port
 from penstock.runtime import training
@@ -143,11 +143,11 @@ def test_a_save_after_ctrl_c_at_any_moment_succeeds_and_training_goes_on_exactly
 def start(folder: Path, by: str) -> tuple[list[subprocess.Popen[bytes]], int]:
     """Two ranks of interrupted_training.py; the processes to wait for, and the group to interrupt."""
     script = [str(ROOT / "tests" / "interrupted_training.py"), str(folder), "60", "2", "1f1b"]
-    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+    python = zygote.executable()  # passes the signals that it gets on
+    environment = zygote.environment() | {"PENSTOCK_STAND_IN": python}
     if by == "torchrun":
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-        processes = [subprocess.Popen([sys.executable, *launcher, *script], env=environment, start_new_session=True)]
+        processes = [subprocess.Popen([python, *launcher, *script], env=environment, start_new_session=True)]
         return processes, processes[0].pid
     port = free_port()
     processes = []
@@ -155,7 +155,7 @@ def start(folder: Path, by: str) -> tuple[list[subprocess.Popen[bytes]], int]:
         variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         processes.append(
             subprocess.Popen(
-                [sys.executable, *script],
+                [python, *script],
                 env=environment | {name: str(value) for name, value in variables.items()},
                 process_group=processes[0].pid if processes else 0,
             )

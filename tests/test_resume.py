@@ -21,7 +21,7 @@ from penstock import Booster
 from pool import Pool
 from training import kept_in_double
 
-STEPS, SAVED = 20, 10
+STEPS, SAVED = 12, 7  # a save in the middle of an epoch and of an accumulation
 NUMBER = 36  # samples: epochs of four batches, the last of them incomplete
 OPTIMIZERS = {
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=1e-2, momentum=0.9),
