@@ -10,7 +10,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,14 +20,13 @@ from transformers.utils import logging
 
 from penstock.modeling.graph.dummy_images import MEDIA_ENCODERS, with_dummy_images
 from penstock.modeling.graph.plan import Plan, StageCall
-from penstock.modeling.graph.shapes import flatten, side_outputs
+from penstock.modeling.graph.shapes import flatten
 from penstock.modeling.graph.trace import Untraceable
 from penstock.modeling.instrumentation import Intercepted, OnAnotherStage
 from penstock.modeling.placeholders.ghosts import answer_for_parameters, meta_placeholder, sync_capture_hooks
 from penstock.modeling.stage.run import StageRun
 from penstock.modeling.stage.split import SplitModel
 from penstock.modeling.tensor_parallel.plans import or_none
-from penstock.modeling.tensor_spec import TensorSpec
 from penstock.planning.partition import partition
 
 EXACT = "exact"
@@ -97,24 +96,15 @@ class _DryRun(StageRun):
     def _run(
         self, planned: StageCall, unit: Intercepted, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        given = flatten((args, kwargs))[0]
-        shape = self._functions(planned.call.unit, args, kwargs, planned.call.output.known)
-        leaves = [leaf.zeros(self._device) if isinstance(leaf, TensorSpec) else leaf for leaf in shape.leaves]
-        lists = side_outputs()
-        for entry in shape.captured:
-            if isinstance(entry.leaf, int):
-                value = leaves[entry.leaf]
-            else:
-                value = entry.shape and entry.shape.zeros(self._device)
-            lists[entry.key].append(value)
-            for key, number, position, _ in planned.side_sends:
-                if f"{key}.{number}" == entry.leaf:
-                    self._sends[position] = value
-        for leaf, position, _ in planned.sends:
-            self._sends[position] = leaves[leaf]
-        output = shape.unflatten(leaves, given)
-        shape.advance_cache(given, self._device)
-        return output
+        def zeros(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            given = flatten((args, kwargs))[0]
+            shape = self._functions(unit.name, args, kwargs, planned.call.output.known)
+            output = shape.answer(lambda _, spec: spec.zeros(self._device), given)
+            if shape.cache is not None:
+                shape.cache.apply(given, self._device)
+            return output
+
+        return super()._run(planned, replace(unit, original=zeros), module, args, kwargs)
 
 
 class _Pipeline:

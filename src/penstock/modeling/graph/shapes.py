@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache
 from transformers.utils import output_capturing
 
 from penstock.modeling.graph.meta_operations import Answered, KnownValues, RememberedOperations
-from penstock.modeling.placeholders.caches import CacheUse, advance_cache, note_use, shape_cache
+from penstock.modeling.placeholders.caches import CacheGrowth, CacheUse, note_use, shape_cache
 from penstock.modeling.placeholders.ghosts import meta_placeholder, sync_capture_hooks
 from penstock.modeling.tensor_spec import TensorSpec
 
@@ -72,11 +72,7 @@ class OutputShape:
             it is no tensor.
         spec: how the leaves of the output are put together.
         captured: side outputs in the order in which they are appended.
-        cache_layers: indices of the cache layers that the call lengthens.
-        state_layers: indices of those whose convolution's or recurrence's state it carries on.
-        indexed_layers: indices of those to whose indexer it gives further keys.
-        samples: the dimension of samples of the first tensor argument of a call with a cache; tokens come next.
-        per_token: how many entries that dimension has for each token.
+        cache: what the call does to a cache among its arguments, None if nothing.
         written: indices of the argument leaves that the call changes in place.
         assumed: whether a part of the unit has no meta kernel and was taken for shape-preserving, so that the unit's
             owner must check the real shapes.
@@ -87,11 +83,7 @@ class OutputShape:
     leaves: tuple[Any, ...]
     spec: pytree.TreeSpec
     captured: tuple[Captured, ...] = ()
-    cache_layers: tuple[int, ...] = ()
-    state_layers: tuple[int, ...] = ()
-    indexed_layers: tuple[int, ...] = ()
-    samples: int = 0
-    per_token: int = 1
+    cache: CacheGrowth | None = None
     written: tuple[int, ...] = ()
     assumed: bool = False
     known: tuple[int, ...] = ()
@@ -111,16 +103,23 @@ class OutputShape:
         leaves = [output] if isinstance(output, torch.Tensor) else flatten(output)[0]
         return leaves + [leaf for entry in self.stored for leaf in flatten(given[entry.position][entry.key])[0]]
 
-    @property
-    def uses_cache(self) -> bool:
-        """Whether the call changes a cache among its arguments."""
-        return bool(self.cache_layers or self.state_layers or self.indexed_layers)
+    def answer(self, tensor: Callable[[Any, TensorSpec], torch.Tensor], given: Sequence[Any]) -> Any:
+        """What stands for what the call returns; it also makes the call's entries in side outputs, and in mappings.
 
-    def advance_cache(self, given: Sequence[Any], device: torch.device | None = None) -> None:
-        """Let the cache among the leaves `given` know what the call does to it, where only its shape is known."""
-        advance_cache(
-            given, self.cache_layers, self.state_layers, device, self.indexed_layers, self.samples, self.per_token
-        )
+        Args:
+            tensor: gives the tensor for a leaf, by its index or its name as a side output, and its shape.
+            given: the leaves of the arguments.
+        """
+        leaves = [tensor(i, leaf) if isinstance(leaf, TensorSpec) else leaf for i, leaf in enumerate(self.leaves)]
+        lists = side_outputs() if self.captured else {}
+        for entry in self.captured:
+            if isinstance(entry.leaf, int):
+                value = leaves[entry.leaf]
+            else:
+                value = None if entry.shape is None else tensor(entry.leaf, entry.shape)
+            if entry.key in lists:
+                lists[entry.key].append(value)
+        return self.unflatten(leaves, given)
 
     def without_shapes(self) -> OutputShape:
         """The same structure for tensors of any shape."""
@@ -338,9 +337,8 @@ class ShapeFunctions:
                     stored.append(Stored(position, key, entry_spec))
         shapes = tuple(_shape_of(leaf) for leaf in output_leaves)
         return OutputShape(
-            shapes, output_spec, tuple(captured), tuple(use.lengthened), tuple(use.states), tuple(use.indexed),
-            *_place_of_samples(meta_leaves, use.given), written, assumed, tuple(known), tuple(stored),
-        )  # fmt: skip
+            shapes, output_spec, tuple(captured), use.growth(meta_leaves), written, assumed, tuple(known), tuple(stored)
+        )
 
 
 @contextmanager
@@ -355,25 +353,6 @@ def _unchecked_distributions() -> Iterator[None]:
         yield
     finally:
         Distribution.set_default_validate_args(before)
-
-
-def _place_of_samples(leaves: list[Any], given: list[int]) -> tuple[int, int]:
-    """Where in the first tensor the samples and tokens are of which keys were given to a cache: `samples, per_token`.
-
-    They are mostly in front, but there may be several streams of hidden states, before them or for each token.
-    """
-    first = next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
-    if first is None or not given:
-        return 0, 1
-    sizes = list(zip(first.shape, first.shape[1:], strict=False))
-    for dim, pair in enumerate(sizes):
-        if list(pair) == given:
-            return dim, 1
-    samples, tokens = given
-    for dim, (size, length) in enumerate(sizes):
-        if size == samples and tokens and length % tokens == 0 and length:
-            return dim, length // tokens
-    return 0, 1
 
 
 def _captured(key: str, index: int, value: Any, output_leaves: list[Any]) -> Captured:

@@ -33,9 +33,9 @@ from penstock.modeling.graph.dataflow import (
 )
 from penstock.modeling.graph.loss import CriterionError, LossRule, loss_by
 from penstock.modeling.graph.loss_trace import LossTrace, label_placeholder
-from penstock.modeling.graph.shapes import OutputShape, ShapeFunctions, flatten, side_outputs
+from penstock.modeling.graph.shapes import OutputShape, ShapeFunctions, flatten
 from penstock.modeling.instrumentation import Intercepted, Interceptor
-from penstock.modeling.placeholders.caches import cache_placeholder
+from penstock.modeling.placeholders.caches import narrow_copy
 from penstock.modeling.placeholders.ghosts import stripped_tensors
 from penstock.modeling.stage.named_output import Form, form_of, named_output, refuse_hidden_tensors
 from penstock.modeling.stage.outputs import Shapes, shapes_of
@@ -131,7 +131,6 @@ def trace(
     inputs: Mapping[str, Any],
     call: Callable[..., Any] | None = None,
     criterion: Callable[..., Any] | None = None,
-    device: torch.device | None = None,
     for_criterion: Collection[str] = (),
 ) -> Trace:
     """Run `call(**inputs)` with every unit replaced by its shape function.
@@ -147,7 +146,6 @@ def trace(
         call: what to run, the model itself by default.
         criterion: called as `criterion(output, inputs)` for the loss; by default the loss is the output's own. If it
             has an attribute `reduction` that is "sum", the losses of microbatches add up to the batch's.
-        device: where placeholders live; by default the device of the first input tensor.
         for_criterion: names of inputs that the criterion alone is given.
 
     Raises:
@@ -160,10 +158,10 @@ def trace(
         torch.inference_mode(False),
         torch.no_grad(),
         all_restored(generators_in_use()),
-        real_outside(model, functions, device),
+        real_outside(model, functions),
     ):
         arguments = {name: _placeholder(name, value) for name, value in inputs.items()}
-        planner = _Planner(model, functions, floating, device or _device_of(arguments))
+        planner = _Planner(model, functions, floating, _device_of(arguments))
         flow = planner.flow
         _mark_tensors(model, functions, flow)
         for name, value in arguments.items():
@@ -234,24 +232,12 @@ class _Planner:
         sources = self.flow.sources(leaves)
         with self.flow.pause():
             if name in self._floating:
-                output, shape = self._run_floating(unit, module, args, kwargs)
+                output, shape = self._run_floating(unit, index, module, args, kwargs)
             else:
                 output, shape = self._run_shape_function(name, index, args, kwargs, leaves)
-        output_leaves = shape.flatten(output, leaves)
-        for leaf, tensor in enumerate(output_leaves):
-            if isinstance(tensor, torch.Tensor):
-                value = Value(name, index, leaf)
-                self.flow.mark_value(tensor, value)
-                self.shapes[value] = TensorSpec.shape_of(tensor)
         first = args[0] if args else next(iter(kwargs.values()), None)
-        like_input = tuple(
-            leaf
-            for leaf, tensor in enumerate(output_leaves)
-            if isinstance(tensor, torch.Tensor)
-            and isinstance(first, torch.Tensor)
-            and tensor.shape == first.shape
-            and tensor.dtype == first.dtype
-        )
+        like = TensorSpec.shape_of(first) if isinstance(first, torch.Tensor) else None
+        like_input = tuple(leaf for leaf, spec in enumerate(shape.leaves) if like is not None and spec == like)
         self.calls.append(TracedCall(name, index, name in self._floating, sources, shape, like_input))
         return output
 
@@ -264,40 +250,37 @@ class _Planner:
         if owner not in (None, unit) and held is not None:
             raise ReachedInside(f"{full}.{held}")
 
+    def _standing_for(self, value: Value, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor`, from now on that of `value`."""
+        self.flow.mark_value(tensor, value)
+        self.shapes[value] = TensorSpec.shape_of(tensor)
+        return tensor
+
     def _run_floating(
-        self, unit: Intercepted, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, unit: Intercepted, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, OutputShape]:
-        output = unit.original(module, *args, **kwargs)
-        leaves, spec = flatten(output)
+        leaves, spec = flatten(unit.original(module, *args, **kwargs))
+        shape = OutputShape(tuple(TensorSpec.shape_of(x) if isinstance(x, torch.Tensor) else x for x in leaves), spec)
         # A clone, because a dropout in evaluation returns its argument itself.
-        leaves = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        shapes = tuple(TensorSpec.shape_of(x) if isinstance(x, torch.Tensor) else x for x in leaves)
-        return pytree.tree_unflatten(leaves, spec), OutputShape(shapes, spec)
+        return shape.answer(
+            lambda leaf, _: self._standing_for(Value(unit.name, index, leaf), leaves[leaf].clone()), ()
+        ), shape
 
     def _run_shape_function(
         self, name: str, index: int, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]
     ) -> tuple[Any, OutputShape]:
         known = _plain_values(leaves, self.flow)
         shape = self._functions(name, args, kwargs, known)
-        outputs = [
-            leaf.zeros(self._device) if isinstance(leaf, TensorSpec) else _known(name, leaf) for leaf in shape.leaves
-        ]
-        lists = side_outputs()
-        for entry in shape.captured:
-            tensor = None
-            if isinstance(entry.leaf, int):
-                tensor = outputs[entry.leaf]
-            elif entry.leaf is not None and entry.shape is not None:
-                tensor = entry.shape.zeros(self._device)
-                value = Value(name, index, entry.leaf)
-                self.flow.mark_value(tensor, value)
-                self.shapes[value] = entry.shape
-            lists[entry.key].append(tensor)
+        _refuse_unknown(name, shape.leaves)
+        output = shape.answer(
+            lambda leaf, spec: self._standing_for(Value(name, index, leaf), spec.zeros(self._device)), leaves
+        )
         for position in shape.written:
             self.flow.note_write(leaves[position])
             self.flow.mark(leaves[position], (Altered(name, index),))
-        shape.advance_cache(leaves)
-        return shape.unflatten(outputs, leaves), shape
+        if shape.cache is not None:
+            shape.cache.apply(leaves)
+        return output, shape
 
 
 def _refuse_enclosed(unit: str) -> None:
@@ -340,16 +323,16 @@ def _plain_values(leaves: Sequence[Any], flow: DataFlow) -> tuple[int, ...]:
     )
 
 
-def _known(name: str, leaf: Any) -> Any:
-    """A leaf that is no tensor must be the same on every rank, hence hold no tensors."""
-    if leaf is None or isinstance(leaf, (bool, int, float, str, Cache)):
-        return leaf
-    raise Untraceable(f"the unit {name} returns a {type(leaf).__name__}, whose tensors cannot be followed")
+def _refuse_unknown(unit: str, leaves: Sequence[Any]) -> None:
+    """Raise `Untraceable` for an output with a leaf that is no tensor, but may hold some: ranks may differ in it."""
+    for leaf in leaves:
+        if not (leaf is None or isinstance(leaf, (TensorSpec, bool, int, float, str, Cache))):
+            raise Untraceable(f"the unit {unit} returns a {type(leaf).__name__}, whose tensors cannot be followed")
 
 
 def _placeholder(name: str, value: Any) -> Any:
     if isinstance(value, Cache):
-        return cache_placeholder(value)
+        return narrow_copy(value)
     leaves, spec = flatten(value)
     return pytree.tree_unflatten(
         [label_placeholder(name, leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec
@@ -374,7 +357,7 @@ def _mark_tensors(model: nn.Module, functions: ShapeFunctions, flow: DataFlow) -
 
 
 @contextmanager
-def real_outside(model: nn.Module, functions: ShapeFunctions, device: torch.device | None) -> Iterator[None]:
+def real_outside(model: nn.Module, functions: ShapeFunctions) -> Iterator[None]:
     """Put zeros in the place of meta tensors outside of units (a model built on the meta device), and buffers back.
 
     Buffers outside of units are copied for the duration, since the model's code may update them.
@@ -387,7 +370,7 @@ def real_outside(model: nn.Module, functions: ShapeFunctions, device: torch.devi
             for name, tensor in registry.items():
                 if tensor is not None and (tensor.is_meta or registry is module._buffers):
                     replaced.append((registry, name, tensor))
-                    zeros = torch.zeros_like(tensor, device=device or "cpu") if tensor.is_meta else tensor.clone()
+                    zeros = torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor.clone()
                     registry[name] = nn.Parameter(zeros, False) if isinstance(tensor, nn.Parameter) else zeros
     try:
         yield

@@ -18,6 +18,57 @@ from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache, LinearAttentionCacheLayerMixin
 
 
+@dataclass(frozen=True, slots=True)
+class CacheGrowth:
+    """What a call of a unit does to the cache among its arguments, by their shapes alone.
+
+    Attributes:
+        layers: indices of the layers that it lengthens by its tokens.
+        state_layers: indices of those whose convolution's or recurrence's state it begins or carries on.
+        indexed: indices of those to whose indexer it gives keys of its tokens.
+        samples: the dimension of samples of the call's first tensor argument; the next one is that of tokens.
+        per_token: how many entries that dimension has for each token.
+    """
+
+    layers: tuple[int, ...]
+    state_layers: tuple[int, ...]
+    indexed: tuple[int, ...]
+    samples: int
+    per_token: int
+
+    def apply(self, arguments: Sequence[Any], device: torch.device | None = None) -> None:
+        """Let the cache among a call's arguments know what the call does to it, when another stage makes the call.
+
+        Args:
+            arguments: the leaves of the arguments.
+            device: where the tokens' entries live if the first tensor is a meta tensor.
+        """
+        cache = next((each for each in arguments if isinstance(each, Cache)), None)
+        if cache is None:
+            return
+        part = decoder_part(cache)
+        like = next(each for each in arguments if isinstance(each, torch.Tensor))
+        place = device if device and like.is_meta else like.device
+        batch, tokens = like.shape[self.samples], like.shape[self.samples + 1] // self.per_token
+        for index in self.layers:
+            layer = part.layers[index] if index < len(part.layers) else None
+            states = []
+            for name in ("keys", "values"):
+                # An existing entry keeps its width: while planning, a copy of the owner's own layer may be lengthened.
+                own: Any = getattr(layer, name, None)
+                heads, width = (own.shape[1], own.shape[3]) if _is_wide(own) else (1, 1)
+                dtype = own.dtype if isinstance(own, torch.Tensor) else like.dtype
+                states.append(torch.zeros((batch, heads, tokens, width), dtype=dtype, device=place))
+            part.update(*states, index)
+        for index in self.indexed:
+            keys = part.layers[index].indexer_keys
+            width, dtype = (1, like.dtype) if keys is None else (keys.shape[2], keys.dtype)
+            part.update_indexer(torch.zeros((batch, tokens, width), dtype=dtype, device=place), index)
+        for index in self.state_layers:
+            flags = part.layers[index].has_previous_state
+            flags.update(dict.fromkeys(flags, True))
+
+
 @dataclass(frozen=True)
 class CacheUse:
     """What one call of a unit does with a cache.
@@ -33,6 +84,29 @@ class CacheUse:
     indexed: list[int] = field(default_factory=list)
     given: list[int] = field(default_factory=list)
     states: dict[int, Any] = field(default_factory=dict)
+
+    def growth(self, leaves: Sequence[Any]) -> CacheGrowth | None:
+        """What a call with these leaves of arguments has done to the cache; None if nothing."""
+        if not (self.lengthened or self.states or self.indexed):
+            return None
+        samples, per_token = self._place_of_samples(next(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)))
+        return CacheGrowth(tuple(self.lengthened), tuple(self.states), tuple(self.indexed), samples, per_token)
+
+    def _place_of_samples(self, first: torch.Tensor) -> tuple[int, int]:
+        """Where in the first tensor the samples and tokens are of which keys were given: `samples, per_token`.
+
+        They are mostly in front, but there may be several streams of hidden states, before them or for each token.
+        """
+        if not self.given:
+            return 0, 1
+        samples, tokens = self.given
+        sizes = list(zip(first.shape, first.shape[1:], strict=False))
+        if (samples, tokens) in sizes:
+            return sizes.index((samples, tokens)), 1
+        for dim, (size, length) in enumerate(sizes):
+            if size == samples and tokens and length % tokens == 0 and length:
+                return dim, length // tokens
+        return 0, 1
 
 
 class ShapeCache(Cache):
@@ -186,52 +260,6 @@ def note_use(cache: Cache, layers: Collection[int]) -> None:
         cache.use.states[index] = copy.deepcopy(layer)
 
 
-def advance_cache(
-    arguments: Sequence[Any],
-    layers: Sequence[int],
-    state_layers: Sequence[int],
-    device: torch.device | None = None,
-    indexed: Sequence[int] = (),
-    samples: int = 0,
-    per_token: int = 1,
-) -> None:
-    """Let the cache among a unit's arguments know what the unit does to it, when another stage runs the unit.
-
-    Args:
-        arguments: the leaves of the arguments; the first tensor holds all samples and tokens.
-        layers: indices of the layers that the unit lengthens by these tokens.
-        state_layers: indices of those whose convolution's or recurrence's state it begins or carries on.
-        device: where the tokens' entries live if the tensor is a meta tensor.
-        indexed: indices of those to whose indexer it gives keys of these tokens.
-        samples: the first tensor's dimension of samples; the next one is that of tokens.
-        per_token: how many entries of that dimension there are for each token.
-    """
-    cache = next((each for each in arguments if isinstance(each, Cache)), None)
-    if cache is None or not (layers or state_layers or indexed):
-        return
-    part = decoder_part(cache)
-    like = next(each for each in arguments if isinstance(each, torch.Tensor))
-    place = device if device and like.is_meta else like.device
-    batch, tokens = like.shape[samples], like.shape[samples + 1] // per_token
-    for index in layers:
-        layer = part.layers[index] if index < len(part.layers) else None
-        states = []
-        for name in ("keys", "values"):
-            # An existing entry keeps its width: while planning, a copy of the owner's own layer may be lengthened.
-            own: Any = getattr(layer, name, None)
-            heads, width = (own.shape[1], own.shape[3]) if _is_wide(own) else (1, 1)
-            dtype = own.dtype if isinstance(own, torch.Tensor) else like.dtype
-            states.append(torch.zeros((batch, heads, tokens, width), dtype=dtype, device=place))
-        part.update(*states, index)
-    for index in indexed:
-        keys = part.layers[index].indexer_keys
-        width, dtype = (1, like.dtype) if keys is None else (keys.shape[2], keys.dtype)
-        part.update_indexer(torch.zeros((batch, tokens, width), dtype=dtype, device=place), index)
-    for index in state_layers:
-        flags = part.layers[index].has_previous_state
-        flags.update(dict.fromkeys(flags, True))
-
-
 def past_length(cache: Cache) -> int:
     """How many tokens the cache holds; of one whose layers have no lengths, whether it holds anything."""
     part = decoder_part(cache)
@@ -240,26 +268,15 @@ def past_length(cache: Cache) -> int:
     return int(cache.get_seq_length())
 
 
-def cache_placeholder(cache: Cache) -> Cache:
-    """A copy of `cache` of the same lengths whose keys and values have one head and one dimension.
-
-    Planning runs on it, so that the real cache stays as it is and its memory is not doubled.
-    """
-    pair: Any = cache
-    is_pair = isinstance(cache, EncoderDecoderCache)
-    parts = [pair.self_attention_cache, pair.cross_attention_cache] if is_pair else [pair]
-    states = [each for part in parts for layer in part.layers for each in _keys_and_values(layer).values()]
-    memo = {id(each): each[:, :1, :, :1].clone() for each in states}
-    return copy.deepcopy(cache, memo)
-
-
-def layer_placeholder(layer: Any) -> Any:
-    """A copy of a layer of the same length with one head and one dimension."""
-    small, wide = copy.copy(layer), _keys_and_values(layer)
-    for name, value in vars(layer).items():
-        if isinstance(value, torch.Tensor):
-            setattr(small, name, (value[:, :1, :, :1] if name in wide else value).clone())
-    return small
+def narrow_copy(cached: Any) -> Any:
+    """A copy of a cache, or of one of its layers, of the same lengths, whose keys and values have one head and one
+    dimension: what is done to it leaves the real one as it is, and does not double its memory."""
+    parts = [cached]
+    if isinstance(cached, EncoderDecoderCache):
+        parts = [cached.self_attention_cache, cached.cross_attention_cache]
+    layers = [layer for part in parts for layer in getattr(part, "layers", [part])]
+    wide = [tensor for layer in layers for tensor in _keys_and_values(layer).values()]
+    return copy.deepcopy(cached, {id(tensor): tensor[:, :1, :, :1].clone() for tensor in wide})
 
 
 def _keys_and_values(layer: Any) -> dict[str, torch.Tensor]:

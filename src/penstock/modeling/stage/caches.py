@@ -14,7 +14,7 @@ from typing import Any
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from penstock.modeling.graph.plan import Plan
-from penstock.modeling.placeholders.caches import decoder_part, layer_placeholder
+from penstock.modeling.placeholders.caches import decoder_part, narrow_copy
 
 
 class StageCaches:
@@ -30,7 +30,9 @@ class StageCaches:
         self._inputs = inputs
         self._stages = stages
         self._name = next((name for name, value in inputs.items() if isinstance(value, Cache)), None)
-        self._owner = {layer: call.stage for call in plan.calls for layer in call.output.cache_layers}
+        self._owner = {
+            layer: call.stage for call in plan.calls if call.output.cache for layer in call.output.cache.layers
+        }
         # All views are made before the first walk: a placeholder must have the length from before the forward.
         self._views = {} if self._name is None else {stage: self._view(inputs[self._name], stage) for stage in stages}
 
@@ -74,7 +76,7 @@ class StageCaches:
         last = stage == self._stages[-1]
         view = copy.copy(whole)
         view.layers = [
-            layer if self._is_real(index, stage, last) else layer_placeholder(layer)
+            layer if self._is_real(index, stage, last) else narrow_copy(layer)
             for index, layer in enumerate(whole.layers)
         ]
         return view

@@ -130,68 +130,54 @@ class StageRun:
         self, planned: StageCall, unit: Intercepted, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """What a call of another stage's unit returns: the values received, or placeholders."""
-        answer, shape = self._received_or_placeholder(planned, args, kwargs), planned.call.output
-        if shape.uses_cache:  # afterwards, as shapes depend on the cache's length
+        answer, growth = self._received_or_placeholder(planned, args, kwargs), planned.call.output.cache
+        if growth is not None:  # afterwards, as shapes depend on the cache's length
             given: Sequence[Any] = (*args, *kwargs.values())
             if not any(isinstance(each, Cache) for each in given) or not isinstance(given[0], torch.Tensor):
                 given = flatten((args, kwargs))[0]  # which takes longer than the rest of this call
-            shape.advance_cache(given, self._device)
+            growth.apply(given, self._device)
         return answer
 
     def _received_or_placeholder(self, planned: StageCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        call, output = planned.call, planned.call.output
+        call, output, received = planned.call, planned.call.output, planned.received
         if len(output.leaves) == 1 and output.spec.is_leaf() and not output.captured:  # nearly always
-            if 0 in planned.received:
-                return self._value(planned.received[0])
+            if 0 in received:
+                return self._value(received[0])
             if 0 in call.like_input and not planned.writable:
                 return _first(args, kwargs)
-        if planned.inferred and output.stored:
-            leaves = [
-                self._leaf(planned, index, leaf) if index in planned.received else _first(args, kwargs)
-                for index, leaf in enumerate(output.leaves)
-            ]
-        elif not planned.complete and not self._early_exit and not planned.writable and not output.captured:
-            leaves = self._lazy_leaves(planned, args, kwargs)
-        else:
-            shape = output if planned.complete else self._functions(call.unit, args, kwargs, output.known)
-            leaves = [self._leaf(planned, index, leaf) for index, leaf in enumerate(shape.leaves)]
-            lists = side_outputs() if shape.captured else {}
-            for entry in shape.captured:
-                if entry.key in lists:
-                    known = isinstance(entry.leaf, int)
-                    value = leaves[entry.leaf] if known else self._leaf(planned, entry.leaf, entry.shape)  # type: ignore[index]
-                    lists[entry.key].append(value)
-        return output.unflatten(leaves, flatten((args, kwargs))[0] if output.stored else ())
+        like_first, later = planned.complete or (planned.inferred and bool(output.stored)), None
+        if not like_first:
+            if self._early_exit or planned.writable or output.captured:
+                output = self._functions(call.unit, args, kwargs, output.known)
+            else:
+                like_first, later = True, self._shapes_later(call, args, kwargs)
 
-    def _lazy_leaves(self, planned: StageCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """The leaves of an answer, with shapes worked out only if somebody looks; the caches may have grown by then."""
-        call = planned.call
+        def tensor(leaf: Any, shape: TensorSpec) -> torch.Tensor:
+            if leaf in received:
+                return self._value(received[leaf])
+            if like_first and leaf in call.like_input:
+                first: torch.Tensor = _first(args, kwargs)
+                return first
+            if later is not None:
+                return LazyPlaceholder(lambda: later()[leaf].expanded_zeros(self._device))
+            return shape.zeros(self._device) if planned.writable else shape.expanded_zeros(self._device)
+
+        return output.answer(tensor, flatten((args, kwargs))[0] if output.stored else ())
+
+    def _shapes_later(
+        self, call: PlannedCall, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Callable[[], tuple[Any, ...]]:
+        """Works out the shapes of a call's output only if somebody looks; the caches may have grown by then."""
         given, structure = flatten((args, kwargs))
-        frozen = [frozen_cache(value, call.output.cache_layers) for value in given]
+        layers = call.output.cache.layers if call.output.cache else ()
+        frozen = [frozen_cache(value, layers) for value in given]
 
         @functools.cache
         def shapes() -> tuple[Any, ...]:
             args, kwargs = pytree.tree_unflatten(frozen, structure)
             return self._functions(call.unit, args, kwargs, call.output.known).leaves
 
-        def leaf(index: int, shape: Any) -> Any:
-            if not isinstance(shape, TensorSpec):
-                return shape
-            if index in planned.received:
-                return self._value(planned.received[index])
-            if index in call.like_input:
-                return _first(args, kwargs)
-            return LazyPlaceholder(lambda: shapes()[index].expanded_zeros(self._device))
-
-        return [leaf(index, shape) for index, shape in enumerate(call.output.leaves)]
-
-    def _leaf(self, planned: StageCall, leaf: int | str | None, shape: Any) -> Any:
-        if not isinstance(shape, TensorSpec):
-            return shape
-        received = None if leaf is None else planned.received.get(leaf)
-        if received is not None:
-            return self._value(received)
-        return shape.zeros(self._device) if planned.writable else shape.expanded_zeros(self._device)
+        return shapes
 
     def _value(self, received: tuple[int, bool]) -> torch.Tensor:
         position, copied = received

@@ -5,32 +5,20 @@ One class, built and run; that makes the file long.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
-from penstock.modeling.graph.dataflow import ReachedInside
+from penstock.modeling.graph.forwards import Forwards, TracedForward
 from penstock.modeling.graph.loss import Criterion, loss_by
-from penstock.modeling.graph.plan import (
-    Plan,
-    StagePlan,
-    criterion_key,
-    device_of,
-    entry_of,
-    kind_of,
-    make_plan,
-    make_stage_plan,
-)
-from penstock.modeling.graph.shapes import ShapeFunctions, flatten
-from penstock.modeling.graph.trace import Trace, Untraceable, real_outside, trace
-from penstock.modeling.graph.units import floating_modules, refusal
-from penstock.modeling.instrumentation import Interceptor, original_class, record_of
+from penstock.modeling.graph.plan import Plan, StagePlan, make_plan, make_stage_plan
+from penstock.modeling.graph.trace import real_outside
+from penstock.modeling.graph.units import refusal
+from penstock.modeling.instrumentation import record_of
 from penstock.modeling.placeholders.ghosts import (
     absent_parameters,
     answer_for_parameters,
@@ -94,10 +82,7 @@ class SplitModel:
         aliases: list[tuple[str, ...]] | None = None,
     ) -> None:
         self.model = model
-        # The class's own call, whatever a face makes of calling the model later.
-        self._call = MethodType(original_class(type(model)).__call__, model)
         placement = checked_placement(model, stages, local_stages)
-        self._modules = {name: model.get_submodule(name) for name in placement}
         self.aliases = alias_groups(model) if aliases is None else aliases
         # For whoever saves the model: from here on no rank can see by itself what is tied on other stages.
         record_of(model).aliases = self.aliases
@@ -106,23 +91,14 @@ class SplitModel:
         if tensor_parallel_size > 1:
             self.tensor_parallel = TensorParallel(model, tensor_parallel_rank, tensor_parallel_size, self.aliases)
         # Of whole units: what crosses between units is whole, however a unit computes it.
-        self._functions = ShapeFunctions(self._modules)
-        self._interceptor = Interceptor()
-        self._traces: dict[Any, tuple[Trace, tuple[tuple[str, Any], ...]]] = {}
-        self._plans_of_stages: dict[Any, dict[Any, Plan]] = {}
-        # Kinds of inputs whose calls of units do not depend on sizes; of others, the sizes that were seen first.
-        self._fixed: set[Any] = set()
-        self._first_sizes: dict[Any, tuple[int, ...]] = {}
+        self._forwards = Forwards(model, {name: model.get_submodule(name) for name in placement})
+        self._stage_plans: dict[tuple[str, int], StagePlan] = {}
         self._place(stages, local_stages, placement)
         if self.tensor_parallel is not None:
             self.tensor_parallel.apply(model, self._stage_of)
         if self.device.type != "meta":
             make_absent_real(model, self.device)
-        self._module_names = {id(module): name for name, module in model.named_modules()}
-        self._floating = floating_modules(model, self._stage_of)
-        self._interceptor.install({**self._modules, **self._floating})
-        self._signature = inspect.signature(model.forward)
-        self._stage_plans: dict[tuple[str, int], StagePlan] = {}
+        self._forwards.install()
         self._generators: list[torch.Generator] | None = None
 
     def reform(
@@ -166,32 +142,18 @@ class SplitModel:
 
         Units keep their names and their stages. What was traced and planned is forgotten.
         """
-        modules = {name: self.model.get_submodule(name) for name in self._modules}
-        self._interceptor.remove(module for name, module in self._modules.items() if module is not modules[name])
-        self._interceptor.remove(self._floating.values())
-        self._modules = modules
+        self._forwards.renew()
         self.aliases = record_of(self.model).aliases = alias_groups_by_identity(self.model)
         self.random = draws_random_numbers(self.model)
-        self._functions = ShapeFunctions(modules)
-        self._module_names = {id(module): name for name, module in self.model.named_modules()}
-        self._floating = floating_modules(self.model, self._stage_of)
-        self._interceptor.install({**modules, **self._floating})
-        self._forget_plans()
-        interceptor = self._interceptor
+        self._plans.clear()
+        self._stage_plans.clear()
+        self._guard_ghosts()
+
+    def _guard_ghosts(self) -> None:
+        """Let ghosts answer the model's own code while a forward is run or traced, and refuse other calls."""
+        interceptor = self._forwards.interceptor
         answer_for_parameters(self.model, lambda: interceptor.handler is not None, lambda: self.device)
         refuse_calls(self.model, lambda: interceptor.handler is not None)
-
-    def _forget_plans(self) -> None:
-        for known in (
-            self._traces,
-            self._plans_of_stages,
-            self._plans,
-            self._stage_plans,
-            self._fixed,
-            self._first_sizes,
-        ):
-            known.clear()
-        self._plans_of_stages[self.stages] = self._plans
 
     def _place(self, stages: Sequence[Sequence[str]], local_stages: Collection[int], placement: dict[str, int]) -> None:
         """Make ghosts of the units of stages that are not held here, and whole modules of those that are."""
@@ -199,7 +161,7 @@ class SplitModel:
         self.local_stages = tuple(sorted(set(local_stages)))
         self.num_stages = len(self.stages)
         self._stage_of = placement
-        self._plans = self._plans_of_stages.setdefault(self.stages, {})
+        self._plans: dict[TracedForward, Plan] = {}
         self.released: dict[str, nn.Parameter] = {}
         self.taken: dict[str, torch.Tensor] = {}
         device = self.device
@@ -207,7 +169,7 @@ class SplitModel:
         foreign: dict[str, nn.Parameter] = {}
         found: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = {}
         for unit, stage in placement.items():
-            module = self._modules[unit]
+            module = self._forwards.units[unit]
             if stage not in self.local_stages:
                 strip(module)
                 foreign.update((f"{unit}.{name}", parameter) for name, parameter in absent_parameters(module))
@@ -225,9 +187,7 @@ class SplitModel:
             elif tensor.shape != like.shape:  # otherwise it was held all the time, under another name
                 tensor.data = torch.empty_like(like, device=tensor.device)
                 self.taken[names.get(name, name)] = tensor
-        interceptor = self._interceptor
-        answer_for_parameters(self.model, lambda: interceptor.handler is not None, lambda: self.device)
-        refuse_calls(self.model, lambda: interceptor.handler is not None)
+        self._guard_ghosts()
 
     @property
     def device(self) -> torch.device:
@@ -259,9 +219,10 @@ class SplitModel:
 
     def refuse_if_moved(self, device: torch.device) -> None:
         """Raise RuntimeError if the model was moved away from `device`, where its stages compute."""
-        if self._interceptor.moved:
+        interceptor = self._forwards.interceptor
+        if interceptor.moved:
             refuse_elsewhere(self.model, device)
-            self._interceptor.moved = False
+            interceptor.moved = False
 
     def plan(
         self,
@@ -269,11 +230,7 @@ class SplitModel:
         call: Callable[..., Any] | None = None,
         criterion: Criterion | None = None,
     ) -> Plan:
-        """What each stage does with inputs of this kind; cached, and found without communication.
-
-        The kind of inputs is which arguments are given, the values of those that are no tensors, and whether the model
-        is in training mode; not the contents of tensors, nor their shapes, unless the number of a unit's calls depends
-        on how many samples, or images, there are.
+        """What each stage does with inputs of this kind (see `Forwards`); cached, and found without communication.
 
         Args:
             inputs: the arguments of the forward, of any one microbatch.
@@ -286,87 +243,40 @@ class SplitModel:
             NotImplementedError: "Auto policy for <class> is not implemented..." with the reason, if inputs of this kind
                 cannot be run on these stages.
         """
-        if self._interceptor.converted:
-            self._interceptor.converted = False
-            self._functions.renew()
-            self._forget_plans()
-        entry = entry_of(self._module_names, call)
-        key = (entry, self.model.training, criterion_key(criterion), kind_of(inputs))
-        known = self._plans.get(key)
+        if self._forwards.interceptor.converted:
+            self._forwards.convert()
+            self._plans.clear()
+            self._stage_plans.clear()
+        if self.tensor_parallel is not None:
+            self.tensor_parallel.refuse(inputs, getattr(self.model, "config", None))
+        traced = self._forwards.of_kind(inputs, call, criterion)
+        known = self._plans.get(traced)
         if known is None:
-            known = self._plans[key] = self._make_plan(key, inputs, call, criterion)
-        if key in self._fixed:
-            return known
-        calls = [each.unit for each in known.calls]
-        if len(set(calls)) == len(calls):
-            self._fixed.add(key)
-            return known
-        # A unit that is called several times may be called once for each image, say.
-        sizes = tuple(
-            leaf.shape[0] for leaf in flatten(dict(inputs))[0] if isinstance(leaf, torch.Tensor) and leaf.dim()
-        )
-        first = self._first_sizes.setdefault(key, sizes)
-        if sizes == first:
-            return known
-        other = self._plans.get((*key, sizes))
-        if other is None:
-            other = self._plans[(*key, sizes)] = self._make_plan((*key, sizes), inputs, call, criterion)
-        if [each.unit for each in other.calls] != calls:
-            return other
-        if all(one != another for one, another in zip(first, sizes, strict=False)):
-            self._fixed.add(key)
+            try:
+                known = make_plan(traced.trace, self._stage_of, self.num_stages, traced.entry, traced.defaults)
+            except NotImplementedError as error:
+                raise refusal(self.model, str(error)) from error
+            self._plans[traced] = known
         return known
 
     def output_shapes(self, inputs: Mapping[str, Any]) -> Shapes:
         """The shapes of the model's output for `inputs`, found without computing it. Raises what `plan` raises."""
-        left_out = self._for_criterion(inputs)
-        return self._trace({n: value for n, value in inputs.items() if n not in left_out}, None, None)[0].output_shapes
+        left_out = self._forwards.for_criterion(inputs)
+        given = {name: value for name, value in inputs.items() if name not in left_out}
+        return self._forwards.follow(given).trace.output_shapes
 
     def shapes_received(
         self, plan: Plan, stage: int, inputs: Mapping[str, Any], call: Callable[..., Any] | None = None
     ) -> list[TensorSpec]:
         """Of what a stage receives for `inputs`, found without computing it. Raises what `plan` raises."""
-        shapes = self._trace(inputs, call, None)[0].shapes if stage else {}
-        return [shapes[value] for value in (plan.boundaries[stage - 1] if stage else ())]
+        if not stage:
+            return []
+        shapes = self._forwards.follow(inputs, call).trace.shapes
+        return [shapes[value] for value in plan.boundaries[stage - 1]]
 
     def zeros_outside(self) -> AbstractContextManager[None]:
         """Inside, a model on the meta device has zeros in place of its tensors outside of units."""
-        return real_outside(self.model, self._functions, None)
-
-    def _for_criterion(self, inputs: Mapping[str, Any]) -> Collection[str]:
-        """Names of inputs that the model's forward does not take, so that they can only be a criterion's."""
-        taken = self._signature.parameters
-        if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in taken.values()):
-            return ()
-        return inputs.keys() - taken.keys()
-
-    def _make_plan(self, key: Any, inputs: Mapping[str, Any], call: Any, criterion: Any) -> Plan:
-        known = self._traces.get(key)  # a trace knows nothing of stages
-        if known is None:
-            known = self._traces[key] = self._trace(inputs, call, criterion)
-        traced, defaults = known
-        try:
-            return make_plan(traced, self._stage_of, self.num_stages, entry_of(self._module_names, call), defaults)
-        except NotImplementedError as error:
-            raise refusal(self.model, str(error)) from error
-
-    def _trace(self, inputs: Mapping[str, Any], call: Any, criterion: Any) -> tuple[Trace, tuple[tuple[str, Any], ...]]:
-        """A forward followed without computing it, and the arguments that were added to the caller's."""
-        asked = "use_cache" in inputs or inputs.get("past_key_values") is not None
-        # No cache of keys and values unless the caller asks for one: no stage could return it as a whole.
-        silent = call is None and not asked and "use_cache" in self._signature.parameters
-        defaults: tuple[tuple[str, Any], ...] = (("use_cache", False),) if silent else ()
-        if self.tensor_parallel is not None:
-            self.tensor_parallel.refuse(inputs, getattr(self.model, "config", None))
-        try:
-            arguments, function = {**inputs, **dict(defaults)}, call or self._call
-            floating = set(self._floating)
-            return trace(
-                self.model, self._functions, floating, self._interceptor, arguments, function, criterion,
-                for_criterion=() if criterion is None else self._for_criterion(inputs),
-            ), defaults  # fmt: skip
-        except (Untraceable, ReachedInside, NotImplementedError) as error:
-            raise refusal(self.model, str(error)) from error
+        return real_outside(self.model, self._forwards.functions)
 
     def forward(
         self,
@@ -421,19 +331,17 @@ class SplitModel:
         stage_plan = self._stage_plans.get((plan.digest, stage))
         if stage_plan is None:
             stage_plan = self._stage_plans[plan.digest, stage] = make_stage_plan(plan, stage)
+        functions = self._forwards.functions
         if stage_plan.idle and early_exit:
-            relayed = tuple(received[incoming] for incoming, _ in sorted(stage_plan.relayed, key=lambda pair: pair[1]))
-            if hand_over is not None:
-                hand_over(relayed)
-            return None, relayed
+            return None, self.stage_run(stage_plan, functions, received, True, self.device, hand_over).finished()
         arguments = {**inputs, **dict(plan.defaults)} if plan.defaults else inputs
-        if criterion is not None and (left_out := self._for_criterion(inputs)):
+        if criterion is not None and (left_out := self._forwards.for_criterion(inputs)):
             arguments = {name: value for name, value in arguments.items() if name not in left_out}
         if plan.written_inputs:
             arguments = {**arguments, **{name: _copied(arguments[name]) for name in plan.written_inputs}}
         weigh = plan.loss is not None and shares is not None and stage == self.num_stages - 1
         evaluate: Callable[[], Any] = partial(
-            self._evaluate, plan, call or self._call, arguments, inputs, shares if weigh else None, criterion
+            self._evaluate, plan, call or self._forwards.call, arguments, inputs, shares if weigh else None, criterion
         )
         if self.tensor_parallel is not None:
             # Loss functions of several means are told apart by counting them, so none of them may be replaced.
@@ -447,8 +355,9 @@ class SplitModel:
             assert host is not None
             host_values.know_all(arguments, host)
             evaluate = partial(_under, host_values, evaluate)
-        device = device_of(inputs) or self.device
-        run = self.stage_run(stage_plan, self._functions, received, early_exit, device, hand_over, host_values)
+        device = next((value.device for value in inputs.values() if isinstance(value, torch.Tensor)), None)
+        device = device or self.device
+        run = self.stage_run(stage_plan, functions, received, early_exit, device, hand_over, host_values)
         if seeded:
             assert seed is not None
             if self._generators is None:
@@ -461,13 +370,14 @@ class SplitModel:
         return (None if early_exit and stage < self.num_stages - 1 else output), run.finished()
 
     def _handled(self, run: StageRun, evaluate: Callable[[], Any]) -> Any:
-        self._interceptor.handler = run
+        interceptor = self._forwards.interceptor
+        interceptor.handler = run
         try:
             return evaluate()
         except StageDone:
             return None
         finally:
-            self._interceptor.handler = None
+            interceptor.handler = None
 
     def _evaluate(
         self,

@@ -1,0 +1,201 @@
+"""The forwards of one model by their kind, each followed once: what a plan is made from, wherever the stages are."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from transformers.cache_utils import Cache
+
+from penstock.modeling.graph.dataflow import ReachedInside
+from penstock.modeling.graph.loss import Criterion
+from penstock.modeling.graph.shapes import ShapeFunctions, flatten
+from penstock.modeling.graph.trace import Trace, Untraceable, trace
+from penstock.modeling.graph.units import floating_modules, refusal
+from penstock.modeling.instrumentation import Interceptor, original_class
+from penstock.modeling.placeholders.caches import cache_kind
+
+
+@dataclass(eq=False)
+class TracedForward:
+    """A kind of forward.
+
+    Attributes:
+        entry: name of the function that is run, `"forward"` for the model itself.
+        trace: what it does with the units; knows nothing of stages.
+        defaults: arguments that Penstock adds to the caller's (`use_cache=False`).
+        sizes: the first dimension of each tensor that it was followed with.
+        fixed: whether its calls of units are known not to depend on these.
+    """
+
+    entry: str
+    trace: Trace
+    defaults: tuple[tuple[str, Any], ...]
+    sizes: tuple[int, ...]
+    fixed: bool
+
+    @property
+    def units(self) -> list[str]:
+        """The unit of each call."""
+        return [call.unit for call in self.trace.calls]
+
+
+class Forwards:
+    """Follows forwards of a model, by inputs of each kind once. Its units are intercepted from `install` on.
+
+    The kind of inputs is which arguments are given, the values of those that are no tensors, and whether the model is
+    in training mode; not the contents of tensors, nor their shapes, unless the number of a unit's calls depends on how
+    many samples, or images, there are.
+
+    Args:
+        units: name and module of each unit, with which the shape functions are made at once.
+
+    Attributes:
+        units: the same.
+        functions: the units' shape functions.
+        interceptor: of the units and of the dropout modules between them.
+        call: the model's own forward, whatever a face makes of calling the model later.
+    """
+
+    def __init__(self, model: nn.Module, units: dict[str, nn.Module]) -> None:
+        self.model = model
+        self.units = units
+        self.functions = ShapeFunctions(units)
+        self.interceptor = Interceptor()
+        self.call = MethodType(original_class(type(model)).__call__, model)
+        self._signature = inspect.signature(model.forward)
+        self._known: dict[Any, TracedForward] = {}
+        self._module_names: dict[int, str] = {}
+        self._floating: dict[str, nn.Module] = {}
+
+    def install(self) -> None:
+        """Intercept the units, and whatever else the model's modules are by now."""
+        self._module_names = {id(module): name for name, module in self.model.named_modules()}
+        self._floating = floating_modules(self.model, self.units)
+        self.interceptor.install({**self.units, **self._floating})
+
+    def renew(self) -> None:
+        """Take up modules that were put in the place of units. What was followed is forgotten."""
+        units = {name: self.model.get_submodule(name) for name in self.units}
+        self.interceptor.remove(module for name, module in self.units.items() if module is not units[name])
+        self.interceptor.remove(self._floating.values())
+        self.units, self.functions = units, ShapeFunctions(units)
+        self._known.clear()
+        self.install()
+
+    def convert(self) -> None:
+        """Forget what was followed before units were given another type."""
+        self.interceptor.converted = False
+        self.functions.renew()
+        self._known.clear()
+
+    def of_kind(
+        self, inputs: Mapping[str, Any], call: Callable[..., Any] | None = None, criterion: Criterion | None = None
+    ) -> TracedForward:
+        """The forward by inputs of this kind. Arguments and errors are those of `follow`."""
+        entry = _entry_of(self._module_names, call)
+        key = (entry, self.model.training, _criterion_key(criterion), _kind_of(inputs))
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = self.follow(inputs, call, criterion)
+        if known.fixed:
+            return known
+        # A unit that is called several times may be called once for each image, say.
+        sizes = _sizes(inputs)
+        if sizes == known.sizes:
+            return known
+        other = self._known.get((*key, sizes))
+        if other is None:
+            other = self._known[(*key, sizes)] = self.follow(inputs, call, criterion)
+        if other.units != known.units:
+            return other
+        known.fixed = all(one != another for one, another in zip(known.sizes, sizes, strict=False))
+        return known
+
+    def follow(
+        self, inputs: Mapping[str, Any], call: Callable[..., Any] | None = None, criterion: Criterion | None = None
+    ) -> TracedForward:
+        """Follow a forward without computing it.
+
+        Args:
+            inputs: the arguments of the forward, and those that only the criterion takes.
+            call: what to run instead of the model.
+            criterion: what gives the loss in place of the output's own.
+
+        Raises:
+            NotImplementedError: "Auto policy for <class> is not implemented..." with the reason, if it cannot be
+                followed.
+        """
+        asked = "use_cache" in inputs or inputs.get("past_key_values") is not None
+        # No cache of keys and values unless the caller asks for one: no stage could return it as a whole.
+        silent = call is None and not asked and "use_cache" in self._signature.parameters
+        defaults: tuple[tuple[str, Any], ...] = (("use_cache", False),) if silent else ()
+        try:
+            found = trace(
+                self.model, self.functions, set(self._floating), self.interceptor, {**inputs, **dict(defaults)},
+                call or self.call, criterion, () if criterion is None else self.for_criterion(inputs),
+            )  # fmt: skip
+        except (Untraceable, ReachedInside, NotImplementedError) as error:
+            raise refusal(self.model, str(error)) from error
+        units = [each.unit for each in found.calls]
+        once = len(set(units)) == len(units)
+        return TracedForward(_entry_of(self._module_names, call), found, defaults, _sizes(inputs), once)
+
+    def for_criterion(self, inputs: Mapping[str, Any]) -> Collection[str]:
+        """Names of inputs that the model's forward does not take, so that they can only be a criterion's."""
+        taken = self._signature.parameters
+        if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in taken.values()):
+            return ()
+        return inputs.keys() - taken.keys()
+
+
+def _sizes(inputs: Mapping[str, Any]) -> tuple[int, ...]:
+    leaves, _ = flatten(dict(inputs))
+    return tuple(leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim())
+
+
+def _entry_of(module_names: Mapping[int, str], call: Callable[..., Any] | None) -> str:
+    """The name of what is run; `module_names` are those of the model's modules, by identity."""
+    if call is None:
+        return "forward"
+    owner = getattr(inspect.unwrap(call), "__self__", getattr(call, "__self__", None))
+    name = module_names.get(id(owner))
+    if name is not None:
+        return f"{name}.{getattr(call, '__name__', 'forward')}"
+    return str(getattr(call, "__qualname__", type(call).__name__))
+
+
+def _kind_of(inputs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What a trace depends on, of some inputs; cheap, as it is taken at every forward."""
+    kinds = []
+    generating = False
+    for name, value in inputs.items():
+        if isinstance(value, torch.Tensor):
+            kind: Any = (value.dim(), value.is_floating_point())
+        elif value is None or isinstance(value, (bool, int, float, str)):
+            kind = value
+        elif isinstance(value, Cache):
+            kind, generating = cache_kind(value), True
+        else:
+            leaves, spec = pytree.tree_flatten(value)
+            kind = (str(spec), *(type(leaf).__name__ for leaf in leaves))
+        kinds.append((name, kind))
+    if generating:  # one token at a time takes other paths than a prompt
+        lengths = [inputs[n].shape[1] for n in ("input_ids", "decoder_input_ids") if inputs.get(n) is not None]
+        kinds.append(("one token", lengths[-1:] == [1]))
+    return tuple(sorted(kinds, key=lambda pair: pair[0]))
+
+
+def _criterion_key(criterion: Callable[..., Any] | None) -> Any:
+    """What tells criteria apart. A lambda written inside a loop is a new function each time, but the same code."""
+    if inspect.isfunction(criterion) and not (
+        criterion.__closure__ or criterion.__defaults__ or criterion.__kwdefaults__
+    ):
+        return criterion.__code__, getattr(criterion, "reduction", None)
+    return criterion
