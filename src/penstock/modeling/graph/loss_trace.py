@@ -131,76 +131,52 @@ class LossTrace:
         if func is functional.ctc_loss:  # each sample's by the length of its target, and of these the mean
             return LossTerm("samples"), ""
         prediction, target = _operands(arguments)
-        if self._selects_labels(func, prediction, target):
-            return self._class_term(label, {**arguments, "ignore_index": None}, prediction, target)
+        if func in CLASS_LOSSES and not target.is_floating_point():
+            return self._class_term(label, arguments.get("ignore_index", -100), prediction, target)
         if any(isinstance(source, Selected) for source in self._flow.sources((prediction, target))):
-            if func in CLASS_LOSSES and (term := self._selected_by_mask(arguments, prediction, target)) is not None:
-                return term, ""
-            return LossTerm("samples"), f"{label} is given elements selected by their values"
+            return LossTerm("samples"), _SELECTED.format(label)
         if func is functional.kl_div and reduction == "mean":
             return LossTerm("samples"), ""
-        if func not in CLASS_LOSSES or target.is_floating_point():
-            if prediction.numel() % batch_size(self._inputs):
-                return LossTerm("samples"), f"{label} is over elements that do not divide into samples"
-            return LossTerm("samples"), ""
-        return self._class_term(label, arguments, prediction, target)
-
-    def _selects_labels(self, func: Any, prediction: torch.Tensor, target: torch.Tensor) -> bool:
-        """Whether a class loss is given the elements with a valid label, selected by nothing but the labels.
-
-        What counts as valid cannot be seen, but whether every non-negative label does: the placeholders have no others.
-        """
-        sources = self._flow.sources(target)
-        given = {source.name for source in self._flow.sources((prediction, target)) if isinstance(source, Given)}
-        return (
-            func in CLASS_LOSSES
-            and any(isinstance(source, Selected) for source in sources)
-            and len(given) == 1
-            and all(map(is_label, given))
-        )
-
-    def _selected_by_mask(
-        self, arguments: Mapping[str, Any], prediction: torch.Tensor, target: torch.Tensor
-    ) -> LossTerm | None:
-        """The term of a class loss that is given the labels at those places where a mask, another argument, is 1."""
-        given = sorted(
-            {source.name for source in self._flow.sources((prediction, target)) if isinstance(source, Given)}
-        )
-        of_target = {source.name for source in self._flow.sources(target) if isinstance(source, Given)}
-        labels = [name for name in of_target if is_label(name)]
-        masks = [name for name in of_target if not is_label(name)]
-        if len(labels) != 1 or len(masks) != 1 or [name for name in given if is_label(name)] != labels:
-            return None
-        tensor, mask = self._inputs[labels[0]], self._inputs[masks[0]]
-        if not isinstance(mask, torch.Tensor) or mask.shape != tensor.shape:
-            return None
-        for start, stop in ((0, None), (1, None), (0, -1)):
-            chosen = tensor[..., start:stop][mask[..., start:stop] == 1]
-            if torch.equal(chosen.reshape(-1).to(target), target.reshape(-1)):
-                ignore_index = arguments.get("ignore_index", -100)
-                return LossTerm("tokens", labels[0], start, stop, ignore_index, masks[0])
-        return None
+        if prediction.numel() % batch_size(self._inputs):
+            return LossTerm("samples"), f"{label} is over elements that do not divide into samples"
+        return LossTerm("samples"), ""
 
     def _class_term(
-        self, label: str, arguments: Mapping[str, Any], prediction: torch.Tensor, target: torch.Tensor
+        self, label: str, ignore_index: int | None, prediction: torch.Tensor, target: torch.Tensor
     ) -> tuple[LossTerm, str]:
-        ignore_index = arguments.get("ignore_index", -100)
-        given = [source.name for source in self._flow.sources(target) if isinstance(source, Given)]
-        labels = [name for name in given if is_label(name)]
-        if not given:
+        """The term of a loss that is given classes: the labels, shifted or not, maybe only where a mask is 1.
+
+        The elements that count may have been selected before: by the mask, or by nothing but the labels. Which labels
+        are valid then cannot be seen, but whether every non-negative one is: the placeholders have no others.
+        """
+        of_target, of_both = self._flow.sources(target), self._flow.sources((prediction, target))
+        selected = any(isinstance(source, Selected) for source in of_both)
+        given, labels = _given(of_target), list(filter(is_label, _given(of_target)))
+        by_labels = labels == _given(of_both) and len(labels) == 1 and any(isinstance(s, Selected) for s in of_target)
+        if by_labels:
+            ignore_index, selected = None, False
+        by_mask = selected and labels == list(filter(is_label, _given(of_both)))
+        if not given and not selected:
             return LossTerm("samples"), f"{label} compares with targets that are no input"
         masks: list[str | None] = [name for name in given if labels and name not in labels] or [None]
         for name in labels or given:
-            tensor = self._inputs[name]
             for start, stop in ((0, None), (1, None), (0, -1)):
                 for mask in masks:
+                    if len(given) != 1 + (mask is not None) or (selected and not (by_mask and mask is not None)):
+                        continue
                     term = LossTerm("tokens", name, start, stop, ignore_index, mask)
-                    if len(given) == 1 + (mask is not None) and self._explains(term, target):
-                        return self._bounded(term, prediction, tensor), ""
-        return LossTerm("samples"), f"{label} compares with targets that are made from {', '.join(sorted(given))}"
+                    if self._explains(term, target, selected):
+                        return self._bounded(term, prediction, self._inputs[name]), ""
+        if selected:
+            return LossTerm("samples"), _SELECTED.format(label)
+        return LossTerm("samples"), f"{label} compares with targets that are made from {', '.join(given)}"
 
-    def _explains(self, term: LossTerm, target: torch.Tensor) -> bool:
-        """Whether `target` is the part of the input that `term` counts, possibly padded at its end."""
+    def _explains(self, term: LossTerm, target: torch.Tensor, selected: bool) -> bool:
+        """Whether `target` is the part of the input that `term` counts, possibly padded at its end.
+
+        Args:
+            selected: whether it has only the elements that the term's mask selects.
+        """
         assert term.input is not None
         ignored = -1 if term.ignore_index is None else term.ignore_index
         tensor = self._inputs[term.input]
@@ -210,6 +186,10 @@ class LossTrace:
             mask = self._inputs[term.mask]
             if not isinstance(mask, torch.Tensor) or mask.shape != tensor.shape:
                 return False
+            if selected:
+                part = slice(term.start, term.stop)
+                chosen = tensor[..., part][mask[..., part] == 1]
+                return torch.equal(chosen.to(target), target.reshape(-1))
             tensor = torch.where(mask == 1, tensor, torch.full_like(tensor, ignored))
         candidates = [tensor[..., term.start : term.stop]]
         if term.start:
@@ -229,6 +209,15 @@ class LossTrace:
             if isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[1] == classes:
                 return replace(term, kind="positions", ignore_index=None, limit=name)
         return term
+
+
+# Why a loss is not exact.
+_SELECTED = "{} is given elements selected by their values"
+
+
+def _given(sources: Sources) -> list[str]:
+    """The names of the arguments among sources, sorted."""
+    return sorted({source.name for source in sources if isinstance(source, Given)})
 
 
 def _operands(arguments: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:

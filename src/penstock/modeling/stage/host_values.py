@@ -76,7 +76,7 @@ class HostValues(TorchFunctionMode):
         if any(result is argument for argument in args):
             return
         try:
-            noted = self._noted((args, kwargs))
+            noted = _mapped(self._noted, (args, kwargs))
         except _UnknownError:
             return
         self._remember(result, _Expression(func, noted, result._version))
@@ -95,20 +95,11 @@ class HostValues(TorchFunctionMode):
         return expression if expression.version == tensor._version else None
 
     def _noted(self, argument: Any) -> Any:
-        """Arguments as an expression keeps them. Raises _UnknownError if there is a tensor among them that is not
-        known."""
-        if isinstance(argument, torch.Tensor):
-            known = self._expression_of(argument)
-            if known is None:
-                raise _UnknownError
-            return known
-        if isinstance(argument, tuple):
-            return tuple(map(self._noted, argument))
-        if isinstance(argument, list):
-            return list(map(self._noted, argument))
-        if isinstance(argument, dict):
-            return {name: self._noted(value) for name, value in argument.items()}
-        return argument
+        """An argument as an expression keeps it. Raises _UnknownError for a tensor that is not known."""
+        known = self._expression_of(argument)
+        if known is None and isinstance(argument, torch.Tensor):
+            raise _UnknownError
+        return argument if known is None else known
 
 
 class _Expression:
@@ -124,7 +115,7 @@ class _Expression:
 
     def value(self) -> torch.Tensor:
         if self._function is not None:
-            args, kwargs = _on_host(self._arguments)
+            args, kwargs = _mapped(_on_host, self._arguments)
             self._value = self._function(*args, **kwargs)
             self._function = self._arguments = None
         found: torch.Tensor = self._value
@@ -136,14 +127,17 @@ class _UnknownError(Exception):
 
 
 def _on_host(argument: Any) -> Any:
+    """A kept argument as the function on the host takes it."""
     if isinstance(argument, _Expression):
         return argument.value()
-    if isinstance(argument, torch.device):
-        return torch.device("cpu")
-    if isinstance(argument, tuple):
-        return tuple(map(_on_host, argument))
-    if isinstance(argument, list):
-        return list(map(_on_host, argument))
+    return torch.device("cpu") if isinstance(argument, torch.device) else argument
+
+
+def _mapped(function: Callable[[Any], Any], argument: Any) -> Any:
+    """`argument` with the results of a function in place of all that tuples, lists and dictionaries in it hold."""
+    if isinstance(argument, (tuple, list)):
+        kind = tuple if isinstance(argument, tuple) else list
+        return kind(_mapped(function, each) for each in argument)
     if isinstance(argument, dict):
-        return {name: _on_host(value) for name, value in argument.items()}
-    return argument
+        return {name: _mapped(function, value) for name, value in argument.items()}
+    return function(argument)
