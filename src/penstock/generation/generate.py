@@ -25,7 +25,7 @@ from penstock.data.microbatch import MAIN_INPUTS
 from penstock.generation import groups
 from penstock.generation.choosing import Choice, RowsOfBatch, criteria_of_all_ranks, processors_where_chosen
 from penstock.generation.groups import MANY_POSITIONS, setting
-from penstock.modeling.graph.dummy_images import MEDIA_ENCODERS
+from penstock.modeling.graph.forwards import entries_of_generation, named_arguments
 from penstock.modeling.instrumentation import OnAnotherStage
 from penstock.modeling.placeholders.caches import past_length
 from penstock.runtime.decoding import Decoding
@@ -72,7 +72,7 @@ def generate(
     if decoding.running:  # called by a generate() that goes on: long-form Whisper, token healing
         return original(*args, **kwargs)
     with decoding.session():
-        arguments = _named(inspect.signature(original), args, kwargs)
+        arguments = named_arguments(inspect.signature(original), args, kwargs)
         options = {"generation_groups": generation_groups, "stream_on_all_ranks": bool(stream_on_all_ranks)}
         of_streamers, of_criteria = _compare(arguments, options, decoding)
         wanted = groups.checked_number(generation_groups)
@@ -247,14 +247,8 @@ def _over_stages(model: Any, decoding: Decoding, choices: Sequence[Choice], watc
         return choices[decoding.number]
 
     try:
-        if getattr(model.config, "is_encoder_decoder", False):
-            encoder = model.get_encoder()
-            replace(encoder, "forward", _over_all_stages(decoding, encoder.forward))
-        # What generate() calls for images before the first forward: it goes round the forward of the model.
-        for name in MEDIA_ENCODERS:
-            encode = getattr(model.base_model, name, None)
-            if encode is not None:
-                replace(model.base_model, name, _over_all_stages(decoding, encode))
+        for owner, name in entries_of_generation(model):
+            replace(owner, name, _over_all_stages(decoding, getattr(owner, name)))
         processors, criteria = model._get_logits_processor, model._get_stopping_criteria
         replace(model, "_get_logits_processor", processors_where_chosen(decoding, choice, model, processors))
         replace(model, "_get_stopping_criteria", criteria_of_all_ranks(decoding, watched, criteria))
@@ -269,22 +263,12 @@ def _over_stages(model: Any, decoding: Decoding, choices: Sequence[Choice], watc
                 owner.__dict__[name] = before
 
 
-def _named(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by name, those too that the function takes together, as `**generate_kwargs` say."""
-    arguments = dict(signature.bind_partial(*args, **kwargs).arguments)
-    for name, parameter in signature.parameters.items():
-        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            arguments.update(arguments.pop(name, {}))
-    return arguments
-
-
 def _over_all_stages(decoding: Decoding, original: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(original)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if decoding.inside:
             return original(*args, **kwargs)
-        arguments = _named(signature, args, kwargs)
-        return decoding.forward(arguments, call=original)
+        return decoding.forward(named_arguments(signature, args, kwargs), call=original)
 
     return forward

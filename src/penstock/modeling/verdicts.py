@@ -18,7 +18,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from penstock.modeling.graph.dummy_images import MEDIA_ENCODERS, with_dummy_images
+from penstock.modeling.graph.dummy_images import with_dummy_images
+from penstock.modeling.graph.forwards import entries_of_generation, named_arguments
 from penstock.modeling.graph.plan import Plan, StageCall
 from penstock.modeling.graph.shapes import flatten
 from penstock.modeling.graph.trace import Untraceable
@@ -226,25 +227,15 @@ def _generate(split: SplitModel, stage: int, prompt: Mapping[str, Any]) -> None:
                 return function(*args, **kwargs)
             inside = True
             try:
-                arguments = dict(signature.bind_partial(*args, **kwargs).arguments)
-                for name, parameter in signature.parameters.items():
-                    if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-                        arguments.update(arguments.pop(name, {}))
-                return _walk(split, stage, arguments, call)
+                return _walk(split, stage, named_arguments(signature, args, kwargs), call)
             finally:
                 inside = False
 
         return forward
 
-    functions = [(model, "forward", None)]
-    if getattr(model.config, "is_encoder_decoder", False):
-        encoder = model.get_encoder()
-        functions.append((encoder, "forward", encoder.forward))
-    for name in MEDIA_ENCODERS:
-        if (encode := getattr(model.base_model, name, None)) is not None:
-            functions.append((model.base_model, name, encode))
-    for owner, name, call in functions:
-        owner.__dict__[name] = over_stages(call, getattr(owner, name))
+    besides = [(owner, name, getattr(owner, name)) for owner, name in entries_of_generation(model)]
+    for owner, name, call in ((model, "forward", None), *besides):
+        owner.__dict__[name] = over_stages(call, call or model.forward)
     with split.zeros_outside(), torch.no_grad(), _quiet():
         model.generate(**prompt, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False)
 

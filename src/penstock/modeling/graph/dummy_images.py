@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.modeling.graph.dummy_inputs import dtype_of
 from penstock.modeling.graph.meta_operations import KnownValues
 from penstock.modeling.placeholders.ghosts import meta_placeholder
 
 IMAGE_SIZE = 32
-# Methods of models that encode images and videos; generate() calls them before the first forward.
-MEDIA_ENCODERS = ("get_image_features", "get_video_features")
 
 
 def with_dummy_images(model: nn.Module, inputs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -35,7 +34,7 @@ def with_dummy_images(model: nn.Module, inputs: Mapping[str, Any]) -> Iterator[d
     parameters = inspect.signature(model.forward).parameters
     samples = ids.shape[0]
     shadow: Any = meta_placeholder(owner)
-    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    dtype = dtype_of(model)
     for form in forms_of_images(model, takes, samples, samples, torch.Generator().manual_seed(0)):
         images = {n: value.to(dtype) if value.is_floating_point() else value for n, value in form.items()}
         given = {n: value.to("meta") if value.is_floating_point() else value for n, value in images.items()}

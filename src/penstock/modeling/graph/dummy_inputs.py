@@ -104,12 +104,17 @@ def arguments_by_name(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[s
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
+def dtype_of(model: nn.Module) -> torch.dtype:
+    """The type of a model's first parameters that are no integers."""
+    return next((tensor.dtype for tensor in model.parameters() if tensor.is_floating_point()), torch.float32)
+
+
 def _for_first_layer(model: nn.Module, plain: Mapping[str, Any], batch: int, tokens: int) -> Iterator[dict[str, Any]]:
     """Guesses for the one argument whose name says nothing (`x`), by what the first layer with parameters takes."""
     unknown = [name for name in _needed(inspect.signature(model.forward).parameters) if name not in plain]
     if len(unknown) != 1:
         return
-    dtype = next((parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()), torch.float32)
+    dtype = dtype_of(model)
     first = next((module for module in model.modules() if any(True for _ in module.parameters(recurse=False))), None)
     shapes: list[tuple[int, ...]] = []
     if isinstance(first, nn.Embedding):
@@ -145,7 +150,7 @@ def _guess(model: nn.Module, batch: int, tokens: int) -> dict[str, Any]:
         names = names[1:]
     # A model of two inputs (an image and a text, a document and its boxes) takes both.
     names += [name for name in ("input_ids", "pixel_values") if name in parameters and _is_two_tower(model)]
-    dtype = next((parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()), torch.float32)
+    dtype = dtype_of(model)
     for name in dict.fromkeys(names):
         made = _made(name, config, batch, tokens)
         if made is not None:

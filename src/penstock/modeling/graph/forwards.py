@@ -46,6 +46,28 @@ class TracedForward:
         return [call.unit for call in self.trace.calls]
 
 
+# Methods of models that encode images and videos.
+MEDIA_ENCODERS = ("get_image_features", "get_video_features")
+
+
+def entries_of_generation(model: Any) -> list[tuple[nn.Module, str]]:
+    """The modules and their methods that generate() calls besides the model's forward, and that run units."""
+    entries = []
+    if getattr(model.config, "is_encoder_decoder", False):
+        entries.append((model.get_encoder(), "forward"))
+    # What it calls for images before the first forward: it goes round the forward of the model.
+    return entries + [(model.base_model, name) for name in MEDIA_ENCODERS if hasattr(model.base_model, name)]
+
+
+def named_arguments(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name, those too that the function takes together, as `**generate_kwargs` say."""
+    arguments = dict(signature.bind_partial(*args, **kwargs).arguments)
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            arguments.update(arguments.pop(name, {}))
+    return arguments
+
+
 class Forwards:
     """Follows forwards of a model, by inputs of each kind once. Its units are intercepted from `install` on.
 
