@@ -209,8 +209,8 @@ class StageCall:
             where the model's code will change the output in place.
         side_sends: (list, number of the entry, position among the values to send, copy) of side outputs for it.
         received: {leaf: (position among the values received, copy)}.
-        complete: whether every tensor that the call returns was received.
-        inferred: whether those that were not are like the call's first argument, and none is written to.
+        known: whether every tensor that the call returns was received, or else, where the call also makes entries in
+            mappings, is like its first argument, and none is written to.
         writable: whether placeholders must bear being written to.
         seeds: keys of the random state for the unit, and for the code after it.
     """
@@ -221,8 +221,7 @@ class StageCall:
     sends: tuple[tuple[int, int, bool], ...]
     side_sends: tuple[tuple[str, int, int, bool], ...]
     received: dict[int | str, tuple[int, bool]]
-    complete: bool
-    inferred: bool
+    known: bool
     writable: bool
     seeds: tuple[int, int]
 
@@ -262,12 +261,11 @@ def make_stage_plan(plan: Plan, stage: int) -> StagePlan:
                     key, _, number = value.leaf.rpartition(".")
                     side_sends.append((key, int(number), outgoing[value], value in plan.written))
         received = {value.leaf: (incoming[value], value in plan.written) for value in values if value in incoming}
-        complete, writable = len(received) == len(values), any(value in plan.written for value in values)
-        inferred = not writable and all(value.leaf in received or value.leaf in call.like_input for value in values)
+        writable = any(value in plan.written for value in values)
+        like_input = call.like_input if call.output.stored and not writable else ()
+        known = all(value.leaf in received or value.leaf in like_input for value in values)
         seeds = key_of(call.unit, call.index), key_of(call.unit, call.index, "after")
-        calls.append(
-            StageCall(call, own, last, tuple(sends), tuple(side_sends), received, complete, inferred, writable, seeds)
-        )
+        calls.append(StageCall(call, own, last, tuple(sends), tuple(side_sends), received, known, writable, seeds))
     return StagePlan(
         calls=tuple(calls),
         relayed=tuple((incoming[value], outgoing[value]) for value in incoming if value in outgoing),

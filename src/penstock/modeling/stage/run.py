@@ -145,12 +145,11 @@ class StageRun:
                 return self._value(received[0])
             if 0 in call.like_input and not planned.writable:
                 return _first(args, kwargs)
-        like_first, later = planned.complete or (planned.inferred and bool(output.stored)), None
+        lazily = not (planned.known or self._early_exit or planned.writable or output.captured)
+        later = self._shapes_later(call, args, kwargs) if lazily else None
+        like_first = planned.known or lazily
         if not like_first:
-            if self._early_exit or planned.writable or output.captured:
-                output = self._functions(call.unit, args, kwargs, output.known)
-            else:
-                like_first, later = True, self._shapes_later(call, args, kwargs)
+            output = self._functions(call.unit, args, kwargs, output.known)
 
         def tensor(leaf: Any, shape: TensorSpec) -> torch.Tensor:
             if leaf in received:
