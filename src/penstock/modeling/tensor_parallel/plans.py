@@ -80,57 +80,42 @@ class TensorParallelPlan:
                 raise ValueError(f"the style of {name!r} is {style!r}, but must be one of {', '.join(STYLES)}")
 
 
+def _by_layer(prefix: str, colwise: str, rowwise: str) -> dict[str, str]:
+    """The styles of the layers below a name that are sharded by output features, and by input features."""
+    styles = {"colwise": colwise, "rowwise": rowwise}
+    return {f"{prefix}.{name}": style for style, names in styles.items() for name in names.split()}
+
+
 _BERT = TensorParallelPlan(
     styles={
-        "encoder.layer.*.attention.self.query": "colwise",
-        "encoder.layer.*.attention.self.key": "colwise",
-        "encoder.layer.*.attention.self.value": "colwise",
-        "encoder.layer.*.attention.output.dense": "rowwise",
-        "encoder.layer.*.intermediate.dense": "colwise",
-        "encoder.layer.*.output.dense": "rowwise",
+        **_by_layer("encoder.layer.*.attention", "self.query self.key self.value", "output.dense"),
+        **_by_layer("encoder.layer.*", "intermediate.dense", "output.dense"),
     },
     divided={"encoder.layer.*.attention.self": ("num_attention_heads", "all_head_size")},
 )
 
+_T5_ATTENTIONS = (
+    "encoder.block.*.layer.0.SelfAttention",
+    "decoder.block.*.layer.0.SelfAttention",
+    "decoder.block.*.layer.1.EncDecAttention",
+)
 _T5 = TensorParallelPlan(
     styles={
         "encoder.embed_tokens": "embedding_rowwise",
         "decoder.embed_tokens": "embedding_rowwise",
-        **{
-            f"{part}.block.*.layer.0.SelfAttention.{name}": "colwise"
-            for part in ("encoder", "decoder")
-            for name in "qkv"
-        },
-        **{f"{part}.block.*.layer.0.SelfAttention.o": "rowwise" for part in ("encoder", "decoder")},
+        **{name: style for attention in _T5_ATTENTIONS for name, style in _by_layer(attention, "q k v", "o").items()},
         # Each rank has the bias of its own heads, also where the first block hands it on.
-        **{
-            f"{part}.block.*.layer.0.SelfAttention.relative_attention_bias": "embedding_colwise"
-            for part in ("encoder", "decoder")
-        },
-        **{f"decoder.block.*.layer.1.EncDecAttention.{name}": "colwise" for name in "qkv"},
-        "decoder.block.*.layer.1.EncDecAttention.o": "rowwise",
-        **{
-            f"{part}.DenseReluDense.{name}": "colwise"
-            for part in ("encoder.block.*.layer.1", "decoder.block.*.layer.2")
-            for name in ("wi", "wi_0", "wi_1")
-        },
-        **{f"{part}.DenseReluDense.wo": "rowwise" for part in ("encoder.block.*.layer.1", "decoder.block.*.layer.2")},
+        "encoder.block.*.layer.0.SelfAttention.relative_attention_bias": "embedding_colwise",
+        "decoder.block.*.layer.0.SelfAttention.relative_attention_bias": "embedding_colwise",
+        **_by_layer("encoder.block.*.layer.1.DenseReluDense", "wi wi_0 wi_1", "wo"),
+        **_by_layer("decoder.block.*.layer.2.DenseReluDense", "wi wi_0 wi_1", "wo"),
     },
-    divided={
-        "encoder.block.*.layer.0.SelfAttention": ("n_heads", "inner_dim"),
-        "decoder.block.*.layer.0.SelfAttention": ("n_heads", "inner_dim"),
-        "decoder.block.*.layer.1.EncDecAttention": ("n_heads", "inner_dim"),
-    },
+    divided=dict.fromkeys(_T5_ATTENTIONS, ("n_heads", "inner_dim")),
 )
 
 PLANS: dict[str, TensorParallelPlan] = {
     "gpt2": TensorParallelPlan(
-        styles={
-            "h.*.attn.c_attn": "colwise",
-            "h.*.attn.c_proj": "rowwise",
-            "h.*.mlp.c_fc": "colwise",
-            "h.*.mlp.c_proj": "rowwise",
-        },
+        styles=_by_layer("h.*", "attn.c_attn mlp.c_fc", "attn.c_proj mlp.c_proj"),
         fused={"h.*.attn.c_attn": 3},
         divided={"h.*.attn": ("split_size", "num_heads")},
     ),
@@ -139,35 +124,25 @@ PLANS: dict[str, TensorParallelPlan] = {
         _BERT,
     ),
     "bloom": TensorParallelPlan(
-        styles={
-            "h.*.self_attention.query_key_value": "colwise",  # head after head, each with its query, key and value
-            "h.*.self_attention.dense": "rowwise",
-            "h.*.mlp.dense_h_to_4h": "colwise",
-            "h.*.mlp.dense_4h_to_h": "rowwise",
-        },
+        # `query_key_value` is head after head, each with its query, key and value.
+        styles=_by_layer(
+            "h.*", "self_attention.query_key_value mlp.dense_h_to_4h", "self_attention.dense mlp.dense_4h_to_h"
+        ),
         divided={"h.*.self_attention": ("num_heads",)},
         by_heads={"h.*.self_attention": {"alibi": 0}},
     ),
     **dict.fromkeys(("t5", "mt5", "umt5"), _T5),
     "opt": TensorParallelPlan(
         styles={
-            "decoder.layers.*.self_attn.q_proj": "colwise",
-            "decoder.layers.*.self_attn.k_proj": "colwise",
-            "decoder.layers.*.self_attn.v_proj": "colwise",
-            "decoder.layers.*.self_attn.out_proj": "rowwise",
-            "decoder.layers.*.fc1": "colwise",
-            "decoder.layers.*.fc2": "rowwise",
+            **_by_layer("decoder.layers.*.self_attn", "q_proj k_proj v_proj", "out_proj"),
+            **_by_layer("decoder.layers.*", "fc1", "fc2"),
         },
         divided={"decoder.layers.*.self_attn": ("num_heads", "embed_dim")},
     ),
     "vit": TensorParallelPlan(
         styles={
-            "layers.*.attention.q_proj": "colwise",
-            "layers.*.attention.k_proj": "colwise",
-            "layers.*.attention.v_proj": "colwise",
-            "layers.*.attention.o_proj": "rowwise",
-            "layers.*.mlp.fc1": "colwise",
-            "layers.*.mlp.fc2": "rowwise",
+            **_by_layer("layers.*.attention", "q_proj k_proj v_proj", "o_proj"),
+            **_by_layer("layers.*.mlp", "fc1", "fc2"),
         },
         divided={"layers.*.attention": ("num_attention_heads",)},
     ),
