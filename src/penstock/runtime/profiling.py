@@ -10,7 +10,7 @@ import copy
 import statistics
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
@@ -120,7 +120,7 @@ class _Recorder(ShapeFunctions):
         self.calls: dict[str, list[tuple[list[Any], pytree.TreeSpec]]] = {}
 
     def __call__(
-        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], known: Collection[int] = ()
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], known: tuple[int, ...] = ()
     ) -> OutputShape:
         leaves, spec = flatten((args, kwargs))
         self.calls.setdefault(name, []).append((leaves, spec))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
@@ -175,7 +175,7 @@ class ShapeFunctions:
         return self._assumed.get(name, 0)
 
     def __call__(
-        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], known: Collection[int] = ()
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], known: tuple[int, ...] = ()
     ) -> OutputShape:
         """The shape of what the unit `name` returns for these arguments.
 
@@ -207,23 +207,22 @@ class ShapeFunctions:
             self._remembered[key] = found
         return found
 
-    def _run(self, name: str, leaves: list[Any], spec: pytree.TreeSpec, known: Collection[int]) -> OutputShape:
-        if known:
-            try:
-                return self._attempt(name, leaves, spec, False, known if name in self._asking else ())
-            except Exception:
-                if name not in self._asking:
-                    with suppress(Exception):
-                        found = self._attempt(name, leaves, spec, False, known)
-                        self._asking.add(name)
-                        return found
+    def _run(self, name: str, leaves: list[Any], spec: pytree.TreeSpec, known: tuple[int, ...]) -> OutputShape:
         self._assumed[name] = 0
-        try:
-            return self._attempt(name, leaves, spec, False)
-        except Exception as error:
-            self.hidden.setdefault(name, error)
-            # Costs are those of the parts that run, and of the parameters of those that cannot.
-            answered = None if self.around is not None else self._answered(name, leaves, spec, str(error))
+        failures: dict[tuple[int, ...], Exception] = {}
+        # First as it went before; without the values there is less that a shape is remembered by.
+        for values in dict.fromkeys([known, ()] if name in self._asking else [(), known]):
+            try:
+                found = self._attempt(name, leaves, spec, False, values)
+            except Exception as error:
+                failures[values] = error
+                continue
+            if values:
+                self._asking.add(name)
+            return found
+        self.hidden.setdefault(name, failures[()])
+        # Costs are those of the parts that run, and of the parameters of those that cannot.
+        answered = None if self.around is not None else self._answered(name, leaves, spec, str(failures[()]))
         return self._assuming(name, leaves, spec) if answered is None else answered
 
     def _answered(self, name: str, leaves: list[Any], spec: pytree.TreeSpec, before: str) -> OutputShape | None:
@@ -283,7 +282,7 @@ class ShapeFunctions:
         leaves: list[Any],
         spec: pytree.TreeSpec,
         assumed: bool,
-        known: Collection[int] = (),
+        known: tuple[int, ...] = (),
         answered: AbstractContextManager[Any] | None = None,
     ) -> OutputShape:
         use = CacheUse()
