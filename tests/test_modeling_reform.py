@@ -204,10 +204,10 @@ def test_under_tensor_parallelism_a_unit_comes_back_as_it_would_have_been_split(
 
 
 def test_what_was_traced_stays_traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    from penstock.modeling.stage import split as split_module
+    from penstock.modeling.graph import forwards as forwards_module
 
     traced = []
-    original = split_module.trace
+    original = forwards_module.trace
     monkeypatch.setattr(
         split_module, "trace", lambda *args, **options: traced.append(args) or original(*args, **options)
     )
