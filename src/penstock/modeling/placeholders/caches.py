@@ -159,9 +159,6 @@ class ShapeCache(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return int(self.real.get_seq_length(layer_idx))
 
-    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        return self.real.has_previous_state(layer_idx, state_idx)
-
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
         return self._state_layer(layer_idx).conv_states[state_idx]
 
