@@ -9,11 +9,9 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from penstock.modeling.graph.dataflow import Altered, Drawn, Sources, Value
-from penstock.modeling.graph.loss import LossRule
 from penstock.modeling.graph.shapes import OutputShape
-from penstock.modeling.graph.trace import Trace
+from penstock.modeling.graph.trace import ForwardFacts, Trace
 from penstock.modeling.randomness import key_of
-from penstock.modeling.stage.named_output import Form
 from penstock.modeling.tensor_spec import TensorSpec
 
 
@@ -37,7 +35,7 @@ class PlannedCall:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(ForwardFacts):
     """What every stage does in one kind of forward. Equal on every rank.
 
     Attributes:
@@ -46,16 +44,10 @@ class Plan:
         calls: all unit calls, in the order in which they happen.
         boundaries: for each boundary the values that cross it, in the order in which they travel; `boundaries[i]` are
             those between stage i and i + 1.
-        written: values that the model's code changes in place, and which therefore must not be shared.
-        written_inputs: arguments that the model's code changes in place: every stage needs its own copy of them.
-        loss: how the loss of a batch follows from its microbatches', None without a loss.
         controlled: whether the code after the last unit of every other stage takes a path that depends on values of
             the last stage, so that the others must leave the forward early.
         defaults: arguments that Penstock adds to the caller's (`use_cache=False`).
-        asks_inputs: whether the code between units asks for values of the inputs alone, to decide what to do.
         last_calls: for each stage the position in `calls` of the last one it runs, -1 if it runs none.
-        fields: the names of the output's fields.
-        form: what the output is, if it is no `ModelOutput`.
         digest: a hash of all of this, which tells this rank's plans apart.
         checksum: of what every rank must have alike: which stage makes which call, and what crosses each boundary.
     """
@@ -64,15 +56,9 @@ class Plan:
     num_stages: int
     calls: tuple[PlannedCall, ...]
     boundaries: tuple[tuple[Value, ...], ...]
-    written: frozenset[Value]
-    written_inputs: tuple[str, ...]
-    loss: LossRule | None
     controlled: bool
     defaults: tuple[tuple[str, Any], ...]
     last_calls: tuple[int, ...]
-    asks_inputs: bool
-    fields: tuple[str, ...] = ()
-    form: Form | None = None
     digest: str = field(compare=False, default="")
     checksum: int = field(compare=False, default=0)
 
@@ -126,15 +112,10 @@ def make_plan(
         num_stages=num_stages,
         calls=calls,
         boundaries=tuple(boundaries),
-        written=trace.written,
-        written_inputs=trace.written_inputs,
-        loss=trace.loss,
         controlled=bool(trace.controls) and num_stages > 1,
         defaults=defaults,
         last_calls=tuple(last_calls),
-        asks_inputs=trace.asks_inputs,
-        fields=trace.fields,
-        form=trace.form,
+        **{fact.name: getattr(trace, fact.name) for fact in fields(ForwardFacts)},
     )
     # A set prints in any order, and whether inputs are asked concerns nobody else.
     left_out = ("written", "asks_inputs", "digest", "checksum")

@@ -68,35 +68,45 @@ class TracedCall:
     like_input: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Trace:
+@dataclass(frozen=True)
+class ForwardFacts:
+    """What is known of a forward wherever its units run.
+
+    Attributes:
+        written: values that the model's code changes in place after a unit returned them, and which therefore must not
+            be shared.
+        written_inputs: arguments that the model's code changes in place: every stage needs its own copy of them.
+        asks_inputs: whether the code between units asks for values of the inputs alone, to decide what to do.
+        loss: how the loss of a batch follows from its microbatches', None without a loss.
+        fields: the names of the output's fields, also of those that are None in this forward.
+        form: what the output is, if it is no `ModelOutput`.
+    """
+
+    written: frozenset[Value]
+    written_inputs: tuple[str, ...]
+    asks_inputs: bool
+    loss: LossRule | None
+    fields: tuple[str, ...]
+    form: Form | None
+
+
+@dataclass(frozen=True)
+class Trace(ForwardFacts):
     """What a forward does with its units.
 
     Attributes:
         calls: in the order in which they happen.
         output_sources: what the model's output was computed from.
         controls: number of calls made before, and sources, of each value that decided what Python did next.
-        written: values that the model's code changes in place after a unit returned them.
-        asks_inputs: see `DataFlow`.
-        written_inputs: arguments that the model's code changes in place.
-        loss: the loss rule, None if the output has no loss.
         shapes: shape and dtype of each value in this forward (for reports; plans do not use them).
         output_shapes: the shapes of the output's tensors in this forward.
-        fields: the names of the output's fields, also of those that are None in this forward.
-        form: what the output is, if it is no `ModelOutput`.
     """
 
     calls: tuple[TracedCall, ...]
     output_sources: Sources
     controls: tuple[tuple[int, Sources], ...]
-    written: frozenset[Value]
-    written_inputs: tuple[str, ...]
-    asks_inputs: bool
-    loss: LossRule | None
     shapes: Mapping[Value, TensorSpec]
     output_shapes: Shapes
-    fields: tuple[str, ...]
-    form: Form | None
 
 
 class Untraceable(Exception):
