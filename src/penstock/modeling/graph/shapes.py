@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -17,8 +15,9 @@ from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache
 from transformers.utils import output_capturing
 
+from penstock.modeling.graph.assumptions import Assumptions
 from penstock.modeling.graph.meta_operations import Answered, KnownValues, RememberedOperations
-from penstock.modeling.placeholders.caches import CacheGrowth, CacheUse, note_use, shape_cache
+from penstock.modeling.placeholders.caches import CacheGrowth, CacheUse, shape_cache
 from penstock.modeling.placeholders.ghosts import meta_placeholder, sync_capture_hooks
 from penstock.modeling.tensor_spec import TensorSpec
 
@@ -241,40 +240,23 @@ class ShapeFunctions:
 
     def _assuming(self, name: str, leaves: list[Any], spec: pytree.TreeSpec) -> OutputShape:
         """The shape of what a unit returns, some of whose modules are taken for ones that keep their input's shape."""
-        placeholder = self._copies[name]
-        assumptions: dict[nn.Module, _Assumption] = {}
-        width = next((leaf.shape[-1] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()), None)
-        try:
-            for _ in range(MAX_RETRIES):
-                try:
-                    return self._attempt(name, leaves, spec, True)
-                except Exception as error:
-                    # A module that was taken for one that returns a tensor may return several.
-                    if isinstance(error, _Unpacked):
-                        error.assumption.length = 1
-                        continue
-                    short = next((each for each in reversed(assumptions.values()) if each.length == 1), None)
-                    if short is not None and (length := _unpacked_into(error)):
-                        short.length = length
-                        continue
-                    # A kernel without a meta version (grouped matmul of mixture-of-experts layers) or data-dependent
-                    # code: take the innermost module that failed for one that keeps its input's shape, or else the one
-                    # around it.
-                    running = _running(placeholder, error.__traceback__)
-                    culprit = next((module for module in running if module not in assumptions), None)
-                    if culprit is None or not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
-                        raise NotImplementedError(
-                            f"the unit {name} cannot be run on meta tensors: {type(error).__name__}: {error}"
-                        ) from error
-                    culprit.forward = assumptions[culprit] = _Assumption(culprit, width)
-            if placeholder not in assumptions:
-                placeholder.forward = assumptions[placeholder] = _Assumption(placeholder, width)
-            return self._attempt(name, leaves, spec, True)
-        finally:
-            # Forgotten at once: what one rank assumed while running must not enter a plan that all ranks make.
-            self._assumed[name] = sum(p.numel() for module in assumptions for p in module.parameters())
-            for module in assumptions:
-                del module.forward
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        width = next((tensor.shape[-1] for tensor in tensors if tensor.dim()), None)
+        # Forgotten at once: what one rank assumed while running must not enter a plan that all ranks make.
+        with Assumptions(self._copies[name], width) as assumptions:
+            try:
+                for _ in range(MAX_RETRIES):
+                    try:
+                        return self._attempt(name, leaves, spec, True)
+                    except Exception as error:
+                        if not tensors or not assumptions.learn_from(error):
+                            raise NotImplementedError(
+                                f"the unit {name} cannot be run on meta tensors: {type(error).__name__}: {error}"
+                            ) from error
+                assumptions.assume(self._copies[name])
+                return self._attempt(name, leaves, spec, True)
+            finally:
+                self._assumed[name] = assumptions.num_parameters
 
     def _attempt(
         self,
@@ -393,80 +375,6 @@ def _to_meta(leaf: Any) -> Any:
 def _is_mapping(leaf: Any) -> bool:
     """Whether an argument may be given entries. An ordinary dictionary is no leaf."""
     return isinstance(leaf, MutableMapping)
-
-
-class _Unpacked(TypeError):
-    """A module that returns several tensors was taken for one that returns a tensor."""
-
-    def __init__(self, assumption: _Assumption) -> None:
-        super().__init__("a module that returns several tensors was taken for one that keeps its input's shape")
-        self.assumption = assumption
-
-
-class _Assumed(torch.Tensor):
-    """The output of a module that was taken for shape-preserving: one tensor, not to be unpacked like a tuple."""
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch itself does
-    assumption: _Assumption
-
-    def __iter__(self) -> Iterator[Any]:
-        raise _Unpacked(self.assumption)
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, (int, slice)):  # of a tensor that would be a sample
-            raise _Unpacked(self.assumption)
-        return super().__getitem__(index)
-
-
-class _Assumption:
-    """The forward of a module that is taken for one that keeps its input's shape.
-
-    If it is given a cache, it is taken to lengthen the layer that its `layer_idx` names.
-
-    Args:
-        module: the module.
-        width: of what flows through the unit. Of several arguments that one is kept which is as wide.
-
-    Attributes:
-        length: how many values it returns, all but the first None; 0 for a tensor alone.
-    """
-
-    def __init__(self, module: nn.Module, width: int | None) -> None:
-        self.width = width
-        self.length = 0
-        # The forward stands in the module's own attributes; a reference back would be a circle.
-        indices: list[Any] = [getattr(each, "layer_idx", None) for each in module.modules()]
-        self._layers = {index for index in indices if isinstance(index, int)}
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        for cache in flatten((args, kwargs))[0]:
-            if isinstance(cache, Cache):
-                note_use(cache, self._layers)
-        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        wide = (t for t in tensors if t.dim() and t.shape[-1] == self.width and t.is_floating_point())
-        made = torch.empty_like(next(wide, tensors[0]), device="meta").as_subclass(_Assumed)
-        made.assumption = self
-        return made if not self.length else (made.as_subclass(torch.Tensor), *[None] * (self.length - 1))
-
-
-def _unpacked_into(error: Exception) -> int:
-    """How many values were expected where a module was taken for one that returns one; 0 if that is not the error."""
-    if isinstance(error, IndexError):
-        return 2 if "tuple index out of range" in str(error) else 0
-    expected = re.search(r"not enough values to unpack \(expected (?:at least )?(\d+)", str(error))
-    return int(expected[1]) if expected and isinstance(error, ValueError) else 0
-
-
-def _running(root: nn.Module, traceback: TracebackType | None) -> list[nn.Module]:
-    """The modules at or below `root` with a method on the stack of an exception, the innermost first."""
-    members = set(map(id, root.modules()))
-    found: list[nn.Module] = [root]
-    while traceback is not None:
-        owner = traceback.tb_frame.f_locals.get("self")
-        if isinstance(owner, nn.Module) and id(owner) in members:
-            found.append(owner)
-        traceback = traceback.tb_next
-    return found[::-1]
 
 
 # Lists by key ("hidden_states", "router_logits", ...). Names with an underscore hold the collector's own settings.

@@ -1,7 +1,4 @@
-"""SplitModel: the stages of a model that one rank holds.
-
-One class, built and run; that makes the file long.
-"""
+"""SplitModel: the stages of a model that one rank holds."""
 
 from __future__ import annotations
 
