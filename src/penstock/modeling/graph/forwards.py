@@ -46,17 +46,16 @@ class TracedForward:
         return [call.unit for call in self.trace.calls]
 
 
-# Methods of models that encode images and videos.
-MEDIA_ENCODERS = ("get_image_features", "get_video_features")
-
-
 def entries_of_generation(model: Any) -> list[tuple[nn.Module, str]]:
     """The modules and their methods that generate() calls besides the model's forward, and that run units."""
     entries = []
     if getattr(model.config, "is_encoder_decoder", False):
         entries.append((model.get_encoder(), "forward"))
-    # What it calls for images before the first forward: it goes round the forward of the model.
-    return entries + [(model.base_model, name) for name in MEDIA_ENCODERS if hasattr(model.base_model, name)]
+    # What it calls for images and videos before the first forward: it goes round the forward of the model.
+    for name in ("get_image_features", "get_video_features"):
+        if hasattr(model.base_model, name):
+            entries.append((model.base_model, name))
+    return entries
 
 
 def named_arguments(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
