@@ -175,28 +175,29 @@ def changes(before: Iterable[Record], after: Iterable[Record]) -> list[str]:
 
 INTRODUCTION = """# Models
 
-Does it work with your model? This page lists the classes of transformers' tasks that were tried, by
-`benchmarks/coverage.py`, which writes it: transformers {transformers}, torch {torch}, {date}. For a model of your own,
-or of another version, ask `penstock check` (see [the tutorial](tutorial.md)).
+Does it work with your model? Search this page for its class. It lists the classes of transformers' tasks that were
+tried with transformers {transformers} and torch {torch} on {date}. `benchmarks/coverage.py` makes the page. For a model
+of your own, or for another version, run `penstock check` (see [limits](limits.md)).
 
-Each class was built tiny, without dropout, in double precision where its code allows it (otherwise in single), and
+Each class was built tiny and without dropout, in double precision if its code allows it (otherwise in single). It was
 trained for a step on two stages: nine samples with uneven padding, in four microbatches. The loss, every gradient, all
-fields of an evaluation's output, and for models that generate four greedy tokens were compared with the same model
-unsplit. **Exact** means equal within 1e-8 of the largest entry (2e-4 in single precision).
+fields of an evaluation's output, and four greedy tokens of models that generate were compared with the same model
+unsplit.
 
-- *Exact against accumulation*: exact against the unsplit model that accumulates over the same microbatches, and a
-  warning says why the whole batch at once would differ; see [exactness](exactness.md).
-- *Refused*: an error says why, on every rank, before anything is sent. *Refused in part*: training is exact, but
-  evaluation or generation is refused.
-- *Other*: what came out is said as it is. Do not rely on these.
+- *Exact*: equal within 1e-8 of the largest entry (2e-4 in single precision).
+- *Exact against accumulation*: exact against the unsplit model that accumulates over the same microbatches. A warning
+  says why the whole batch at once would differ; see [exactness](exactness.md#losses-that-are-no-mean).
+- *Refused*: an error says why, on every rank, before anything is sent.
+- *Refused in part*: training is exact, but evaluation or generation is refused.
+- *Other*: anything else; the table of the task says what came out. Do not rely on these classes.
 - *Not tried*: no tiny configuration and batch were found with which the class runs by itself. This says nothing about
-  the class. Why not is said with each.
+  the class. The reason is given for each.
 
 {passes}
 
-The columns *generate* and *tensor-parallel* say how many classes are exact of those that were tried: with `generate`,
-and with `tensor_parallel_size` 2, where a class in *italics* is exact. Most others have no tensor-parallel plan, or
-were not tried.
+The columns *generate* and *tensor-parallel* say how many of the tried classes are exact with `generate`, and with
+`tensor_parallel_size` 2. Classes that are exact with tensor parallelism are in *italics*. Most others have no
+tensor-parallel plan, or were not tried with it.
 """
 COLUMNS = ("exact", "exact against accumulation", "refused in part", "refused", "other", "not tried")
 
@@ -225,8 +226,8 @@ def said_of_sample(found: Path, now: Iterable[Record]) -> str:
     if not again:
         return ""
     bad = [f"{r['class']}{', repaired since' if key_of(r) in good else ''}" for r in again if not is_good(r)]
-    but = f", not {' and '.join(bad)}" if bad else ""
-    return f"Of {len(again)} drawn at random and run again, {len(again) - len(bad)} were good again{but}. "
+    but = f", all but {' and '.join(bad)}" if bad else ""
+    return f"Of {len(again)} good ones, drawn at random and run again, {len(again) - len(bad)} were good again{but}. "
 
 
 def write(results: Path, with_tensor_parallelism: Path, page: Path, again: Path = SAMPLE) -> None:
@@ -243,8 +244,8 @@ def write(results: Path, with_tensor_parallelism: Path, page: Path, again: Path 
             torch=version("torch").partition("+")[0],
             date=datetime.date.today().isoformat(),
             passes=textwrap.fill(
-                "The sweep was made in passes: what was good in the first was not run again after every later change. "
-                f"{said_of_sample(again, records)}A part of the sweep runs in the test suite.",
+                "The classes were not all run again after every later change. "
+                f"{said_of_sample(again, records)}The test suite runs some of them.",
                 120,
             ),
         ),

@@ -341,7 +341,7 @@ batch = next(iter(loader))
     ),
     Run(
         "docs/schedules.md",
-        ("Which to choose",),
+        ("Schedules",),
         2,
         before=IMPORTS + "model = whole()",
         after="""

@@ -1,4 +1,4 @@
-"""Booster: the heterogeneous face as users of ColossalAI know it, on top of the plugin."""
+"""Booster: the training loop of ColossalAI on top of `HeterogeneousParallelPlugin`."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class Booster:
 
     def _run(self) -> ElasticRun:
         if self.plugin.run is None:
-            raise RuntimeError("this is of runs with HeterogeneousParallelPlugin(elastic=...), after boost")
+            raise RuntimeError("this needs a run with HeterogeneousParallelPlugin(elastic=...), after boost")
         return self.plugin.run
 
     # -- steps -----------------------------------------------------------------------------------------------------
@@ -211,7 +211,7 @@ class Booster:
         }
 
     def backward(self, loss: torch.Tensor, optimizer: PipelineOptimizer | None = None) -> None:
-        """The backward of a loss that `for output in model(**batch)` yielded. fp16's scale is taken care of."""
+        """The backward of a loss that `for output in model(**batch)` yielded. It applies the scale of fp16."""
         loss.backward()
 
     def clip_grad_norm(
@@ -243,10 +243,10 @@ class Booster:
         `model.save_parallelized(folder)` writes a file for each stage instead, all at once; `load_model` reads both.
 
         Args:
-            shard: cut the weights into files of at most `size_per_shard` megabytes, with an index file. No rank then
+            shard: split the weights into files of at most `size_per_shard` megabytes, with an index file. No rank then
                 gathers more than that.
             use_safetensors: write `.safetensors` instead of `.bin`.
-            gather_dtensor, prefix: of ColossalAI; only the defaults are possible.
+            gather_dtensor, prefix: arguments of ColossalAI; only the defaults are possible.
 
         Raises:
             ValueError: `prefix` is given. CheckpointError: some rank could not write; names the rank and the path.
@@ -265,7 +265,7 @@ class Booster:
     def load_model(self, model: Any, checkpoint: PathLike, strict: bool = True) -> Any:
         """Load the weights of a folder from `save_model`, `save_parallelized` or transformers' `save_pretrained`.
 
-        Every rank reads its own part only. The pipelines may be others than when it was saved. A merged folder of a
+        Every rank reads its own part only. The pipelines may differ from those that saved it. A merged folder of a
         module that is no model of transformers is loaded before `boost`, with `load_state_dict`.
 
         Args:
@@ -310,7 +310,7 @@ class Booster:
         pipeline.board.resume["optimizer"] = f"booster.load_optimizer(optimizer, {os.fspath(checkpoint)!r})"
 
     def load_optimizer(self, optimizer: PipelineOptimizer, checkpoint: PathLike) -> None:
-        """Load what `save_optimizer` wrote; the pipelines may be others.
+        """Load what `save_optimizer` wrote, with any pipelines.
 
         Raises:
             CheckpointError: the folder holds no optimizer state of this model.
@@ -330,7 +330,7 @@ class Booster:
             pipeline.loss_scale = optimizer.loss_scale.scale
 
     def save_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: PathLike) -> None:
-        """Save the scheduler's state to a file, from one rank, as it is the same on all."""
+        """Save the scheduler's state to a file. One rank writes it, because it is the same on all."""
         save_object(lr_scheduler.state_dict(), checkpoint, world_comm=self._world())
 
     def load_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: PathLike) -> None:

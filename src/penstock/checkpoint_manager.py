@@ -1,4 +1,4 @@
-"""Checkpoints for a training loop: every so many steps, when the job is told to end, and where to go on after it."""
+"""Checkpoints for a training loop: every so many steps, and when the job is told to end; and resuming from them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ EXIT_CODE = 75
 
 
 class CheckpointManager:
-    """Saves a run every so many steps, and takes it up again. Every rank makes one, and makes the same calls.
+    """Save a run every so many steps, and resume it. Every rank makes a manager and calls the same methods.
 
     ```python
     manager = penstock.CheckpointManager("run", model=model, optimizer=optimizer, dataloader=loader, every=100)
@@ -46,11 +46,12 @@ class CheckpointManager:
         folder: see `save_checkpoint`.
         model, optimizer, lr_scheduler, dataloader, scaler, objects: what is saved and loaded, see `save_checkpoint`.
         every: steps between two checkpoints; None saves only when `on_signal` asks for it.
-        keep_last: how many checkpoints stay; None for all of them.
-        asynchronous: write files while training goes on.
-        (with `elastic=`: where the run goes back to if some values are lost; `asynchronous` is not possible then.)
+        keep_last: how many checkpoints to keep; None for all of them.
+        asynchronous: write files while training goes on; not possible with `elastic=`.
         on_signal: after a SIGTERM or SIGUSR1 to any rank, the next `save` saves on all ranks and ends the program with
-            status `EXIT_CODE`, 75. To be made in the main thread.
+            status `EXIT_CODE`, 75. Make the manager in the main thread then.
+
+    With `elastic=` the run goes back to the newest checkpoint if every copy of some values is lost.
 
     Attributes:
         last: what `resume` has loaded; None if there was nothing.
@@ -100,7 +101,7 @@ class CheckpointManager:
             self._listen()
 
     def resume(self) -> int:
-        """Load the newest whole checkpoint. Returns its step; 0 if there is none, where a new run begins.
+        """Load the newest whole checkpoint. Returns its step, or 0 if there is none and a new run begins.
 
         Raises:
             CheckpointError: there are checkpoints, but none of them can be loaded.
@@ -113,7 +114,7 @@ class CheckpointManager:
         return self.last.step
 
     def _resume_elastic(self, run: Any) -> int:
-        """As `resume`. A process that joins a run has its state from the others, and takes no part in any loading."""
+        """As `resume`. A process that joins a run gets its state from the others, and does not load anything."""
         errors: list[CheckpointError] = []
 
         def load() -> int | None:
@@ -193,7 +194,7 @@ class CheckpointManager:
         finish_saving(self._model)
 
     def close(self) -> None:
-        """Give the signals their handlers back."""
+        """Restore the signals' handlers."""
         for number, handler in self._handlers.items():
             if signal.getsignal(number) == self._note:
                 signal.signal(number, handler)
@@ -220,7 +221,7 @@ class CheckpointManager:
         self._signalled = self._signalled or number
 
     def _anyone_signalled(self, step: int) -> tuple[int, int] | None:
-        """The first rank that was signalled, and the signal's number. All ranks answer alike."""
+        """The first rank that was signalled, and the signal's number; the same on all ranks."""
         said = self._participants.compare(step, self._signalled)
         if len(steps := {theirs for theirs, _ in said.values()}) > 1:
             raise ValueError(f"the ranks are at different steps: {sorted(steps)}; every rank must save the same one")

@@ -19,7 +19,7 @@ SECTION = "model_parallelism"
 
 
 class ConfigurationError(ValueError):
-    """A configuration that cannot be used. The message names the key, the value seen and the values possible."""
+    """A configuration that cannot be used. The message names the key, its value and the possible values."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +130,7 @@ class Configuration:
         """The configuration in a dict, in a JSON file (whole-line `//` comments are allowed), or already read.
 
         Raises:
-            ConfigurationError: there is no such file, it is no JSON, a key is unknown, missing or given twice, or
+            ConfigurationError: there is no such file, it is not JSON, a key is unknown, missing or given twice, or
                 a value is impossible. The message begins with the file's name if there is one.
             TypeError: `config` is none of these.
         """

@@ -1,4 +1,4 @@
-"""The first face: `initialize(model, config)` spreads a model over the stages of equal pipelines."""
+"""`initialize(model, config)` spreads a model over the stages of equal pipelines."""
 
 from __future__ import annotations
 
@@ -51,18 +51,18 @@ def initialize(
 ) -> Model:
     """Spread `model` over the stages of a pipeline, and over replicas where there are more ranks than stages.
 
-    The model is shrunk in place: it stays the same object of the same class, keeps the parameters of this rank's stage
-    under their own names, and gives up the storage of all others, also where an optimizer holds them. Every rank
+    The model is shrunk in place. It stays the same object of the same class and keeps the parameters of this rank's
+    stage under their own names. It gives up the storage of all others, also if an optimizer holds them. Every rank
     calls this with an equal model. torch.distributed is initialised from the environment unless it is already.
 
     Args:
         model: a whole model of transformers, a PeftModel of one, or any other `nn.Module`, on any device; it is moved
             to this rank's.
         config: see `penstock.config.Configuration`, or the path of a JSON file.
-        criterion: `criterion(outputs, inputs)` gives the mean loss of a microbatch, from the model's outputs and the
-            keyword arguments it was called with, some of which may be for the criterion alone. With an attribute
-            `reduction` that is "sum" it gives a sum. By default the loss is the model's own.
-        stages, split_points: which units each stage has, see `Configuration`; the same as in the configuration.
+        criterion: `criterion(outputs, inputs)` returns the mean loss of a microbatch, from the model's outputs and the
+            keyword arguments of the call, some of which may be for the criterion only. If it has an attribute
+            `reduction` that is "sum", it returns a sum. By default the loss is the model's own.
+        stages, split_points: which units each stage has; the same as in the configuration, see `Configuration`.
         example_inputs: arguments of a forward, by name or by position, for a model whose inputs cannot be guessed.
             Their values do not matter.
 
@@ -158,7 +158,7 @@ def from_config(
         model_config: the model's configuration.
         config: see `initialize`.
         model_class: a model class or an auto class; by default the first of `model_config.architectures`.
-        seed: all ranks must use the same; None continues torch's generator, which must then stand alike on all ranks.
+        seed: all ranks must use the same; None continues torch's generator, whose state must be the same on all ranks.
         criterion, stages, split_points, example_inputs: see `initialize`.
         kwargs: as for an auto class's `from_config` (`dtype`, `attn_implementation`).
 
@@ -184,7 +184,7 @@ def from_config(
 def read_configuration(
     config: ConfigLike, stages: Sequence[Sequence[str]] | None = None, split_points: Sequence[str] | None = None
 ) -> Configuration:
-    """The configuration, with stages that were given beside it.
+    """The configuration, with the stages that were given as arguments.
 
     Raises:
         ConfigurationError: it is wrong, or has other stages.
@@ -259,7 +259,7 @@ def _microbatches_in_words(configuration: Configuration, written: Schedule | Non
 
 
 def _with_size(model: nn.Module, configuration: Configuration, board: FailureBoard) -> Configuration:
-    """The configuration with the planner's number of stages where "auto" asks for it; alike on all ranks."""
+    """The configuration with the planner's number of stages in place of "auto"; the same on all ranks."""
     if configuration.pipeline_parallel_size != "auto":
         return configuration
     if written_schedule(configuration.schedule) is not None:
@@ -288,7 +288,7 @@ def _local(layout: Layout) -> tuple[Sequence[Sequence[str]], tuple[int, ...]]:
 def _on_every_rank(
     board: FailureBoard, make: Callable[[], T], share: Callable[[T], Any] = lambda made: None
 ) -> tuple[T, list[Any]]:
-    """What `make` makes here, and what `share` says of it on every rank. All ranks call this together.
+    """What `make` returns here, and what `share` makes of it on every rank. All ranks call this together.
 
     Raises:
         what `make` raises here; RuntimeError if it failed on another rank only.

@@ -17,7 +17,7 @@ from penstock.runtime.gradients.precision import LossScale
 
 
 class PipelineOptimizer(Optimizer):
-    """Wraps the optimizer of a parallelised model; all that is not said here is the wrapped one's.
+    """Wraps the optimizer of a parallelised model; every other attribute is the wrapped optimizer's.
 
     Attributes:
         optim: the wrapped optimizer.
@@ -25,7 +25,7 @@ class PipelineOptimizer(Optimizer):
         max_norm: `step` clips the norm of the whole model's gradients to this; 0 does not clip.
         loss_scale: what float16 training multiplies losses with; None in other precisions.
         num_skipped_steps: how many steps were skipped because gradients overflowed.
-        run: with `elastic=`, what makes each step on all ranks or on none, however many are lost.
+        run: with `elastic=`, the run; it makes each step on all ranks or on none, however many are lost.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class PipelineOptimizer(Optimizer):
         return self._prepare()()
 
     def _prepare(self) -> Callable[[], Any]:
-        """What needs other ranks before an update; the update itself needs none."""
+        """The part of a step that needs other ranks; the update itself needs none."""
         self._grad_norm = None
         if self.loss_scale is not None or self.max_norm > 0:
             self._grad_norm = self.pipeline.grad_norm()
@@ -138,7 +138,7 @@ class PipelineOptimizer(Optimizer):
         return self.optim.step()
 
     def _overflowed(self, loss_scale: LossScale) -> bool:
-        """All ranks have the same norm to the last bit, so they answer alike."""
+        """All ranks have the same norm to the last bit, so the answer is the same."""
         overflow = self._grad_norm is not None and not math.isfinite(float(self._grad_norm))
         loss_scale.update(overflow)
         self.pipeline.loss_scale = loss_scale.scale

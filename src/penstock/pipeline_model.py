@@ -1,4 +1,4 @@
-"""What a parallelised model can do besides being its own class: the methods both faces add to it."""
+"""The methods that `initialize` and the plugin add to a model when they parallelise it."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ class PipelineModel:
     `num_parameters(whole=True)` are of the whole model.
 
     Optimizers take no empty list of parameters. On a rank that has nothing to train while others have, `parameters()`
-    and `named_parameters()` therefore end with a parameter that stands in: one number that nothing reads or saves.
+    and `named_parameters()` therefore end with a dummy parameter: one number that nothing reads or saves.
     """
 
     @property
     def pipeline(self) -> Engine:
-        """What runs the model. That of a copy is formed when it is first asked for, by all ranks together."""
+        """The engine that runs the model. A copy's engine is formed by all ranks together when it is first used."""
         record = record_of(cast(torch.nn.Module, self))
         if record.engine is None:
             record.engine = record.copied_from.for_copy(self)
@@ -67,7 +67,7 @@ class PipelineModel:
 
     @property
     def _known_engine(self) -> Engine:
-        """What runs the model, or the one it is a copy of: the same layout."""
+        """The engine of the model, or of the model it is a copy of: the same layout."""
         record = record_of(cast(torch.nn.Module, self))
         engine: Engine = record.engine or record.copied_from
         return engine
@@ -81,7 +81,7 @@ class PipelineModel:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Train or evaluate on this pipeline's batch, given as the model's own keyword arguments.
 
-        `criterion=` takes a `criterion(outputs, inputs)` for this call, in place of that of `initialize()`; None is the
+        `criterion=` takes a `criterion(outputs, inputs)` for this call, instead of that of `initialize()`; None is the
         model's own loss. See `initialize`.
 
         With gradients enabled: an iterator that yields one output per microbatch. Call `backward()` on each one's
@@ -113,7 +113,7 @@ class PipelineModel:
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """As of any module, of this rank's stages; see the class for what may stand at the end."""
+        """The parameters of this rank's stages; the class says what may follow them."""
         trainable = False
         own = super().named_parameters(prefix, recurse, remove_duplicate)  # type: ignore[misc]  # the model's
         for name, parameter in own:
@@ -296,7 +296,7 @@ class PipelineModel:
                 module.compile(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PipelineModel:
-        """A copy of this rank's stages, which can be called and saved as the model can, such as for a moving average.
+        """A copy of this rank's stages that can be called and saved like the model, for example for a moving average.
 
         No communication: it forms its own process groups when it is first used, on all ranks together.
         """
@@ -315,7 +315,7 @@ class PipelineModel:
         return cast(PipelineModel, made)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refused: what runs the model cannot be put into a file."""
+        """Refused: the engine that runs the model cannot be written to a file."""
         raise TypeError(
             f"a parallelised {type(self).__name__} cannot be pickled, as process groups belong to it: save it with "
             "save_pretrained() or save_parallelized(), or its state_dict()"
@@ -394,7 +394,7 @@ class PipelinePreTrainedModel(PipelineModel):
 
 @torch.compiler.disable(reason="a parallelised model communicates: call model.compile(), which compiles its blocks")
 def refuse_compilation(name: str) -> None:
-    """Raise for `torch.compile(model)`, whose graph would have the communication in it."""
+    """Raise for `torch.compile(model)`: its graph would contain the communication."""
     raise RuntimeError(
         f"torch.compile() of a parallelised {name}: it communicates between its blocks, so it is not one graph. Call "
         "model.compile(), which takes the same arguments and compiles the blocks of this rank's stages"
@@ -405,7 +405,7 @@ STAND_IN = "nothing_to_train_on_this_rank"
 
 
 def stand_in_of(model: Any) -> torch.nn.Parameter | None:
-    """What stands in for parameters on a rank that has none to train; None if no rank has any."""
+    """The dummy parameter of a rank that has none to train; None if no rank has any."""
     record = known_of(model)
     if record.engine is None or not any(one.requires_grad for _, one in absent_parameters(model)):
         return None

@@ -1,4 +1,4 @@
-"""The heterogeneous face: pipelines of different depth train one model together.
+"""`HeterogeneousParallelPlugin`: pipelines of different depth train one model together.
 
 It is one class, whose methods are what a script calls, in that order; that makes the file long.
 """
@@ -62,9 +62,9 @@ Configured = tuple[Any, Any, Any, Any, Any]
 
 
 class HeterogeneousParallelPlugin:
-    """Places pipelines, which need not be alike, on all ranks of the world, and parallelises a model over them.
+    """Place pipelines of any depth on all ranks of the world, and parallelise a model over them.
 
-    Call `set_pipelines`, then `configure` (or `Booster(plugin=plugin).boost`), on every rank alike.
+    Call `set_pipelines`, then `configure` (or `Booster(plugin=plugin).boost`), with the same arguments on every rank.
 
     Args:
         tp_size: ranks that share a stage, each with a slice of its weights; see docs/tensor_parallel.md.
@@ -74,13 +74,13 @@ class HeterogeneousParallelPlugin:
             overflow on any rank is skipped on all of them.
         max_norm: the optimizer's step clips the norm of the whole model's gradients to this; 0 does not clip.
         schedule: of every pipeline, or a dict with one for each template: any of `penstock.schedule.schedule_names()`,
-            or one written out, as rows or in a .csv file. `zb-v`, `v-half` and `interleaved-1f1b` put two stages on
+            or one of your own, as rows or in a .csv file. `zb-v`, `v-half` and `interleaved-1f1b` put two stages on
             each rank, so that a template of four stages takes two ranks; one of a single stage takes one under any.
         initial_scale, min_scale, max_scale, growth_factor, backoff_factor, growth_interval, hysteresis: of fp16's loss
             scale, see `penstock.runtime.gradients.precision.LossScale`.
         patience: seconds that a rank waits for others before it logs what it waits for and where the others are.
         timeout: seconds that a transfer between ranks may take; None for that of torch's default process group.
-        elastic: lets training survive the loss of processes and take in new ones; see docs/elastic.md. There is no
+        elastic: training survives the loss of processes and takes in new ones; see docs/elastic.md. Do not call
             `set_pipelines` then: the pipelines are chosen for the processes that are there.
         global_batch_size: with `elastic`, the samples in a step, over all pipelines: a multiple of `microbatch_size`.
 
@@ -191,7 +191,7 @@ class HeterogeneousParallelPlugin:
             num_microbatches: microbatches of each pipeline in a step, as a dict from templates, or as a list with one
                 number for each pipeline, in which pipelines of one template may differ. With "auto" one number for all
                 pipelines together.
-            model: with "auto", the whole model, maybe on the meta device.
+            model: with "auto", the whole model; it may be on the meta device.
             memory: with "auto", bytes that the run may use of each device; by default nine tenths of a GPU's, and no
                 limit on CPUs.
             profile: with "auto", the file that `penstock profile` wrote; by default costs are estimated.
@@ -357,13 +357,13 @@ class HeterogeneousParallelPlugin:
         dataloader: HeterogeneousDataLoader | None = None,
         lr_scheduler: LRScheduler | None = None,
     ) -> Configured:
-        """Parallelise a model in place, and make what goes with it fit. Every rank calls this with an equal model.
+        """Parallelise a model in place, and wrap its optimizer. Every rank calls this with an equal model.
 
         Args:
             model: a model of transformers, or any other `nn.Module`. Where its inputs cannot be guessed, its attribute
                 `dummy_inputs` has some, by name.
-            criterion: gives the loss in place of the model's own, see `Booster.execute_pipeline`; that of
-                `model(**batch)` and of `execute_pipeline` unless the call has another.
+            criterion: returns the loss instead of the model's own, see `Booster.execute_pipeline`. It is used by
+                `model(**batch)` and `execute_pipeline`, unless the call has another one.
 
         Returns:
             The same model, now also a `penstock.PipelineModel`; the optimizer, wrapped; the others as they were.
@@ -427,7 +427,9 @@ class HeterogeneousParallelPlugin:
         if isinstance(model, PipelineModel) or self.run is not None:
             raise ValueError("with elastic= a plugin configures one whole model, once")
         if optimizer is None:
-            raise ValueError("with elastic= configure() needs the optimizer: its steps are what is survived")
+            raise ValueError(
+                "with elastic= configure() needs the optimizer: the run goes on from its steps after a loss"
+            )
         if dataloader is not None and dataloader not in self._loaders:
             raise TypeError("the dataloader was not made by this plugin: make it with plugin.prepare_dataloader(...)")
         num_microbatches = self.global_batch_size // self.microbatch_size
@@ -468,7 +470,7 @@ class HeterogeneousParallelPlugin:
         return self.layout, self._makers[pipeline]
 
     def _facts(self) -> dict[str, Any]:
-        """What all ranks must have been given alike."""
+        """What must be the same on all ranks."""
         names: tuple[str, ...] = ("tp_size", "microbatch_size", "precision", "max_norm")
         if self.elastic is not None:
             facts = {f"the plugin's {name}": getattr(self, name) for name in (*names, "schedule")}

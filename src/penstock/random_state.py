@@ -45,7 +45,7 @@ def states_of(generators: Sequence[torch.Generator]) -> torch.Tensor:
 
 
 def set_states(generators: Sequence[torch.Generator], states: torch.Tensor) -> None:
-    """Go on from what `states_of` returned for the same kinds of generators."""
+    """Restore what `states_of` returned for the same kinds of generators."""
     lengths = [generator.get_state().numel() for generator in generators]
     for generator, state in zip(generators, states.split(lengths), strict=True):
         generator.set_state(state.clone())
@@ -53,7 +53,7 @@ def set_states(generators: Sequence[torch.Generator], states: torch.Tensor) -> N
 
 @contextmanager
 def restored(generators: Sequence[torch.Generator]) -> Iterator[None]:
-    """Leaves these generators as they were found."""
+    """Restore these generators at the end."""
     states = [generator.get_state() for generator in generators]
     try:
         yield
@@ -64,7 +64,7 @@ def restored(generators: Sequence[torch.Generator]) -> Iterator[None]:
 
 @contextmanager
 def all_restored(generators: Sequence[torch.Generator]) -> Iterator[None]:
-    """Leaves Python's and numpy's generators, and these of torch, as they were found."""
+    """Restore Python's and numpy's generators, and these of torch, at the end."""
     python, numpy = random.getstate(), np.random.get_state()
     with restored(generators):
         try:
@@ -107,7 +107,7 @@ def capture_random_state() -> dict[str, Any]:
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
-    """Go on from what `capture_random_state` returned."""
+    """Restore what `capture_random_state` returned."""
     random.setstate(state["python"])
     np.random.set_state(_numpy_state(state["numpy"]))
     torch.set_rng_state(state["torch"])

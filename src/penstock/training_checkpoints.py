@@ -1,4 +1,4 @@
-"""The whole state of a training run, saved by all ranks together and taken up again on any layout."""
+"""The whole state of a training run, saved by all ranks together and resumed on any layout."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ LATEST = "latest"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What `load_checkpoint` has loaded.
+    """What `load_checkpoint` loaded.
 
     Attributes:
         path: the folder of the checkpoint itself.
@@ -82,7 +82,7 @@ def save_checkpoint(
     asynchronous: bool = False,
     **objects: Any,
 ) -> str:
-    """Save everything that a run needs to go on, to `step-<step>` in `folder`. Every rank calls it.
+    """Save everything that a run needs to go on, in the folder `step-<step>` of `folder`. Every rank calls it.
 
     Weights and optimizer are saved by the unsplit model's names, each once, so that any layout can load them; random
     generators and the run's dropout as well. If anything fails, or the job is killed, earlier checkpoints are as they
@@ -92,10 +92,10 @@ def save_checkpoint(
         folder: on a file system that all ranks share; it may hold checkpoints of other steps.
         model: from `initialize`, `from_pretrained`, `from_config` or `Booster.boost`; or, in one process, a plain one.
         optimizer: as in the loop.
-        lr_scheduler, dataloader, scaler: whatever has `state_dict` and `load_state_dict`; alike on all ranks.
-        step: steps done; by default how many training steps this model has begun.
-        extra: numbers, text, tensors and containers of them, to be had back from `load_checkpoint`.
-        keep_last: remove the checkpoints of earlier steps, but for so many, once this one is whole.
+        lr_scheduler, dataloader, scaler: objects with `state_dict` and `load_state_dict`; the same on all ranks.
+        step: number of steps done; by default how many training steps this model has begun.
+        extra: numbers, text, tensors and containers of them, which `load_checkpoint` returns.
+        keep_last: once this checkpoint is whole, remove older ones, so that this many are left.
         asynchronous: return once everything is copied to host memory, and write the files while training goes on. What
             goes wrong with that is raised by the next save or load, by `finish_saving`, or at the program's end.
         objects: anything else of yours with `state_dict` and `load_state_dict`, alike on all ranks.
@@ -168,7 +168,7 @@ def load_checkpoint(
     scaler: Any = None,
     **objects: Any,
 ) -> Checkpoint:
-    """Take up what `save_checkpoint` saved: bit for bit on the same layout, within rounding on another.
+    """Load what `save_checkpoint` saved: bit for bit on the same layout, within rounding on another.
 
     Pipelines, stages and tensor-parallel ranks may be other ones than in the run that saved, also a single process.
     Every rank calls it, and reads only what it needs. Nothing in a file is run. Values go into the objects that are
@@ -216,7 +216,7 @@ def finish_saving(model: PreTrainedModel) -> None:
 def has_checkpoint(folder: PathLike, model: PreTrainedModel) -> bool:
     """Whether `folder` holds anything that `load_checkpoint` would try to load, as the first rank sees it.
 
-    Checkpoints whose save did not come to its end do not count. Every rank calls it.
+    Checkpoints whose save did not finish do not count. Every rank calls it.
     """
     run = Participants(base_of(model))
     with run.loading():
@@ -308,7 +308,7 @@ class Participants:
 
     @property
     def elastic(self) -> Any:
-        """The elastic run that they are part of, None if there is none."""
+        """The elastic run that they are part of, or None."""
         return None if self.engine is None else self.engine.run
 
     @property
@@ -338,7 +338,7 @@ class Participants:
             self.engine.seed, self.engine.step_number = run["seed"], run["steps_begun"]
 
     def lost(self) -> str | None:
-        """Why a rank will not come to its end, if so."""
+        """Why a rank will not finish its save, or None."""
         board = None if self.engine is None else self.engine.board
         return None if board is None or board.failed is None else str(board.failed)
 
@@ -370,7 +370,7 @@ class _EngineKeeper:
 
 
 class _Saver:
-    """What a model's asynchronous saves keep: the host memory, and the one that is under way."""
+    """State of a model's asynchronous saves: the host memory, and the save under way."""
 
     def __init__(self) -> None:
         self.memory = HostMemory()
@@ -392,7 +392,7 @@ def _saver_of(model: PreTrainedModel) -> _Saver:
 
 
 def unwrapped(optimizer: Any) -> Optimizer | None:
-    """The optimizer inside of this library's or accelerate's wrapper. Raises TypeError if there is none."""
+    """The optimizer inside this library's or accelerate's wrapper. Raises TypeError if there is none."""
     inner = optimizer.unwrap() if isinstance(optimizer, PipelineOptimizer) else optimizer
     inner = getattr(inner, "optimizer", inner)
     if inner is not None and not isinstance(inner, Optimizer):

@@ -1,4 +1,4 @@
-"""What both faces accept as a model to be parallelised."""
+"""What `initialize` and the plugin accept as a model to be parallelised."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ WRAPPERS = {
 }
 
 
-def check_whole_model(model: Any, face: str, used_names: Collection[str]) -> None:
+def check_whole_model(model: Any, caller: str, used_names: Collection[str]) -> None:
     """Refuse what cannot be parallelised whatever its layers are. No communication.
 
     Args:
-        face: the function that was called, for the message.
+        caller: the function that was called, for the message.
         used_names: attributes that a parallelised model has.
 
     Raises:
@@ -34,13 +34,13 @@ def check_whole_model(model: Any, face: str, used_names: Collection[str]) -> Non
             attribute of its own under one of `used_names`.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"{face} takes a torch.nn.Module, got {type(model).__name__}")
+        raise TypeError(f"{caller} takes a torch.nn.Module, got {type(model).__name__}")
     for cls in type(model).__mro__:
         if cls.__module__.startswith("torch.") and cls.__name__ in WRAPPERS:
-            raise TypeError(f"{face} was given a {cls.__name__}: {WRAPPERS[cls.__name__]}")
+            raise TypeError(f"{caller} was given a {cls.__name__}: {WRAPPERS[cls.__name__]}")
     if model._compiled_call_impl is not None:
         raise ValueError(
-            f"this {type(model).__name__} is compiled as a whole: call model.compile() after {face} instead, which "
+            f"this {type(model).__name__} is compiled as a whole: call model.compile() after {caller} instead, which "
             "compiles the blocks of each stage"
         )
     own = {*vars(model), *model._modules, *model._parameters, *model._buffers}

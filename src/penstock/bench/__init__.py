@@ -1,1 +1,1 @@
-"""The third face: the same GPT or ResNet trained data-parallel, fully sharded and in pipelines, in one table."""
+"""The benchmark: the same GPT or ResNet trained data-parallel, fully sharded and in pipelines, in one table."""

@@ -95,12 +95,12 @@ def read_runs(path: str | os.PathLike[str]) -> dict[str, Run]:
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from None
+        raise ValueError(f"{path} is not JSON: {error}") from None
     if isinstance(content, dict) and isinstance(content.get("runs"), dict):
         return dict(content["runs"])
     if isinstance(content, dict) and "figures" in content and "options" in content:
         return {content["options"]["mode"]: content}
-    raise ValueError(f"{path} is no result file of `penstock bench` or of the trainer")
+    raise ValueError(f"{path} is not a result file of `penstock bench` or of the trainer")
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

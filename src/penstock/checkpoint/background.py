@@ -180,17 +180,21 @@ def words_of(
                     raise CheckpointError(f"rank {content['rank'].value}: {error.value}")
                 found[name] = {file: _entry(fields) for file, fields in content["files"].items()}
             elif os.path.exists(path + _FAILED):
-                raise CheckpointError(f"the rank that leaves {name} could not write, not even why; it raises it itself")
+                raise CheckpointError(
+                    f"the rank that leaves {name} could not write, not even the reason; that rank raises it"
+                )
         if len(found) == len(names):
             return [found[name] for name in names]
         missing = ", ".join(sorted(set(names) - found.keys()))
         if (reason := given_up()) is not None:
-            raise CheckpointError(f"{missing} will not come to {folder}: {reason}")
+            raise CheckpointError(f"{missing} will not be written to {folder}: {reason}")
         size = _size_of(folder)
         if size != seen:
             since, seen = time.monotonic(), size
         elif time.monotonic() - since > STANDSTILL:
-            raise CheckpointError(f"{missing} did not come to {folder}, where nothing has changed for {STANDSTILL:g} s")
+            raise CheckpointError(
+                f"{missing} was not written to {folder}, where nothing has changed for {STANDSTILL:g} s"
+            )
         time.sleep(PAUSE)
 
 

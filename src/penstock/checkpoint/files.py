@@ -207,7 +207,7 @@ def _torch_state(path: str) -> dict[str, torch.Tensor]:
         check_archive(file, path)
     state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     if not isinstance(state, dict) or not all(_is_entry(*item) for item in state.items()):
-        raise CheckpointError(f"{path} is no file of tensors by their names")
+        raise CheckpointError(f"{path} does not hold tensors by name")
     return state
 
 
@@ -233,7 +233,9 @@ def check_archive(file: BinaryIO, path: str) -> None:
         with zipfile.ZipFile(file) as archive:
             compressed = [entry for entry in archive.infolist() if entry.compress_type != zipfile.ZIP_STORED]
     except Exception as error:  # a broken archive raises a dozen different types
-        raise CheckpointError(f"cannot read {path}: it is no whole file of torch.save ({describe(error)})") from None
+        raise CheckpointError(
+            f"cannot read {path}: it is not a complete file of torch.save ({describe(error)})"
+        ) from None
     if compressed:
         raise CheckpointError(f"cannot read {path}: it is compressed, which no file of torch.save is")
     file.seek(0)

@@ -66,7 +66,7 @@ def find_checkpoints(folder: str | os.PathLike[str]) -> list[Found]:
 
 def _look_at(path: str, step: int | None) -> Found:
     if kind_of(os.path.join(path, manifest_name())) is None:
-        return Found(path, step, "it has no table of contents: its save did not come to its end", unfinished=True)
+        return Found(path, step, "it has no table of contents: its save did not finish", unfinished=True)
     try:
         read_manifest(path).check_files(path)
     except (CheckpointError, OSError) as error:

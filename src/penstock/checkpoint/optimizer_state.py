@@ -153,7 +153,7 @@ def _check_settings(number: int, saved: Mapping[str, Any], here: Mapping[str, An
         if not fits:
             has = f"{key} is {found!r:.80}" if key in saved else f"there is no {key!r}"
             raise CheckpointError(
-                f"the saved settings do not go with this optimizer: in its group {number} {has}, expected {expected}, "
+                f"the saved settings do not fit this optimizer: in its group {number} {has}, expected {expected}, "
                 f"as {value} here"
             )
 

@@ -106,7 +106,7 @@ def locate(path: str) -> str:
         allowed = {folder, os.path.join(cache, "blobs")} if name == "snapshots" else {folder}
         if os.path.dirname(found) not in allowed:
             raise CheckpointError(
-                f"{path} is a link that leads out of its folder, to {found}; if that is meant, put a copy there"
+                f"{path} is a link that leads out of its folder, to {found}; if you want that, put a copy there instead"
             )
         if (kind := kind_of(found)) is None:
             raise FileNotFoundError(2, os.strerror(2), path)

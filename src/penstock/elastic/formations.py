@@ -127,7 +127,7 @@ class Formations:
         ]  # fmt: skip
         try:
             if not devices:
-                raise Infeasible("no member is left that could go on")
+                raise Infeasible("no member is left to go on")
             going_back = any(report.going_back for report in reports)
             if (missing or going_back) and (found := checkpoint()) is not None:
                 step, restore = found
@@ -138,7 +138,7 @@ class Formations:
                     + (f" and {len(missing) - 4} more units" if len(missing) > 4 else "")
                 )
             elif going_back:
-                raise Infeasible("the checkpoint that it went back to is gone")
+                raise Infeasible("the checkpoint to go back to is gone")
             formation = choose(
                 self._shapes,
                 [held[device[0]] for device in devices],

@@ -529,7 +529,7 @@ class ElasticRun:
             raise
         except STORE_ERRORS as error:
             raise RunEnded(
-                f"the members cannot agree how to go on, as the store at {self.settings.store} does not answer "
+                f"the members cannot agree how to go on, because the store at {self.settings.store} does not answer "
                 f"({str(error).splitlines()[0][:200]}), after this: {cause}"
             ) from error
         gone = following.lost
@@ -659,7 +659,11 @@ class ElasticRun:
         """Go back to a checkpoint: some values were lost."""
         assert self.last_resort is not None
         started = time.perf_counter()
-        logger.warning("some values were lost with those that had them: back to step %d, %s", now.step, now.restore)
+        logger.warning(
+            "some values were lost with every rank that had them: the run goes back to step %d, %s",
+            now.step,
+            now.restore,
+        )
         try:
             self.performing = True
             self.last_resort.go_back(now.step)

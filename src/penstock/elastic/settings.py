@@ -1,4 +1,4 @@
-"""What a user asks of a run that survives lost devices."""
+"""The settings of a run that survives lost devices."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ class Elastic:
     Args:
         store: where the processes meet: "tcp://host:port" of a store that `penstock store` serves, or
             "file:///folder" that all of them share.
-        copies: how many devices are to hold each part of the model at least, so that one fewer may be lost at once.
-            With fewer devices than that takes there are as many as possible.
+        copies: how many devices hold each part of the model at least; one fewer may be lost at once. If there are too
+            few devices for that, each part gets as many copies as possible.
         start: how many processes begin the run; None: as many as come until none has come for `gather` seconds.
         gather: see `start`.
-        hang_timeout: seconds of silence after which a process is lost though its connections are open.
+        hang_timeout: seconds of silence after which a process counts as lost although its connections are open.
         templates: the pipelines to choose from; none: the planner makes them.
         memory: bytes of each device that the run may use; None: what a GPU has, no limit on a CPU.
-        bandwidth: of a link, bytes per second; decides with `horizon` how much may move for a faster layout.
+        bandwidth: bytes per second of a link; with `horizon` it decides how much may move for a faster layout.
         horizon: seconds that a layout is expected to last.
         run: the run's name; runs with different names share a store.
-        leave_on_sigterm: SIGTERM makes this process leave at the end of the step, its state moved to the others.
+        leave_on_sigterm: after a SIGTERM this process moves its state to the others and leaves at the end of the step.
 
     Raises:
         TypeError, ValueError: an argument that cannot be used.

@@ -322,7 +322,7 @@ def refuse_peft(model: PeftModel) -> None:
 
 
 def initialize_peft(model: PeftModel, parallelize: Callable[[PreTrainedModel], T]) -> T:
-    """Parallelise the transformers model inside of `model`, which is a `PipelineModel` then.
+    """Parallelise the transformers model inside `model`, which is a `PipelineModel` then.
 
     Args:
         parallelize: parallelises a transformers model in place. What it returns is returned.

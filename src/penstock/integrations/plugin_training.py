@@ -1,4 +1,4 @@
-"""The Trainer over the pipelines of a plugin: unlike ones, and with `elastic=` ones that change while it trains.
+"""The Trainer over a plugin's pipelines: of different depth, and with `elastic=` changing while it trains.
 
 A step is the Booster's: the plugin's loader shares a global batch out among the pipelines, and all else that the
 Trainer does between steps (logging, evaluation, checkpoints, callbacks) stays the Trainer's own.
@@ -47,7 +47,7 @@ DECIDING = (
 
 
 class PluginTraining:
-    """What a Trainer whose `parallelism` is a plugin does in its own way.
+    """What a Trainer does differently when its `parallelism` is a plugin.
 
     Args:
         trainer: a PipelineTrainer, of which the arguments are known.
@@ -163,7 +163,7 @@ class PluginTraining:
 
     @property
     def joined(self) -> bool:
-        """Whether this process came to a run under way."""
+        """Whether this process joined a run under way."""
         return self.plugin.run is not None and self.plugin.run.joined
 
     def state_dict(self) -> dict[str, Any]:
@@ -175,7 +175,7 @@ class PluginTraining:
         return {"state": asdict(trainer.state), "callbacks": callbacks, "sums": (*sums, *steps)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up the Trainer's state of another process."""
+        """Take over the Trainer's state of another process."""
         trainer = self.trainer
         trainer.state = TrainerState(**state["state"])
         trainer.state.global_step = self.booster.step
@@ -317,7 +317,7 @@ class PluginTraining:
         return result
 
     def _snapshot(self) -> tuple[Any, ...]:
-        """What an evaluation or a save changes beside the model and files."""
+        """What an evaluation or a save changes besides the model and files."""
         trainer = self.trainer
         callbacks = {
             one: {k: v for k, v in vars(one).items() if isinstance(v, bool | int | float | str | None)}

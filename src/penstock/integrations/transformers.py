@@ -75,7 +75,7 @@ class PipelineTrainerMixin:
     Args:
         parallelism: the section "model_parallelism" of the configuration as a dict, such as
             `{"pipeline_parallel_size": 2}`, or whatever `penstock.initialize` takes. Or a HeterogeneousParallelPlugin,
-            for pipelines that are not alike, or with `elastic=` for a run that survives lost processes. None for a
+            for pipelines of different depth, or with `elastic=` for a run that survives lost processes. None for a
             model that `penstock.initialize`, `from_pretrained` or `from_config` has parallelised.
 
     Raises:
@@ -111,7 +111,7 @@ class PipelineTrainerMixin:
     # -- forming ---------------------------------------------------------------------------------------------------
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Refuse what cannot be, parallelise the model, and take over the accelerator."""
+        """Refuse arguments that cannot be used, parallelise the model, and set up the accelerator."""
         self._refuse_arguments()
         if self.model is None:
             raise _not_over_pipelines("model_init", "give the model itself")
@@ -126,7 +126,7 @@ class PipelineTrainerMixin:
             raise ValueError("PipelineTrainer takes equal pipelines, but HeterogeneousParallelPlugin made this model's")
         if len(engine.layout.pipelines) > 1 and not self.args.average_tokens_across_devices:
             raise _not_over_pipelines(
-                "average_tokens_across_devices=False", "a loss is always of all pipelines' batches together"
+                "average_tokens_across_devices=False", "a loss is always over all pipelines' batches together"
             )
         # On a CPU accelerate has nothing for fp16, and the plain Trainer goes on in the model's own type.
         halves = {"bf16": torch.bfloat16, "fp16": torch.float16} if self.accelerator.native_amp else {}
@@ -156,7 +156,7 @@ class PipelineTrainerMixin:
             raise _not_over_pipelines(f"loss_type={self.args.loss_type!r}", "use compute_loss_func")
         optim = getattr(self.args.optim, "value", self.args.optim)
         if any(word in optim for word in ("lomo", "layerwise")):
-            raise _not_over_pipelines(f"{optim=}", "it steps inside of the backward")
+            raise _not_over_pipelines(f"{optim=}", "it steps inside the backward")
         if getattr(self.args.accelerator_config, "dispatch_batches", None):
             raise _not_over_pipelines("accelerator_config.dispatch_batches", "each pipeline reads its own batches")
 
@@ -219,7 +219,7 @@ class PipelineTrainerMixin:
             self._plugin.run_epoch(num_steps=num_steps, **{name: given[name] for name in names})
 
     def _surviving(self, work: Callable[[], Any]) -> Any:
-        """What all ranks do together outside of a step, whatever is lost meanwhile if a plugin is elastic."""
+        """Do what all ranks do together outside of a step; with an elastic plugin again if a rank is lost meanwhile."""
         return work() if self._plugin is None else self._plugin.surviving(work)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
@@ -335,7 +335,7 @@ class PipelineTrainerMixin:
 
     @property
     def _has_own_loss(self) -> bool:
-        """Whether `compute_loss_func` or label smoothing makes the loss of the model's outputs."""
+        """Whether `compute_loss_func` or label smoothing computes the loss from the model's outputs."""
         return bool(getattr(self, "compute_loss_func", None) or getattr(self, "label_smoother", None))
 
     def _own_loss(self, outputs: Any, labels: Any, num_items_in_batch: Any) -> torch.Tensor:
@@ -402,7 +402,7 @@ class PipelineTrainerMixin:
             )
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """With a plugin the optimizer's files have it."""
+        """With a plugin the optimizer's files hold the scale."""
         if self._plugin is None:
             super()._save_rng_state(output_dir)  # type: ignore[misc]  # the Trainer's
 
@@ -485,5 +485,5 @@ def _newest_whole(folder: str) -> str | None:
 
 
 def _unwrapped(optimizer: Any) -> Any:
-    """The optimizer inside of accelerate's wrapper."""
+    """The optimizer inside accelerate's wrapper."""
     return getattr(optimizer, "optimizer", optimizer)

@@ -145,7 +145,7 @@ class _Pipeline:
                 except Exception as error:
                     raise Untraceable(f"stage {stage} cannot run: {_in_words(error)}") from error
         if plans[0].checksum != plans[1].checksum:
-            raise Untraceable("its forward goes another way on each stage")
+            raise Untraceable("its forward takes a different path on each stage")
         return plans[0]
 
 

@@ -1,4 +1,4 @@
-"""The engine behind both faces: one rank's part of a layout of pipelines, with everything it needs to run steps.
+"""The engine that runs a parallelised model: one rank's part of a layout of pipelines, and what it needs to run steps.
 
 `parallelize` is the one function that turns a model and a layout into a running engine. An engine is *formed* by the
 ranks of a layout, and can be *re-formed* by other ranks, or in another layout, with the same model: see `reform`.

@@ -135,7 +135,7 @@ def refuse_wrong_types(microbatches: Sequence[Mapping[str, Any]]) -> None:
     for name, value in (microbatches[0] if microbatches else {}).items():
         if name.endswith(("ids", "labels")) and isinstance(_first(value), str | bytes | int | float):
             raise ValueError(
-                f"{name} is {value!r:.40}, no tensor: pass tensors, for texts those of "
+                f"{name} is {value!r:.40}, not a tensor: pass tensors, for texts those of "
                 "tokenizer(texts, return_tensors='pt', padding=True)"
             )
         if name in INTEGER_INPUTS and isinstance(value, torch.Tensor) and value.is_floating_point():

@@ -34,7 +34,7 @@ class OpenStep:
             raise LoopError(
                 f"{doing}: a training step is under way (microbatch {self._step.microbatch} of "
                 f"{self._step.num_microbatches}): finish the loop first. An iterator that is kept in a variable is "
-                "under way until it has come to its end or its close() is called"
+                "under way until it has ended or its close() is called"
             )
 
     def begin(self, step: TrainingStep) -> None:

@@ -64,7 +64,7 @@ class KnownValues(TorchDispatchMode):
             kwargs = {**kwargs, "device": torch.device("cpu")}
         if func is not torch.ops.aten.index.Tensor and len({tensor.is_meta for tensor in tensors}) > 1:
             if func._schema.is_mutable and isinstance(args[0], torch.Tensor) and not args[0].is_meta:
-                raise RuntimeError("what is not known is written into what is")
+                raise RuntimeError("its code writes unknown values into a tensor whose values are known")
             args, kwargs = pytree.tree_map_only(torch.Tensor, _without_values, (args, kwargs))
         return func(*args, **kwargs)
 
@@ -98,7 +98,7 @@ class Answered(TorchDispatchMode):
         if func is aten._local_scalar_dense.default:
             self._left -= 1
             if not self._left:
-                raise RuntimeError("its code asks after values without end")
+                raise RuntimeError("its code asks for values again and again")
             return torch.full((), self._yes, dtype=asked.dtype, device="cpu").item()
         if func is aten.equal.default:
             return self._yes

@@ -182,7 +182,7 @@ class ShapeCache(Cache):
             layer = self.real.layers[layer_idx]
             if any(layer.has_previous_state.values()):
                 if layer_idx not in self._begun:
-                    raise IndexError(f"nothing is known of the state of layer {layer_idx}")
+                    raise IndexError(f"the state of layer {layer_idx} is not known")
                 layer = self._begun[layer_idx]
             states[layer_idx] = copy.deepcopy(layer)
             for tensors in (states[layer_idx].conv_states, states[layer_idx].recurrent_states):
@@ -246,7 +246,7 @@ def note_use(cache: Cache, layers: Collection[int]) -> None:
         NotImplementedError: it cannot be known what it does with the cache.
     """
     if not isinstance(cache, ShapeCache) or len(layers) != 1:
-        raise NotImplementedError("what it does with the cache of keys and values cannot be known")
+        raise NotImplementedError("its code uses the cache of keys and values in a way that cannot be followed")
     index = next(iter(layers))
     layer = cache.layers[index]
     if isinstance(layer, CacheLayerMixin):

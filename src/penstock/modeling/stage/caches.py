@@ -51,7 +51,7 @@ class StageCaches:
         if self._name is None:
             if made:
                 raise NotImplementedError(
-                    "its forward makes a cache of its own, which the stages on one rank cannot share: pass "
+                    "its forward makes a cache itself, which the stages on one rank cannot share: pass "
                     "use_cache=False or a cache, or place one stage on each rank"
                 )
             return

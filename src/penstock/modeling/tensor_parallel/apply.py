@@ -159,7 +159,9 @@ class TensorParallel:
             output = forward()
             if region.keep_logits_sharded:
                 if loss.direct_calls != 1:
-                    raise RuntimeError("the model computed its loss in another way than in an earlier, equal forward")
+                    raise RuntimeError(
+                        "the model computed its loss differently than in an earlier forward with the same kind of input"
+                    )
                 output["logits"] = region.ready.sharded_by_last_dimension(output["logits"])
             elif own_loss and loss.calls == loss.direct_calls == 1 and isinstance(output, Mapping):
                 self._sharded_losses.add(digest)
@@ -188,7 +190,7 @@ class TensorParallel:
         for names in aliases:
             kinds = {found[name] for name in names if name in found}
             if len(kinds) > 1:
-                raise NotImplementedError(f"{', '.join(names)} are tied, but the plan shards them unlike")
+                raise NotImplementedError(f"{', '.join(names)} are tied, but the plan shards them differently")
             for name in names if kinds else ():
                 if name not in found and name.endswith(".weight") and model.get_submodule(name.rpartition(".")[0]):
                     raise NotImplementedError(

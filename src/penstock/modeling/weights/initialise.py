@@ -153,7 +153,9 @@ class _DrawForMeta(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags and _touches_meta(args, kwargs):
             name = func.overloadpacket.__name__
             if name not in _DRAWN_BY_SHAPE:
-                raise NotImplementedError(f"how many random numbers {name} draws depends on values that are not here")
+                raise NotImplementedError(
+                    f"{name} draws a number of random numbers that depends on values of another stage"
+                )
             real_args, real_kwargs = pytree.tree_map(self._real, (args, kwargs))
             func(*real_args, **real_kwargs)
         return func(*args, **kwargs)

@@ -105,7 +105,7 @@ class ShardKeeper:
         # transformers copies a head's bias when it ties the head, lest it be shorter than the weight.
         copied = parameter.dim() == 1 or watched.storage._cdata == _storage(parameter)
         if not (same and copied and parameter.dtype == watched.kept.dtype):
-            raise NotImplementedError("a weight that is sharded got other data in place of its own")
+            raise NotImplementedError("the data of a sharded weight is replaced")
         return watched.kept
 
     def whole(self, tensor: torch.Tensor, overwritten: bool) -> torch.Tensor | None:
@@ -122,7 +122,7 @@ class ShardKeeper:
             return None
         if self._open is not watched:
             if not (overwritten and tensor.numel() == watched.parameter.numel()):
-                raise NotImplementedError("a weight that is sharded is changed in part, after another one was written")
+                raise NotImplementedError("a sharded weight is changed in part, after another weight was written")
             self._close()
             self._open, self._whole = watched, self._scratch.like(watched.parameter)
         return self._whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())

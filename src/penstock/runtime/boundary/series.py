@@ -120,7 +120,7 @@ class Series:
     def take(self, expected: Expected) -> list[torch.Tensor]:
         """The tensors of the oldest message that was not taken yet. On an accelerator only the stream waits."""
         if self._expected[0] is not expected:
-            raise RuntimeError("messages were taken in another order than they were asked for")
+            raise RuntimeError("messages were taken in another order than their receives were posted in")
         (channel,) = self._channels
         while expected.buffers is None:
             (header,) = self._headers

@@ -79,7 +79,7 @@ def agree_on_start(store: dist.Store, rank: int, world_size: int, limit: datetim
         store.set(f"{where}/{rank}", mine)
         while not store.check([f"{where}/{mine}"]):
             if time.monotonic() > deadline:
-                raise TimeoutError(f"rank 0 did not come to the start of the job within {limit}")
+                raise TimeoutError(f"rank 0 did not start within {limit}")
             time.sleep(PAUSE)
         start = store.get(f"{where}/{mine}").decode()
         store.set(f"{where}/{start}/{rank}", "here")
@@ -92,7 +92,7 @@ def agree_on_start(store: dist.Store, rank: int, world_size: int, limit: datetim
             elif store.check([f"{where}/{other}"]):
                 store.set(f"{where}/{store.get(f'{where}/{other}').decode()}", mine)
         if waiting and time.monotonic() > deadline:
-            raise TimeoutError(f"ranks {sorted(waiting)} did not come to the start of the job within {limit}")
+            raise TimeoutError(f"ranks {sorted(waiting)} did not start within {limit}")
         time.sleep(PAUSE if waiting else 0)
     return mine
 
