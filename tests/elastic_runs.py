@@ -12,12 +12,15 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import zygote
 from elastic_script import GLOBAL_BATCH, NUM_SAMPLES
+from families import FAMILIES
 from forked import Process
+from penstock import PipelineTemplate
 
 SCRIPT = Path(__file__).with_name("elastic_script.py")
 
@@ -62,8 +65,17 @@ class Member:
         return self.log.read_text(errors="replace")
 
 
+@cache
+def balanced_stages(family: str, settings: str, depth: int) -> Sequence[Sequence[str]]:
+    """Found once, in place of by each process."""
+    return PipelineTemplate.balanced(FAMILIES[family].build(**json.loads(settings)), depth).modules_per_stage
+
+
 class Run:
-    """Processes of one run on this machine."""
+    """Processes of one run on this machine.
+
+    Of `environment`, FAMILY and MODEL say what they train, and DEPTHS the templates that they have.
+    """
 
     script = SCRIPT
 
@@ -78,7 +90,10 @@ class Run:
         number = len(self.members)
         log = self.folder / f"{number}.log"
         arguments = [str(self.script), self.store, str(self.folder), str(self.steps), str(self.num_start), *orders]
-        environment = {**zygote.environment(), **self.environment}
+        family, settings = self.environment.get("FAMILY", "gpt2"), self.environment.get("MODEL", "{}")
+        depths = map(int, self.environment.get("DEPTHS", "1,2,3").split(","))
+        templates = json.dumps([balanced_stages(family, settings, depth) for depth in depths])
+        environment = {**zygote.environment(), "TEMPLATES": templates, **self.environment}
         with log.open("wb") as output, open(os.devnull, "rb") as nothing:
             files = [nothing.fileno(), output.fileno(), output.fileno()]
             member = Member(zygote.fork(number, arguments, files, environment, str(self.folder)), log, self.folder)
@@ -148,7 +163,7 @@ def served_store(folder: Path) -> Iterator[tuple[str, int]]:
 def undisturbed(steps: int, **environment: str) -> dict[int, float]:
     """The losses of a run of one process that nothing happens to."""
     with tempfile.TemporaryDirectory() as folder:
-        run = Run(Path(folder), steps, 1, store="", **environment)
+        run = Run(Path(folder), steps, 1, store="", **(environment | {"DEPTHS": "1"}))
         member = run.start()
         run.wait(max(120.0, 0.5 * steps))
         path = Path(folder) / "undisturbed.jsonl"

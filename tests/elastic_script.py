@@ -68,15 +68,14 @@ def main(store: str, folder: str, steps: int, start: int, *orders: str) -> None:
     note = Noting(Path(folder) / (f"{os.getpid()}.jsonl" if store else "undisturbed.jsonl"))
     options: dict[str, Any] = {"microbatch_size": MICROBATCH, "max_norm": 0.5}
     options |= json.loads(os.environ.get("PLUGIN", "{}"))
+    templates = [PipelineTemplate(type(model).__name__, stages) for stages in json.loads(os.environ["TEMPLATES"])]
     if store:
-        depths = map(int, os.environ.get("DEPTHS", "1,2,3").split(","))
-        templates = [PipelineTemplate.balanced(model, stages) for stages in depths]
         hang, copies = float(os.environ.get("HANG", "60")), int(os.environ.get("COPIES", "2"))
         elastic = Elastic(store, start=start, hang_timeout=hang, templates=templates, copies=copies)
         plugin = HeterogeneousParallelPlugin(elastic=elastic, global_batch_size=GLOBAL_BATCH, **options)
     else:
         plugin = HeterogeneousParallelPlugin(**options)
-        plugin.set_pipelines([PipelineTemplate.balanced(model, 1)], [GLOBAL_BATCH // MICROBATCH])
+        plugin.set_pipelines(templates, [GLOBAL_BATCH // MICROBATCH])
     if "FORMING" in os.environ:  # seconds
         elastic_run.FORMING = datetime.timedelta(seconds=float(os.environ["FORMING"]))
     booster = Booster(plugin=plugin)
