@@ -228,7 +228,7 @@ def test_a_failure_just_before_the_commit_changes_nothing(name: str, saved, monk
             raise CheckpointError(f"cannot write {path}: no space")
         original(path, content, *behind)
 
-    for module in ("staging", "save"):
+    for module in ("staging", "rank_files"):
         monkeypatch.setattr(f"penstock.checkpoint.{module}.write_bytes", failing)
     assert_save_fails_and_changes_nothing(saved, build(seed=1), "rank 0", name)
 

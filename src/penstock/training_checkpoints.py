@@ -10,20 +10,17 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
 from penstock.checkpoint import (
-    AloneKeeper,
     CheckpointError,
     Comm,
     GradientKeeper,
     HostMemory,
     PendingSave,
-    Place,
     Run,
     SavingRank,
     SoloComm,
@@ -320,8 +317,15 @@ class Participants:
         """What knows of gradients that no step of the optimizer has used. An elastic run has such only between its own
         calls, which it repeats after a loss."""
         if self.engine is None:
-            return AloneKeeper()
-        return None if self.engine.run is not None else _EngineKeeper(self.engine)
+            return GradientKeeper()
+        if (engine := self.engine).run is not None:
+            return None
+        return GradientKeeper(
+            place=(engine.place.pipeline, engine.place.pipeline_rank),
+            pending=lambda: engine.gradients_pending,
+            is_part=engine.is_part_of_gradient,
+            note=engine.note_gradients,
+        )
 
     @property
     def steps_begun(self) -> int:
@@ -347,26 +351,6 @@ class Participants:
         if self.engine is not None:
             self.engine.board.resume.clear()
             self.engine.board.resume["checkpoint"] = f"penstock.load_checkpoint({os.fspath(folder)!r}, ...)"
-
-
-@dataclass(frozen=True)
-class _EngineKeeper:
-    """How gradients stand on a rank of a pipeline."""
-
-    engine: Engine
-
-    @property
-    def place(self) -> Place:
-        return self.engine.place.pipeline, self.engine.place.pipeline_rank
-
-    def pending(self) -> bool:
-        return self.engine.gradients_pending
-
-    def is_part(self, parameter: torch.Tensor) -> bool:
-        return self.engine.is_part_of_gradient(parameter)
-
-    def note(self, whole: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> None:
-        self.engine.note_gradients(whole, parts)
 
 
 class _Saver:

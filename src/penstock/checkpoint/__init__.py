@@ -4,16 +4,16 @@ from .adapters import AdapterFolder
 from .background import HostMemory, PendingSave
 from .comm import Comm, GroupComm, OnceLost, SoloComm
 from .folder import find_checkpoints, remove_older, step_folder
-from .gradients import AloneKeeper, GradientKeeper, Place
+from .gradients import GradientKeeper
 from .load import WeightsLoad, from_parallelized, is_parallelized, load_ordinary
 from .save import (
     TRAINING_VARIANT,
-    SavingRank,
     save_adapter,
     save_checkpoint,
     save_parallelized,
     save_training_state,
 )
+from .saving_ranks import SavingRank
 from .training_state import (
     Run,
     TrainingState,
@@ -28,7 +28,6 @@ from .untrusted import CheckpointError
 __all__ = [
     "TRAINING_VARIANT",
     "AdapterFolder",
-    "AloneKeeper",
     "CheckpointError",
     "Comm",
     "GradientKeeper",
@@ -36,7 +35,6 @@ __all__ = [
     "HostMemory",
     "OnceLost",
     "PendingSave",
-    "Place",
     "Run",
     "SavingRank",
     "SoloComm",

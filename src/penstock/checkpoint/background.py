@@ -23,6 +23,7 @@ import torch
 
 from .files import write_bytes, writing
 from .manifest import MAX_RANKS, FileEntry, parse_file
+from .tensors import once_for_tied
 from .untrusted import CheckpointError, Field, describe, read_json
 
 logger = logging.getLogger(__name__)
@@ -43,22 +44,18 @@ class HostMemory:
 
     def copy(self, part: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Copy tensors, contiguous and each in memory of its own size; names of one tensor get one copy."""
-        done: dict[tuple[int, torch.device, torch.Size, tuple[int, ...], torch.dtype], torch.Tensor] = {}
-        copies: dict[str, torch.Tensor] = {}
         kept: dict[tuple[str, str], torch.Tensor] = {}
-        devices = set[torch.device]()
-        for name, tensor in tensors.items():
-            key = tensor.data_ptr(), tensor.device, tensor.shape, tensor.stride(), tensor.dtype
-            if not tensor.numel() or key not in done:
-                buffer = self._buffers.get((part, name))
-                if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-                    pinned = tensor.device.type == "cuda"
-                    buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
-                kept[part, name] = done[key] = buffer.copy_(tensor.detach(), non_blocking=True)
-                devices.add(tensor.device)
-            copies[name] = done[key]
+
+        def copy(name: str, tensor: torch.Tensor) -> torch.Tensor:
+            buffer = self._buffers.get((part, name))
+            if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+                buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
+            kept[part, name] = buffer.copy_(tensor.detach(), non_blocking=True)
+            return buffer
+
+        copies = once_for_tied(tensors, copy)
         self._buffers = {key: buffer for key, buffer in self._buffers.items() if key[0] != part} | kept
-        for device in devices:
+        for device in {tensor.device for tensor in tensors.values()}:
             if device.type != "cpu":
                 torch.get_device_module(device).synchronize(device)
         return copies

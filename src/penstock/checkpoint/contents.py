@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -17,17 +18,17 @@ from penstock.modeling.instrumentation import record_of
 from penstock.modeling.weights.initialise import meta_model, resolve_model_class
 
 from .comm import SoloComm
-from .files import open_tensors, write_bytes
+from .files import write_bytes
 from .folder import Found, contents_of, find_checkpoints
 from .gradients import is_gradient
 from .manifest import MODEL, TRAINING, Manifest
 from .merge import Holding, ModelFolder, write_merged
 from .names import is_configuration
 from .optimizer_state import SEPARATOR
-from .reader import Resharding, ShardReader, saved_sharding
+from .reader import CheckpointReader, Location, Resharding
 from .save_pretrained import SaveOptions
 from .staging import commit, discard, prepare
-from .tensors import DTYPES, TensorInfo, dtype_of
+from .tensors import DTYPES
 from .training_state import read_common
 from .untrusted import CheckpointError, describe, open_plain
 
@@ -75,7 +76,11 @@ def inspect_checkpoint(path: str, values: bool = True) -> dict[str, Any]:
         values: compare every value with its checksum, which reads all files. Otherwise only sizes are compared.
     """
     manifest = contents_of(path)
-    faults = [fault for name in manifest.files for fault in _faults_of(path, manifest, name)] if values else []
+    reader = CheckpointReader(path, manifest, MODEL)
+    with closing(reader):
+        faults = (
+            [fault for name in manifest.files for fault in _faults_of(path, manifest, reader, name)] if values else []
+        )
     training: dict[str, Any] | None = None
     if any(entry.part == TRAINING for entry in manifest.files.values()):
         try:
@@ -106,11 +111,11 @@ def inspect_checkpoint(path: str, values: bool = True) -> dict[str, Any]:
             {"name": name, "part": entry.part, "stage": entry.stage, "bytes": entry.size, "tensors": len(entry.tensors)}
             for name, entry in manifest.files.items()
         ],
-        "parameters": list(_parameters(manifest)),
+        "parameters": list(_parameters(manifest, reader)),
     }
 
 
-def _parameters(manifest: Manifest) -> Iterator[dict[str, Any]]:
+def _parameters(manifest: Manifest, reader: CheckpointReader) -> Iterator[dict[str, Any]]:
     """Each weight once, in its whole shape, with the states that an optimizer keeps of it."""
     states: dict[str, set[str]] = {}
     for _, entry in manifest.entries(TRAINING, 0):
@@ -120,41 +125,32 @@ def _parameters(manifest: Manifest) -> Iterator[dict[str, Any]]:
                 states.setdefault(name, set()).add(state)
     ties = {name: group for group in manifest.tied for name in group}
     seen = set[str]()
-    for file, entry in manifest.entries(MODEL, 0):
-        for name, info in entry.tensors.items():
-            if seen & {name, *ties.get(name, ())}:
-                continue
-            seen.add(name)
-            sharding = saved_sharding(manifest, name, info.shape)
-            shape = info.shape if sharding is None else sharding.whole_shape(info.shape, manifest.tensor_parallel_size)
-            own = set[str]().union(*(states.get(one, set()) for one in {name, *ties.get(name, ())}))
-            yield {
-                "name": name,
-                "shape": list(shape),
-                "dtype": info.dtype,
-                "bytes": math.prod(shape) * DTYPES[info.dtype].itemsize,
-                "file": file,
-                "sharded": sharding is not None,
-                "tied_to": [other for other in ties.get(name, ()) if other != name],
-                "optimizer_states": sorted(own),
-            }
+    for name, location in reader.locations.items():
+        if name != location.stored_name or seen & {name, *ties.get(name, ())}:
+            continue
+        seen.add(name)
+        shape, dtype = reader.whole_shape(name), location.info.dtype
+        own = set[str]().union(*(states.get(one, set()) for one in {name, *ties.get(name, ())}))
+        yield {
+            "name": name,
+            "shape": list(shape),
+            "dtype": dtype,
+            "bytes": math.prod(shape) * DTYPES[dtype].itemsize,
+            "file": location.file_name,
+            "sharded": reader.saved_sharding(name) is not None,
+            "tied_to": [other for other in ties.get(name, ()) if other != name],
+            "optimizer_states": sorted(own),
+        }
 
 
-def _faults_of(path: str, manifest: Manifest, name: str) -> Iterator[str]:
+def _faults_of(path: str, manifest: Manifest, reader: CheckpointReader, name: str) -> Iterator[str]:
     """What is wrong with the values in a file: the first tensor that is not as it was saved."""
     entry = manifest.files[name]
     try:
-        place = manifest.path_of(path, name)
         if entry.checksum is not None:
             read_common(manifest, path)
-            return
-        with open_tensors(place, name) as file:
-            for tensor_name, info in entry.tensors.items():
-                if tensor_name not in file.names:
-                    raise CheckpointError(f"{place} is not the file that was saved: it has no {tensor_name}")
-                tensor = file.read(tensor_name)
-                if not info.fits(tensor) or TensorInfo.of(tensor) != info:
-                    raise CheckpointError(f"{place} is not the file that was saved: {tensor_name} differs")
+        for tensor_name, info in entry.tensors.items():
+            reader.check(Location(name, entry.stage, tensor_name, info))
     except Exception as error:
         yield describe(error)
 
@@ -258,31 +254,23 @@ class _WholeTensors(Mapping[str, torch.Tensor]):
     """The weights of a checkpoint by all of their names, each read and joined from its shards when it is asked for."""
 
     def __init__(self, path: str, manifest: Manifest) -> None:
-        self._manifest = manifest
-        self._reader = ShardReader(path, manifest, MODEL, (0, 1))
-        self._first = self._reader.readers[0]
-        self._sources = {name: name for name in self._first.locations}
+        self._reader = CheckpointReader(path, manifest, MODEL)
+        self._sources = {name: name for name in self._reader.locations}
         for group in manifest.tied:
-            if present := [name for name in group if name in self._first.locations]:
+            if present := [name for name in group if name in self._reader.locations]:
                 self._sources.update(dict.fromkeys(group, present[0]))
 
     def describe(self, name: str) -> tuple[tuple[int, ...], str]:
         """A tensor's whole shape, and its dtype."""
-        info, sharding = self._first.locations[self._sources[name]].info, self._sharding(name)
-        size = self._manifest.tensor_parallel_size
-        shape = info.shape if sharding.saved is None else tuple(sharding.saved.whole_shape(info.shape, size))
-        dtype_of(info.dtype)
-        return shape, info.dtype
+        source = self._sources[name]
+        return self._reader.whole_shape(source), self._reader.locations[source].info.dtype
 
     def close(self) -> None:
         self._reader.close()
 
-    def _sharding(self, name: str) -> Resharding:
-        source = self._sources[name]
-        return Resharding(saved_sharding(self._manifest, source, self._first.locations[source].info.shape))
-
     def __getitem__(self, name: str) -> torch.Tensor:
-        source, sharding = self._sources[name], self._sharding(name)
+        source = self._sources[name]
+        sharding = Resharding(self._reader.saved_sharding(source))
         self._reader.verify({source: sharding})
         return self._reader.read(source, sharding)
 

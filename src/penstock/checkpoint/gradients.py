@@ -11,13 +11,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from .optimizer_state import SEPARATOR, logical_names
+from .optimizer_state import SEPARATOR, parameters_by_name
 from .untrusted import CheckpointError
 
 # In the files of the optimizer, beside its states: `<parameter>//.gradient`, or with the place of the rank whose part
@@ -28,35 +28,24 @@ _GRADIENT = re.compile(r"\.gradient(?:\.([0-9]{1,6})\.([0-9]{1,6}))?", re.ASCII)
 Place = tuple[int, int]
 
 
-class GradientKeeper(Protocol):
-    """What knows how a rank's gradients stand."""
+@dataclass(frozen=True)
+class GradientKeeper:
+    """How a rank's gradients stand.
 
-    @property
-    def place(self) -> Place: ...
+    By default as in a single process, which cannot know whether gradients were used already: they are saved if there
+    are any.
 
-    def pending(self) -> bool:
-        """Whether there may be gradients that no step of the optimizer has used."""
+    Attributes:
+        place: the rank's.
+        pending: whether there may be gradients that no step of the optimizer has used.
+        is_part: whether other ranks hold a parameter too, and its gradient is not summed over them yet.
+        note: is told which parameters were given gradients that are summed over all holders, and which parts of such.
+    """
 
-    def is_part(self, parameter: torch.Tensor) -> bool:
-        """Whether other ranks hold the parameter too, and its gradient is not summed over them yet."""
-
-    def note(self, whole: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> None:
-        """Parameters were given gradients that are summed over all holders, or parts of such sums."""
-
-
-class AloneKeeper:
-    """Of a single process, which cannot know whether gradients were used already: they are saved if there are any."""
-
-    place = (0, 0)
-
-    def pending(self) -> bool:
-        return True
-
-    def is_part(self, parameter: torch.Tensor) -> bool:
-        return False
-
-    def note(self, whole: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> None:
-        pass
+    place: Place = (0, 0)
+    pending: Callable[[], bool] = lambda: True
+    is_part: Callable[[torch.Tensor], bool] = lambda parameter: False
+    note: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None] = lambda whole, parts: None
 
 
 def is_gradient(key: str) -> bool:
@@ -79,7 +68,7 @@ def collect_gradients(model: nn.Module, optimizer: Optimizer, keeper: GradientKe
     if not keeper.pending():
         return found
     where = ".".join(map(str, keeper.place))
-    for name, parameter in _parameters(model, optimizer):
+    for name, parameter in parameters_by_name(model, optimizer).items():
         gradient = parameter.grad
         if gradient is None:
             continue
@@ -118,7 +107,7 @@ class GradientLoad:
         saved: dict[str, dict[Place | None, str]] = {}
         for key in keys:
             saved.setdefault(key.partition(SEPARATOR)[0], {})[_place_of(key)] = key
-        for name, parameter in _parameters(self.model, self.optimizer):
+        for name, parameter in parameters_by_name(self.model, self.optimizer).items():
             self._before.append((parameter, parameter.grad))
             parts = saved.get(name, {})
             gradient: torch.Tensor | None = None
@@ -159,9 +148,3 @@ def _fitting(gradient: torch.Tensor, name: str, parameter: torch.Tensor) -> torc
 
 def _like(parameter: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(parameter, requires_grad=False)
-
-
-def _parameters(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, torch.Tensor]]:
-    names = logical_names(model)
-    every = {id(one): one for group in optimizer.param_groups for one in group["params"] if id(one) in names}
-    return [(names[key], parameter) for key, parameter in every.items()]

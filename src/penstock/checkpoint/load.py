@@ -20,7 +20,7 @@ from .comm import Comm, together
 from .files import check_archive, open_tensors
 from .manifest import MODEL, Manifest, read_manifest
 from .names import EXTENSIONS, STAGING, check_plain, manifest_name, weight_file_names
-from .reader import CheckpointReader, Resharding, ShardReader, saved_sharding
+from .reader import CheckpointReader, Resharding
 from .tensors import (
     dtype_name,
     dtype_of,
@@ -83,7 +83,7 @@ class WeightsLoad:
         self._variant = variant
         self._targets = _targets(model)
         self._sources: dict[str, tuple[str, Resharding]] = {}
-        self._reader: ShardReader | None = None
+        self._reader: CheckpointReader | None = None
 
     def check(self) -> None:
         """Check that the checkpoint is whole and of this model. Raises CheckpointError."""
@@ -91,13 +91,11 @@ class WeightsLoad:
         manifest = read_manifest(directory, self._variant)
         check_class(manifest, directory, type(model).__name__)
         manifest.check_files(directory)
-        self._reader = reader = ShardReader(directory, manifest, MODEL, tensor_parallel_place(model))
-        every_source, held = _match(model, manifest, reader.readers[0], directory), shards_of(model)
-        locations = reader.readers[0].locations
+        self._reader = reader = CheckpointReader(directory, manifest, MODEL, tensor_parallel_place(model))
+        every_source, held = _match(model, manifest, reader, directory), shards_of(model)
         for name in self._targets:
             source = every_source[name]
-            saved = saved_sharding(manifest, source, locations[source].info.shape)
-            self._sources[name] = source, Resharding(saved, held.get(name))
+            self._sources[name] = source, Resharding(reader.saved_sharding(source), held.get(name))
         reader.verify(dict(self._sources.values()))
 
     @torch.no_grad()
@@ -155,10 +153,7 @@ def _match(model: nn.Module, manifest: Manifest, reader: CheckpointReader, direc
     )
     different = []
     for name, tensor in whole.items():
-        saved = found[sources[name]].info.shape
-        if (sharding := saved_sharding(manifest, sources[name], saved)) is not None:
-            saved = tuple(sharding.whole_shape(saved, manifest.tensor_parallel_size))
-        expected = whole_shape(model, name, tensor)
+        saved, expected = reader.whole_shape(sources[name]), whole_shape(model, name, tensor)
         if saved != expected:
             different.append(f"{name}: {list(saved)} in the checkpoint, {list(expected)} in the model")
     _refuse("has tensors of other shapes", directory, different)

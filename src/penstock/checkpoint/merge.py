@@ -31,6 +31,7 @@ from .staging import Operation
 from .tensors import (
     dtype_name,
     dtype_of,
+    first_of_tied,
     shards_of,
     tensor_parallel_place,
     tied_groups,
@@ -203,17 +204,17 @@ def _saved_names(model: nn.Module, names: Sequence[str]) -> list[str]:
         return list(names)
     ignored = set(model._keys_to_ignore_on_save or ())
     kept = [name for name in names if name not in ignored]
-    representative = {name: group[0] for group in tied_groups(model) for name in group}
+    first = first_of_tied(tied_groups(model))
     memory: dict[str, torch.Tensor] = {}
-    stand_ins = {name: memory.setdefault(representative.get(name, name), torch.empty(1)) for name in kept}
+    stand_ins = {name: memory.setdefault(first.get(name, name), torch.empty(1)) for name in kept}
     return list(remove_tied_weights_from_state_dict(stand_ins, model))
 
 
 def _count_parameters(model: nn.Module, holdings: Mapping[str, Holding]) -> int:
     """Elements of all parameters, tied ones once, as `num_parameters()` of the unsplit model counts them."""
-    representative = {name: group[0] for group in tied_groups(model) for name in group}
+    first = first_of_tied(tied_groups(model))
     sizes = {
-        representative.get(name, name): torch.Size(holding.shape).numel()
+        first.get(name, name): torch.Size(holding.shape).numel()
         for name, holding in holdings.items()
         if holding.is_parameter
     }

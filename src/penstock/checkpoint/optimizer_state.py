@@ -15,7 +15,7 @@ from penstock.modeling.instrumentation import known_of
 
 from .manifest import Manifest
 from .reader import Resharding, saved_sharding
-from .tensors import shards_of, tensor_parallel_place, tied_groups, whole_shape
+from .tensors import first_of_tied, shards_of, tensor_parallel_place, tied_groups, whole_shape
 from .untrusted import CheckpointError
 
 # Between a parameter's name and the name of one of its states, in a file of tensors. No module name contains it.
@@ -44,11 +44,18 @@ def logical_names(model: nn.Module) -> dict[int, str]:
 
     Of a tied weight's names that is the alphabetically first, also where only another of them is held.
     """
-    representative = {name: group[0] for group in tied_groups(model) for name in group}
+    first = first_of_tied(tied_groups(model))
     names: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), representative.get(name, name))
+        names.setdefault(id(parameter), first.get(name, name))
     return names
+
+
+def parameters_by_name(model: nn.Module, optimizer: Optimizer) -> dict[str, torch.Tensor]:
+    """The parameters of an optimizer that this rank holds, by their logical names, in the optimizer's order."""
+    names = logical_names(model)
+    every = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return {names[id(parameter)]: parameter for parameter in every if id(parameter) in names}
 
 
 def collect_optimizer(model: nn.Module, optimizer: Optimizer) -> OptimizerState:
@@ -98,7 +105,7 @@ def restore_optimizer(
     Raises:
         CheckpointError: the parameter groups are not those that were saved.
     """
-    names = logical_names(model)
+    names, parameters = logical_names(model), parameters_by_name(model, optimizer)
     saved_groups = list(groups)
     group_of = {name: number for number, group in enumerate(members) for name in group}
     if len(saved_groups) != len(optimizer.param_groups):
@@ -106,9 +113,6 @@ def restore_optimizer(
             f"the optimizer has {len(optimizer.param_groups)} parameter groups, the saved one had {len(saved_groups)}"
         )
     states: dict[str, dict[str, Any]] = {name: dict(state) for name, state in values.items()}
-    parameters = {
-        names[id(one)]: one for group in optimizer.param_groups for one in group["params"] if id(one) in names
-    }
     for key, tensor in tensors:
         name, _, state = key.partition(SEPARATOR)
         # A copy: the optimizer writes into it, and the file's pages should be given back.
@@ -177,13 +181,7 @@ def reshardings_of(
     Raises:
         CheckpointError: a state of another shape belongs to a parameter that is sharded otherwise than it was.
     """
-    names, held, (_, size) = logical_names(model), shards_of(model), tensor_parallel_place(model)
-    parameters = {
-        names[id(parameter)]: parameter
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if id(parameter) in names
-    }
+    parameters, held, (_, size) = parameters_by_name(model, optimizer), shards_of(model), tensor_parallel_place(model)
     found: dict[str, Resharding] = {}
     for key, shape in saved_shapes.items():
         name = key.partition(SEPARATOR)[0]

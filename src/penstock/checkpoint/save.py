@@ -1,14 +1,12 @@
 """Saving a model from all ranks at once: a file for each rank and a table of contents, or one merged checkpoint.
 
-All kinds of save are one sequence of phases over the same staging folder (`_Save`); that makes the file long.
+All kinds of save are one sequence of phases over the same staging folder (`_Save`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,58 +18,21 @@ from torch import nn
 from .adapters import AdapterFolder
 from .background import HostMemory, PendingSave, leaving_word, word_name, words_of
 from .comm import Comm, together
-from .files import write_bytes, write_tensors
 from .gradients import is_part
-from .manifest import MODEL, STEMS, TRAINING, FileEntry, Manifest, read_manifest
-from .merge import Holding, MergedFolder, MergePlan, ModelFolder, describe_holdings, write_indices, write_merged
-from .names import (
-    FINAL_INDEX,
-    STAGED_INDEX,
-    STAGED_MANIFEST,
-    common_file_name,
-    manifest_name,
-    rank_file_name,
-    weight_file_names,
-)
-from .optimizer_state import SEPARATOR
-from .safetensors_file import Behind
+from .manifest import MODEL, TRAINING, FileEntry, Manifest
+from .merge import MergedFolder, MergePlan, ModelFolder, describe_holdings, write_merged
+from .rank_files import parallel_operations, warn_of_drift, write_rank_files
 from .save_pretrained import SaveOptions, refuse_unsupported
-from .staging import Operation, commit, discard, prepare
-from .tensors import TensorInfo, held_state, shards_of, tensor_parallel_place, tied_groups, to_cpu
+from .saving_ranks import Report, SavingRank, names_to_write, places_in_files, writers_of
+from .staging import commit, discard, prepare
+from .tensors import held_state, shards_of, tensor_parallel_place, tied_groups
 from .training_state import RankTrainingState, TrainingState, collect_training_state, common_content
-from .untrusted import CheckpointError, kind_of
+from .untrusted import CheckpointError
 
 Result = TypeVar("Result")
 
-logger = logging.getLogger(__name__)
-
-
 # What a training state saved on its own has in its files' names.
 TRAINING_VARIANT = "training"
-
-
-@dataclass(frozen=True)
-class SavingRank:
-    """Where a rank that saves stands.
-
-    Attributes:
-        pipeline_rank: its index in its pipeline, which has `num_pipeline_ranks`; it may hold several stages.
-        is_writer: whether this pipeline is the one that writes; replicas hold the same weights and only wait.
-        tensor_parallel_rank: its index among the `tensor_parallel_size` ranks that hold shards of the same stages.
-        pipeline: the index of its pipeline.
-    """
-
-    pipeline_rank: int
-    num_pipeline_ranks: int
-    is_writer: bool = True
-    tensor_parallel_rank: int = 0
-    tensor_parallel_size: int = 1
-    pipeline: int = 0
-
-    @property
-    def is_leader(self) -> bool:
-        """Whether this rank writes what is written once."""
-        return self.is_writer and self.pipeline_rank == 0 and self.tensor_parallel_rank == 0
 
 
 def save_parallelized(
@@ -195,18 +156,6 @@ def _check_shards(model: nn.Module, place: SavingRank) -> None:
         )
 
 
-@dataclass(frozen=True)
-class _Report:
-    """What a rank tells the others before the writing starts."""
-
-    place: SavingRank
-    sides: list[str]
-    needed: list[str]
-    holdings: dict[str, Holding]
-    training: dict[str, Any] | None
-    names: frozenset[str]
-
-
 @dataclass
 class _Save:
     """One save on one rank. Each step ends with an exchange, so a fault anywhere ends it everywhere."""
@@ -224,6 +173,7 @@ class _Save:
     once: bool = False
     after: Callable[[], None] = lambda: None
     # Known as the save goes on.
+    sides: Sequence[str] = ()
     state: Mapping[str, torch.Tensor] = field(default_factory=dict)
     training: RankTrainingState | None = None
     common: bytes | None = None
@@ -235,7 +185,7 @@ class _Save:
             written = self._together("writing the files", lambda: self._write(folder, reports), self._intact)
             self._together(
                 "putting the files in place",
-                lambda: self._commit(staging, reports, written),
+                lambda: self._commit(staging, written),
                 f"{self.directory} holds a whole checkpoint: the previous one, or already this one",
             )
 
@@ -253,18 +203,17 @@ class _Save:
             self._together("copying to host memory", copy, self._intact)
         return PendingSave(self.directory, partial(self._finish_alone, staging, reports, given_up))
 
-    def _finish_alone(self, staging: str, reports: list[_Report], given_up: Callable[[], str | None]) -> None:
-        places = _places_in_files(reports)
+    def _finish_alone(self, staging: str, reports: list[Report], given_up: Callable[[], str | None]) -> None:
+        places = places_in_files(reports)
         if self.place not in places:
             return
         folder = os.path.join(self.directory, staging)
         words = {place: word_name(number, place.tensor_parallel_rank) for place, number in places.items()}
         try:
-            own = words[self.place]
-            with leaving_word(folder, own, self.world.rank) as word:
+            with leaving_word(folder, words[self.place], self.world.rank) as word:
                 word.update(self._write_files(folder, places[self.place]))
             if self.place.is_leader:
-                self._commit(staging, reports, words_of(folder, list(words.values()), given_up))
+                self._commit(staging, words_of(folder, list(words.values()), given_up))
         except BaseException:
             # The others may still write, so what they leave behind is removed by the next save.
             if self.place.is_leader:
@@ -274,17 +223,15 @@ class _Save:
             self.state, self.training, self.common = {}, None, None
 
     @contextlib.contextmanager
-    def _staged(self) -> Iterator[tuple[str, list[_Report]]]:
+    def _staged(self) -> Iterator[tuple[str, list[Report]]]:
         """A staging folder, and what every rank is going to save; the folder is removed if the save fails."""
         prepared = self._together("preparing the folder", self._prepare, self._intact)
         staging = next(name for _, name in prepared if name is not None)
         folder = os.path.join(self.directory, staging)
+        calls = [call for call, _ in prepared]
         try:
-            calls = [call for call, _ in prepared]
-            yield (
-                staging,
-                self._together("comparing what ranks hold", lambda: self._describe(folder, calls), self._intact),
-            )
+            reports = self._together("comparing what ranks hold", lambda: self._describe(folder, calls), self._intact)
+            yield staging, reports
         except CheckpointError:
             # After the exchange nobody writes any more.
             if self.place.is_leader:
@@ -301,24 +248,16 @@ class _Save:
     @property
     def _call(self) -> tuple[Any, ...]:
         """What must be the same on all ranks."""
-        options = self.options
-        with_training_state = self.training_state is not None
-        return (
-            self.directory,
-            type(self.form).__name__,
-            with_training_state,
-            options.safe_serialization,
-            options.variant,
-        )
+        form, with_training_state = type(self.form).__name__, self.training_state is not None
+        return self.directory, form, with_training_state, self.options.safe_serialization, self.options.variant
 
     def _prepare(self) -> tuple[Any, str | None]:
         return self._call, prepare(self.directory) if self.place.is_leader else None
 
-    def _describe(self, folder: str, calls: list[Any]) -> _Report:
+    def _describe(self, folder: str, calls: list[Any]) -> Report:
         for rank, call in enumerate(calls):
             if call != self._call:
                 raise CheckpointError(f"was asked for {self._call}, but rank {rank} for {call}")
-        sides: list[str] = []
         needed: list[str] = []
         if self.training_state is not None:
             self.training = collect_training_state(self.model, self.training_state, self.place.pipeline)
@@ -331,33 +270,31 @@ class _Save:
         if self.place.is_writer and self.with_model:
             self.state = held_state(self.model, self.options.state_dict)
             if self.place.is_leader:
-                sides, needed = (self.form or ModelFolder(self.model, self.options)).describe(folder)
+                self.sides, needed = (self.form or ModelFolder(self.model, self.options)).describe(folder)
         holdings = describe_holdings(self.model, self.state) if self.form else {}
         names |= frozenset(self.state) if self.once else frozenset()
         training = None if self.training is None else self.training.report
-        return _Report(self.place, sides, needed, holdings, training, names)
+        return Report(self.place, needed, holdings, training, names)
 
-    def _collect(self, reports: list[_Report]) -> None:
+    def _collect(self, reports: list[Report]) -> None:
         """Settle what this rank writes."""
         if self.once:
-            earlier = _first_holders(self.model, reports, self.place)
-            self.state = {name: tensor for name, tensor in self.state.items() if name not in earlier}
+            own = names_to_write(self.model, reports, self.place)
+            self.state = {name: tensor for name, tensor in self.state.items() if name in own}
             if self.training is not None:
-                mine = next(report.names for report in reports if report.place == self.place)
-                tensors = self.training.tensors.items()
-                own = {name: tensor for name, tensor in tensors if name in mine and name not in earlier}
-                self.training = replace(self.training, tensors=own)
+                tensors = {name: tensor for name, tensor in self.training.tensors.items() if name in own}
+                self.training = replace(self.training, tensors=tensors)
         if self.training_state is not None and self.place.is_leader:
             every = [report.training or {} for report in reports]
-            pipeline = [report.training or {} for report in _writers(reports)]
+            pipeline = [report.training or {} for report in writers_of(reports)]
             self.common = common_content(self.training_state, every, pipeline)
 
-    def _write(self, folder: str, reports: list[_Report]) -> dict[str, FileEntry]:
-        places = _places_in_files(reports)
+    def _write(self, folder: str, reports: list[Report]) -> dict[str, FileEntry]:
+        places = places_in_files(reports)
         if self.place not in places:
             return {}
         if self.form is not None:
-            writers = _writers(reports)
+            writers = writers_of(reports)
             needed = [name for report in writers for name in report.needed]
             self.plan = self.form.plan([report.holdings for report in writers], needed)
             write_merged(self.form, self.state, self.plan, folder, self.pipeline)
@@ -367,25 +304,19 @@ class _Save:
 
     def _write_files(self, folder: str, number: int) -> dict[str, FileEntry]:
         """Write this rank's files, with this number as its pipeline rank."""
-        place = replace(self.place, pipeline_rank=number)
-        written: _Written = {}
-        with Behind() as behind:
-            write = partial(_write_tensors, folder=folder, place=place, options=self.options, behind=behind)
-            if self.training is not None and self.common is not None:
-                written |= _write_common(self.common, folder, place, self.options, behind)
-            if self.with_model and place.is_writer:
-                written |= write(self.state, part=MODEL)
-            if self.training is not None and self.training.tensors:
-                written |= write(self.training.tensors, part=TRAINING)
-        return {name: entry() for name, entry in written.items()}
+        parts: dict[str, Mapping[str, torch.Tensor]] = {}
+        if self.with_model and self.place.is_writer:
+            parts[MODEL] = self.state
+        if self.training is not None and self.training.tensors:
+            parts[TRAINING] = self.training.tensors
+        return write_rank_files(parts, self.common, folder, replace(self.place, pipeline_rank=number), self.options)
 
-    def _commit(self, staging: str, reports: list[_Report], written: Sequence[Mapping[str, FileEntry]]) -> None:
+    def _commit(self, staging: str, written: Sequence[Mapping[str, FileEntry]]) -> None:
         if not self.place.is_leader:
             return
         folder = os.path.join(self.directory, staging)
-        sides = [name for report in reports for name in report.sides]
         if self.form is not None and self.plan is not None:
-            operations = self.form.operations(self.directory, folder, self.plan, sides)
+            operations = self.form.operations(self.directory, folder, self.plan, self.sides)
         else:
             manifest = Manifest(
                 model_class=type(self.model).__name__,
@@ -396,139 +327,7 @@ class _Save:
                 files={name: entry for files in written for name, entry in files.items()},
                 shards={name: (shard.dim, shard.blocks) for name, shard in shards_of(self.model).items()},
             )
-            _warn_of_drift(manifest)
-            operations = _parallel_operations(self.directory, folder, manifest, sides, self.options, self.once)
+            warn_of_drift(manifest)
+            operations = parallel_operations(self.directory, folder, manifest, self.sides, self.options, self.once)
         commit(self.directory, staging, operations)
         self.after()
-
-
-def _writers(reports: Sequence[_Report]) -> list[_Report]:
-    """The reports of the ranks that write, in order of pipeline rank, then of tensor-parallel rank."""
-    writers = [report for report in reports if report.place.is_writer]
-    return sorted(writers, key=lambda report: (report.place.pipeline_rank, report.place.tensor_parallel_rank))
-
-
-def _places_in_files(reports: Sequence[_Report]) -> dict[SavingRank, int]:
-    """The ranks that write files, and the number that each has in their names in the place of its pipeline rank.
-
-    That is its pipeline rank in the pipeline that writes the model. Ranks of others, which have parts of gradients to
-    write, are numbered on.
-    """
-    places = {report.place: report.place.pipeline_rank for report in _writers(reports)}
-    others = [report.place for report in reports if report.names and report.place not in places]
-    stages = sorted({(place.pipeline, place.pipeline_rank) for place in others})
-    first = next((place.num_pipeline_ranks for place in places), 0)
-    return places | {place: first + stages.index((place.pipeline, place.pipeline_rank)) for place in others}
-
-
-def _first_holders(model: nn.Module, reports: Sequence[_Report], place: SavingRank) -> set[str]:
-    """Names of the tensors and states that a rank before this one writes: the first of those that hold them.
-
-    Of what is sharded, each tensor-parallel rank holds another part.
-    """
-    representative = {name: group[0] for group in tied_groups(model) for name in group}
-    shards = {representative.get(name, name) for name in shards_of(model)}
-
-    def key(name: str) -> tuple[str, str]:
-        parameter, _, state = name.partition(SEPARATOR)
-        return representative.get(parameter, parameter), state
-
-    whole, sharded = set[tuple[str, str]](), set[tuple[str, str]]()
-    others = [report for report in reports if not report.place.is_writer]
-    for report in [*_writers(reports), *others]:
-        if report.place == place:
-            return {name for name in report.names if key(name) in (sharded if key(name)[0] in shards else whole)}
-        keys = {key(name) for name in report.names}
-        whole |= keys
-        sharded |= keys if report.place.tensor_parallel_rank == place.tensor_parallel_rank else set()
-    return set()
-
-
-# ---------------------------------------------------------------- the files of a parallel checkpoint
-
-
-# Of each file its name, and its entry once all are on disk.
-_Written = dict[str, Callable[[], FileEntry]]
-
-
-def _write_common(content: bytes, folder: str, place: SavingRank, options: SaveOptions, behind: Behind) -> _Written:
-    """Write the file that every rank reads whole."""
-    name = common_file_name(options.variant)
-    write_bytes(os.path.join(folder, name), content, behind)
-    ranks = place.pipeline_rank, place.tensor_parallel_rank
-    return {name: partial(FileEntry, TRAINING, *ranks, len(content), checksum=zlib.crc32(content))}
-
-
-def _write_tensors(
-    state: Mapping[str, torch.Tensor],
-    *,
-    part: str,
-    folder: str,
-    place: SavingRank,
-    options: SaveOptions,
-    behind: Behind,
-) -> _Written:
-    """Write this rank's part of the model, or of the optimizer's state, to a file of its own."""
-    ranks = place.tensor_parallel_rank, place.pipeline_rank
-    name = rank_file_name(STEMS[part], *ranks, options.extension, options.variant)
-    path = os.path.join(folder, name)
-    tensors = to_cpu(state)
-    first: dict[int, str] = {}
-    stored = {name: first.setdefault(id(tensor), name) for name, tensor in tensors.items()}
-    aliases = {name: stored_name for name, stored_name in stored.items() if stored_name != name}
-    unique = {name: tensor for name, tensor in tensors.items() if name not in aliases}
-    # torch's format knows that two names are one tensor, so a .bin file is the whole state dict of its rank.
-    written = unique if options.safe_serialization else tensors
-    sums = write_tensors(path, written, options.save_function, behind)
-    unsummed = {name: TensorInfo.of(tensor, 0) for name, tensor in unique.items()}  # which keeps no tensor in memory
-
-    def entry() -> FileEntry:
-        infos = {name: replace(info, checksum=sums[name]) for name, info in unsummed.items()}
-        return FileEntry(part, place.pipeline_rank, place.tensor_parallel_rank, os.path.getsize(path), infos, aliases)
-
-    return {name: entry}
-
-
-def _parallel_operations(
-    directory: str, folder: str, manifest: Manifest, sides: Sequence[str], options: SaveOptions, with_index: bool
-) -> list[Operation]:
-    """Stage the table of contents, and list the renames that make `manifest` the checkpoint in `directory`.
-
-    Replacing the table of contents comes first and decides; files whose turn has not come are found where they were
-    staged. Files of the previous parallel checkpoint that the new one has not are removed last.
-
-    Args:
-        with_index: plain transformers shall find the weights as well. For it an index leads first to the staged files,
-            and to their final names only when they are there. A tensor-parallel model's files have none.
-    """
-    name, (_, index) = manifest_name(options.variant), weight_file_names(options.extension, options.variant)
-    write_bytes(os.path.join(folder, STAGED_MANIFEST), manifest.dump())
-    operations: list[Operation] = [("replace", STAGED_MANIFEST, name)]
-    with_index = with_index and manifest.tensor_parallel_size == 1
-    if with_index:
-        weights = {
-            name: file for file, entry in manifest.files.items() if entry.part == MODEL for name in entry.tensors
-        }
-        write_indices(weights, {}, folder)
-        operations.append(("replace", STAGED_INDEX, index))
-    elif kind_of(os.path.join(directory, index)) is not None and not options.variant:
-        operations.append(("remove", "", index))
-    operations += [("publish" if with_index else "replace", file_name, file_name) for file_name in manifest.files]
-    operations += [("replace", file_name, file_name) for file_name in sides]
-    operations += [("replace", FINAL_INDEX, index)] if with_index else []
-    try:
-        previous = read_manifest(directory, options.variant)
-    except CheckpointError:
-        return operations  # none, or one that cannot be read any more
-    return operations + [("remove", "", old) for old in sorted(previous.files.keys() - manifest.files.keys())]
-
-
-def _warn_of_drift(manifest: Manifest) -> None:
-    """Log a warning if holders of one weight have different values: the first one's will be loaded everywhere."""
-    values: dict[tuple[int, str], TensorInfo] = {}
-    representative = {name: group[0] for group in manifest.tied for name in group}
-    for entry in sorted(manifest.files.values(), key=lambda entry: entry.stage):
-        for name, info in entry.tensors.items() if entry.part == MODEL else ():
-            key = (entry.tensor_parallel_rank, representative.get(name, name))
-            if values.setdefault(key, info) != info:
-                logger.warning("stage %d holds other values of %s than an earlier stage", entry.stage, name)

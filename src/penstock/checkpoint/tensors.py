@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,15 +120,24 @@ def to_cpu(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
     A file format that stores whole memory blocks would otherwise write the block around a view.
     """
+
+    def move(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        moved = tensor.cpu().contiguous()
+        return moved if moved.untyped_storage().nbytes() == moved.nbytes else moved.clone()
+
+    return once_for_tied(state, move)
+
+
+def once_for_tied(
+    state: Mapping[str, torch.Tensor], make: Callable[[str, torch.Tensor], torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """What `make` makes of each name and tensor. Names of one tensor get what was made for the first of them."""
     done: dict[Any, torch.Tensor] = {}
     result: dict[str, torch.Tensor] = {}
     for name, tensor in state.items():
-        key = (tensor.data_ptr(), tensor.device, tuple(tensor.shape), tensor.stride(), tensor.dtype)
-        if tensor.numel() == 0 or key not in done:
-            moved = tensor.cpu().contiguous()
-            if moved.untyped_storage().nbytes() != moved.numel() * moved.element_size():
-                moved = moved.clone()
-            done[key] = moved
+        key = (tensor.data_ptr(), tensor.device, tensor.shape, tensor.stride(), tensor.dtype)
+        if not tensor.numel() or key not in done:
+            done[key] = make(name, tensor)
         result[name] = done[key]
     return result
 
@@ -145,3 +154,8 @@ def tied_groups(model: nn.Module) -> list[list[str]]:
         if not {target, source} <= known:
             groups.setdefault(source, {source}).add(target)
     return sorted(sorted(group) for group in groups.values())
+
+
+def first_of_tied(groups: Iterable[Sequence[str]]) -> dict[str, str]:
+    """For each name of such a group the one that stands for all of them."""
+    return {name: group[0] for group in groups for name in group}

@@ -30,7 +30,7 @@ from .load import check_class
 from .manifest import MAX_RANKS, TRAINING, Manifest, read_manifest
 from .names import check_variant
 from .optimizer_state import collect_optimizer, reshardings_of, restore_optimizer
-from .reader import Resharding, ShardReader
+from .reader import CheckpointReader, Resharding
 from .tensors import tensor_parallel_place
 from .untrusted import CheckpointError, Field, describe, is_regular, open_plain, refused_global
 
@@ -202,7 +202,7 @@ class TrainingStateLoad:
         self._state = state
         self._variant = variant
         self._content: dict[str, Any] = {}
-        self._reader: ShardReader | None = None
+        self._reader: CheckpointReader | None = None
         self._mine: dict[str, Resharding] = {}
         self._gradients: GradientLoad | None = None
 
@@ -220,9 +220,8 @@ class TrainingStateLoad:
             return Holder(self._pipeline, 0)
         if content["groups"] is None:
             raise CheckpointError(f"{directory} has no optimizer state")
-        self._reader = ShardReader(directory, manifest, TRAINING, tensor_parallel_place(model))
-        first = self._reader.readers[0]
-        saved_shapes = {key: location.info.shape for key, location in first.locations.items()}
+        self._reader = CheckpointReader(directory, manifest, TRAINING, tensor_parallel_place(model))
+        saved_shapes = {key: location.info.shape for key, location in self._reader.locations.items()}
         self._mine = reshardings_of(model, state.optimizer, manifest, saved_shapes)
         self._reader.verify(self._mine)
         names = [name for group in collect_optimizer(model, state.optimizer).members for name in group]

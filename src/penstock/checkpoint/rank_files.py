@@ -1,0 +1,136 @@
+"""The files of a parallel checkpoint: those that each rank writes, their table of contents, and their places."""
+
+from __future__ import annotations
+
+import logging
+import os
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from .files import write_bytes, write_tensors
+from .manifest import MODEL, STEMS, TRAINING, FileEntry, Manifest, read_manifest
+from .merge import write_indices
+from .names import (
+    FINAL_INDEX,
+    STAGED_INDEX,
+    STAGED_MANIFEST,
+    common_file_name,
+    manifest_name,
+    rank_file_name,
+    weight_file_names,
+)
+from .safetensors_file import Behind
+from .save_pretrained import SaveOptions
+from .saving_ranks import SavingRank
+from .staging import Operation
+from .tensors import TensorInfo, first_of_tied, to_cpu
+from .untrusted import CheckpointError, kind_of
+
+logger = logging.getLogger(__name__)
+
+# Of each file its name, and its entry once all are on disk.
+_Written = dict[str, Callable[[], FileEntry]]
+
+
+def write_rank_files(
+    parts: Mapping[str, Mapping[str, torch.Tensor]],
+    common: bytes | None,
+    folder: str,
+    place: SavingRank,
+    options: SaveOptions,
+) -> dict[str, FileEntry]:
+    """Write a rank's files, and have them on disk.
+
+    Args:
+        parts: the tensors that it writes of `manifest.MODEL` and of `manifest.TRAINING`.
+        common: the file that every rank reads whole, if this rank writes it.
+        place: has as its pipeline rank the number in the names of its files.
+    """
+    written: _Written = {}
+    with Behind() as behind:
+        if common is not None:
+            written |= _write_common(common, folder, place, options, behind)
+        for part, tensors in parts.items():
+            written |= _write_tensors(tensors, part, folder, place, options, behind)
+    return {name: entry() for name, entry in written.items()}
+
+
+def _write_common(content: bytes, folder: str, place: SavingRank, options: SaveOptions, behind: Behind) -> _Written:
+    """Write the file that every rank reads whole."""
+    name = common_file_name(options.variant)
+    write_bytes(os.path.join(folder, name), content, behind)
+    ranks = place.pipeline_rank, place.tensor_parallel_rank
+    return {name: partial(FileEntry, TRAINING, *ranks, len(content), checksum=zlib.crc32(content))}
+
+
+def _write_tensors(
+    state: Mapping[str, torch.Tensor], part: str, folder: str, place: SavingRank, options: SaveOptions, behind: Behind
+) -> _Written:
+    """Write a rank's part of the model, or of the optimizer's state, to a file of its own."""
+    ranks = place.tensor_parallel_rank, place.pipeline_rank
+    name = rank_file_name(STEMS[part], *ranks, options.extension, options.variant)
+    path = os.path.join(folder, name)
+    tensors = to_cpu(state)
+    first: dict[int, str] = {}
+    stored = {name: first.setdefault(id(tensor), name) for name, tensor in tensors.items()}
+    aliases = {name: stored_name for name, stored_name in stored.items() if stored_name != name}
+    unique = {name: tensor for name, tensor in tensors.items() if name not in aliases}
+    # torch's format knows that two names are one tensor, so a .bin file is the whole state dict of its rank.
+    written = unique if options.safe_serialization else tensors
+    sums = write_tensors(path, written, options.save_function, behind)
+    unsummed = {name: TensorInfo.of(tensor, 0) for name, tensor in unique.items()}  # which keeps no tensor in memory
+
+    def entry() -> FileEntry:
+        infos = {name: replace(info, checksum=sums[name]) for name, info in unsummed.items()}
+        return FileEntry(part, place.pipeline_rank, place.tensor_parallel_rank, os.path.getsize(path), infos, aliases)
+
+    return {name: entry}
+
+
+def parallel_operations(
+    directory: str, folder: str, manifest: Manifest, sides: Sequence[str], options: SaveOptions, with_index: bool
+) -> list[Operation]:
+    """Stage the table of contents, and list the renames that make `manifest` the checkpoint in `directory`.
+
+    Replacing the table of contents comes first and decides; files whose turn has not come are found where they were
+    staged. Files of the previous parallel checkpoint that the new one has not are removed last.
+
+    Args:
+        with_index: plain transformers shall find the weights as well. For it an index leads first to the staged files,
+            and to their final names only when they are there. A tensor-parallel model's files have none.
+    """
+    name, (_, index) = manifest_name(options.variant), weight_file_names(options.extension, options.variant)
+    write_bytes(os.path.join(folder, STAGED_MANIFEST), manifest.dump())
+    operations: list[Operation] = [("replace", STAGED_MANIFEST, name)]
+    with_index = with_index and manifest.tensor_parallel_size == 1
+    if with_index:
+        weights = {
+            name: file for file, entry in manifest.files.items() if entry.part == MODEL for name in entry.tensors
+        }
+        write_indices(weights, {}, folder)
+        operations.append(("replace", STAGED_INDEX, index))
+    elif kind_of(os.path.join(directory, index)) is not None and not options.variant:
+        operations.append(("remove", "", index))
+    operations += [("publish" if with_index else "replace", file_name, file_name) for file_name in manifest.files]
+    operations += [("replace", file_name, file_name) for file_name in sides]
+    operations += [("replace", FINAL_INDEX, index)] if with_index else []
+    try:
+        previous = read_manifest(directory, options.variant)
+    except CheckpointError:
+        return operations  # none, or one that cannot be read any more
+    return operations + [("remove", "", old) for old in sorted(previous.files.keys() - manifest.files.keys())]
+
+
+def warn_of_drift(manifest: Manifest) -> None:
+    """Log a warning if holders of one weight have different values: the first one's will be loaded everywhere."""
+    values: dict[tuple[int, str], TensorInfo] = {}
+    first = first_of_tied(manifest.tied)
+    for entry in sorted(manifest.files.values(), key=lambda entry: entry.stage):
+        for name, info in entry.tensors.items() if entry.part == MODEL else ():
+            key = (entry.tensor_parallel_rank, first.get(name, name))
+            if values.setdefault(key, info) != info:
+                logger.warning("stage %d holds other values of %s than an earlier stage", entry.stage, name)
