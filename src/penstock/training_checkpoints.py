@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -242,23 +242,18 @@ def _load_newest(
     for path, fault in _candidates(folder, which, world):
         weights, training = WeightsLoad(model, path), TrainingStateLoad(model, path, state, pipeline=run.place.pipeline)
         doing = f"load {path}"
-        try:
-            if fault is not None:
-                raise CheckpointError(fault)
-            together(world, doing, "checking the weights", weights.check)
-            training.held = together(world, doing, "checking the training state", training.check)
-        except CheckpointError as error:
-            weights.close()
-            training.close()
-            damaged[path] = str(error)
-            continue
-        try:
+        with closing(weights), closing(training):
+            try:
+                if fault is not None:
+                    raise CheckpointError(fault)
+                together(world, doing, "checking the weights", weights.check)
+                training.held = together(world, doing, "checking the training state", training.check)
+            except CheckpointError as error:
+                damaged[path] = str(error)
+                continue
             with training.undone_if_it_fails():
                 together(world, doing, "restoring the training state", partial(training.apply, world))
                 together(world, doing, "copying the weights", weights.apply)
-        finally:
-            weights.close()
-            training.close()
         for other, reason in damaged.items() if world.rank == 0 else ():
             logger.warning("passed over the checkpoint %s: %s", other, reason)
         found = training.result()

@@ -5,7 +5,9 @@ from .background import HostMemory, PendingSave
 from .comm import Comm, GroupComm, OnceLost, SoloComm
 from .folder import find_checkpoints, remove_older, step_folder
 from .gradients import GradientKeeper
-from .load import WeightsLoad, from_parallelized, is_parallelized, load_ordinary
+from .load import WeightsLoad, from_parallelized, is_parallelized
+from .ordinary import load_ordinary
+from .plain_objects import load_object, restore_object, save_object
 from .save import (
     TRAINING_VARIANT,
     save_adapter,
@@ -14,15 +16,7 @@ from .save import (
     save_training_state,
 )
 from .saving_ranks import SavingRank
-from .training_state import (
-    Run,
-    TrainingState,
-    TrainingStateLoad,
-    load_object,
-    load_training_state,
-    restore_object,
-    save_object,
-)
+from .training_state import Run, TrainingState, TrainingStateLoad, load_training_state
 from .untrusted import CheckpointError
 
 __all__ = [

@@ -19,9 +19,9 @@ from penstock.modeling.weights.initialise import meta_model, resolve_model_class
 
 from .comm import SoloComm
 from .files import write_bytes
-from .folder import Found, contents_of, find_checkpoints
+from .folder import Found, find_checkpoints
 from .gradients import is_gradient
-from .manifest import MODEL, TRAINING, Manifest
+from .manifest import MODEL, TRAINING, Manifest, whole_manifest
 from .merge import Holding, ModelFolder, write_merged
 from .names import is_configuration
 from .optimizer_state import SEPARATOR
@@ -75,7 +75,7 @@ def inspect_checkpoint(path: str, values: bool = True) -> dict[str, Any]:
     Args:
         values: compare every value with its checksum, which reads all files. Otherwise only sizes are compared.
     """
-    manifest = contents_of(path)
+    manifest = whole_manifest(path)
     reader = CheckpointReader(path, manifest, MODEL)
     with closing(reader):
         faults = (
@@ -179,7 +179,7 @@ def merge_checkpoint(
             known here, or `destination` cannot be written. A checkpoint that was there is intact then.
     """
     path, directory = newest_checkpoint(source), os.path.abspath(destination)
-    manifest = contents_of(path)
+    manifest = whole_manifest(path)
     options = SaveOptions(safe_serialization=safe_serialization, max_shard_size=max_shard_size)
     model, state = _model_of(path, manifest), _WholeTensors(path, manifest)
     if isinstance(model, PreTrainedModel):

@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 
 from .files import flush_file
-from .manifest import Manifest, read_manifest
+from .manifest import whole_manifest
 from .names import (
     STAGING,
     is_configuration,
@@ -68,7 +68,7 @@ def _look_at(path: str, step: int | None) -> Found:
     if kind_of(os.path.join(path, manifest_name())) is None:
         return Found(path, step, "it has no table of contents: its save did not finish", unfinished=True)
     try:
-        read_manifest(path).check_files(path)
+        whole_manifest(path)
     except (CheckpointError, OSError) as error:
         return Found(path, step, describe(error))
     return Found(path, step, None)
@@ -108,10 +108,3 @@ def remove_checkpoint(path: str) -> None:
             elif (is_rank_file(name, None) or is_configuration(name) or name == index) and is_regular(own):
                 os.remove(own)
         os.rmdir(path)
-
-
-def contents_of(path: str) -> Manifest:
-    """The table of contents of a checkpoint that is whole as far as sizes tell. Raises CheckpointError."""
-    manifest = read_manifest(path)
-    manifest.check_files(path)
-    return manifest

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -82,54 +82,46 @@ def collect_gradients(model: nn.Module, optimizer: Optimizer, keeper: GradientKe
     return found
 
 
-@dataclass
-class GradientLoad:
-    """Gives the parameters of this rank the gradients that were saved, or none.
+def restore_gradients(
+    model: nn.Module,
+    optimizer: Optimizer,
+    keeper: GradientKeeper,
+    holders: Mapping[str, Collection[Place]],
+    keys: Iterable[str],
+    read: Callable[[str], torch.Tensor],
+) -> Callable[[], None]:
+    """Give the parameters of this rank the gradients that were saved, or none.
 
-    Attributes:
+    Args:
         holders: of each parameter the places of the ranks that hold it now.
+        keys: names of what was saved for the parameters of this rank.
+        read: a tensor as this rank holds it.
+
+    Returns:
+        what tells the keeper of it, to be called once everything is loaded on all ranks.
+
+    Raises:
+        CheckpointError: a gradient's name or shape does not fit.
     """
-
-    model: nn.Module
-    optimizer: Optimizer
-    keeper: GradientKeeper
-    holders: Mapping[str, Collection[Place]] = field(default_factory=dict)
-    _before: list[tuple[torch.Tensor, Any]] = field(default_factory=list)
-    _whole: list[torch.Tensor] = field(default_factory=list)
-    _parts: list[torch.Tensor] = field(default_factory=list)
-
-    def apply(self, keys: Iterable[str], read: Callable[[str], torch.Tensor]) -> None:
-        """
-        Args:
-            keys: names of what was saved for the parameters of this rank.
-            read: a tensor as this rank holds it.
-        """
-        saved: dict[str, dict[Place | None, str]] = {}
-        for key in keys:
-            saved.setdefault(key.partition(SEPARATOR)[0], {})[_place_of(key)] = key
-        for name, parameter in parameters_by_name(self.model, self.optimizer).items():
-            self._before.append((parameter, parameter.grad))
-            parts = saved.get(name, {})
-            gradient: torch.Tensor | None = None
-            if None not in parts and parts.keys() <= set(self.holders.get(name, ())):
-                self._parts.append(parameter)
-                if (own := parts.get(self.keeper.place)) is not None:
-                    gradient = _like(parameter).copy_(_fitting(read(own), name, parameter))
-            else:
-                self._whole.append(parameter)
-                gradient = torch.zeros_like(_like(parameter))
-                for key in sorted(parts.values()):  # in one order on all ranks
-                    gradient += _fitting(read(key), name, parameter).to(gradient)
-            parameter.grad = gradient
-
-    def settle(self) -> None:
-        """Everything is loaded, on all ranks."""
-        self.keeper.note(self._whole, self._parts)
-
-    def put_back(self) -> None:
-        """Loading has failed somewhere: the gradients that were there."""
-        for parameter, gradient in self._before:
-            parameter.grad = gradient
+    saved: dict[str, dict[Place | None, str]] = {}
+    for key in keys:
+        saved.setdefault(key.partition(SEPARATOR)[0], {})[_place_of(key)] = key
+    whole: list[torch.Tensor] = []
+    with_parts: list[torch.Tensor] = []
+    for name, parameter in parameters_by_name(model, optimizer).items():
+        parts = saved.get(name, {})
+        gradient: torch.Tensor | None = None
+        if None not in parts and parts.keys() <= set(holders.get(name, ())):
+            with_parts.append(parameter)
+            if (own := parts.get(keeper.place)) is not None:
+                gradient = torch.empty_like(parameter, requires_grad=False).copy_(_fitting(read(own), name, parameter))
+        else:
+            whole.append(parameter)
+            gradient = torch.zeros_like(parameter, requires_grad=False)
+            for key in sorted(parts.values()):  # in one order on all ranks
+                gradient += _fitting(read(key), name, parameter).to(gradient)
+        parameter.grad = gradient
+    return partial(keeper.note, whole, with_parts)
 
 
 def _place_of(key: str) -> Place | None:
@@ -144,7 +136,3 @@ def _fitting(gradient: torch.Tensor, name: str, parameter: torch.Tensor) -> torc
         shapes = f"{list(gradient.shape)}, the parameter {list(parameter.shape)}"
         raise CheckpointError(f"the saved gradient of {name} does not fit: it has the shape {shapes}")
     return gradient
-
-
-def _like(parameter: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(parameter, requires_grad=False)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 
-from .names import EXTENSIONS, STAGING, check_plain, common_file_name, manifest_name, rank_file_name
+from .names import EXTENSIONS, STAGING, check_plain, check_variant, common_file_name, manifest_name, rank_file_name
 from .tensors import DTYPES, TensorInfo
 from .untrusted import CheckpointError, Field, is_directory, locate, read_json
 
@@ -125,12 +125,30 @@ class Manifest:
                 raise CheckpointError(f"{path} {what}: it has {size} bytes, the checkpoint's has {entry.size}")
 
 
+def whole_manifest(directory: str, variant: str | None = None, model_class: str | None = None) -> Manifest:
+    """The table of contents of a checkpoint that is whole as far as sizes tell.
+
+    Args:
+        model_class: the class that it must be of.
+
+    Raises:
+        CheckpointError: as `read_manifest` and `Manifest.check_files`, or it is of another class.
+    """
+    manifest = read_manifest(directory, variant)
+    if model_class not in (None, manifest.model_class):
+        raise CheckpointError(f"{directory} holds a {manifest.model_class}, but the model is a {model_class}")
+    manifest.check_files(directory)
+    return manifest
+
+
 def read_manifest(directory: str, variant: str | None = None) -> Manifest:
     """Read a checkpoint's table of contents.
 
     Raises:
+        ValueError: `variant` cannot be a part of a file's name.
         CheckpointError: it is missing, damaged, or of a later format. Whatever is absurd in it is named.
     """
+    check_variant(variant)
     path = os.path.join(directory, manifest_name(variant))
     try:
         content = read_json(path)

@@ -22,7 +22,8 @@ _MANIFEST = re.compile(rf"parallel_checkpoint(?:\.({_VARIANT}))?\.json")
 _INDEX = re.compile(rf"(?:model(\.safetensors)|pytorch_model(\.bin))\.index(?:\.({_VARIANT}))?\.json")
 _SIDE = re.compile(r"[A-Za-z_]\w*\.(?:json|py)", re.ASCII)
 _RANK_FILE = re.compile(
-    rf"(?:(?:pytorch_model|optimizer)_tp_\d+_pp_\d+|training_state)(?:\.{_VARIANT})?\.(?:bin|safetensors)"
+    rf"(?:pytorch_model|optimizer)_tp_[0-9]+_pp_[0-9]+(?:\.({_VARIANT}))?\.(?:bin|safetensors)"
+    rf"|training_state(?:\.({_VARIANT}))?\.bin"
 )
 _MAX_NAME = 255
 
@@ -64,9 +65,8 @@ def common_file_name(variant: str | None) -> str:
 
 def is_rank_file(name: str, variant: str | None) -> bool:
     """Whether `name` is that of a file of a parallel checkpoint, other than its table of contents."""
-    middle = re.escape(f".{variant}") if variant else ""
-    pattern = rf"(pytorch_model|optimizer)_tp_\d+_pp_\d+{middle}\.(bin|safetensors)"
-    return name == common_file_name(variant) or re.fullmatch(pattern, name, re.ASCII) is not None
+    found = _RANK_FILE.fullmatch(name)
+    return found is not None and (found[1] or found[2]) == variant
 
 
 def is_some_rank_file(name: str) -> bool:

@@ -7,32 +7,27 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import io
 import os
-import re
-import uuid
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from penstock.random_state import capture_random_state, check_random_state, restore_random_state
 
 from .comm import Comm, together
-from .files import flush_file, load_data, write_bytes, writing
-from .gradients import GradientKeeper, GradientLoad, Place, collect_gradients, is_gradient
-from .load import check_class
-from .manifest import MAX_RANKS, TRAINING, Manifest, read_manifest
-from .names import check_variant
+from .files import load_data
+from .gradients import GradientKeeper, Place, collect_gradients, is_gradient, restore_gradients
+from .manifest import MAX_RANKS, TRAINING, Manifest, whole_manifest
 from .optimizer_state import collect_optimizer, reshardings_of, restore_optimizer
+from .plain_objects import plain_data, restore_object
 from .reader import CheckpointReader, Resharding
 from .tensors import tensor_parallel_place
-from .untrusted import CheckpointError, Field, describe, is_regular, open_plain, refused_global
+from .untrusted import CheckpointError, Field, open_plain
 
 # Of objects that may have no saved state: the float16 loss scale of a run that was in another precision.
 LOSS_SCALE = "optimizer.loss_scale"
@@ -118,21 +113,7 @@ def common_content(
         "values": values,
         "run": state.run,
     }
-    return _plain_data(content, "the training state")
-
-
-def _plain_data(content: Any, what: str) -> bytes:
-    """The content of a file that can be loaded without running code; raises CheckpointError if there is none."""
-    buffer = io.BytesIO()
-    try:
-        torch.save(content, buffer)
-        buffer.seek(0)
-        torch.load(buffer, weights_only=True)
-    except Exception as error:
-        name = refused_global(error)
-        found = describe(error) if name is None else f"a {name}"
-        raise CheckpointError(f"{what} has something that is no plain data: {found}") from None
-    return buffer.getvalue()
+    return plain_data(content, "the training state")
 
 
 def load_training_state(
@@ -204,15 +185,12 @@ class TrainingStateLoad:
         self._content: dict[str, Any] = {}
         self._reader: CheckpointReader | None = None
         self._mine: dict[str, Resharding] = {}
-        self._gradients: GradientLoad | None = None
+        self._note_gradients: Callable[[], None] = lambda: None
 
     def check(self) -> Holder:
         """Check that the training state is whole and fits; raises CheckpointError."""
-        check_variant(self._variant)
         model, directory, state = self._model, self.directory, self._state
-        manifest = read_manifest(directory, self._variant)
-        check_class(manifest, directory, type(model).__name__)
-        manifest.check_files(directory)
+        manifest = whole_manifest(directory, self._variant, type(model).__name__)
         self._content = content = read_common(manifest, directory)
         if missing := sorted(state.objects.keys() - content["objects"].keys() - OPTIONAL):
             raise CheckpointError(f"{directory} has no state for {missing}; it has {sorted(content['objects'])}")
@@ -232,18 +210,21 @@ class TrainingStateLoad:
         content, state = self._content, self._state
         if state.optimizer is not None:
             assert self._reader is not None
-            reader = self._reader
+            reader, resharding = self._reader, self._mine
+
+            def read(key: str) -> torch.Tensor:
+                return reader.read(key, resharding[key])
+
             saved = {name for group in content["members"] for name in group}
             if lost := sorted(saved - {name for holder in self.held for name in holder.names}):
                 raise CheckpointError(f"the optimizer lacks parameters that it had when it was saved: {lost[:5]}")
-            states = [key for key in self._mine if not is_gradient(key)]
-            tensors = ((key, reader.read(key, self._mine[key])) for key in states)
+            gradients = set(filter(is_gradient, resharding))
+            tensors = ((key, read(key)) for key in resharding if key not in gradients)
             groups = (content["groups"], content["members"], content["values"])
             restore_optimizer(self._model, state.optimizer, *groups, tensors)
-            if state.gradients is not None:
-                self._gradients = GradientLoad(self._model, state.optimizer, state.gradients, self._places())
-                gradients = self._mine.keys() - states
-                self._gradients.apply(gradients, lambda key: reader.read(key, self._mine[key]))
+            if (keeper := state.gradients) is not None:
+                holders = self._places()
+                self._note_gradients = restore_gradients(self._model, state.optimizer, keeper, holders, gradients, read)
         for name, stateful in state.objects.items():
             if name in content["objects"]:
                 restore_object(stateful, content["objects"][name], f"the state of {name!r} in {self.directory}")
@@ -274,11 +255,8 @@ class TrainingStateLoad:
             yield
         except BaseException:
             before.put_back()
-            if self._gradients is not None:
-                self._gradients.put_back()
             raise
-        if self._gradients is not None:
-            self._gradients.settle()
+        self._note_gradients()
 
     def result(self) -> TrainingState:
         """The state with the saved numbers."""
@@ -299,34 +277,20 @@ class _Snapshot:
         self._state = state
         # `load_state_dict` gives an optimizer new tensors, so the old ones need no copies.
         self._optimizer = None if state.optimizer is None else state.optimizer.state_dict()
+        groups = [] if state.optimizer is None else state.optimizer.param_groups
+        self._gradients = [(parameter, parameter.grad) for group in groups for parameter in group["params"]]
         self._objects = {name: copy.deepcopy(stateful.state_dict()) for name, stateful in state.objects.items()}
         self._random = capture_random_state()
 
     def put_back(self) -> None:
         if self._state.optimizer is not None and self._optimizer is not None:
             self._state.optimizer.load_state_dict(self._optimizer)
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient
         for name, stateful in self._state.objects.items():
             with contextlib.suppress(Exception):  # it cannot even take its own state
                 stateful.load_state_dict(self._objects[name])
         restore_random_state(self._random)
-
-
-def restore_object(stateful: Any, content: Any, what: str) -> None:
-    """Give an object the state that was saved for it.
-
-    A learning-rate scheduler takes whatever names it is given as its attributes, its own methods' names too.
-
-    Raises:
-        CheckpointError: that would happen, or the object does not take it.
-    """
-    if isinstance(stateful, LRScheduler):
-        fields = dict(Field(content, what).items())
-        if hidden := sorted(name for name in fields if callable(getattr(type(stateful), name, None))):
-            raise CheckpointError(f"{what} is damaged: it would replace {', '.join(hidden[:5])} of the scheduler")
-    try:
-        stateful.load_state_dict(content)
-    except Exception as error:
-        raise CheckpointError(f"{what} does not fit: {describe(error)}") from error
 
 
 def read_common(manifest: Manifest, directory: str) -> dict[str, Any]:
@@ -373,61 +337,3 @@ def read_common(manifest: Manifest, directory: str) -> dict[str, Any]:
         found: dict[str, Any] = content.value
         return found
     raise CheckpointError(f"{directory} has no training state")
-
-
-# ---------------------------------------------------------------- an object in a file of its own
-
-
-def save_object(content: Any, path: str | os.PathLike[str], *, world_comm: Comm) -> None:
-    """Write plain data to a file, from the first rank. A kill at any moment leaves the previous file whole.
-
-    Raises:
-        CheckpointError: it cannot be written, or is no plain data that can be loaded without running code.
-    """
-    path = os.path.abspath(path)
-
-    def write() -> None:
-        if world_comm.rank:
-            return
-        data = _plain_data(content, "it")
-        folder, name = os.path.split(path)
-        with writing(path, "plain data", len(data)):
-            os.makedirs(folder, exist_ok=True)
-            # Nobody can have put a link to another file under this name.
-            draft = os.path.join(folder, f".{name}.saving-{uuid.uuid4().hex}")
-            try:
-                write_bytes(draft, data)
-                flush_file(draft)
-                os.replace(draft, path)
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    os.remove(draft)
-                raise
-            flush_file(folder)
-        _remove_drafts(folder, name)
-
-    together(world_comm, f"save {path}", "writing the file", write, unchanged=f"what was in {path} before is intact")
-
-
-def load_object(path: str | os.PathLike[str], *, world_comm: Comm) -> Any:
-    """What `save_object` wrote. No code in the file is run. Raises CheckpointError if some rank cannot read it."""
-    path = os.path.abspath(path)
-    found: list[Any] = []
-
-    def read() -> None:
-        try:
-            found.append(load_data(path))
-        except FileNotFoundError:
-            raise CheckpointError(f"{path} is missing") from None
-
-    together(world_comm, f"load {path}", "reading the file", read)
-    return found[0]
-
-
-def _remove_drafts(folder: str, name: str) -> None:
-    """Tidy up behind killed saves."""
-    pattern = re.compile(re.escape(f".{name}.saving-") + r"[0-9a-f]{32}")
-    for draft in os.listdir(folder):
-        if pattern.fullmatch(draft) and is_regular(os.path.join(folder, draft)):
-            with contextlib.suppress(OSError):
-                os.remove(os.path.join(folder, draft))

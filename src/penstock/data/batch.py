@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from penstock.data.media import MediaTokens, rows_of_media
-from penstock.data.microbatch import batch_dim, batch_size_of, microbatch_sizes, rows_of, split_batch
+from penstock.data.microbatch import batch_dim, batch_size_of, microbatch_sizes, rows_of, split_batch, with_items
 
 
 class PerMicrobatch(tuple[Any, ...]):
@@ -146,11 +145,7 @@ def to_device(value: Any, device: torch.device | str | int, non_blocking: bool =
     """Move every tensor in nested mappings, tuples and lists to a device; leave everything else as it is."""
     if isinstance(value, (torch.Tensor, PerMicrobatch)):
         return value.to(device, non_blocking=non_blocking)
-    if isinstance(value, Mapping):
-        content = {key: to_device(part, device, non_blocking) for key, part in value.items()}
-        # A ModelOutput (encoder_outputs) must keep its class: models ask for its fields.
-        return type(value)(**content) if dataclasses.is_dataclass(value) else content
-    if isinstance(value, (tuple, list)):
-        parts = [to_device(part, device, non_blocking) for part in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    if isinstance(value, (Mapping, tuple, list)):
+        items = value.values() if isinstance(value, Mapping) else value
+        return with_items(value, [to_device(item, device, non_blocking) for item in items])
     return value

@@ -175,11 +175,7 @@ def _split_input(name: str, value: Any, batch_size: int, sizes: Sequence[int]) -
     """The parts of one input, None if it goes whole to every microbatch."""
     if name in WITHOUT_BATCH:
         return None
-    if isinstance(value, torch.Tensor):
-        if rows_of(name, value) != batch_size:
-            return None
-        return value.split_with_sizes(list(sizes), batch_dim(name, value))
-    return _split_nested(value, batch_size, sizes)
+    return _split_nested(value, batch_size, sizes, batch_dim(name, value) if _has_rows(value) else 0)
 
 
 def _split_media(value: torch.Tensor, rows: Sequence[int], sizes: Sequence[int]) -> Sequence[Any]:
@@ -189,34 +185,31 @@ def _split_media(value: torch.Tensor, rows: Sequence[int], sizes: Sequence[int])
     return [part if len(part) else None for part in value.split_with_sizes(lengths)]
 
 
-def _split_nested(value: Any, batch_size: int, sizes: Sequence[int]) -> Sequence[Any] | None:
+def _split_nested(value: Any, batch_size: int, sizes: Sequence[int], dim: int = 0) -> Sequence[Any] | None:
+    """The parts of a tensor along `dim`, or of a container with its tensors split along dim 0; None if nothing has
+    `batch_size` rows."""
     if isinstance(value, torch.Tensor):
-        has_rows = value.dim() > 0 and value.shape[0] == batch_size
-        return value.split_with_sizes(list(sizes)) if has_rows else None
+        has_rows = value.dim() > dim and value.shape[dim] == batch_size
+        return value.split_with_sizes(list(sizes), dim) if has_rows else None
+    if not isinstance(value, (Mapping, tuple, list)):
+        return None
+    if not isinstance(value, Mapping) and len(value) == batch_size and all(isinstance(one, Mapping) for one in value):
+        return [value[start:end] for start, end in pairwise([0, *accumulate(sizes)])]
+    items = list(value.values() if isinstance(value, Mapping) else value)
+    split = [_split_nested(item, batch_size, sizes) for item in items]
+    if all(parts is None for parts in split):
+        return None
+    return [
+        with_items(value, [item if parts is None else parts[index] for item, parts in zip(items, split, strict=True)])
+        for index in range(len(sizes))
+    ]
+
+
+def with_items(value: Any, items: Sequence[Any]) -> Any:
+    """A mapping, a tuple or a list like `value`, with other values in it."""
     if isinstance(value, Mapping):
-        split = {key: _split_nested(part, batch_size, sizes) for key, part in value.items()}
-        if all(parts is None for parts in split.values()):
-            return None
-        return [_rebuild_mapping(value, split, index) for index in range(len(sizes))]
-    if not isinstance(value, (tuple, list)):
-        return None
-    if len(value) == batch_size and all(isinstance(part, Mapping) for part in value):
-        starts = [sum(sizes[:index]) for index in range(len(sizes))]
-        return [value[start : start + size] for start, size in zip(starts, sizes, strict=True)]
-    items = [_split_nested(part, batch_size, sizes) for part in value]
-    if all(parts is None for parts in items):
-        return None
-    return [_rebuild_sequence(value, items, index) for index in range(len(sizes))]
-
-
-def _rebuild_mapping(value: Mapping[Any, Any], split: Mapping[Any, Sequence[Any] | None], index: int) -> Any:
-    content = {key: value[key] if parts is None else parts[index] for key, parts in split.items()}
-    # A ModelOutput (encoder_outputs) must keep its class: models ask for its fields.
-    return type(value)(**content) if dataclasses.is_dataclass(value) else content
-
-
-def _rebuild_sequence(value: Any, items: Sequence[Sequence[Any] | None], index: int) -> Any:
-    content = [part if parts is None else parts[index] for part, parts in zip(value, items, strict=True)]
-    if hasattr(value, "_fields"):  # a named tuple takes its fields one by one
-        return type(value)(*content)
-    return tuple(content) if isinstance(value, tuple) else content
+        content = dict(zip(value, items, strict=True))
+        # A ModelOutput (encoder_outputs) must keep its class: models ask for its fields.
+        return type(value)(**content) if dataclasses.is_dataclass(value) else content
+    # A named tuple takes its fields one by one.
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)

@@ -1,0 +1,104 @@
+"""Objects as plain data, which is loaded without running code: in a file of their own, and back into the objects."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import uuid
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from .comm import Comm, together
+from .files import flush_file, load_data, write_bytes, writing
+from .untrusted import CheckpointError, Field, describe, is_regular, refused_global
+
+
+def plain_data(content: Any, what: str) -> bytes:
+    """The content of a file that can be loaded without running code; raises CheckpointError if there is none."""
+    buffer = io.BytesIO()
+    try:
+        torch.save(content, buffer)
+        buffer.seek(0)
+        torch.load(buffer, weights_only=True)
+    except Exception as error:
+        name = refused_global(error)
+        found = describe(error) if name is None else f"a {name}"
+        raise CheckpointError(f"{what} has something that is no plain data: {found}") from None
+    return buffer.getvalue()
+
+
+def restore_object(stateful: Any, content: Any, what: str) -> None:
+    """Give an object the state that was saved for it.
+
+    A learning-rate scheduler takes whatever names it is given as its attributes, its own methods' names too.
+
+    Raises:
+        CheckpointError: that would happen, or the object does not take it.
+    """
+    if isinstance(stateful, LRScheduler):
+        fields = dict(Field(content, what).items())
+        if hidden := sorted(name for name in fields if callable(getattr(type(stateful), name, None))):
+            raise CheckpointError(f"{what} is damaged: it would replace {', '.join(hidden[:5])} of the scheduler")
+    try:
+        stateful.load_state_dict(content)
+    except Exception as error:
+        raise CheckpointError(f"{what} does not fit: {describe(error)}") from error
+
+
+def save_object(content: Any, path: str | os.PathLike[str], *, world_comm: Comm) -> None:
+    """Write plain data to a file, from the first rank. A kill at any moment leaves the previous file whole.
+
+    Raises:
+        CheckpointError: it cannot be written, or is no plain data that can be loaded without running code.
+    """
+    path = os.path.abspath(path)
+
+    def write() -> None:
+        if world_comm.rank:
+            return
+        data = plain_data(content, "it")
+        folder, name = os.path.split(path)
+        with writing(path, "plain data", len(data)):
+            os.makedirs(folder, exist_ok=True)
+            # Nobody can have put a link to another file under this name.
+            draft = os.path.join(folder, f".{name}.saving-{uuid.uuid4().hex}")
+            try:
+                write_bytes(draft, data)
+                flush_file(draft)
+                os.replace(draft, path)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.remove(draft)
+                raise
+            flush_file(folder)
+        _remove_drafts(folder, name)
+
+    together(world_comm, f"save {path}", "writing the file", write, unchanged=f"what was in {path} before is intact")
+
+
+def load_object(path: str | os.PathLike[str], *, world_comm: Comm) -> Any:
+    """What `save_object` wrote. No code in the file is run. Raises CheckpointError if some rank cannot read it."""
+    path = os.path.abspath(path)
+    found: list[Any] = []
+
+    def read() -> None:
+        try:
+            found.append(load_data(path))
+        except FileNotFoundError:
+            raise CheckpointError(f"{path} is missing") from None
+
+    together(world_comm, f"load {path}", "reading the file", read)
+    return found[0]
+
+
+def _remove_drafts(folder: str, name: str) -> None:
+    """Tidy up behind killed saves."""
+    pattern = re.compile(re.escape(f".{name}.saving-") + r"[0-9a-f]{32}")
+    for draft in os.listdir(folder):
+        if pattern.fullmatch(draft) and is_regular(os.path.join(folder, draft)):
+            with contextlib.suppress(OSError):
+                os.remove(os.path.join(folder, draft))
