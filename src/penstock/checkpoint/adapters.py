@@ -17,7 +17,7 @@ from penstock.modeling.placeholders.ghosts import shown_whole
 
 from .comm import Comm, together
 from .files import flush_file, writing
-from .merge import Holding, MergePlan, Provenance, Shard, first_holders, same_files
+from .merge import Holding, MergePlan, Shard, first_holders, followed, same_files
 from .names import EXTENSIONS
 from .staging import Operation
 from .tensors import to_cpu, whole_state
@@ -47,8 +47,8 @@ class AdapterFolder:
 
     def describe(self, folder: str) -> tuple[list[str], list[str]]:
         state = {name: torch.empty_like(tensor, device="meta") for name, tensor in whole_state(self.model).items()}
-        with shown_whole(self.model), Provenance(state) as provenance:
-            origins = [provenance.origin(tensor) for tensor in self.select(state).values()]
+        with shown_whole(self.model), followed(state) as origin_of:
+            origins = [origin_of(tensor) for tensor in self.select(state).values()]
         needed = frozenset[str]().union(*origins)
         return [], [name for name in state if name in needed]
 

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 import torch
 from safetensors import safe_open
 
-from .safetensors_file import Behind, Helper, write_all, write_safetensors
+from .safetensors_file import Behind, Helper, write_safetensors
 from .tensors import checksum
 from .untrusted import CheckpointError, cannot_read, describe, open_plain
 
@@ -74,22 +74,11 @@ def write_tensors(
     return {name: sums[id(tensor)] for name, tensor in tensors.items()}
 
 
-def write_bytes(path: str, content: bytes, behind: Behind | None = None) -> None:
-    """Write a file that is not there yet. Raises CheckpointError.
-
-    Args:
-        behind: it is on disk when this is left. Without, `flush_files` is to be called.
-    """
-    told = partial(writing, path, "a small file", len(content))
-    with told():
-        if behind is not None:
-            file = behind.open(path)
-            write_all(file, memoryview(content))
-            behind.flush(file, told)
-        else:
-            # Exclusively: what is there may be a link to somewhere else.
-            with open(path, "xb") as new:
-                new.write(content)
+def write_bytes(path: str, content: bytes) -> None:
+    """Write a file that is not there yet; `flush_files` has it on disk. Raises CheckpointError."""
+    # Exclusively: what is there may be a link to somewhere else.
+    with writing(path, "a small file", len(content)), open(path, "xb") as file:
+        file.write(content)
 
 
 @contextmanager

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import nn
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
+from penstock.modeling.graph.dataflow import DataFlow, Given
 from penstock.modeling.tensor_parallel import Sharding
 
 from .comm import Comm
@@ -159,9 +159,9 @@ def plan_merge(model: nn.Module, ranks: Sequence[Mapping[str, Holding]], options
     }
     outputs, origin = dict(inputs), {name: frozenset({name}) for name in names}
     if options.save_original_format and isinstance(model, PreTrainedModel):
-        with Provenance(inputs) as provenance:
+        with followed(inputs) as origin_of:
             outputs = {name: tensor.contiguous() for name, tensor in revert_weight_conversion(model, inputs).items()}
-        origin = {name: provenance.origin(tensor) for name, tensor in outputs.items()}
+        origin = {name: origin_of(tensor) for name, tensor in outputs.items()}
 
     single, index_name = weight_file_names(options.extension, options.variant)
     stem, _, extension = single.rpartition(".")
@@ -221,34 +221,13 @@ def _count_parameters(model: nn.Module, holdings: Mapping[str, Holding]) -> int:
     return sum(sizes.values())
 
 
-class Provenance(TorchDispatchMode):
-    """Follows which inputs the memory of each meta tensor was made from."""
-
-    def __init__(self, inputs: Mapping[str, torch.Tensor]) -> None:
-        super().__init__()
-        self._origins: dict[int, frozenset[str]] = {}
-        self._alive: list[Any] = []  # a freed storage's address would be used again
+@contextmanager
+def followed(inputs: Mapping[str, torch.Tensor]) -> Iterator[Callable[[torch.Tensor], frozenset[str]]]:
+    """Follow what becomes of some meta tensors inside. Gives what tells from which of them another one was made."""
+    with DataFlow(position=lambda: 0) as flow:
         for name, tensor in inputs.items():
-            self._add(tensor, frozenset({name}))
-
-    def origin(self, tensor: torch.Tensor) -> frozenset[str]:
-        return self._origins.get(tensor.untyped_storage()._cdata, frozenset())
-
-    def _add(self, tensor: torch.Tensor, names: frozenset[str]) -> None:
-        storage = tensor.untyped_storage()
-        self._alive.append(storage)
-        self._origins[storage._cdata] = self._origins.get(storage._cdata, frozenset()) | names
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        read = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        names = frozenset[str]().union(*(self.origin(tensor) for tensor in read))
-        for leaf in pytree.tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
-                self._add(leaf, names)
-        return result
+            flow.mark(tensor, (Given(name),))
+        yield lambda tensor: frozenset(one.name for one in flow.sources(tensor) if isinstance(one, Given))
 
 
 def write_merged(

@@ -7,7 +7,6 @@ import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
 
@@ -32,9 +31,6 @@ from .untrusted import CheckpointError, kind_of
 
 logger = logging.getLogger(__name__)
 
-# Of each file its name, and its entry once all are on disk.
-_Written = dict[str, Callable[[], FileEntry]]
-
 
 def write_rank_files(
     parts: Mapping[str, Mapping[str, torch.Tensor]],
@@ -43,34 +39,31 @@ def write_rank_files(
     place: SavingRank,
     options: SaveOptions,
 ) -> dict[str, FileEntry]:
-    """Write a rank's files, and have them on disk.
+    """Write a rank's files, and have those with tensors on disk.
 
     Args:
         parts: the tensors that it writes of `manifest.MODEL` and of `manifest.TRAINING`.
         common: the file that every rank reads whole, if this rank writes it.
         place: has as its pipeline rank the number in the names of its files.
     """
-    written: _Written = {}
+    entries: dict[str, FileEntry] = {}
+    if common is not None:
+        name, ranks = common_file_name(options.variant), (place.pipeline_rank, place.tensor_parallel_rank)
+        write_bytes(os.path.join(folder, name), common)
+        entries[name] = FileEntry(TRAINING, *ranks, len(common), checksum=zlib.crc32(common))
     with Behind() as behind:
-        if common is not None:
-            written |= _write_common(common, folder, place, options, behind)
-        for part, tensors in parts.items():
-            written |= _write_tensors(tensors, part, folder, place, options, behind)
-    return {name: entry() for name, entry in written.items()}
-
-
-def _write_common(content: bytes, folder: str, place: SavingRank, options: SaveOptions, behind: Behind) -> _Written:
-    """Write the file that every rank reads whole."""
-    name = common_file_name(options.variant)
-    write_bytes(os.path.join(folder, name), content, behind)
-    ranks = place.pipeline_rank, place.tensor_parallel_rank
-    return {name: partial(FileEntry, TRAINING, *ranks, len(content), checksum=zlib.crc32(content))}
+        written = [_write_tensors(tensors, part, folder, place, options, behind) for part, tensors in parts.items()]
+    return entries | {name: entry() for name, entry in written}
 
 
 def _write_tensors(
     state: Mapping[str, torch.Tensor], part: str, folder: str, place: SavingRank, options: SaveOptions, behind: Behind
-) -> _Written:
-    """Write a rank's part of the model, or of the optimizer's state, to a file of its own."""
+) -> tuple[str, Callable[[], FileEntry]]:
+    """Write a rank's part of the model, or of the optimizer's state, to a file of its own.
+
+    Returns:
+        the file's name, and what tells its entry once it is on disk.
+    """
     ranks = place.tensor_parallel_rank, place.pipeline_rank
     name = rank_file_name(STEMS[part], *ranks, options.extension, options.variant)
     path = os.path.join(folder, name)
@@ -88,7 +81,7 @@ def _write_tensors(
         infos = {name: replace(info, checksum=sums[name]) for name, info in unsummed.items()}
         return FileEntry(part, place.pipeline_rank, place.tensor_parallel_rank, os.path.getsize(path), infos, aliases)
 
-    return {name: entry}
+    return name, entry
 
 
 def parallel_operations(

@@ -117,13 +117,13 @@ def write_safetensors(path: str, tensors: Mapping[str, torch.Tensor], behind: Be
     sums: dict[str, int] = {}
     since = 0
     file = behind.open(path)
-    write_all(file, memoryview(_header(tensors, order)))
+    _write_all(file, memoryview(_header(tensors, order)))
     for name in order:
         content = bytes_of(tensors[name])
         behind.sums.do(partial(_note_checksum, sums, name, content))
         for begin in range(0, len(content), _CHUNK):
             chunk = content[begin : begin + _CHUNK]
-            write_all(file, chunk)
+            _write_all(file, chunk)
             since += len(chunk)
             if since >= _FLUSHED:
                 behind.flush(file, told)
@@ -132,7 +132,7 @@ def write_safetensors(path: str, tensors: Mapping[str, torch.Tensor], behind: Be
     return sums
 
 
-def write_all(file: FileIO, content: memoryview) -> None:
+def _write_all(file: FileIO, content: memoryview) -> None:
     while content:  # the system may take less than it is given
         content = content[file.write(content) :]
 
