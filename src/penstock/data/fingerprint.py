@@ -57,7 +57,7 @@ def _value_digest(value: Any) -> int:
         return total
     if isinstance(value, np.ndarray) and value.dtype != object:
         array = np.ascontiguousarray(value)
-        content = _words_digest(array.reshape(-1).view(np.uint8)) if array.nbytes <= WHOLE_BYTES else 0
+        content = zlib.crc32(array.reshape(-1).view(np.uint8).data) if array.nbytes <= WHOLE_BYTES else 0
         return (_description_digest("array", str(array.dtype), array.shape) + content) & MASK_64
     # No repr: it may hold an address, which differs between processes.
     return _text_digest(type(value).__qualname__)
@@ -68,36 +68,13 @@ def _content_digest(tensor: torch.Tensor) -> int:
     if not plain or not tensor.is_cpu or tensor.layout != torch.strided or tensor.is_complex():
         return 0
     count = tensor.numel()
-    if count == 0:
-        return 0
     if count * tensor.element_size() > WHOLE_BYTES:
         # A stride that shares a factor with the row length would meet the same few columns (perhaps padding) each row.
         stride = max(count // SAMPLED_ELEMENTS, 1)
         while math.gcd(stride, tensor.shape[-1]) != 1:
             stride += 1
         tensor = tensor.detach().reshape(-1)[::stride]
-    if tensor.dtype is torch.int64 and not tensor.requires_grad:
-        return _words_digest(tensor.numpy().reshape(-1))  # numpy's reshape, as torch's takes longer than the digest
-    return _words_digest(tensor.detach().reshape(-1).contiguous().view(torch.uint8).numpy())
-
-
-def _words_digest(array: np.ndarray[Any, Any]) -> int:
-    """Digest of a contiguous one-dimensional array: its 8-byte words times odd weights, modulo 2^64."""
-    if array.dtype != np.int64:
-        whole = array.size & ~7
-        rest = int.from_bytes(array[whole:].tobytes(), "little")
-        return (_words_digest(array[:whole].view(np.int64)) + rest * MULTIPLIER) & MASK_64
-    # Integer products wrap around modulo 2^64. As the weights are odd, any single changed word changes the sum.
-    return int(array @ _weights()[: array.size]) & MASK_64
-
-
-@functools.cache
-def _weights() -> np.ndarray[Any, Any]:
-    # Twice the words of a whole tensor: a sample has at most about that many elements of eight bytes or fewer.
-    words = np.arange(1, 2 * WHOLE_BYTES // 8 + 1, dtype=np.uint64) * np.uint64(MULTIPLIER)
-    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return ((words ^ (words >> np.uint64(31))) | np.uint64(1)).view(np.int64)
+    return zlib.crc32(tensor.detach().reshape(-1).contiguous().view(torch.uint8).numpy().data)
 
 
 def _mix(number: int) -> int:
