@@ -78,9 +78,8 @@ def inspect_checkpoint(path: str, values: bool = True) -> dict[str, Any]:
     manifest = whole_manifest(path)
     reader = CheckpointReader(path, manifest, MODEL)
     with closing(reader):
-        faults = (
-            [fault for name in manifest.files for fault in _faults_of(path, manifest, reader, name)] if values else []
-        )
+        compared = manifest.files if values else ()
+        faults = [fault for name in compared for fault in _faults_of(path, manifest, reader, name)]
     training: dict[str, Any] | None = None
     if any(entry.part == TRAINING for entry in manifest.files.values()):
         try:
