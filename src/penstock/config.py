@@ -122,7 +122,7 @@ class Configuration:
 
     @property
     def time_limit(self) -> datetime.timedelta | None:
-        """`timeout` as torch takes it."""
+        """`timeout` as a timedelta, or None."""
         return None if self.timeout is None else datetime.timedelta(seconds=self.timeout)
 
     @classmethod

@@ -70,7 +70,7 @@ class PipelineOptimizer(Optimizer):
         self.optim.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """That of this rank's parameters only; `Booster.save_optimizer` saves the whole model's."""
+        """The state of this rank's parameters only; `Booster.save_optimizer` saves the whole model's."""
         return self.optim.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -102,7 +102,7 @@ class PipelineOptimizer(Optimizer):
         torch.nn.utils.clip_grad_value_([p for group in self.param_groups for p in group["params"]], clip_value)
 
     def _together(self, change: Callable[[], Any], local: bool = False) -> Any:
-        """Change the gradients, which is repeated where they are computed again."""
+        """Change the gradients; the change is repeated if they are computed again."""
         return change() if self.run is None else self.run.perform(Call(change, trains=True, local=local))
 
     def get_grad_norm(self) -> float | None:

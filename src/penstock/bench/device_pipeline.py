@@ -45,7 +45,7 @@ class DevicePipeline(nn.Module):
         ]
 
     def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """The mean loss, shape (), on the CPU: a node on a device would occupy the thread that computes there.
+        """The mean loss, shape (), on the CPU: a node on a device would block the thread that computes there.
 
         Args:
             inputs: of the first partition, (batch, ...).
@@ -68,7 +68,7 @@ class DevicePipeline(nn.Module):
         return token
 
     def take_busy_seconds(self) -> list[float]:
-        """Of each device, the seconds it has computed since this was last asked. The devices must be idle."""
+        """The seconds that each device has computed since the last call. The devices must be idle."""
         return [stage.watch.take() for stage in self._stages]
 
 
@@ -88,13 +88,13 @@ class _Stage:
     def forward(
         self, arriving: Sequence[Future[torch.Tensor]], targets: Sequence[torch.Tensor]
     ) -> list[Future[torch.Tensor]]:
-        """Start the forwards of a batch; returns their outputs, or losses, to come."""
+        """Start the forwards of a batch; returns futures of their outputs or losses."""
         self._thread.submit(self._begin).result()
         pairs = enumerate(zip(arriving, targets, strict=True))
         return [self._thread.submit(self._forward, index, future, target) for index, (future, target) in pairs]
 
     def backward(self, arriving: Sequence[Future[torch.Tensor]]) -> tuple[list[Future[torch.Tensor]], Future[Any]]:
-        """Start the backwards of the batch; returns the inputs' gradients and the parameters' sums, to come."""
+        """Start the backwards of the batch; returns futures of the inputs' gradients and of the parameters' sums."""
         leaving = [self._thread.submit(self._backward, index, future) for index, future in enumerate(arriving)]
         return leaving, self._thread.submit(self._end)
 

@@ -58,7 +58,7 @@ class GPT(GPT2LMHeadModel):
             self.materialize(target, seed)
 
     def materialize(self, device: Device, seed: int) -> None:
-        """Give the meta parameters of this model, all or those that a stage has left it, memory and their values."""
+        """Give this model's meta parameters, all or those of a stage, memory and their values."""
         self.to_empty(device=torch.device(device))
         tied = self.config.tie_word_embeddings
         if tied and isinstance(self.transformer.wte.weight, nn.Parameter) and "weight" in self.lm_head._parameters:
@@ -70,7 +70,7 @@ class GPT(GPT2LMHeadModel):
 
 
 def mix_seed(seed: int, what: object) -> int:
-    """A seed of 32 bits, which are all that the CPU's generator reads, for one part of a run."""
+    """A seed for one part of a run, of 32 bits: the CPU's generator reads no more."""
     return zlib.crc32(f"{seed}/{what}".encode())
 
 

@@ -52,7 +52,7 @@ class Contestant(ABC):
         return None
 
     def close(self) -> None:
-        """Give up what needs giving up."""
+        """Release the mode's resources."""
         return
 
 

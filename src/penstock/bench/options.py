@@ -76,7 +76,7 @@ class World:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What a run of the trainer does; every default resolved.
+    """The options of a run of the trainer, with every default resolved.
 
     Attributes:
         batch_size: samples of the global batch, over all replicas.
@@ -113,7 +113,7 @@ class Options:
 
     @property
     def num_microbatches(self) -> int:
-        """Of the global batch, over all pipelines or replicas' pipelines; under "pp" only."""
+        """Microbatches of the global batch, over all pipelines or replicas' pipelines; under "pp" only."""
         return sum(microbatches for _, microbatches in self.pipelines)
 
     def num_devices(self, world: World) -> int:

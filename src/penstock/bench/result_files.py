@@ -1,4 +1,4 @@
-"""Result files: what they say of their making, how they are written and read. Imports no torch."""
+"""Result files: what they record about the run, and how they are written and read. Imports no torch."""
 
 from __future__ import annotations
 

@@ -206,7 +206,7 @@ def _cause(errors: str) -> str:
 
 
 def combine(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Several runs of one entry as one: the samples of all, and medians over the runs of all other figures."""
+    """Several runs of one entry made into one: the samples of all, and the medians of all other figures."""
     first = results[0]
     if len(results) == 1:
         return first

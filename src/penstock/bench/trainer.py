@@ -96,7 +96,7 @@ def make_batch(options: Options, step: int) -> Batch:
 
 
 def measure(options: Options, world: World, devices: Sequence[torch.device]) -> dict[str, Any]:
-    """Train; returns the result on rank 0, something less on the others."""
+    """Train; returns the result on rank 0, and an incomplete one on the others."""
     control = dist.new_group(backend="gloo")
     dist.barrier(control)
     peak = matmul_peak(devices, options.torch_dtype)
@@ -155,7 +155,7 @@ def profile_step(
 
 
 def run() -> NoReturn:
-    """The process's whole life: `main`, then leave at once, as threads of a failed run might hold up the end."""
+    """Run `main` and end the process at once, because threads of a failed run might hold up the end."""
     status = main()
     sys.stdout.flush()
     sys.stderr.flush()

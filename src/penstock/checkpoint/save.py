@@ -147,7 +147,7 @@ def save_checkpoint(
 
 
 def _check_shards(model: nn.Module, place: SavingRank) -> None:
-    """Files must not say something else than what the model holds."""
+    """Check that the files will say what the model holds."""
     index, size = tensor_parallel_place(model)
     if (index, size) != (place.tensor_parallel_rank, place.tensor_parallel_size):
         raise ValueError(

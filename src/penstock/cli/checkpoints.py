@@ -44,7 +44,7 @@ def inspect(
 
 
 def _lines(found: dict[str, Any], parameters: bool) -> list[str]:
-    """What is said of one checkpoint."""
+    """The lines that describe one checkpoint."""
     lines = [f"{found['path']}: {'whole' if found['whole'] else 'NOT WHOLE'}"]
     lines += [f"  {fault}" for fault in found["faults"]]
     if "files" not in found:

@@ -90,7 +90,7 @@ def _mean(operation: Operation, traces: list[list[float]], horizon: float) -> di
 
 
 def _enough(devices: int, mtbf: float, repair: float) -> int:
-    """Spares for the devices in repair at a time, and three standard deviations more."""
+    """Spares for the mean number of devices in repair at a time, plus three standard deviations."""
     expected = devices * repair / mtbf
     return min(devices - 1, math.ceil(expected + 3 * math.sqrt(expected)))
 

@@ -34,7 +34,7 @@ def check(
         bool, typer.Option("--trust-remote-code", help="Run the code in files beside a checkpoint's configuration.")
     ] = False,
 ) -> None:
-    """Say whether a model can be split, into which units, what crosses each cut, which weights are tied; or why not.
+    """Say whether a model can be split, into which units, what crosses each boundary, what is tied; or why not.
 
     Says too what training, evaluation and generate() on two stages will be: exact, exact against accumulation over the
     same microbatches, or refused, each with the reason. For that it splits the model as two ranks would, and runs both
@@ -66,7 +66,7 @@ def check(
 
 
 def subject_of(model: str) -> Any:
-    """What a user's MODEL_OR_CLASS stands for: a model or class of their own, or a name as it is."""
+    """What the user's MODEL_OR_CLASS means: a model or class of their own, or a name."""
     if ":" in model:
         return own_model(model)
     refuse_misspelt_class(model)
@@ -74,7 +74,7 @@ def subject_of(model: str) -> Any:
 
 
 def refuse_misspelt_class(name: str) -> None:
-    """Raise for what looks like a class but is none, before it is taken for a checkpoint and looked for on a hub."""
+    """Raise for a name that looks like a class but is none, before it is looked for as a checkpoint on a hub."""
     import transformers
 
     if name.isidentifier() and name[0].isupper() and not Path(name).exists() and not hasattr(transformers, name):
@@ -83,7 +83,7 @@ def refuse_misspelt_class(name: str) -> None:
 
 
 def own_model(reference: str) -> Any:
-    """The model class, or the model, that `module:name` stands for. Modules of the working directory are found."""
+    """The model class, or the model, at `module:name`. Modules of the working directory are found."""
     import torch
 
     module_name, _, name = reference.partition(":")

@@ -1,1 +1,1 @@
-"""Cutting batches into microbatches, and loading each pipeline's share of a data set."""
+"""Splitting batches into microbatches, and loading each pipeline's share of a data set."""

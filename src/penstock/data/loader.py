@@ -155,7 +155,7 @@ class HeterogeneousDataLoader(DataLoader[Any]):
         return Batches(self, self.epoch, self._position)
 
     def _fetch(self, epoch: int, start: int) -> Iterator[Fetched]:
-        """What workers give from `start` on."""
+        """What workers yield from `start` on."""
         shares, here = self._shares, (self._shares.epoch, self._shares.start)
         shares.epoch, shares.start = epoch, start
         try:
@@ -194,7 +194,7 @@ class Batches(Iterator[Any]):
             self._position, self._fetched = position, None
 
     def follow(self) -> None:
-        """Go on where the loader's state is: maybe in another epoch."""
+        """Go on from the loader's state, which may be in another epoch."""
         loader = self._loader
         self._rewound, self._fetched = loader._num_rewound, None
         self._epoch, self._position = loader.epoch, loader._position

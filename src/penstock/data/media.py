@@ -1,4 +1,4 @@
-"""Which images, videos and sounds of a batch belong to which of its samples.
+"""Which images, videos and sounds of a batch belong to which sample.
 
 A text says where each of its images stands by placeholder tokens, one for each vector that the vision tower makes of
 the image. The images themselves come in one tensor, in the order of the texts, with a row for each image or, flattened,
@@ -60,7 +60,7 @@ class MediaTokens:
         return [int(count) for count in marks.sum(1).tolist()]
 
     def runs(self, kind: str, inputs: Mapping[str, Any]) -> list[int]:
-        """How many times each sample's text goes over into tokens of a kind."""
+        """How many runs of tokens of a kind each sample's text has."""
         ids = inputs.get("input_ids")
         if not _is_text(ids) or kind not in self.tokens:
             return []
@@ -121,7 +121,7 @@ def rows_of_media(inputs: Mapping[str, Any], media: MediaTokens) -> dict[str, li
 def _shares_that_fit(
     counts: Sequence[int], weights: Sequence[float] | None, number: int, runs: Sequence[int]
 ) -> Iterator[list[int]]:
-    """How many of the images each sample may have, the surest first.
+    """Possible numbers of images for each sample, the most certain first.
 
     Args:
         counts: placeholder tokens of each sample.
@@ -137,7 +137,7 @@ def _shares_that_fit(
 
 
 def _in_proportion(counts: Sequence[int], weights: Sequence[float]) -> list[int] | None:
-    """How many of the things of these weights each sample has, if each has placeholders in proportion to its weight."""
+    """How many items of these weights each sample has, if items have placeholders in proportion to their weights."""
     each = sum(counts) / sum(weights) if sum(weights) else 0.0
     shares, position = [], 0
     for count in counts:

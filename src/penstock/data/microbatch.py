@@ -47,7 +47,7 @@ def microbatch_sizes(
     micro_batch_size: int | None = None,
     default: int | None = None,
 ) -> list[int]:
-    """Cut a batch of `batch_size` samples into microbatches; return their sizes, which sum to `batch_size`.
+    """Split a batch of `batch_size` samples into microbatches; return their sizes, which sum to `batch_size`.
 
     `num_microbatches` spreads the remainder over the first ones (10 samples in 4 -> 3, 3, 2, 2).
     `micro_batch_size` gives full ones and a smaller last (10 samples by 3 -> 3, 3, 3, 1). With neither, as many
@@ -121,7 +121,7 @@ def split_batch(
     sizes: Sequence[int],
     media: Mapping[str, Sequence[int]] | None = None,
 ) -> list[dict[str, Any]]:
-    """Cut a batch of model inputs into microbatches of the given sizes, in order.
+    """Split a batch of model inputs into microbatches of the given sizes, in order.
 
     Tensors with `batch_size` rows are cut along dim 0 (views, no copies), also inside tuples, lists and mappings, and
     so are lists of `batch_size` mappings (one annotation per sample). `position_ids` of shape (axes, batch, length) are

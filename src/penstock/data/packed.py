@@ -33,7 +33,7 @@ def is_packed(inputs: Mapping[str, Any]) -> bool:
 
 
 def cut_packed(inputs: Mapping[str, Any], num_microbatches: int, first_microbatch: int = 0) -> MicrobatchedBatch:
-    """Cut a packed row into at most `num_microbatches` pieces of about equally many tokens.
+    """Split a packed row into at most `num_microbatches` pieces of about equally many tokens.
 
     Args:
         inputs: for which `is_packed` holds: tensors of shape (1, tokens), and `LENGTHS`, which each piece gets anew.

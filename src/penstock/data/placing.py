@@ -1,4 +1,4 @@
-"""A batch on the accelerator, and what is known of it on the host."""
+"""A batch on the accelerator, with copies of its values on the host."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ Plan = Callable[[View], Decision]
 
 
 class LeftOut(RuntimeError):
-    """The others go on without this member."""
+    """The other members went on without this one."""
 
 
 def agree(membership: Membership, now: Decision, report: Report, plan: Plan, announce: bool = True) -> Decision:
@@ -80,7 +80,7 @@ def decision(meeting: Meeting, generation: int) -> Decision | None:
 
 
 def latest(meeting: Meeting, since: int = 0) -> Decision | None:
-    """The last generation that was decided on."""
+    """The newest generation that was decided on."""
     found = None
     while (following := decision(meeting, since)) is not None:
         found, since = following, since + 1
@@ -88,7 +88,7 @@ def latest(meeting: Meeting, since: int = 0) -> Decision | None:
 
 
 def everyone(pulse: Pulse) -> list[int]:
-    """All members that ever came."""
+    """All members that have ever joined."""
     found: list[int] = []
     number = missed = 0
     while missed < LONGEST_GAP:

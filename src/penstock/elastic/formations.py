@@ -1,4 +1,4 @@
-"""What the member that decides makes of the others' reports: who goes on, on which pipelines, at which ranks."""
+"""What the deciding member decides from the others' reports: who goes on, on which pipelines, at which ranks."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Formations:
 
     @cached_property
     def _shapes(self) -> Mapping[int, Shape]:
-        """The pipelines there may be, by number of devices."""
+        """The possible pipelines, by number of devices."""
         settings = self._settings
         if settings.templates:
             seconds = {unit.name: unit.seconds for unit in self._profile.units}
@@ -178,7 +178,7 @@ class Formations:
         return [[shards[shard] for shard in range(self._tp_size)] for shards in complete]
 
     def _pipelines_left(self, before: Decision | None, devices: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Of each former pipeline the devices that are left."""
+        """The devices that are left of each former pipeline."""
         if before is None or not before.pipelines:
             return []
         templates, _ = self.layout(before)

@@ -53,7 +53,7 @@ class Log:
 
     @property
     def dropped(self) -> int:
-        """Of how many calls gradients were dropped here."""
+        """How many calls' gradients were dropped here."""
         return self._drops[-1][0]
 
     @property

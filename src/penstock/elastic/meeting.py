@@ -31,13 +31,13 @@ class Meeting(Protocol):
         """Set a key."""
 
     def get(self, key: str) -> str | None:
-        """What a key holds, None if nothing."""
+        """The value of a key, or None."""
 
     def create(self, key: str, value: str) -> str:
-        """Set a key that holds nothing; returns what it holds then, which another may have set first."""
+        """Set a key that has no value; returns its value afterwards, which another member may have set first."""
 
     def next_number(self, key: str) -> int:
-        """0, 1, 2, ...: each caller of any member gets another one."""
+        """The next of 0, 1, 2, ...: every call of any member gets a different one."""
 
     def process_store(self, name: str, timeout: datetime.timedelta) -> dist.Store:
         """A torch store in which a world of processes can meet; `name` is that world's."""

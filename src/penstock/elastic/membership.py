@@ -31,7 +31,7 @@ STILL_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class Record:
-    """What a member says of itself when it comes.
+    """What a member says about itself when it joins.
 
     Attributes:
         group, shard: members of one group share stages, each with a shard of their weights.
@@ -57,7 +57,7 @@ class Record:
 
 
 class Pulse:
-    """What is known of others' heartbeats, from looking at them again and again."""
+    """What this process knows about others' heartbeats, from reading them repeatedly."""
 
     def __init__(self, meeting: Meeting) -> None:
         self._meeting = meeting
@@ -65,7 +65,7 @@ class Pulse:
         self._records: dict[int, Record] = {}
 
     def still(self, member: int) -> float:
-        """For how many seconds a member's heartbeat has stood still, since this was first asked."""
+        """How many seconds a member's heartbeat has not changed, counted from the first call."""
         now, beat = time.monotonic(), self._meeting.get(f"beat/{member}")
         before = self._seen.get(member)
         if before is None or before[0] != beat:
@@ -74,11 +74,11 @@ class Pulse:
         return now - before[1]
 
     def forget(self) -> None:
-        """What was not looked at for a while says nothing."""
+        """Forget heartbeats that were not read for a while: they say nothing."""
         self._seen.clear()
 
     def record(self, member: int) -> Record | None:
-        """What a member said of itself; None if it has not yet."""
+        """What a member said about itself, or None if it has not yet."""
         if member not in self._records:
             text = self._meeting.get(f"member/{member}")
             if text is None:
@@ -104,7 +104,7 @@ class Pulse:
 
 
 class Membership:
-    """This process as a member.
+    """This process's membership in the run.
 
     Args:
         meeting: the run's store.
@@ -147,7 +147,7 @@ class Membership:
             self._watched = self._after(members)
 
     def unwatch(self) -> None:
-        """It is part of no generation now."""
+        """This member is in no generation now."""
         with self._lock:
             self._fail = None
 

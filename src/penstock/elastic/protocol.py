@@ -1,4 +1,4 @@
-"""How the members of a run agree on the next generation. Pure: no clock, no store, no torch.
+"""The protocol by which the members of a run agree on the next generation. Pure: no clock, no store, no torch.
 
 A generation ends for a member with its report, after which it neither votes nor updates in it. The lowest member that
 is not lost decides, once every other one that is not lost has reported; who reported and lives goes on. A decision is
@@ -22,7 +22,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Report:
-    """A member's last word in a generation.
+    """A member's last report in a generation.
 
     Attributes:
         committed: how many updates it has made.

@@ -55,11 +55,11 @@ MOST_FRUITLESS = 3
 
 
 class RunEnded(PipelineFailure):
-    """The members that are left cannot go on."""
+    """The remaining members cannot go on."""
 
 
 class LastResort(Protocol):
-    """Where values come from that no member has any more."""
+    """Where to load values from that no member has any more."""
 
     def newest(self) -> tuple[int, str] | None:
         """Step and path of a checkpoint to go back to, if there is one."""
@@ -69,7 +69,7 @@ class LastResort(Protocol):
 
 
 class ElasticRun:
-    """This process as a part of a run.
+    """This process's part in a run.
 
     Args:
         facts: a digest of the model and the settings, the same for all members.
@@ -142,7 +142,7 @@ class ElasticRun:
         return Membership(room, settings.hang_timeout, group, shard, facts)
 
     def _is_dead(self, room: TcpMeeting | FolderMeeting) -> bool:
-        """Whether there was a run of which nobody lives."""
+        """Whether an earlier run exists that has no living member."""
         now = latest(room)
         if now is None:
             return False
@@ -160,12 +160,12 @@ class ElasticRun:
 
     @property
     def number(self) -> int:
-        """This member's."""
+        """This member's id."""
         return self._membership.id
 
     @property
     def asked(self) -> int:
-        """How many processes have asked to join, as far as was heard."""
+        """How many processes are known to have asked to join."""
         return self._membership.asked
 
     def enter(self) -> Decision:
@@ -340,7 +340,7 @@ class ElasticRun:
                 self.objects[name].load_state_dict(self._received.pop(name))
 
     def formed(self, engine: Engine) -> None:
-        """The engine stands; failures of its ranks are survived from here on."""
+        """The engine is formed; from here on failures of its ranks are survived."""
         if self.engine is None:
             self._log.begin(engine.step_number)
         self.engine = engine

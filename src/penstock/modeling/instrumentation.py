@@ -1,4 +1,4 @@
-"""What Penstock puts on the modules of a model, and takes off again: one attribute, swapped classes, interception.
+"""What Penstock adds to a model's modules and removes again: one attribute, swapped classes, interception.
 
 Calls of intercepted modules pass through a handler while one is active. The class of the module is swapped for a
 subclass whose `__call__` asks the handler first. A forward hook could not do this: hooks and `forward` run inside the
@@ -21,7 +21,7 @@ _ATTRIBUTE = "_penstock"
 
 @dataclass
 class Record:
-    """What Penstock knows of one module; stands in the module's `_penstock` attribute.
+    """What Penstock knows about one module; kept in the module's `_penstock` attribute.
 
     Attributes:
         intercepted: how the module is intercepted, None if it is not.
@@ -89,12 +89,12 @@ class Absent:
 
 
 def absent_of(module: nn.Module) -> Mapping[str, Absent]:
-    """What a module lacks, by name; nothing if it is no ghost."""
+    """The tensors that a module lacks, by name; none if it is no ghost."""
     return known_of(module).absent or {}
 
 
 def _convert_absent(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Let what ghosts lack follow a change of the model's dtype or device, such as `model.to(torch.bfloat16)`."""
+    """Apply a change of the model's dtype or device, such as `model.to(torch.bfloat16)`, to what ghosts lack."""
     for child in module.modules():
         for name, absent in absent_of(child).items():
             tensor, placeholder = absent.tensor, vars(child).get(name)
@@ -158,7 +158,7 @@ def original_class(cls: type) -> type:
 
 
 class Handler(Protocol):
-    """What is asked when an intercepted module is called."""
+    """Answers the calls of intercepted modules."""
 
     def call(self, unit: Intercepted, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what the call of `module` shall return."""
@@ -186,7 +186,7 @@ class Interceptor:
             mix_in(module, _InterceptedModule)
 
     def remove(self, modules: Iterable[nn.Module]) -> None:
-        """Route the calls of `modules` to nobody."""
+        """Stop routing the calls of `modules`."""
         for module in modules:
             _uninstall(module)
 
@@ -219,7 +219,7 @@ class Intercepted:
 
 
 class OnAnotherStage(RuntimeError):
-    """A part of the model was called by itself on a rank that does not have it."""
+    """A part of the model was called directly on a rank that does not hold it."""
 
 
 class _InterceptedModule:
@@ -253,7 +253,7 @@ class _InterceptedModule:
 
 
 def on_another_stage(name: str) -> str:
-    """What is said to somebody who calls a module that this rank does not hold."""
+    """The error text for a call of a module that this rank does not hold."""
     return (
         f"{name} is on another stage, so this rank cannot compute it: call the whole model, model(...), on every rank, "
         "and neither its forward() nor a part of it; under torch.no_grad() it returns one ordinary output"

@@ -42,7 +42,7 @@ NEW_TOKENS = 2
 
 @dataclass(frozen=True)
 class Verdict:
-    """What will happen.
+    """The verdict of a check.
 
     Attributes:
         what: `"training"`, `"evaluation"`, `"generate"`, or one of them `" with images"`.

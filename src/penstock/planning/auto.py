@@ -1,4 +1,4 @@
-"""The planner's choice for the world at hand: `pipelines="auto"` and `"pipeline_parallel_size": "auto"`."""
+"""The planner's choice for the run's ranks: `pipelines="auto"` and `"pipeline_parallel_size": "auto"`."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class CandidatePipeline:
     total: float
 
     def bound(self, microbatches: int, seconds_per_byte: float = 0.0) -> float:
-        """Seconds below which no order of the actions ends a step that reduces gradients at so many seconds a byte."""
+        """A lower bound of a step's seconds under any order of actions; its reduction takes so many seconds a byte."""
         return max([entry + microbatches * work + size * seconds_per_byte for entry, work, size in self.limits])
 
     def seconds(self, microbatches: int) -> float:
@@ -281,7 +281,7 @@ def live_microbatches(name: str, num_ranks: int, rank: int, num_microbatches: in
 
 
 def _some_depths(most: int) -> list[int]:
-    """2, 3, 4, 6, 9, ... and the most."""
+    """The numbers 2, 3, 4, 6, 9, ... up to the most, which is included."""
     depths, depth = [], 2
     while depth < most:
         depths.append(depth)

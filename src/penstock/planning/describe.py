@@ -54,7 +54,7 @@ class LayoutDescription:
 
     @property
     def num_microbatches(self) -> tuple[int, ...]:
-        """Of each pipeline in a step."""
+        """The number of microbatches of each pipeline in a step."""
         return tuple(schedule.num_microbatches for schedule in self.schedules)
 
     @property

@@ -1,4 +1,4 @@
-"""How much of a cluster's time becomes training, for three ways to live with failing devices. On paper.
+"""A model of how much of a cluster's time becomes training, for three ways to live with failing devices.
 
 The model: devices fail one by one, independently, at exponential intervals; each is repaired after a fixed time. A
 step's work is lost if a device fails in it. n devices train n / N as fast as all N, or as fast as a plan says.
@@ -102,7 +102,7 @@ def goodput(operation: Operation, strategy: str, failures: Sequence[float], hori
 
 
 class _Run:
-    """The state of a run: what it has done, and from when on it works again."""
+    """The state of a simulated run: the work it has done, and when it works again."""
 
     def __init__(self, operation: Operation, strategy: str) -> None:
         self.operation = operation

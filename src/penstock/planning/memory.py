@@ -226,7 +226,7 @@ def _ahead(num_bytes: float) -> int:
 
 
 def readable(num_bytes: float) -> str:
-    """A number of bytes as people write it."""
+    """A number of bytes in a readable form."""
     units = ["bytes", "kB", "MB", "GB", "TB"]
     power = 0
     while num_bytes >= 1000 and power < len(units) - 1:

@@ -1,4 +1,4 @@
-"""Who gets what: units over the stages of a pipeline, and microbatches over pipelines. Both exact."""
+"""Partitions: units over the stages of a pipeline, and microbatches over pipelines. Both exact."""
 
 from __future__ import annotations
 

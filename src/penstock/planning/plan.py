@@ -1,4 +1,4 @@
-"""What is to be planned, and a plan of it: pipelines on given devices, and what a step is predicted to cost."""
+"""A job to plan for, and a plan: pipelines on given devices, and what a step is predicted to cost."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SCHEDULES = tuple(name for name in schedule_names() if name != "gpipe")
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be planned.
+    """The job to plan for.
 
     Attributes:
         profile: the model's costs; its microbatch is the run's.
@@ -49,12 +49,12 @@ class Job:
 
     @cached_property
     def seconds(self) -> list[float]:
-        """Of each part, for a microbatch."""
+        """The seconds of each part, for a microbatch."""
         return seconds_of(self.parts)
 
     @cached_property
     def held(self) -> tuple[Held, ...]:
-        """What each part holds."""
+        """The memory that each part needs."""
         return tuple(Held.together(unit.held for unit in part) for part in self.parts)
 
 

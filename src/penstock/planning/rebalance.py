@@ -1,4 +1,4 @@
-"""What other stages would gain, from the timeline of a step that was really run."""
+"""How much faster other stages would be, from the timeline of a recorded step."""
 
 from __future__ import annotations
 

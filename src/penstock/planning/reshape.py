@@ -45,7 +45,7 @@ class Shape:
         return self.total + (microbatches - 1) * self.slowest
 
     def units_of(self, device: int) -> set[str]:
-        """What a device of the pipeline holds."""
+        """The units that a device of the pipeline holds."""
         return {
             unit
             for stage, there in zip(self.stages, self.stage_to_rank, strict=True)
@@ -55,7 +55,7 @@ class Shape:
 
 
 def shape_of(stages: Sequence[Sequence[str]], stage_to_rank: Sequence[int], seconds: Mapping[str, float]) -> Shape:
-    """The shape of stages that somebody chose."""
+    """The shape of stages that the user chose."""
     busy = [0.0] * (max(stage_to_rank) + 1)
     for stage, device in zip(stages, stage_to_rank, strict=True):
         busy[device] += sum(seconds[unit] for unit in stage)

@@ -80,7 +80,7 @@ class Template:
 
     @cached_property
     def splits(self) -> tuple[Split, ...]:
-        """Written out: most are never asked for."""
+        """The split written out, on demand: most are never used."""
         return tuple(Split(*self.follow(label), *times) for label, times in enumerate(self.times))
 
 

@@ -56,7 +56,7 @@ LEAST_TOKENS_ELSEWHERE = 2048
 
 @dataclass
 class Group:
-    """What is remembered of one group of a batch while it is decoded.
+    """The state of one group of a batch while it is decoded.
 
     Attributes:
         tokens_only: whether the rank of the last stage alone chooses tokens from logits; the others get the tokens.
@@ -182,7 +182,7 @@ class Decoding:
 
     @property
     def number(self) -> int:
-        """Its number."""
+        """The number of the group whose turn it is."""
         return 0 if self._turns is None else self._turns.current
 
     @property
@@ -243,7 +243,7 @@ class Decoding:
 
     @property
     def _interrupted(self) -> bool:
-        """Whether a signal has ended this rank's loops: the others are about to be told so, and nothing else."""
+        """Whether a signal has ended this rank's loops. The others are then told only that."""
         error = None if self._turns is None else self._turns.error
         return error is not None and not isinstance(error, Exception)
 
@@ -391,7 +391,7 @@ class Decoding:
         return Prefill.of(inputs, LEAST_TOKENS if self._device.type == "cpu" else LEAST_TOKENS_ELSEWHERE)
 
     def _expect(self, plan: Plan, inputs: Mapping[str, Any]) -> _Part:
-        """Ask for what this rank's stages receive in a forward."""
+        """Post receives for what this rank's stages receive in a forward."""
         autocast = torch.is_autocast_enabled(self._device.type)
         family = _family(plan, inputs)
         part = _Part(inputs, (plan.digest, autocast, *_shapes(inputs)), family and (autocast, family), {})
@@ -474,7 +474,7 @@ class Decoding:
 
 @dataclass(frozen=True)
 class _Part:
-    """A forward, or one of some of its samples.
+    """A forward, or a part of it with some of its samples.
 
     Attributes:
         key, family: what decides what crosses the boundaries; see `Series`.

@@ -382,7 +382,7 @@ class Engine:
             )
 
     def _fill(self, values: Values, had: MutableMapping[str, torch.Tensor]) -> None:
-        """Give everything that is held and lacks its values what it is to have."""
+        """Fill in the values of everything that is held and lacks them."""
         lacking = {name: tensor for name, tensor in had_by(self).items() if name in self._lacking}
         with torch.no_grad():
             for name in list(lacking):
@@ -393,7 +393,7 @@ class Engine:
         self._had, self._lacking, self.given = None, set(), {}
 
     def _joining(self, values: Values) -> Callable[[Sequence[HeldParameter], Groups], None]:
-        """What fills in everything that is held here, on a rank that comes new to a run."""
+        """The function that fills in everything held here, on a rank that joins a run."""
 
         def fill(held: Sequence[HeldParameter], groups: Groups) -> None:
             values(self, {one.name: one.parameter for one in held} | dict(self.split.model.named_buffers()), {})
@@ -746,7 +746,7 @@ class Engine:
             yield
 
     def _settings(self, digest: int, inputs: StepInputs) -> Settings:
-        """What this rank brings to the roll call of a step or an evaluation."""
+        """What this rank tells the others at the start of a step or an evaluation."""
         return Settings(
             digest,
             len(inputs.microbatches),
@@ -759,7 +759,7 @@ class Engine:
         )
 
     def _compare(self, settings: Settings, said: Mapping[int, Sequence[int]]) -> Mapping[int, Sequence[int]]:
-        """Raise, on every rank, if what all of them said differs.
+        """Raise, on every rank, if what the ranks said differs.
 
         Returns:
             `said`, or what the ranks say after a tied weight that is frozen under one name was frozen under the others.

@@ -34,7 +34,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Named:
-    """Something that a tensor was computed from, by its name."""
+    """A named value that a tensor was computed from."""
 
     name: str
 
@@ -61,7 +61,7 @@ class Drawn(Named):
 
 @dataclass(frozen=True)
 class Altered:
-    """A tensor after a unit's call changed it in place."""
+    """A tensor as a unit's call has left it, changed in place."""
 
     unit: str
     call: int
@@ -131,7 +131,7 @@ class DataFlow(TorchDispatchMode):
         self._inputs[tensor.untyped_storage()._cdata] = name
 
     def note_write(self, tensor: torch.Tensor) -> None:
-        """Tell that `tensor` is changed in place."""
+        """Record that `tensor` is changed in place."""
         key = tensor.untyped_storage()._cdata
         if key in self._values:
             self.written.add(self._values[key])
@@ -139,7 +139,7 @@ class DataFlow(TorchDispatchMode):
             self.written_inputs.add(self._inputs[key])
 
     def note_control(self, sources: Sources) -> None:
-        """Tell that a value of these sources decides what Python does next."""
+        """Record that a value of these sources decides what Python does next."""
         if sources and all(isinstance(source, Given) for source in sources):
             self.asks_inputs = True
         if any(isinstance(source, (Value, Drawn)) for source in sources):

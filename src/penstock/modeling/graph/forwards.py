@@ -68,7 +68,7 @@ def named_arguments(signature: inspect.Signature, args: tuple[Any, ...], kwargs:
 
 
 class Forwards:
-    """Follows forwards of a model, by inputs of each kind once. Its units are intercepted from `install` on.
+    """Trace a model's forwards, once for each kind of inputs. Its units are intercepted from `install` on.
 
     The kind of inputs is which arguments are given, the values of those that are no tensors, and whether the model is
     in training mode; not the contents of tensors, nor their shapes, unless the number of a unit's calls depends on how
@@ -96,7 +96,7 @@ class Forwards:
         self._floating: dict[str, nn.Module] = {}
 
     def install(self) -> None:
-        """Intercept the units, and whatever else the model's modules are by now."""
+        """Intercept the units among the model's present modules."""
         self._module_names = {id(module): name for name, module in self.model.named_modules()}
         self._floating = floating_modules(self.model, self.units)
         self.interceptor.install({**self.units, **self._floating})
@@ -193,7 +193,7 @@ def _entry_of(module_names: Mapping[int, str], call: Callable[..., Any] | None) 
 
 
 def _kind_of(inputs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What a trace depends on, of some inputs; cheap, as it is taken at every forward."""
+    """The part of some inputs that a trace depends on; cheap, because every forward computes it."""
     kinds = []
     generating = False
     for name, value in inputs.items():
@@ -214,7 +214,7 @@ def _kind_of(inputs: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _criterion_key(criterion: Callable[..., Any] | None) -> Any:
-    """What tells criteria apart. A lambda written inside a loop is a new function each time, but the same code."""
+    """A key that distinguishes criteria. A lambda inside a loop is a new function each time, but the same code."""
     if inspect.isfunction(criterion) and not (
         criterion.__closure__ or criterion.__defaults__ or criterion.__kwdefaults__
     ):

@@ -1,4 +1,4 @@
-"""Which mean the model's loss is, so that a microbatch's loss can be made its exact share of the batch's.
+"""Which mean the model's loss is, so that a microbatch's loss can be scaled to its exact share of the batch's.
 
 A loss that is a mean over tokens must be weighted by tokens, one over samples by samples: averaging microbatches with
 equal weights is wrong as soon as one of them holds more padding. The rule is found while planning: the loss functions
@@ -45,7 +45,7 @@ NUM_ITEMS = "num_items_in_batch"
 
 
 class CriterionError(ValueError):
-    """A criterion of the caller's own failed, or gave no loss."""
+    """The caller's criterion failed, or returned no loss."""
 
 
 def loss_by(criterion: Criterion | None, output: Any, inputs: Mapping[str, Any]) -> torch.Tensor | None:
@@ -151,7 +151,7 @@ class LossRule:
         return tuple(term.count(inputs) for term in self.counted)
 
     def shares(self, counts: Sequence[int], totals: Sequence[int]) -> tuple[float, ...]:
-        """What part of each of the batch's means this microbatch is, see `counted`.
+        """This microbatch's share of each of the batch's means, see `counted`.
 
         Args:
             counts: of the microbatch.
@@ -191,7 +191,7 @@ class LossRule:
 
 
 def read_counts(counted: Sequence[tuple[int | torch.Tensor, ...]]) -> list[tuple[int, ...]]:
-    """The values of all of these counts, of which a GPU is asked once."""
+    """The values of all of these counts, read from a GPU in one go."""
     tensors = [count for counts in counted for count in counts if isinstance(count, torch.Tensor)]
     values = iter(torch.stack([tensor.to(tensors[0].device) for tensor in tensors]).tolist() if tensors else ())
     return [tuple(next(values) if isinstance(count, torch.Tensor) else count for count in counts) for counts in counted]

@@ -56,7 +56,7 @@ class LossTrace:
         self._made_of: list[Sources] = []
 
     def observers(self) -> dict[Callable[..., Any], Callable[..., None]]:
-        """For `Watch`."""
+        """For `Watch`: the functions to observe, and what to call for each."""
         return dict.fromkeys(LOSS_FUNCTIONS, self._observe)
 
     def _observe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
@@ -99,7 +99,7 @@ class LossTrace:
         return replace(rule, fields=tuple(fields))
 
     def _has_more(self, sources: Sources) -> bool:
-        """Whether a loss has something in it that the model computed, besides the results of loss functions."""
+        """Whether a loss contains something that the model computed, besides the results of loss functions."""
         calls = [source.loss_call for source in sources if isinstance(source, Reduced)]
         more = sources - NOTHING.union(*(self._made_of[call] for call in calls))
         return any(not isinstance(source, Reduced | Given) for source in more)

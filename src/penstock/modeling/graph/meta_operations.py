@@ -52,7 +52,7 @@ class RememberedOperations(TorchDispatchMode):
 
 
 class KnownValues(TorchDispatchMode):
-    """Lets a few tensors with values into a run on meta tensors: what is computed from them alone has values too.
+    """Allows a few tensors with values in a run on meta tensors: results computed only from them have values, too.
 
     So a module's code may ask how large each image is, say, and cut its meta tensors accordingly.
     """
@@ -79,7 +79,7 @@ def _makes_integers(args: Any, kwargs: Any) -> bool:
 
 
 class Answered(TorchDispatchMode):
-    """Answers questions after values that meta tensors do not have, every one in the same way.
+    """Answers every question for values, which meta tensors do not have, with the same answer.
 
     Args:
         yes: whether what is asked for is true, or 1, and all of a mask is chosen; otherwise false, or 0, and none.
@@ -133,7 +133,7 @@ def _makes_fresh_tensors(func: Any) -> bool:
 
 
 def _key_of(func: Any, args: Any, kwargs: Any) -> Any:
-    """None if an argument is of a kind that says more than its shape."""
+    """A key of an operation and its arguments' shapes; None if an argument carries more than that."""
     parts: list[Any] = [func]
     for value in (*args, *kwargs.items()):
         if not _add(value, parts):

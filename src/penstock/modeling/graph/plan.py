@@ -36,7 +36,7 @@ class PlannedCall:
 
 @dataclass(frozen=True)
 class Plan(ForwardFacts):
-    """What every stage does in one kind of forward. Equal on every rank.
+    """What every stage does in one kind of forward. The same on every rank.
 
     Attributes:
         entry: name of the function that is run, `"forward"` for the model itself.

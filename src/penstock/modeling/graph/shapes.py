@@ -103,7 +103,7 @@ class OutputShape:
         return leaves + [leaf for entry in self.stored for leaf in flatten(given[entry.position][entry.key])[0]]
 
     def answer(self, tensor: Callable[[Any, TensorSpec], torch.Tensor], given: Sequence[Any]) -> Any:
-        """What stands for what the call returns; it also makes the call's entries in side outputs, and in mappings.
+        """Placeholders for what the call returns; also makes the call's entries in side outputs and in mappings.
 
         Args:
             tensor: gives the tensor for a leaf, by its index or its name as a side output, and its shape.
@@ -158,7 +158,7 @@ class ShapeFunctions:
         self.around: Callable[[str], AbstractContextManager[None]] | None = None
 
     def renew(self) -> None:
-        """Copy the modules anew, which were converted to another type."""
+        """Copy the modules again after they were converted to another type."""
         self._copies = {name: meta_placeholder(module) for name, module in self.units.items()}
         self._remembered.clear()
 

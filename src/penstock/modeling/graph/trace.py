@@ -70,7 +70,7 @@ class TracedCall:
 
 @dataclass(frozen=True)
 class ForwardFacts:
-    """What is known of a forward wherever its units run.
+    """What is known about a forward, wherever its units run.
 
     Attributes:
         written: values that the model's code changes in place after a unit returned them, and which therefore must not
@@ -261,7 +261,7 @@ class _Planner:
             raise ReachedInside(f"{full}.{held}")
 
     def _standing_for(self, value: Value, tensor: torch.Tensor) -> torch.Tensor:
-        """`tensor`, from now on that of `value`."""
+        """Mark `tensor` as that of `value`, and return it."""
         self.flow.mark_value(tensor, value)
         self.shapes[value] = TensorSpec.shape_of(tensor)
         return tensor
@@ -310,7 +310,7 @@ def _refuse_enclosed(unit: str) -> None:
 
 
 def _assumed(functions: ShapeFunctions) -> str:
-    """What may be the true reason why a forward cannot be followed: the first unit that could not run as it is."""
+    """The likely reason why a forward cannot be followed: the first unit that could not run unchanged."""
     for name, error in functions.hidden.items():
         text = str(error).strip().partition("\n")[0]
         return (
@@ -368,7 +368,7 @@ def _mark_tensors(model: nn.Module, functions: ShapeFunctions, flow: DataFlow) -
 
 @contextmanager
 def real_outside(model: nn.Module, functions: ShapeFunctions) -> Iterator[None]:
-    """Put zeros in the place of meta tensors outside of units (a model built on the meta device), and buffers back.
+    """Replace meta tensors outside of units by zeros (in a model built on the meta device), and put buffers back.
 
     Buffers outside of units are copied for the duration, since the model's code may update them.
     """

@@ -178,7 +178,7 @@ class _Candidates:
                 self._descend(full, child)
 
     def _holds_blocks(self, module: nn.Module, in_list: bool) -> bool:
-        """Whether units are to be looked for inside a module.
+        """Whether to look for units inside a module.
 
         A list inside an entry of a list is no list of blocks (experts, heads), unless transformers names its entries.
         """

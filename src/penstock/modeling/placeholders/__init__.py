@@ -1,1 +1,1 @@
-"""What stands where a unit, a value or a layer of a cache is elsewhere."""
+"""Stand-ins for units, values and cache layers that are on other stages."""

@@ -236,7 +236,7 @@ def shape_cache(real: Cache, use: CacheUse, begun: Mapping[int, Any], batch: int
 
 
 def note_use(cache: Cache, layers: Collection[int]) -> None:
-    """Note that a module which could not be run uses its layer of a cache in the usual way.
+    """Record that a module which could not be run uses its layer of a cache in the usual way.
 
     Args:
         cache: the placeholder that it was given.
@@ -308,5 +308,5 @@ def frozen_cache(value: Any, layers: Sequence[int]) -> Any:
 
 
 def cache_kind(cache: Cache) -> tuple[Any, ...]:
-    """What of a cache a plan may depend on: its class and whether it holds anything yet."""
+    """The properties of a cache that a plan may depend on: its class, and whether it holds anything yet."""
     return type(cache).__name__, past_length(cache) > 0

@@ -46,14 +46,14 @@ class HostValues(TorchFunctionMode):
             self._remember(tensor, _Expression(None, None, tensor._version, host))
 
     def know_all(self, inputs: Mapping[str, Any], host: Mapping[str, Any]) -> None:
-        """`know` for all tensors of a batch that have a copy on the host under their name."""
+        """Call `know` for all tensors of a batch that have a copy on the host under their name."""
         for name, value in inputs.items():
             copy = host.get(name)
             if isinstance(value, torch.Tensor) and isinstance(copy, torch.Tensor) and copy.is_cpu and not value.is_cpu:
                 self.know(value, copy)
 
     def aside(self) -> contextlib.AbstractContextManager[Any]:
-        """Without it: a unit's own operations are many, and computed from weights."""
+        """Suspend it: a unit has many operations of its own, computed from weights."""
         return _pop_mode_temporarily() if _get_current_function_mode() is self else contextlib.nullcontext()
 
     def __torch_function__(

@@ -50,7 +50,7 @@ class NamedOutput(ModelOutput):
 
     @property
     def form(self) -> Form:
-        """How it is turned back."""
+        """How to turn it back into what the module returned."""
         form: Form = self.__dict__["_form"]
         return form
 

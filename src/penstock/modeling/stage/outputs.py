@@ -41,7 +41,7 @@ def merge_outputs(
     known: list[Shapes] = []
 
     def larger(path: Sequence[Any]) -> Any:
-        """What stands at `path` if the first microbatch had one sample more; None if that is not known."""
+        """The value at `path` if the first microbatch had one sample more; None if that is not known."""
         if grown is None:
             return None
         if not known:

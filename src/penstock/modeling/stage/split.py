@@ -265,7 +265,7 @@ class SplitModel:
     def shapes_received(
         self, plan: Plan, stage: int, inputs: Mapping[str, Any], call: Callable[..., Any] | None = None
     ) -> list[TensorSpec]:
-        """Of what a stage receives for `inputs`, found without computing it. Raises what `plan` raises."""
+        """The shapes of what a stage receives for `inputs`, found without computing it. Raises what `plan` raises."""
         if not stage:
             return []
         shapes = self._forwards.follow(inputs, call).trace.shapes

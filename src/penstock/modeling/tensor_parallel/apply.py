@@ -71,7 +71,7 @@ class TensorParallel:
         return self
 
     def apply(self, model: nn.Module, stage_of: Mapping[str, int]) -> None:
-        """Replace the weights of `model` by this rank's shards, in place, and make its layers work on them.
+        """Replace the weights of `model` by this rank's shards, in place, and adapt its layers to them.
 
         The layers of ghosts are made ready, too, for when this rank holds them.
 

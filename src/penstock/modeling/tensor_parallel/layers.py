@@ -76,7 +76,7 @@ class _Heads:
 
 
 class _RowConv1D(_Row):
-    """GPT-2's linear layer cannot do without a bias."""
+    """Row-wise, for GPT-2's linear layer, whose own forward cannot work without a bias."""
 
     def forward(self: Any, activation: torch.Tensor) -> torch.Tensor:
         if self.bias is None:

@@ -17,7 +17,7 @@ from penstock.modeling.tensor_parallel.layers import COLUMN, EXPERTS, GATHERED, 
 
 
 class Style(NamedTuple):
-    """What a plan may say of a layer.
+    """The ways in which a plan may shard a layer.
 
     Attributes:
         along: how its weight is sharded: by `"out"` or `"in"` features, by `"rows"` or `"columns"` of a

@@ -64,7 +64,7 @@ class Region:
         return self.collectives
 
     def begin(self) -> None:
-        """Activations are shards from here on."""
+        """From here on, activations are shards."""
         if not self.inside:
             self.inside = True
             if self.around is not None:
@@ -72,7 +72,7 @@ class Region:
                 self._open.__enter__()
 
     def end(self) -> None:
-        """Activations are whole again."""
+        """After this, activations are whole again."""
         self.inside = False
         self._entered = None
         if self._open is not None:

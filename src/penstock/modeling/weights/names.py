@@ -1,4 +1,4 @@
-"""What names of weights tell: the unit that holds one, the rank that does, and which are one and the same weight."""
+"""What the names of weights say: which unit and rank hold a weight, and which names mean the same weight."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ class ShardKeeper:
         self.keep(parameter, sharding, kept)
 
     def keep(self, parameter: nn.Parameter, sharding: Sharding, part: torch.Tensor) -> None:
-        """As `watch`, with the shard that is there already."""
+        """As `watch`, for a shard that exists already."""
         self._watched[_storage(parameter)] = _Watched(parameter, parameter.untyped_storage(), sharding, part)
 
     def shard_of(self, parameter: nn.Parameter) -> torch.Tensor | None:
@@ -161,7 +161,7 @@ def _is_meta(leaf: Any) -> bool:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    """What a tensor and its views have in common. (A meta tensor's storage has no address.)"""
+    """A key that a tensor and its views share. (A meta tensor's storage has no address.)"""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -262,7 +262,7 @@ class ShardLoading:
         return chosen
 
     def find_ties(self, model: PreTrainedModel, missing: set[str]) -> None:
-        """Make transformers tie what the checkpoint has alike under two names, and nothing that it has unlike.
+        """Make transformers tie two names only if the checkpoint has equal values under both.
 
         It compares values where it finds some, but here are shards, which may be alike when the whole weights are not.
         """

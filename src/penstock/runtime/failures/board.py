@@ -55,7 +55,7 @@ class PipelineFailure(RuntimeError):
 
 
 class FailureBoard:
-    """What this rank knows of the first failure of a job, and how to end what is under way.
+    """What this rank knows about the first failure of a job, and how to end everything under way.
 
     Attributes:
         failed: the error to raise, once there is one. The watcher may set it at any moment.
@@ -330,7 +330,7 @@ class FailureBoard:
             return mine
 
     def _is_better(self, failure: dict[str, Any]) -> bool:
-        """Whether another rank's account says more than the one known here, where no store decided on the first."""
+        """Whether another rank's account says more than the one known here, if no store decided which was first."""
         assert self._first is not None
         return (not self._is_certain(failure), failure["at"]) < (not self._is_certain(self._first), self._first["at"])
 
@@ -340,7 +340,7 @@ class FailureBoard:
         return failure["suspects"] in ([], [failure["seen_by"]]) or any(rank in lost for rank in failure["suspects"])
 
     def _explained(self) -> bool:
-        """Whether there is no more to learn."""
+        """Whether nothing more is to be learned about the failure."""
         assert self._first is not None and self._watch is not None
         suspects, seen_by, watch = self._first["suspects"], self._first["seen_by"], self._watch
         if not suspects or suspects == [self._rank]:
@@ -351,7 +351,7 @@ class FailureBoard:
         return bool(watch.lost)
 
     def _compose(self) -> None:
-        """Make the error out of what is known now."""
+        """Make the error from what is known now."""
         with self._lock:
             assert self._first is not None
             self._failed_at = self._failed_at or time.monotonic()
@@ -380,7 +380,7 @@ class FailureBoard:
             self.failed = PipelineFailure(f"{message}. {self.advice()}", rank)
 
     def _end_of(self, rank: int | None) -> str:
-        """How a rank ended, as far as known."""
+        """How a rank ended, as far as it is known."""
         if self._watch is None or rank is None:
             return ""
         if rank in self._watch.words:
@@ -390,7 +390,7 @@ class FailureBoard:
         return f"{LEFT}; " if rank in self._watch.left else ""
 
     def advice(self) -> str:
-        """How to go on after the end of this job."""
+        """The advice how to go on after the end of this job."""
         if self.resume:
             calls = " and ".join(self.resume.values())
             return f"To go on, start the job again and load the last checkpoint: {calls}"

@@ -30,7 +30,7 @@ RESEND_AFTER = 0.02
 
 
 class Interrupts:
-    """What holds signal handlers back on this rank.
+    """Holds signal handlers back on this rank.
 
     Attributes:
         pending: signals that came and whose handlers were not called yet, with the time of each.
@@ -58,7 +58,7 @@ class Interrupts:
         self._depth += 1
 
     def release(self, deliver: bool = True) -> None:
-        """Give the signals their handlers back, and call those of the signals that came.
+        """Restore the signals' handlers, and call those of the signals that came.
 
         Args:
             deliver: False where nobody would see what they raise; they are sent again a moment later.
@@ -109,7 +109,7 @@ class Interrupts:
         return bool(self.pending)
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
-        """Stands in place of every held signal's handler."""
+        """Replaces every held signal's handler."""
         now = time.monotonic()
         repeated = now - self.pending.get(signum, now) >= REPEATED_AFTER
         if self._depth and (self.busy or not repeated):

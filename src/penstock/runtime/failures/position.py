@@ -31,15 +31,15 @@ class CallRecord(NamedTuple):
 
 
 class Progress(Protocol):
-    """Something that knows where in a call the host is, so that the host need not keep telling."""
+    """Something that knows where in a call the host is, so that the host need not report it all the time."""
 
     @property
     def progress(self) -> int:
-        """Changes when the host gets on."""
+        """A value that changes when the host makes progress."""
 
     @property
     def place(self) -> str:
-        """For a reader: follows the call's name."""
+        """Text for a reader, to follow the call's name."""
 
 
 class Position:
@@ -110,7 +110,7 @@ class Position:
         return f"its own program{self._program_line()}"
 
     def mark(self) -> tuple[int, bool, int]:
-        """What changes when the host gets on."""
+        """A value that changes when the host makes progress."""
         detail = self._detail
         return self._num_calls, self._inside, detail.progress if detail is not None else 0
 

@@ -66,7 +66,7 @@ class _Peer:
 
 
 class Ring:
-    """This rank's part of the ring. `serve` runs in a thread of its own until `stop`; `tell` may be called from any.
+    """This rank's part of the ring. `serve` runs in its own thread until `stop`; `tell` may be called from any thread.
 
     Args:
         store: where the ranks find each other. It is asked nothing once both neighbours are connected.

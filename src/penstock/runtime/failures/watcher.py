@@ -42,7 +42,7 @@ LONGEST_WORDS = 4000
 
 
 class Watch:
-    """What this process knows of the job's other ranks. One for all models; it lives as long as one of them does.
+    """What this process knows about the job's other ranks. One serves all models, and lives as long as any of them.
 
     Attributes:
         lost: the ranks whose processes ended without taking leave.
@@ -80,7 +80,7 @@ class Watch:
         self._tell_boards()
 
     def remove(self, board: FailureBoard) -> None:
-        """Tell `board` no more."""
+        """Stop telling `board`."""
         self._boards.discard(board)
 
     def tell(self, news: dict[str, Any]) -> None:
@@ -179,7 +179,7 @@ class Watch:
     # -- waiting for others ----------------------------------------------------------------------------------------
 
     def _look_after(self, board: FailureBoard) -> None:
-        """Notice a host that has waited for long in one place."""
+        """Report a host that has waited for long in one place."""
         position = board.position
         mark, now = position.mark(), time.monotonic()
         if mark != board.last_mark or not position.waits():
@@ -243,7 +243,7 @@ def _own_client(store: Any) -> dist.Store:  # torch's stubs know neither of thes
 
 
 def start(store: dist.Store | None, rank: int, world_size: int) -> Watch | None:
-    """Begin to watch the other ranks of a world that meets in `store`; None where there is nobody to watch.
+    """Begin to watch the other ranks of a world that meets in `store`; None if there is nobody to watch.
 
     The watch is to be held (`Watch.hold`) by those who need it, and closes with the last of them.
     """
@@ -263,7 +263,7 @@ def start(store: dist.Store | None, rank: int, world_size: int) -> Watch | None:
 
 
 def stop() -> None:
-    """Watch nobody any more, as the world that was watched is given up."""
+    """Stop watching, because the watched world is given up."""
     with _lock:
         if _watch is not None:
             _close(_watch)
@@ -295,7 +295,7 @@ def _leave() -> None:
 
 
 def _hook_up() -> None:
-    """Hear how this process ends: once for all models, until the last of them is closed."""
+    """Register hooks for this process's end: once for all models, until the last of them is closed."""
     atexit.register(_leave)
     _undo.callback(atexit.unregister, _leave)
     # A process that multiprocessing started never calls what atexit knows.
