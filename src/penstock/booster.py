@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -58,8 +58,6 @@ class Booster:
         if not isinstance(plugin, HeterogeneousParallelPlugin):
             raise TypeError(f"plugin must be a HeterogeneousParallelPlugin, got {type(plugin).__name__}")
         self.plugin = plugin
-        # What a step's inputs are made of the batch; for the Trainer's integration.
-        self.complete: Callable[[MicrobatchedBatch], Mapping[str, Any]] = lambda batch: batch
 
     def boost(
         self,
@@ -196,7 +194,7 @@ class Booster:
             loss, outputs = pipeline.evaluate_together(batch, criterion, share_outputs=return_outputs)
         else:
             kept = []
-            for output in pipeline.train(self.complete(batch), criterion):
+            for output in pipeline.train(self._inputs(batch), criterion):
                 self.backward(output.loss, optimizer)
                 if return_outputs and pipeline.holds_output:
                     kept.append(without_graph(output))
@@ -209,6 +207,10 @@ class Booster:
             "loss": torch.tensor(loss, dtype=_loss_type(pipeline), device=pipeline.device) if return_loss else None,
             "outputs": outputs if return_outputs else None,
         }
+
+    def _inputs(self, batch: MicrobatchedBatch) -> Mapping[str, Any]:
+        """What the model is called with in a training step; the Trainer's integration adds to it."""
+        return batch
 
     def backward(self, loss: torch.Tensor, optimizer: PipelineOptimizer | None = None) -> None:
         """The backward of a loss that `for output in model(**batch)` yielded. It applies the scale of fp16."""

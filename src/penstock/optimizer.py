@@ -24,7 +24,8 @@ class PipelineOptimizer(Optimizer):
         pipeline: the engine of the model whose parameters it has.
         max_norm: `step` clips the norm of the whole model's gradients to this; 0 does not clip.
         loss_scale: what float16 training multiplies losses with; None in other precisions.
-        num_skipped_steps: how many steps were skipped because gradients overflowed.
+        step_was_skipped: whether the last step was skipped because gradients overflowed.
+        num_skipped_steps: how many steps were.
         run: with `elastic=`, the run; it makes each step on all ranks or on none, however many are lost.
     """
 
@@ -36,6 +37,7 @@ class PipelineOptimizer(Optimizer):
         self.pipeline = pipeline
         self.max_norm = max_norm
         self.loss_scale = loss_scale
+        self.step_was_skipped = False
         self.num_skipped_steps = 0
         self._grad_norm: torch.Tensor | None = None
         self.run: ElasticRun | None = None
@@ -128,7 +130,8 @@ class PipelineOptimizer(Optimizer):
         return self._update
 
     def _update(self) -> Any:
-        if self.loss_scale is not None and self._overflowed(self.loss_scale):
+        self.step_was_skipped = self.loss_scale is not None and self._overflowed(self.loss_scale)
+        if self.step_was_skipped:
             self.num_skipped_steps += 1
             self.optim.zero_grad()
             return None

@@ -144,8 +144,10 @@ class HeterogeneousParallelPlugin:
         # With elastic=, this process's part in the run, once there is one; and the loaders that follow the pipelines.
         self.run: ElasticRun | None = None
         self._loaders: weakref.WeakSet[HeterogeneousDataLoader] = weakref.WeakSet()
-        # What else all processes must have been given alike, by name; for the Trainer's integration.
-        self.also_alike: dict[str, Any] = {}
+        # For the Trainer's integration: what else all processes of an elastic run must have been given alike, by name;
+        # and what is told this process's rank and the number of ranks, whenever they change.
+        self._also_alike: dict[str, Any] = {}
+        self._on_place: Callable[[int, int], None] = lambda rank, world_size: None
         self._pipelines: tuple[PipelineTemplate, ...] = ()
         self._makers: Sequence[Callable[[int], Schedule]] = ()
         self._schedules: tuple[Schedule, ...] = ()
@@ -464,7 +466,9 @@ class HeterogeneousParallelPlugin:
         assert self.run is not None
         templates, counts = self.run.formations.layout(decision)
         self._set(check_templates(templates), counts)
-        pipeline = self.layout.place_of(decision.members.index(self.run.number)).pipeline
+        rank = decision.members.index(self.run.number)
+        self._on_place(rank, len(decision.members))
+        pipeline = self.layout.place_of(rank).pipeline
         for loader in self._loaders:
             loader.reshare(self.num_microbatches, pipeline)
         return self.layout, self._makers[pipeline]
@@ -474,7 +478,7 @@ class HeterogeneousParallelPlugin:
         names: tuple[str, ...] = ("tp_size", "microbatch_size", "precision", "max_norm")
         if self.elastic is not None:
             facts = {f"the plugin's {name}": getattr(self, name) for name in (*names, "schedule")}
-            return facts | self.also_alike
+            return facts | self._also_alike
         names = (*names, "pipelines", "num_microbatches")
         facts = {f"the plugin's {name}": getattr(self, name) for name in names}
         return {**facts, "the pipelines' schedules": [summary(schedule) for schedule in self._schedules]}

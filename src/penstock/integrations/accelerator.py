@@ -12,6 +12,7 @@ from accelerate.utils import recursively_apply
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
+from penstock.optimizer import PipelineOptimizer
 from penstock.runtime.engine import Engine
 
 
@@ -22,6 +23,8 @@ class PipelineAccelerator(Accelerator):
     """
 
     engine: Engine
+    # With a plugin, which clips in its own way, and accelerate does not know this optimizer.
+    optimizer: PipelineOptimizer | None = None
 
     @classmethod
     def take_over(cls, accelerator: Accelerator, model: PreTrainedModel) -> None:
@@ -49,6 +52,13 @@ class PipelineAccelerator(Accelerator):
         for rank in range(layout.world_size):
             first.setdefault(layout.place_of(rank).pipeline, rank)
         return [rank for _, rank in sorted(first.items())]
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether gradients overflowed in the last step."""
+        if self.optimizer is not None:
+            return self.optimizer.step_was_skipped
+        return bool(super().optimizer_step_was_skipped)
 
     def prepare_model(
         self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -113,5 +123,7 @@ class PipelineAccelerator(Accelerator):
 
         With a loss scale it is that of the gradients without it, and not finite on any rank if it is not on one.
         """
+        if self.optimizer is not None:
+            return self.optimizer.clip_grad_by_norm(max_norm, norm_type)
         self.unscale_gradients()
         return self.engine.clip_grad_norm_(max_norm, norm_type)

@@ -1,29 +1,27 @@
 """The Trainer over a plugin's pipelines: of different depth, and with `elastic=` changing while it trains.
 
 A step is the Booster's: the plugin's loader shares a global batch out among the pipelines, and all else that the
-Trainer does between steps (logging, evaluation, checkpoints, callbacks) stays the Trainer's own.
+Trainer does (its loop, clipping, logging, evaluation, checkpoints, callbacks) stays the Trainer's own. As a step takes
+its batch itself, and takes it again if a rank is lost meanwhile, the Trainer's loop goes over empty batches.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import asdict
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.utils import DistributedType
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import DataLoader
 from transformers import ProgressCallback, TrainerState
-from transformers.optimization import GreedyLR
 from transformers.trainer_callback import ExportableState
 
 from penstock.booster import Booster
 from penstock.data.batch import MicrobatchedBatch
-from penstock.data.loader import HeterogeneousDataLoader
+from penstock.data.loader import Batches, HeterogeneousDataLoader
 from penstock.integrations.accelerator import PipelineAccelerator
 from penstock.modeling.graph.loss import NUM_ITEMS
 from penstock.optimizer import PipelineOptimizer
@@ -46,6 +44,33 @@ DECIDING = (
 )  # fmt: skip
 
 
+class CountingBooster(Booster):
+    """Adds to each global batch its number of labels, as a Trainer counts them."""
+
+    def __init__(self, trainer: Any, plugin: HeterogeneousParallelPlugin) -> None:
+        super().__init__(plugin)
+        self._trainer = trainer
+
+    def _inputs(self, batch: MicrobatchedBatch) -> Mapping[str, Any]:
+        """The batch, and the labels of the whole global batch, which its loss is divided by."""
+        trainer = self._trainer
+        if "labels" not in batch or not trainer.model_accepts_loss_kwargs:
+            if trainer._has_own_loss:
+                raise ValueError(
+                    "compute_loss_func and label_smoothing_factor need batches with labels to be exact over pipelines; "
+                    f"this one has {', '.join(batch)}"
+                )
+            return batch
+        # The Trainer's own rule, for each microbatch: a collator may have shifted some.
+        counted = [trainer._count_labels(microbatch) for microbatch in batch.microbatches]
+        if None in counted:
+            return batch
+        engine = trainer._engine
+        with engine.together(Call.COUNT_LABELS, [sum(int(count) for count in counted)]) as said:
+            total = sum(said[rank][0] for rank in trainer.accelerator.first_ranks)
+        return {**batch, NUM_ITEMS: torch.tensor(total, device=engine.device)}
+
+
 class PluginTraining:
     """What a Trainer does differently when its `parallelism` is a plugin.
 
@@ -57,13 +82,11 @@ class PluginTraining:
     def __init__(self, trainer: Any, plugin: HeterogeneousParallelPlugin) -> None:
         self.trainer = trainer
         self.plugin = plugin
-        self.booster = Booster(plugin)
-        self.booster.complete = self._count_items
+        self.booster = CountingBooster(trainer, plugin)
         self._loader: HeterogeneousDataLoader | None = None
         self._folder: str | None = None  # a checkpoint to go on from, once the model is parallelised
         self._sums: tuple[float, float, int, int] | None = None  # of the logs, on a process that has joined
-        self._generation = -1
-        self._start = (0, 0)  # the epoch, and the step in it, with which training begins here
+        self._batches: Batches | None = None  # of the epoch under way
 
     def refuse(self, args: Any) -> None:
         """Raise ValueError for arguments that cannot be used with a plugin."""
@@ -133,11 +156,10 @@ class PluginTraining:
         assert loader is not None
         self._boost(loader, max_steps)
         self._load(loader, steps_per_epoch)
-        self._start = divmod(self.trainer.state.global_step, steps_per_epoch)
         if self.joined:  # epochs may have been stopped before their end
             place = loader.state_dict()
-            self._start = place["epoch"], -(-place["position"] // loader.global_batch_size)
-        return self._start
+            return place["epoch"], -(-place["position"] // loader.global_batch_size)
+        return divmod(self.trainer.state.global_step, steps_per_epoch)
 
     def _boost(self, loader: HeterogeneousDataLoader, max_steps: int) -> None:
         trainer = self.trainer
@@ -152,14 +174,14 @@ class PluginTraining:
             return
         if isinstance(trainer.model, PipelineModel):
             raise RuntimeError("with elastic= a Trainer trains once: make a new one, with a new plugin and model")
-        alike = self.plugin.also_alike
+        self.plugin._on_place = self._take_place
+        alike = self.plugin._also_alike
         alike["the Trainer's callbacks"] = [type(one).__name__ for one in trainer.callback_handler.callbacks]
         alike.update({f"the Trainer's {name}": str(getattr(trainer.args, name)) for name in DECIDING})
         given = trainer.model, trainer.optimizer, None, loader, trainer.lr_scheduler
         trainer.model, trainer.optimizer, *_ = self.booster.boost(*given)
         self._take_over()
         self.booster.register("trainer", self)
-        self._take_place()
 
     @property
     def joined(self) -> bool:
@@ -180,19 +202,16 @@ class PluginTraining:
         trainer.state = TrainerState(**state["state"])
         trainer.state.global_step = self.booster.step
         trainer.state.is_local_process_zero = trainer.is_local_process_zero()
+        trainer.state.is_world_process_zero = trainer.is_world_process_zero()
         self._sums = state["sums"]
         own = [one for one in trainer.callback_handler.callbacks if isinstance(one, ExportableState)]
         for one, saved in zip(own, state["callbacks"], strict=True):
             for name, value in saved["attributes"].items():
                 setattr(one, name, value)
 
-    def _take_place(self) -> None:
+    def _take_place(self, rank: int, world_size: int) -> None:
         """Tell accelerate and the Trainer which rank this is now."""
-        run, trainer = self.plugin.run, self.trainer
-        if run is None or run.decision is None or run.decision.generation == self._generation:
-            return
-        self._generation = run.decision.generation
-        rank, world_size = dist.get_rank(), dist.get_world_size()
+        trainer = self.trainer
         for state in (PartialState(), trainer.accelerator.state):
             # No distributed world of accelerate's: the Trainer would talk to it in calls that nobody repeats.
             state.distributed_type, state.num_processes, state.process_index = DistributedType.NO, world_size, rank
@@ -210,77 +229,31 @@ class PluginTraining:
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
-    def run_epoch(self, epoch: int, num_steps: int, trial: Any, ignore_keys_for_eval: Any, start_time: float) -> None:
-        """The rest of an epoch of `num_steps` optimizer steps."""
-        trainer, args, model, loader = self.trainer, self.trainer.args, self.trainer.model, self._loader
+    def empty_batches(self) -> DataLoader[dict[str, Any]]:
+        """What the Trainer's loop goes over: an empty batch for each step of an epoch. It can skip the first ones."""
+        assert self._loader is not None
+        steps: Any = [{}] * len(self._loader)
+        # With a generator of its own it draws nothing from the user's random stream.
+        return DataLoader(steps, collate_fn=lambda samples: samples[0], generator=torch.Generator())
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Go to where an epoch begins here, or goes on."""
+        trainer, loader = self.trainer, self._loader
         assert loader is not None
         if self._sums is not None:
             loss, total, trainer._globalstep_last_logged, trainer._initial_global_step = self._sums
             trainer._tr_loss += loss
             trainer._total_loss_scalar, self._sums = total, None
         loader.set_epoch(epoch)
-        batches = iter(loader)
-        tell = trainer.callback_handler
-        criterion = trainer._criterion if trainer._has_own_loss else None
-        grad_norm = learning_rate = None
+        self._batches = iter(loader)
 
-        def log_save_evaluate() -> None:
-            trainer._maybe_log_save_evaluate(
-                trainer._tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start_time,
-                learning_rate=learning_rate,
-            )  # fmt: skip
-
-        for step in range(self._start[1] if epoch == self._start[0] else 0, num_steps):
-            trainer.control = tell.on_step_begin(args, trainer.state, trainer.control)
-            model.train()
-            if callable(getattr(trainer.optimizer.unwrap(), "train", None)):  # of schedule-free ones
-                trainer.optimizer.unwrap().train()
-            skipped = trainer.optimizer.num_skipped_steps
-            loss = self.booster.execute_pipeline(batches, model, criterion)["loss"]
-            limit = args.max_grad_norm
-            grad_norm = trainer.optimizer.clip_grad_by_norm(limit if limit and limit > 0 else math.inf)
-            trainer.control = tell.on_pre_optimizer_step(args, trainer.state, trainer.control)
-            trainer.optimizer.step()
-            self._take_place()
-            trainer.control = tell.on_optimizer_step(args, trainer.state, trainer.control)
-            learning_rate = trainer._get_learning_rate()
-            stepped = trainer.optimizer.num_skipped_steps == skipped
-            if stepped and not isinstance(trainer.lr_scheduler, ReduceLROnPlateau | GreedyLR):
-                trainer.lr_scheduler.step()
-            trainer.optimizer.zero_grad()
-            if args.logging_nan_inf_filter and not torch.isfinite(loss):
-                steps = 1 + trainer.state.global_step - trainer._globalstep_last_logged
-                trainer._tr_loss += trainer._tr_loss / steps
-            else:
-                trainer._tr_loss += loss
-            trainer.state.global_step += 1
-            trainer.state.epoch = epoch + (step + 1) / num_steps
-            trainer.control = tell.on_step_end(args, trainer.state, trainer.control)
-            log_save_evaluate()
-            if trainer.control.should_epoch_stop or trainer.control.should_training_stop:
-                break
-        trainer.control = tell.on_epoch_end(args, trainer.state, trainer.control)
-        log_save_evaluate()
-
-    def _count_items(self, batch: MicrobatchedBatch) -> Mapping[str, Any]:
-        """The batch, and as the Trainer counts them the labels of the whole global batch, which its loss is divided
-        by."""
+    def step(self) -> torch.Tensor:
+        """Forward and backward of the next global batch. Returns its loss, on every rank: ()."""
         trainer = self.trainer
-        if "labels" not in batch or not trainer.model_accepts_loss_kwargs:
-            if trainer._has_own_loss:
-                raise ValueError(
-                    "compute_loss_func and label_smoothing_factor need batches with labels to be exact over pipelines; "
-                    f"this one has {', '.join(batch)}"
-                )
-            return batch
-        # The Trainer's own rule, for each microbatch: a collator may have shifted some.
-        counted = [trainer._count_labels(microbatch) for microbatch in batch.microbatches]
-        if None in counted:
-            return batch
-        engine = trainer._engine
-        with engine.together(Call.COUNT_LABELS, [sum(int(count) for count in counted)]) as said:
-            total = sum(said[rank][0] for rank in trainer.accelerator.first_ranks)
-        return {**batch, NUM_ITEMS: torch.tensor(total, device=engine.device)}
+        assert self._batches is not None
+        criterion = trainer._criterion if trainer._has_own_loss else None
+        loss: torch.Tensor = self.booster.execute_pipeline(self._batches, trainer.model, criterion)["loss"]
+        return loss
 
     def surviving(self, work: Callable[[], Any]) -> Any:
         """Do what all ranks do between steps; with `elastic=` again after one was lost meanwhile.
@@ -299,7 +272,6 @@ class PluginTraining:
         done: list[Any] = []
 
         def once() -> Any:
-            self._take_place()
             now = self._snapshot()
             if not done:
                 self._restore(begin)
@@ -312,9 +284,7 @@ class PluginTraining:
             done.append(result)
             return result
 
-        result = run.do(once)
-        self._take_place()
-        return result
+        return run.do(once)
 
     def _snapshot(self) -> tuple[Any, ...]:
         """What an evaluation or a save changes besides the model and files."""

@@ -208,15 +208,15 @@ class PipelineTrainerMixin:
         for name in ("model", "optimizer", "lr_scheduler"):
             setattr(self.callback_handler, name, getattr(self, name))  # type: ignore[attr-defined]  # the Trainer's
         self.callback_handler.train_dataloader = train_dataloader  # type: ignore[attr-defined]
-        return self.model, train_dataloader
+        self.accelerator.optimizer = self.optimizer
+        return self.model, self._plugin.empty_batches()
 
     def _run_epoch(self, **given: Any) -> None:
-        if self._plugin is None:
-            super()._run_epoch(**given)  # type: ignore[misc]  # the Trainer's
-        else:
-            names = ("epoch", "trial", "ignore_keys_for_eval", "start_time")
-            num_steps = given["num_update_steps_per_epoch"]
-            self._plugin.run_epoch(num_steps=num_steps, **{name: given[name] for name in names})
+        if self._plugin is not None:
+            self._plugin.begin_epoch(given["epoch"])
+            # A process that joins a run skips the steps that were made, too.
+            given["resume_from_checkpoint"] = True
+        super()._run_epoch(**given)  # type: ignore[misc]  # the Trainer's
 
     def _surviving(self, work: Callable[[], Any]) -> Any:
         """Do what all ranks do together outside of a step; with an elastic plugin again if a rank is lost meanwhile."""
@@ -260,6 +260,8 @@ class PipelineTrainerMixin:
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
+        if self._plugin is not None:
+            return self._plugin.step()
         inputs = self._prepare_inputs(inputs)  # type: ignore[attr-defined]  # the Trainer's
         counted = self.model_accepts_loss_kwargs and num_items_in_batch is not None  # type: ignore[attr-defined]
         if counted:
