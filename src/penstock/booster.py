@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,17 +14,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from penstock.checkpoint import (
-    TRAINING_VARIANT,
     Comm,
     GroupComm,
     SoloComm,
-    TrainingState,
     is_parallelized,
     load_object,
-    load_training_state,
     restore_object,
     save_object,
-    save_training_state,
 )
 from penstock.data.batch import MicrobatchedBatch
 from penstock.data.loader import Batches, HeterogeneousDataLoader
@@ -36,10 +31,9 @@ from penstock.modeling.graph.loss import Criterion
 from penstock.modeling.instrumentation import record_of
 from penstock.modeling.stage.named_output import NamedOutput, without_graph
 from penstock.modeling.stage.outputs import merge_outputs
-from penstock.optimizer import PipelineOptimizer
-from penstock.pipeline_model import PipelineModel, checkpoint_comms, saving_rank
+from penstock.optimizer import PipelineOptimizer, load_optimizer_state, save_optimizer_state
+from penstock.pipeline_model import PipelineModel
 from penstock.plugin import Configured, HeterogeneousParallelPlugin
-from penstock.runtime.comm.rollcall import Call as RollCall
 from penstock.runtime.engine import Engine
 
 PathLike = str | os.PathLike[str]
@@ -255,14 +249,14 @@ class Booster:
         """
         if prefix is not None or not gather_dtensor:
             raise ValueError("save_model writes transformers' own file names: leave prefix and gather_dtensor out")
-        _pipeline_of(model)
-        if self.plugin.run is not None and not self.plugin.run.performing:
-            save = partial(self.save_model, model, checkpoint, shard, gather_dtensor, prefix, size_per_shard)
-            self.plugin.run.do(partial(save, use_safetensors))
-            return
+        pipeline = _pipeline_of(model)
         size = {"max_shard_size": f"{size_per_shard}MB"} if shard else {}
-        model.save_parallelized(checkpoint, merge_checkpoints=True, safe_serialization=use_safetensors, **size)
-        _pipeline_of(model).board.resume["model"] = f"booster.load_model(model, {os.fspath(checkpoint)!r})"
+
+        def save() -> None:
+            model.save_parallelized(checkpoint, merge_checkpoints=True, safe_serialization=use_safetensors, **size)
+            pipeline.board.resume["model"] = f"booster.load_model(model, {os.fspath(checkpoint)!r})"
+
+        self._on_all_ranks(save)
 
     def load_model(self, model: Any, checkpoint: PathLike, strict: bool = True) -> Any:
         """Load the weights of a folder from `save_model`, `save_parallelized` or transformers' `save_pretrained`.
@@ -291,25 +285,19 @@ class Booster:
             CheckpointError: some rank could not write; names the rank and the path.
         """
         pipeline = _checked(optimizer).pipeline
-        if self.plugin.run is not None and not self.plugin.run.performing:
-            self.plugin.run.do(partial(self.save_optimizer, optimizer, checkpoint, shard))
-            return
-        scale = optimizer.loss_scale
-        world, ranks = checkpoint_comms(pipeline)
-        with pipeline.saving(RollCall.SAVE_OPTIMIZER):
-            save_training_state(
-                pipeline.split.model,
-                checkpoint,
-                TrainingState(
-                    optimizer.unwrap(),
-                    step=pipeline.step_number,
-                    extra={} if scale is None else {"loss_scale": scale.state_dict()},
-                ),
-                place=saving_rank(pipeline),
-                world_comm=world,
-                pipeline_comm=ranks,
-            )
-        pipeline.board.resume["optimizer"] = f"booster.load_optimizer(optimizer, {os.fspath(checkpoint)!r})"
+
+        def save() -> None:
+            save_optimizer_state(optimizer, pipeline, checkpoint)
+            pipeline.board.resume["optimizer"] = f"booster.load_optimizer(optimizer, {os.fspath(checkpoint)!r})"
+
+        self._on_all_ranks(save)
+
+    def _on_all_ranks(self, work: Callable[[], None]) -> None:
+        """Do something without gradients; with `elastic=` again after a rank was lost."""
+        if self.plugin.run is None:
+            work()
+        else:
+            self.plugin.run.do(work)
 
     def load_optimizer(self, optimizer: PipelineOptimizer, checkpoint: PathLike) -> None:
         """Load what `save_optimizer` wrote, with any pipelines.
@@ -317,31 +305,20 @@ class Booster:
         Raises:
             CheckpointError: the folder holds no optimizer state of this model.
         """
-        pipeline = _checked(optimizer).pipeline
-        with pipeline.together(RollCall.LOAD_OPTIMIZER):
-            state = load_training_state(
-                pipeline.split.model,
-                checkpoint,
-                TrainingState(optimizer.unwrap()),
-                world_comm=checkpoint_comms(pipeline)[0],
-                variant=TRAINING_VARIANT,
-            )
-        pipeline.step_number = state.step
-        if optimizer.loss_scale is not None and "loss_scale" in state.extra:
-            restore_object(optimizer.loss_scale, state.extra["loss_scale"], f"the loss scale in {checkpoint}")
-            pipeline.loss_scale = optimizer.loss_scale.scale
+        load_optimizer_state(optimizer, _checked(optimizer).pipeline, checkpoint)
 
     def save_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: PathLike) -> None:
         """Save the scheduler's state to a file. One rank writes it, because it is the same on all."""
-        save_object(lr_scheduler.state_dict(), checkpoint, world_comm=self._world())
+        save_object(lr_scheduler.state_dict(), checkpoint, world_comm=_world())
 
     def load_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: PathLike) -> None:
         """Load what `save_lr_scheduler` wrote. Raises CheckpointError if the file cannot be read."""
-        content = load_object(checkpoint, world_comm=self._world())
+        content = load_object(checkpoint, world_comm=_world())
         restore_object(lr_scheduler, content, f"the scheduler's state in {checkpoint}")
 
-    def _world(self) -> Comm:
-        return GroupComm() if dist.is_initialized() else SoloComm()
+
+def _world() -> Comm:
+    return GroupComm() if dist.is_initialized() else SoloComm()
 
 
 def _pipeline_of(model: Any) -> Engine:

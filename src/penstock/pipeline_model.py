@@ -165,17 +165,9 @@ class PipelineModel:
         if merge_checkpoints and getattr(self, "_hf_peft_config_loaded", False):
             self._save_injected(save_directory, kwargs)
             return
-        world, ranks = checkpoint_comms(pipeline)
+        ranks, model = saving_ranks(pipeline), cast(torch.nn.Module, self)
         with pipeline.saving():
-            save_parallelized(
-                cast(torch.nn.Module, self),
-                save_directory,
-                place=saving_rank(pipeline),
-                world_comm=world,
-                pipeline_comm=ranks,
-                merge_checkpoints=merge_checkpoints,
-                **kwargs,
-            )
+            save_parallelized(model, save_directory, **ranks, merge_checkpoints=merge_checkpoints, **kwargs)
         how = "penstock.from_pretrained({!r}, config=...)" if merge_checkpoints else "model.from_parallelized({!r})"
         pipeline.board.resume["model"] = how.format(os.fspath(save_directory))
 
@@ -201,18 +193,9 @@ class PipelineModel:
         write: Callable[[str, Mapping[str, torch.Tensor]], None],
     ) -> None:
         """Save one adapter as one ordinary folder; see `penstock.checkpoint.AdapterFolder`. Every rank calls it."""
-        pipeline = self.pipeline
-        world, ranks = checkpoint_comms(pipeline)
-        model = cast(PreTrainedModel, self)
-        with pipeline.saving():
-            save_adapter(
-                model,
-                save_directory,
-                AdapterFolder(model, name, select, write),
-                place=saving_rank(pipeline),
-                world_comm=world,
-                pipeline_comm=ranks,
-            )
+        ranks, model = saving_ranks(self.pipeline), cast(PreTrainedModel, self)
+        with self.pipeline.saving():
+            save_adapter(model, save_directory, AdapterFolder(model, name, select, write), **ranks)
 
     def _save_injected(self, save_directory: str | os.PathLike[str], arguments: dict[str, Any]) -> None:
         """Save the active adapter of transformers' `add_adapter`, as transformers' `save_pretrained` does."""
@@ -433,6 +416,12 @@ def saving_rank(pipeline: Engine) -> SavingRank:
         tensor_parallel_rank=place.tensor_parallel_rank,
         tensor_parallel_size=pipeline.layout.tensor_parallel_size,
     )
+
+
+def saving_ranks(pipeline: Engine) -> dict[str, Any]:
+    """What every save is told of the ranks, by its names in `penstock.checkpoint`."""
+    world, ranks = checkpoint_comms(pipeline)
+    return {"place": saving_rank(pipeline), "world_comm": world, "pipeline_comm": ranks}
 
 
 def attach(

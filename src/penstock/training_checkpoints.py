@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 import torch.distributed as dist
-from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
@@ -36,11 +35,10 @@ from penstock.checkpoint.comm import together
 from penstock.checkpoint.training_state import LOSS_SCALE
 from penstock.modeling.adapters import base_of
 from penstock.modeling.instrumentation import record_of
-from penstock.optimizer import PipelineOptimizer
+from penstock.optimizer import LossScaleState, unwrapped
 from penstock.pipeline_model import PipelineModel, checkpoint_comms, saving_rank
 from penstock.runtime.comm.rollcall import Call
 from penstock.runtime.engine import Engine
-from penstock.runtime.gradients.precision import LossScale
 
 logger = logging.getLogger(__name__)
 
@@ -370,15 +368,6 @@ def _saver_of(model: PreTrainedModel) -> _Saver:
     return saver
 
 
-def unwrapped(optimizer: Any) -> Optimizer | None:
-    """The optimizer inside this library's or accelerate's wrapper. Raises TypeError if there is none."""
-    inner = optimizer.unwrap() if isinstance(optimizer, PipelineOptimizer) else optimizer
-    inner = getattr(inner, "optimizer", inner)
-    if inner is not None and not isinstance(inner, Optimizer):
-        raise TypeError(f"optimizer must be a torch optimizer, got {type(optimizer).__name__}")
-    return inner
-
-
 def _objects(optimizer: Any, **given: Any) -> dict[str, Any]:
     """What has a state besides the optimizer, by name.
 
@@ -394,21 +383,6 @@ def _objects(optimizer: Any, **given: Any) -> dict[str, Any]:
                 else "give it state_dict() and load_state_dict(), or save its values with extra={...}"
             )
             raise TypeError(f"{name} cannot be saved or loaded: a {type(value).__name__} has no state; {advice}")
-    if isinstance(optimizer, PipelineOptimizer) and optimizer.loss_scale is not None:
-        objects[LOSS_SCALE] = _LossScaleOf(optimizer, optimizer.loss_scale)
+    if (scale := LossScaleState.of(optimizer)) is not None:
+        objects[LOSS_SCALE] = scale
     return objects
-
-
-@dataclass
-class _LossScaleOf:
-    """The state of float16's loss scale, which the engine of the optimizer uses as well."""
-
-    optimizer: PipelineOptimizer
-    scale: LossScale
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.scale.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.scale.load_state_dict(state)
-        self.optimizer.pipeline.loss_scale = self.scale.scale

@@ -15,21 +15,15 @@ from transformers import Trainer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer import TRAINER_STATE_NAME
 
-from penstock.checkpoint import (
-    TRAINING_VARIANT,
-    TrainingState,
-    load_training_state,
-    restore_object,
-    save_training_state,
-)
+from penstock.checkpoint import TRAINING_VARIANT, restore_object
 from penstock.checkpoint.files import load_data
 from penstock.checkpoint.names import manifest_name
 from penstock.config import SECTION, Configuration
 from penstock.data.packed import LENGTHS, cut_packed, is_packed
 from penstock.initialize import ConfigLike, initialize
 from penstock.modeling.graph.loss import NUM_ITEMS
-from penstock.pipeline_model import PipelineModel, checkpoint_comms, own_class, saving_rank
-from penstock.runtime.comm.rollcall import Call
+from penstock.optimizer import load_optimizer_state, save_optimizer_state
+from penstock.pipeline_model import PipelineModel, own_class
 from penstock.runtime.engine import DEFAULT_MICROBATCHES_PER_STAGE, Engine
 
 if importlib.util.find_spec("accelerate") is None:
@@ -388,20 +382,7 @@ class PipelineTrainerMixin:
         """Write the optimizer's state in one file for each stage, and the scheduler's as the Trainer does."""
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_FILE))
-        if self._plugin is not None:
-            self._plugin.booster.save_optimizer(self.optimizer, output_dir)
-            return
-        engine = self._engine
-        world, ranks = checkpoint_comms(engine)
-        with engine.saving(Call.SAVE_OPTIMIZER):
-            save_training_state(
-                engine.split.model,
-                output_dir,
-                TrainingState(_unwrapped(self.optimizer), step=engine.step_number),
-                place=saving_rank(engine),
-                world_comm=world,
-                pipeline_comm=ranks,
-            )
+        save_optimizer_state(self.optimizer, self._engine, output_dir)
 
     def _save_rng_state(self, output_dir: str) -> None:
         """With a plugin the optimizer's files hold the scale."""
@@ -435,19 +416,7 @@ class PipelineTrainerMixin:
                 )
             logger.warning("%s has no optimizer state: training goes on with a new optimizer", checkpoint)
             return
-        engine = self._engine
-        if self._plugin is not None:
-            self._plugin.booster.load_optimizer(self.optimizer, checkpoint)
-        else:
-            with engine.together(Call.LOAD_OPTIMIZER):
-                state = load_training_state(
-                    engine.split.model,
-                    checkpoint,
-                    TrainingState(_unwrapped(self.optimizer)),
-                    world_comm=checkpoint_comms(engine)[0],
-                    variant=TRAINING_VARIANT,
-                )
-            engine.step_number = state.step
+        load_optimizer_state(self.optimizer, self._engine, checkpoint)
         path = os.path.join(checkpoint, SCHEDULER_FILE)
         restore_object(self.lr_scheduler, load_data(path), f"the scheduler's state in {path}")
 
@@ -484,8 +453,3 @@ def _newest_whole(folder: str) -> str | None:
     found = [path for path in Path(folder).glob("checkpoint-*") if path.name.partition("-")[2].isdecimal()]
     whole = [path for path in found if (path / TRAINER_STATE_NAME).exists()]
     return str(max(whole, key=lambda path: int(path.name.partition("-")[2]))) if whole else None
-
-
-def _unwrapped(optimizer: Any) -> Any:
-    """The optimizer inside accelerate's wrapper."""
-    return getattr(optimizer, "optimizer", optimizer)
