@@ -7,7 +7,7 @@ import difflib
 import json
 import math
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from numbers import Integral
 from pathlib import Path
@@ -68,50 +68,22 @@ class Configuration:
     trace_steps: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.enable, bool):
-            raise _wrong("enable", self.enable, "true or false")
-        for key in ("pipeline_parallel_size", "tensor_parallel_size", "micro_batch_size", "num_microbatches"):
+        for key, (is_allowed, expected) in _ALLOWED.items():
             value = getattr(self, key)
-            if key == "pipeline_parallel_size" and value == "auto":
+            if value is None and getattr(type(self), key) is None:  # what is null by default may be null
                 continue
-            optional = key in ("micro_batch_size", "num_microbatches")
-            if not (optional and value is None) and not _is_positive_integer(value):
-                raise _wrong(key, value, "a positive integer" + (" or null" if optional else ""))
-            if value is not None:
-                object.__setattr__(self, key, int(value))  # numpy's integers would not survive a JSON file
+            if not is_allowed(value):
+                raise _wrong(key, value, expected)
+            object.__setattr__(self, key, _plain(value))
+        if not _is_own_schedule(self.schedule) and self.schedule not in schedule_names():
+            names = ", ".join(f'"{name}"' for name in schedule_names())
+            hint = _did_you_mean(self.schedule, schedule_names())
+            raise _wrong("schedule", self.schedule, f"one of {names}, a .csv file or rows", hint)
         if self.micro_batch_size is not None and self.num_microbatches is not None:
             raise ConfigurationError(
                 f"{SECTION}.micro_batch_size ({self.micro_batch_size}) and {SECTION}.num_microbatches "
                 f"({self.num_microbatches}) say the same thing in two ways: give only one of them"
             )
-        if not _is_positive_number(self.patience):
-            raise _wrong("patience", self.patience, "a positive number of seconds")
-        if self.timeout is not None and not _is_positive_number(self.timeout):
-            raise _wrong("timeout", self.timeout, "a positive number of seconds, or null")
-        if not _is_own_schedule(self.schedule) and self.schedule not in schedule_names():
-            names = ", ".join(f'"{name}"' for name in schedule_names())
-            hint = _did_you_mean(self.schedule, schedule_names())
-            raise _wrong("schedule", self.schedule, f"one of {names}, a .csv file or rows", hint)
-        self._check_stages()
-        if self.trace is not None and not (isinstance(self.trace, str) and self.trace.endswith((".svg", ".json"))):
-            raise _wrong("trace", self.trace, "the path of an .svg or .json file, or null")
-        if self.trace_steps is not None:
-            if not _is_range(self.trace_steps):
-                raise _wrong("trace_steps", self.trace_steps, "the first and the last step, such as [10, 12], or null")
-            if self.trace is None:
-                raise ConfigurationError(f"{SECTION}.trace_steps needs {SECTION}.trace, the file for the timeline")
-            first, last = self.trace_steps
-            object.__setattr__(self, "trace_steps", (int(first), int(last)))
-
-    def _check_stages(self) -> None:
-        if self.stages is not None:
-            if not (_is_list(self.stages) and all(_is_list(stage) and _are_names(stage) for stage in self.stages)):
-                raise _wrong("stages", self.stages, "a list with a list of names for each stage, none of them empty")
-            object.__setattr__(self, "stages", tuple(map(tuple, self.stages)))
-        if self.split_points is not None:
-            if not (_is_list(self.split_points) and _are_names(self.split_points)):
-                raise _wrong("split_points", self.split_points, "a list of names, not empty")
-            object.__setattr__(self, "split_points", tuple(self.split_points))
         if self.stages is not None and self.split_points is not None:
             raise ConfigurationError(f"{SECTION}.stages and {SECTION}.split_points say the same thing: give only one")
         if self.pipeline_parallel_size == "auto" and (self.stages or self.split_points):
@@ -119,6 +91,8 @@ class Configuration:
             raise ConfigurationError(
                 f'{SECTION}.{key} needs a number of stages, but {SECTION}.pipeline_parallel_size is "auto"'
             )
+        if self.trace_steps is not None and self.trace is None:
+            raise ConfigurationError(f"{SECTION}.trace_steps needs {SECTION}.trace, the file for the timeline")
 
     @property
     def time_limit(self) -> datetime.timedelta | None:
@@ -164,8 +138,12 @@ class Configuration:
         return configuration
 
 
-def _is_positive_integer(value: object) -> bool:
-    return type(value) is not bool and isinstance(value, Integral) and int(value) > 0
+def _is_integer(value: object) -> bool:
+    return type(value) is not bool and isinstance(value, Integral)
+
+
+def _is_positive_integer(value: Any) -> bool:
+    return _is_integer(value) and value > 0
 
 
 def _is_positive_number(value: object) -> bool:
@@ -175,16 +153,42 @@ def _is_positive_number(value: object) -> bool:
 def _is_range(value: object) -> bool:
     if not (isinstance(value, list | tuple) and len(value) == 2):
         return False
-    whole = all(isinstance(step, Integral) and not isinstance(step, bool) for step in value)
-    return whole and 0 <= value[0] <= value[1]
+    return all(map(_is_integer, value)) and 0 <= value[0] <= value[1]
 
 
-def _is_list(value: object) -> bool:
-    return isinstance(value, list | tuple) and len(value) > 0
+def _are_names(value: object) -> bool:
+    return isinstance(value, list | tuple) and len(value) > 0 and all(isinstance(name, str) for name in value)
 
 
-def _are_names(value: Sequence[object]) -> bool:
-    return len(value) > 0 and all(isinstance(name, str) for name in value)
+def _are_stages(value: object) -> bool:
+    return isinstance(value, list | tuple) and len(value) > 0 and all(map(_are_names, value))
+
+
+def _is_trace_file(value: object) -> bool:
+    return isinstance(value, str) and value.endswith((".svg", ".json"))
+
+
+def _plain(value: Any) -> Any:
+    """Lists as tuples, and numpy's integers as Python's, as a JSON file takes no others."""
+    if isinstance(value, list | tuple):
+        return tuple(map(_plain, value))
+    return int(value) if _is_integer(value) else value
+
+
+# What a value must be, and how an error says this, for each key but the schedule.
+_ALLOWED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "enable": (lambda value: isinstance(value, bool), "true or false"),
+    "pipeline_parallel_size": (lambda value: _is_positive_integer(value) or value == "auto", "a positive integer"),
+    "tensor_parallel_size": (_is_positive_integer, "a positive integer"),
+    "micro_batch_size": (_is_positive_integer, "a positive integer or null"),
+    "num_microbatches": (_is_positive_integer, "a positive integer or null"),
+    "stages": (_are_stages, "a list with a list of names for each stage, none of them empty"),
+    "split_points": (_are_names, "a list of names, not empty"),
+    "patience": (_is_positive_number, "a positive number of seconds"),
+    "timeout": (_is_positive_number, "a positive number of seconds, or null"),
+    "trace": (_is_trace_file, "the path of an .svg or .json file, or null"),
+    "trace_steps": (_is_range, "the first and the last step, such as [10, 12], or null"),
+}
 
 
 def _is_own_schedule(schedule: object) -> bool:
