@@ -19,7 +19,7 @@ from penstock.modeling.graph.loss import Criterion
 from penstock.modeling.graph.units import list_units
 from penstock.modeling.tensor_parallel import TensorParallel
 from penstock.modeling.weights.initialise import init_stage, meta_model, resolve_model_class
-from penstock.modeling.weights.load import forget_ties, load_config, load_stage
+from penstock.modeling.weights.load import StageLoadingInfo, forget_ties, load_config, load_stage
 from penstock.modeling.weights.names import alias_groups
 from penstock.pipeline_model import USED_NAMES, PipelineModel, attach
 from penstock.planning.auto import auto_pipeline_size
@@ -35,9 +35,11 @@ from penstock.schedule import Schedule
 from penstock.schedule.text import own_or_named, summary, written_schedule
 from penstock.whole_model import check_whole_model, remember_example_inputs
 
-T = TypeVar("T")
 Model = TypeVar("Model", bound=nn.Module)
 ConfigLike = Configuration | Mapping[str, Any] | str | os.PathLike[str]
+# A model with this rank's weights, and what was found where they were loaded.
+Made = tuple[PreTrainedModel, StageLoadingInfo]
+NOTHING_LOADED = StageLoadingInfo((), (), (), ())
 
 
 def initialize(
@@ -89,8 +91,7 @@ def initialize(
             return model
         raise ValueError("this model is parallelised already, with another configuration: initialize() takes it once")
     check_whole_model(model, "initialize()", USED_NAMES)
-    if example_inputs is not None:
-        remember_example_inputs(model, example_inputs)
+    remember_example_inputs(model, example_inputs)
     with forming(configuration.time_limit) as board:
         return distribute(model, choose_layout(model, configuration, board), configuration, board, criterion)
 
@@ -123,19 +124,13 @@ def from_pretrained(
     kind = resolve_model_class(load_config(path_or_name, **kwargs), model_class)
     if not configuration.enable:
         return kind.from_pretrained(path_or_name, **kwargs)
-    with forming(configuration.time_limit) as board:
-        skeleton = meta_model(kind, load_config(path_or_name, **kwargs))
-        if example_inputs is not None:
-            remember_example_inputs(skeleton, example_inputs)
-        layout = choose_layout(skeleton, configuration, board)
-        cut = _cut(skeleton, layout)
-        (model, _), untied = _on_every_rank(
-            board,
-            lambda: load_stage(kind, path_or_name, *_local(layout), cut, **kwargs),
-            lambda loaded: loaded[1].untied,
-        )
-        forget_ties(model, set().union(*untied))
-        return distribute(model, layout, configuration, board, criterion)
+    return _make_in_stages(
+        lambda: meta_model(kind, load_config(path_or_name, **kwargs)),
+        lambda *part: load_stage(kind, path_or_name, *part, **kwargs),
+        configuration,
+        criterion,
+        example_inputs,
+    )
 
 
 def from_config(
@@ -171,13 +166,40 @@ def from_config(
         if seed is not None:
             torch.manual_seed(seed)
         return kind._from_config(model_config, **kwargs)
+    return _make_in_stages(
+        lambda: meta_model(kind, model_config, **kwargs),
+        lambda stages, local, cut: (init_stage(kind, model_config, stages, local, seed, cut, **kwargs), NOTHING_LOADED),
+        configuration,
+        criterion,
+        example_inputs,
+    )
+
+
+def _make_in_stages(
+    make_skeleton: Callable[[], PreTrainedModel],
+    make: Callable[[Sequence[Sequence[str]], Sequence[int], TensorParallel | None], Made],
+    configuration: Configuration,
+    criterion: Criterion | None,
+    example_inputs: Any,
+) -> PreTrainedModel:
+    """A model whose weights are made where they are held.
+
+    Args:
+        make_skeleton: gives the whole model on the meta device.
+        make: of the units of each stage, the stages that this rank holds, and how the whole model's weights are cut for
+            tensor parallelism, gives the model with this rank's weights.
+    """
     with forming(configuration.time_limit) as board:
-        skeleton = meta_model(kind, model_config, **kwargs)
-        if example_inputs is not None:
-            remember_example_inputs(skeleton, example_inputs)
+        skeleton = make_skeleton()
+        remember_example_inputs(skeleton, example_inputs)
         layout = choose_layout(skeleton, configuration, board)
-        cut = _cut(skeleton, layout)
-        model, _ = _on_every_rank(board, lambda: init_stage(kind, model_config, *_local(layout), seed, cut, **kwargs))
+        place, size, cut = layout.place_of(dist.get_rank()), layout.tensor_parallel_size, None
+        if size > 1:
+            cut = TensorParallel(skeleton, place.tensor_parallel_rank, size, alias_groups(skeleton))
+        mine = layout.pipelines[place.pipeline]
+        local_stages = mine.stages_of(place.pipeline_rank)
+        model, untied = _on_every_rank(board, lambda: make(mine.stages, local_stages, cut))
+        forget_ties(model, untied)
         return distribute(model, layout, configuration, board, criterion)
 
 
@@ -278,42 +300,27 @@ def _with_size(model: nn.Module, configuration: Configuration, board: FailureBoa
     return replace(configuration, pipeline_parallel_size=gather_from_all(size, board, "planning")[0])
 
 
-def _local(layout: Layout) -> tuple[Sequence[Sequence[str]], tuple[int, ...]]:
-    """This rank's pipeline's stages, and those it holds itself."""
-    place = layout.place_of(dist.get_rank())
-    mine = layout.pipelines[place.pipeline]
-    return mine.stages, mine.stages_of(place.pipeline_rank)
-
-
-def _on_every_rank(
-    board: FailureBoard, make: Callable[[], T], share: Callable[[T], Any] = lambda made: None
-) -> tuple[T, list[Any]]:
-    """What `make` returns here, and what `share` makes of it on every rank. All ranks call this together.
+def _on_every_rank(board: FailureBoard, make: Callable[[], Made]) -> tuple[PreTrainedModel, set[str]]:
+    """The model that `make` makes here, and the weights that are not tied on some rank. All ranks call this together.
 
     Raises:
         what `make` raises here; RuntimeError if it failed on another rank only.
     """
-    made: list[T] = []
+    made: Made | None = None
     failure: Exception | None = None
     try:
-        made.append(make())
+        made = make()
     except Exception as error:
         failure = error
     message = None if failure is None else f"{type(failure).__name__}: {failure}"
-    told = gather_from_all((message, share(made[0]) if made else None), board, "making the stages' weights")
-    if failure is not None:
+    told = gather_from_all((message, made[1].untied if made else ()), board, "making the stages' weights")
+    if made is None:
+        assert failure is not None
         raise failure
     for rank, (message, _) in enumerate(told):
         if message is not None:
             raise RuntimeError(f"rank {rank} could not make its part of the model: {message}")
-    return made[0], [shared for _, shared in told]
-
-
-def _cut(model: nn.Module, layout: Layout) -> TensorParallel | None:
-    """How a whole model's weights are cut for this rank; None if they are not."""
-    size = layout.tensor_parallel_size
-    place = layout.place_of(dist.get_rank())
-    return TensorParallel(model, place.tensor_parallel_rank, size, alias_groups(model)) if size > 1 else None
+    return made[0], {name for _, untied in told for name in untied}
 
 
 def plan_stages(
@@ -353,23 +360,23 @@ def plan_stages(
             f"{key} is {num_ranks} with {per_rank} stage(s) per rank under schedule {configuration.schedule!r}, but "
             f"the model has only {len(units)} units to place: ask for at most {len(units) // per_rank}"
         )
-    chosen = "stages" if configuration.stages is not None else "split_points"
-    if getattr(configuration, chosen) is not None:
-        try:
-            if configuration.stages is not None:
-                stages = chosen_stages(units, configuration.stages)
-            else:
-                stages = split_stages(units, configuration.split_points or ())
-        except ValueError as error:
-            raise ConfigurationError(f"{SECTION}.{error}") from error
-        if len(stages) != len(stage_to_rank):
-            raise ConfigurationError(
-                f"{SECTION}.{chosen} makes {len(stages)} stages, but {key} {num_ranks} under schedule "
-                f"{configuration.schedule!r} has {len(stage_to_rank)}"
-            )
-        return stages, stage_to_rank, world_size // num_ranks
-    sizes = partition(costs, [1.0] * len(stage_to_rank)).sizes
-    return [list(run) for run in split_into(units, sizes)], stage_to_rank, world_size // num_ranks
+    num_pipelines = world_size // num_ranks
+    if configuration.stages is None and configuration.split_points is None:
+        sizes = partition(costs, [1.0] * len(stage_to_rank)).sizes
+        return [list(run) for run in split_into(units, sizes)], stage_to_rank, num_pipelines
+    try:
+        if configuration.stages is not None:
+            chosen, stages = "stages", chosen_stages(units, configuration.stages)
+        else:
+            chosen, stages = "split_points", split_stages(units, configuration.split_points or ())
+    except ValueError as error:
+        raise ConfigurationError(f"{SECTION}.{error}") from error
+    if len(stages) != len(stage_to_rank):
+        raise ConfigurationError(
+            f"{SECTION}.{chosen} makes {len(stages)} stages, but {key} {num_ranks} under schedule "
+            f"{configuration.schedule!r} has {len(stage_to_rank)}"
+        )
+    return stages, stage_to_rank, num_pipelines
 
 
 def distribute(

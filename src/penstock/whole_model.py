@@ -56,10 +56,13 @@ def remember_example_inputs(model: nn.Module, example_inputs: Any) -> None:
 
     Args:
         example_inputs: the arguments of a forward: by name in a mapping, by position in a tuple or list, or one tensor.
+            None leaves them to be guessed.
 
     Raises:
         TypeError: they are none of these.
     """
+    if example_inputs is None:
+        return
     if isinstance(example_inputs, torch.Tensor):
         example_inputs = (example_inputs,)
     if isinstance(example_inputs, Mapping):
