@@ -32,7 +32,7 @@ from penstock.modeling.instrumentation import record_of
 from penstock.modeling.stage.named_output import NamedOutput, without_graph
 from penstock.modeling.stage.outputs import merge_outputs
 from penstock.optimizer import PipelineOptimizer, load_optimizer_state, save_optimizer_state
-from penstock.pipeline_model import PipelineModel
+from penstock.pipeline_model import PipelineModel, loss_tensor
 from penstock.plugin import Configured, HeterogeneousParallelPlugin
 from penstock.runtime.engine import Engine
 
@@ -198,7 +198,7 @@ class Booster:
         if isinstance(outputs, NamedOutput):
             outputs = outputs.original()
         return {
-            "loss": torch.tensor(loss, dtype=_loss_type(pipeline), device=pipeline.device) if return_loss else None,
+            "loss": loss_tensor(pipeline, loss) if return_loss else None,
             "outputs": outputs if return_outputs else None,
         }
 
@@ -334,7 +334,3 @@ def _checked(optimizer: Any) -> PipelineOptimizer:
         kind = type(optimizer).__name__
         raise TypeError(f"the {kind} is not wrapped: use the optimizer that booster.boost(...) returned")
     return optimizer
-
-
-def _loss_type(pipeline: Engine) -> torch.dtype:
-    return torch.float64 if pipeline.split.dtype == torch.float64 else torch.float32

@@ -424,6 +424,12 @@ def saving_ranks(pipeline: Engine) -> dict[str, Any]:
     return {"place": saving_rank(pipeline), "world_comm": world, "pipeline_comm": ranks}
 
 
+def loss_tensor(pipeline: Engine, loss: float) -> torch.Tensor:
+    """A loss as the model would give it, without a graph: shape ()."""
+    dtype = torch.float64 if pipeline.split.dtype == torch.float64 else torch.float32
+    return torch.tensor(loss, dtype=dtype, device=pipeline.device)
+
+
 def attach(
     model: Model,
     pipeline: Engine,

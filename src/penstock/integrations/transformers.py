@@ -23,7 +23,7 @@ from penstock.data.packed import LENGTHS, cut_packed, is_packed
 from penstock.initialize import ConfigLike, initialize
 from penstock.modeling.graph.loss import NUM_ITEMS
 from penstock.optimizer import load_optimizer_state, save_optimizer_state
-from penstock.pipeline_model import PipelineModel, own_class
+from penstock.pipeline_model import PipelineModel, loss_tensor, own_class
 from penstock.runtime.engine import DEFAULT_MICROBATCHES_PER_STAGE, Engine
 
 if importlib.util.find_spec("accelerate") is None:
@@ -271,10 +271,7 @@ class PipelineTrainerMixin:
                     f"pipelines; this one has {', '.join(inputs)}"
                 )
             criterion = self._criterion
-        metrics = None
-        if is_sft(self) and self._plugin is None:
-            metrics = TokenMetrics(self, inputs)
-            weigh_routers(self)
+        metrics = self._token_metrics(inputs)
         loop = self._engine.train(self._cut(inputs), criterion)
         for output in loop:
             if metrics is not None:
@@ -282,8 +279,16 @@ class PipelineTrainerMixin:
             self.accelerator.backward(output.loss / divisor)
         if metrics is not None:
             metrics.note()
-        dtype = torch.float64 if self._engine.split.dtype == torch.float64 else torch.float32
-        return torch.tensor(self._engine.last_step.global_loss / divisor, dtype=dtype, device=self.args.device)  # type: ignore[union-attr]
+        report = self._engine.last_step
+        assert report is not None
+        return loss_tensor(self._engine, report.global_loss / divisor).to(self.args.device)
+
+    def _token_metrics(self, inputs: Mapping[str, Any]) -> TokenMetrics | None:
+        """What notes the metrics of TRL's SFTTrainer for a batch, if this is one; it then weighs routers as well."""
+        if self._plugin is not None or not is_sft(self):
+            return None
+        weigh_routers(self)
+        return TokenMetrics(self, inputs)
 
     def _cut(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """The inputs, a packed row of sequences cut into microbatches."""
@@ -309,11 +314,9 @@ class PipelineTrainerMixin:
         if self.model_accepts_loss_kwargs and num_items_in_batch is not None:  # type: ignore[attr-defined]
             inputs = {**inputs, NUM_ITEMS: num_items_in_batch}
         inputs = self._without_lengths(inputs)
-        if is_sft(self) and self._plugin is None:
-            weigh_routers(self)
+        metrics = self._token_metrics(inputs)
         loss, outputs = self._loss_and_outputs(model, inputs, num_items_in_batch)
-        if is_sft(self) and self._plugin is None:
-            metrics = TokenMetrics(self, inputs)
+        if metrics is not None:
             if self._engine.holds_output:
                 metrics.add(outputs, inputs)
             metrics.note()
