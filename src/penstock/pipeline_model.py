@@ -31,6 +31,7 @@ from penstock.checkpoint.tensors import whole_shape, whole_state
 from penstock.config import Configuration
 from penstock.data.loader import prepare_dataloader
 from penstock.generation import generate
+from penstock.modeling.adapters import base_of
 from penstock.modeling.graph.dummy_inputs import arguments_by_name
 from penstock.modeling.graph.loss import Criterion
 from penstock.modeling.instrumentation import known_of, mix_in, original_class, record_of
@@ -59,23 +60,24 @@ class PipelineModel:
     @property
     def pipeline(self) -> Engine:
         """The engine that runs the model. A copy's engine is formed by all ranks together when it is first used."""
-        record = record_of(cast(torch.nn.Module, self))
+        base = base_of(self)
+        record = record_of(base)
         if record.engine is None:
-            record.engine = record.copied_from.for_copy(self)
+            record.engine = record.copied_from.for_copy(base)
         engine: Engine = record.engine
         return engine
 
     @property
     def _known_engine(self) -> Engine:
         """The engine of the model, or of the model it is a copy of: the same layout."""
-        record = record_of(cast(torch.nn.Module, self))
+        record = record_of(base_of(self))
         engine: Engine = record.engine or record.copied_from
         return engine
 
     @property
     def configuration(self) -> Configuration | None:
         """What `initialize()` was asked for; None if the plugin parallelised the model."""
-        configuration: Configuration | None = record_of(cast(torch.nn.Module, self)).configuration
+        configuration: Configuration | None = record_of(base_of(self)).configuration
         return configuration
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -120,7 +122,7 @@ class PipelineModel:
             trainable = trainable or parameter.requires_grad
             yield name, parameter
         # Whoever asks for every name of tied weights wants what is in the model.
-        if not trainable and recurse and remove_duplicate and (stand_in := stand_in_of(self)) is not None:
+        if not trainable and recurse and remove_duplicate and (stand_in := stand_in_of(base_of(self))) is not None:
             yield f"{prefix}{'.' if prefix else ''}{STAND_IN}", stand_in
 
     @property
@@ -162,7 +164,7 @@ class PipelineModel:
         Takes `save_pretrained`'s arguments. Every rank calls it. See `penstock.checkpoint.save_parallelized`.
         """
         pipeline = self.pipeline
-        if merge_checkpoints and getattr(self, "_hf_peft_config_loaded", False):
+        if merge_checkpoints and _has_injected(self):
             self._save_injected(save_directory, kwargs)
             return
         ranks, model = saving_ranks(pipeline), cast(torch.nn.Module, self)
@@ -236,10 +238,11 @@ class PipelineModel:
 
     def load_ordinary(self, directory: str | os.PathLike[str], strict: bool = True) -> None:
         """Load the weights of an ordinary checkpoint, as `save_pretrained` writes it. Every rank calls it and reads its
-        own part only.
+        own part only. Of a model with adapters these are the adapters', as PEFT writes them.
 
         Args:
-            strict: refuse a folder that lacks weights of the model, or has others.
+            strict: refuse a folder that lacks weights of the model, or has others; one that lacks weights of an
+                adapter, which stay otherwise.
 
         Raises:
             CheckpointError: the folder holds no checkpoint of this model. No weight has changed then.
@@ -247,20 +250,23 @@ class PipelineModel:
         pipeline, model = self.pipeline, cast(Any, self)
         comm, _ = checkpoint_comms(pipeline)
         with pipeline.together(Call.LOAD_MODEL):
-            if getattr(model, "_hf_peft_config_loaded", False):
-                load_adapters(
-                    model, dict.fromkeys(model.active_adapters(), os.fspath(directory)), world_comm=comm, strict=strict
-                )
+            if folders := self._adapter_folders(os.fspath(directory)):
+                load_adapters(model, folders, world_comm=comm, strict=strict)
                 return
             stages, local = pipeline.split.stages, pipeline.split.local_stages
             load_ordinary(model, directory, own_class(model), stages, local, world_comm=comm, strict=strict)
+
+    def _adapter_folders(self, directory: str) -> dict[str, str]:
+        """Where in `directory` each adapter is that an ordinary checkpoint of this model consists of."""
+        model: Any = self
+        return dict.fromkeys(model.active_adapters(), directory) if _has_injected(model) else {}
 
     def from_parallelized(self, directory: str | os.PathLike[str], variant: str | None = None) -> PipelineModel:
         """Load what `save_parallelized` wrote, from any number of stages and tensor-parallel ranks, into this model;
         returns it. `variant` is the one it was saved with."""
         comm, _ = checkpoint_comms(self.pipeline)
         with self.pipeline.together(Call.LOAD):
-            from_parallelized(cast(torch.nn.Module, self), directory, world_comm=comm, variant=variant)
+            from_parallelized(base_of(self), directory, world_comm=comm, variant=variant)
         return self
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
@@ -382,6 +388,11 @@ def refuse_compilation(name: str) -> None:
         f"torch.compile() of a parallelised {name}: it communicates between its blocks, so it is not one graph. Call "
         "model.compile(), which takes the same arguments and compiles the blocks of this rank's stages"
     )
+
+
+def _has_injected(model: Any) -> bool:
+    """Whether a model has adapters of transformers' `add_adapter`."""
+    return getattr(model, "_hf_peft_config_loaded", False)
 
 
 STAND_IN = "nothing_to_train_on_this_rank"

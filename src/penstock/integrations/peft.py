@@ -8,7 +8,6 @@ the whole model: counting, saving, merging, and what cannot be done to a model o
 from __future__ import annotations
 
 import copy
-import inspect
 import os
 import shutil
 import warnings
@@ -22,13 +21,10 @@ from peft import PeftModel, get_peft_model_state_dict
 from peft.tuners.tuners_utils import BaseTuner
 from transformers import PreTrainedModel
 
-from penstock.checkpoint.adapters import load_adapters
 from penstock.modeling.adapters import is_adapter_layer
-from penstock.modeling.instrumentation import mix_in, original_class, record_of
+from penstock.modeling.instrumentation import mix_in, original_class
 from penstock.modeling.placeholders.ghosts import is_ghost, shown_whole
-from penstock.pipeline_model import STAND_IN, PipelineModel, checkpoint_comms, stand_in_of
-from penstock.runtime.comm.rollcall import Call
-from penstock.runtime.engine import Engine
+from penstock.pipeline_model import PipelineModel
 
 T = TypeVar("T")
 
@@ -52,17 +48,6 @@ class PipelinePeftModel(PipelineModel):
         """The parallelised transformers model inside."""
         return cast(PeftModel, self).get_base_model()
 
-    @property
-    def pipeline(self) -> Engine:
-        """What runs the model inside."""
-        engine: Engine = self.base.pipeline
-        return engine
-
-    @property
-    def _known_engine(self) -> Engine:
-        engine: Engine = self.base._known_engine
-        return engine
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As `PipelineModel`'s: a training step's iterator, or with gradients disabled one output.
 
@@ -73,32 +58,20 @@ class PipelinePeftModel(PipelineModel):
         return self.base(**self._bind(args, kwargs))
 
     def _bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        own = inspect.signature(original_class(type(self)).forward).parameters.values()  # type: ignore[attr-defined]
-        names = [one.name for one in own if one.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD][1:]
-        if not args or isinstance(args[0], Mapping) or not names:
-            bound: dict[str, Any] = self.base._bind(args, kwargs)
-            return bound
-        return {**dict(zip(names, args, strict=False)), **kwargs}
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        trainable = False
-        for name, parameter in super(PipelineModel, self).named_parameters(prefix, recurse, remove_duplicate):  # type: ignore[misc]
-            trainable = trainable or parameter.requires_grad
-            yield name, parameter
-        if not trainable and recurse and remove_duplicate and (stand_in := stand_in_of(self.base)) is not None:
-            yield f"{prefix}{'.' if prefix else ''}{STAND_IN}", stand_in
+        # The forward of a PeftModel for no task names no arguments.
+        of_no_task = original_class(type(self)).forward is PeftModel.forward  # type: ignore[attr-defined]
+        bound: dict[str, Any] = self.base._bind(args, kwargs) if of_no_task else super()._bind(args, kwargs)
+        return bound
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """PEFT's `generate`, over stages: on every rank the result of the unsplit model."""
         _refuse_per_sample(kwargs)
-        return super(PipelineModel, self).generate(*args, **kwargs)  # type: ignore[misc]  # the PeftModel's own
+        return super().generate(*args, **kwargs)  # type: ignore[misc]  # the PeftModel's own
 
     def set_adapter(self, adapter_name: str, inference_mode: bool = False) -> None:
         """PEFT's `set_adapter`, also of layers that this rank may hold later. Every rank calls it."""
         with shown_whole(self.base, themselves=True):
-            super(PipelineModel, self).set_adapter(adapter_name, inference_mode)  # type: ignore[misc]  # PEFT's
+            super().set_adapter(adapter_name, inference_mode)  # type: ignore[misc]  # PEFT's
 
     def add_adapter(self, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         """Refused.
@@ -144,13 +117,6 @@ class PipelinePeftModel(PipelineModel):
                 f"trainable%: {100 * trainable / number:.4f}"
             )
 
-    def num_parameters(
-        self, only_trainable: bool = False, exclude_embeddings: bool = False, *, whole: bool = False
-    ) -> int:
-        """See `PipelineModel.num_parameters`."""
-        number: int = self.base.num_parameters(only_trainable, exclude_embeddings, whole=whole)
-        return number
-
     def save_pretrained(  # type: ignore[override]  # its arguments are PEFT's, in PEFT's order
         self,
         save_directory: str | os.PathLike[str],
@@ -192,8 +158,8 @@ class PipelinePeftModel(PipelineModel):
                 partial(self._write_adapter, adapter, root, options),
             )
 
-    def _folder_of(self, adapter: str, directory: str | os.PathLike[str]) -> str:
-        return os.fspath(directory) if adapter == "default" else os.path.join(directory, adapter)
+    def _folder_of(self, adapter: str, directory: str) -> str:
+        return directory if adapter == "default" else os.path.join(directory, adapter)
 
     def _write_adapter(
         self, adapter: str, root: str, options: Mapping[str, Any], folder: str, state: Mapping[str, torch.Tensor]
@@ -249,28 +215,13 @@ class PipelinePeftModel(PipelineModel):
         """
         raise NotImplementedError("merge_adapter() keeps the adapters beside the layers: use merge_and_unload()")
 
-    def load_ordinary(self, directory: str | os.PathLike[str], strict: bool = True) -> None:
-        """Load what `save_pretrained` wrote, or PEFT did, into the adapters. Every rank calls it.
-
-        Args:
-            strict: refuse a folder that lacks weights of an adapter. Otherwise these stay.
-
-        Raises:
-            CheckpointError: the folder lacks an adapter of the model, or does not fit. No weight has changed then.
-        """
-        folders = {name: self._folder_of(name, directory) for name in self._configurations}
-        with self.pipeline.together(Call.LOAD_MODEL):
-            load_adapters(cast(Any, self), folders, world_comm=checkpoint_comms(self.pipeline)[0], strict=strict)
+    def _adapter_folders(self, directory: str) -> dict[str, str]:
+        return {name: self._folder_of(name, directory) for name in self._configurations}
 
     @property
     def _configurations(self) -> Mapping[str, Any]:
         configurations: Mapping[str, Any] = cast(PeftModel, self).peft_config
         return configurations
-
-    def from_parallelized(self, directory: str | os.PathLike[str], variant: str | None = None) -> PipelineModel:
-        """Load what `save_parallelized` wrote, base and adapters; returns this model."""
-        self.base.from_parallelized(directory, variant)
-        return self
 
 
 @contextmanager
@@ -338,8 +289,6 @@ def initialize_peft(model: PeftModel, parallelize: Callable[[PreTrainedModel], T
     result = parallelize(base)
     if not isinstance(model, PipelinePeftModel):
         mix_in(model, PipelinePeftModel)
-        record = record_of(model)
-        record.engine, record.configuration = base.pipeline, base.configuration
     return result
 
 
