@@ -30,7 +30,7 @@ TOLERANCE = 1e-6
 
 CASES: dict[str, dict[str, Any]] = {
     "images": {"name": "ViT"},
-    "adapters": {"name": "Llama", "lora": True},
+    "adapters": {"name": "Llama", "lora": True, "label_smoothing_factor": 0.1},
     "checkpointing": {"name": "Llama", "gradient_checkpointing": True},
     "lengths": {"name": "GPT-2", "train_sampling_strategy": "group_by_length"},
     "stopping": {"name": "BERT", "patience": 1, "metric_for_best_model": "eval_loss", "greater_is_better": False}

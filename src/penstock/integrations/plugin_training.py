@@ -62,7 +62,8 @@ class CountingBooster(Booster):
                 )
             return batch
         # The Trainer's own rule, for each microbatch: a collator may have shifted some.
-        counted = [trainer._count_labels(microbatch) for microbatch in batch.microbatches]
+        with trainer._alone():
+            counted = [trainer._get_num_items_in_batch([one], trainer.args.device) for one in batch.microbatches]
         if None in counted:
             return batch
         engine = trainer._engine

@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from penstock.checkpoint.names import manifest_name
 from penstock.config import SECTION, Configuration
 from penstock.data.packed import LENGTHS, cut_packed, is_packed
 from penstock.initialize import ConfigLike, initialize
+from penstock.modeling.adapters import base_of
 from penstock.modeling.graph.loss import NUM_ITEMS
 from penstock.optimizer import load_optimizer_state, save_optimizer_state
 from penstock.pipeline_model import PipelineModel, loss_tensor, own_class
@@ -311,61 +313,49 @@ class PipelineTrainerMixin:
         """In evaluation: the loss of this pipeline's batch. Training does not call it."""
         if torch.is_grad_enabled():
             raise RuntimeError("over pipelines compute_loss is for evaluation only: training runs in training_step")
-        if self.model_accepts_loss_kwargs and num_items_in_batch is not None:  # type: ignore[attr-defined]
-            inputs = {**inputs, NUM_ITEMS: num_items_in_batch}
         inputs = self._without_lengths(inputs)
         metrics = self._token_metrics(inputs)
-        loss, outputs = self._loss_and_outputs(model, inputs, num_items_in_batch)
+        # Not TRL's, which looks at logits for its metrics; any other is the Trainer's.
+        loss, outputs = Trainer.compute_loss(self, model, {**inputs}, True, num_items_in_batch)
         if metrics is not None:
             if self._engine.holds_output:
                 metrics.add(outputs, inputs)
             metrics.note()
         return (loss, outputs) if return_outputs else loss
 
-    def _loss_and_outputs(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any) -> tuple[Any, Any]:
-        labels = inputs.get("labels")
-        if self._has_own_loss and labels is not None:
-            outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
-            return self._own_loss(outputs, labels, num_items_in_batch), outputs
-        outputs = model(**inputs)
-        if not isinstance(outputs, Mapping) or outputs.get("loss") is None:
-            raise ValueError(f"the model returned no loss for the inputs {', '.join(inputs)}")
-        return outputs["loss"], outputs
+    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's; a loss is of this pipeline's batch alone."""
+        with self._alone():
+            return super().prediction_step(*args, **kwargs)  # type: ignore[misc]  # the Trainer's
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Inside, the Trainer counts the labels of this pipeline's batches alone."""
+        together = self.args.average_tokens_across_devices
+        self.args.average_tokens_across_devices = False
+        try:
+            yield
+        finally:
+            self.args.average_tokens_across_devices = together
 
     @property
     def _has_own_loss(self) -> bool:
         """Whether `compute_loss_func` or label smoothing computes the loss from the model's outputs."""
         return bool(getattr(self, "compute_loss_func", None) or getattr(self, "label_smoother", None))
 
-    def _own_loss(self, outputs: Any, labels: Any, num_items_in_batch: Any) -> torch.Tensor:
-        loss: torch.Tensor
-        if getattr(self, "compute_loss_func", None) is not None:
-            loss = self.compute_loss_func(outputs, labels, num_items_in_batch=num_items_in_batch)  # type: ignore[attr-defined]
-            return loss
-        shifted = own_class(self.model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-        loss = self.label_smoother(outputs, labels, shift_labels=shifted, num_items_in_batch=num_items_in_batch)  # type: ignore[attr-defined]
-        return loss
-
     def _criterion(self, outputs: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
-        return self._own_loss(outputs, inputs["labels"], inputs[NUM_ITEMS])
+        """That loss, of a microbatch in training."""
+        if getattr(self, "compute_loss_func", None) is not None:
+            own, shifting = self.compute_loss_func, {}  # type: ignore[attr-defined]
+        else:
+            shifted = own_class(base_of(self.model)).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+            own, shifting = self.label_smoother, {"shift_labels": shifted}  # type: ignore[attr-defined]
+        loss: torch.Tensor = own(outputs, inputs["labels"], num_items_in_batch=inputs[NUM_ITEMS], **shifting)
+        return loss
 
     # As over the batches of an accumulation: each one's is divided by the number of items in all of them. A mean, for
     # which the Trainer does not ask, is that of this batch.
     _criterion.reduction = NUM_ITEMS  # type: ignore[attr-defined]
-
-    def _count_labels(self, batch: Mapping[str, Any]) -> torch.Tensor | int | None:
-        """The labels of one batch alone, as the Trainer counts them; None if it does not."""
-        with torch.no_grad():
-            return self._get_num_items_in_batch([batch], self.args.device)
-
-    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> torch.Tensor | int | None:
-        """In training over all pipelines, in evaluation of this pipeline's batch alone."""
-        together = self.args.average_tokens_across_devices
-        self.args.average_tokens_across_devices = together and torch.is_grad_enabled()
-        try:
-            return super()._get_num_items_in_batch(batch_samples, device)  # type: ignore[misc]  # the Trainer's
-        finally:
-            self.args.average_tokens_across_devices = together
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
