@@ -23,84 +23,59 @@ from penstock.runtime.decoding import Decoding
 AGREEING_CRITERIA = (MaxLengthCriteria, EosTokenCriteria, StopStringCriteria)
 
 
-class Choice:
-    """How one group's tokens are chosen; made anew for each generate().
+class Choosing:
+    """How tokens are chosen in one generate().
 
     Args:
         watched: whether more than the tokens is looked at, or may be.
-        rows: draws what the group's rows would draw in the whole batch; None for the whole batch.
 
     Attributes:
         config: of the generation, once transformers has prepared it.
     """
 
-    def __init__(self, decoding: Decoding, watched: bool, rows: RowsOfBatch | None = None) -> None:
+    def __init__(self, model: Any, decoding: Decoding, watched: bool) -> None:
         self.config: GenerationConfig | None = None
-        self.rows = rows
-        self._decoding, self._watched = decoding, watched
-        self._drawing = False
+        self._model, self._decoding, self._watched = model, decoding, watched
 
-    @property
-    def sampled(self) -> bool:
-        """Whether random numbers were drawn by the rank that chooses only."""
-        return self._decoding_tokens_only and self.config is not None and bool(self.config.do_sample)
-
-    def begin(self, model: Any, config: GenerationConfig) -> None:
-        """The configuration is prepared, and the first forward is near."""
-        decoding = self._decoding
-        self.config = config
-        self._decoding_tokens_only = decoding.group.tokens_only = (
+    def _tokens_only(self, config: GenerationConfig) -> bool:
+        return (
             not self._watched
-            and len(decoding.ranks) > 1
-            and type(model)._sample is GenerationMixin._sample
+            and len(self._decoding.ranks) > 1
+            and type(self._model)._sample is GenerationMixin._sample
             and (config.num_beams or 1) == 1
             and not config.return_dict_in_generate
             and config.guidance_scale in (None, 1)
             and config.prefill_chunk_size is None
             and not config.token_healing
         )
-        if self.rows is not None and config.do_sample and not self._drawing:
-            self._drawing = True
-            self.rows.__enter__()
 
-    _decoding_tokens_only = False
+    def processors(self, original: Callable[..., LogitsProcessorList]) -> Callable[..., LogitsProcessorList]:
+        """`_get_logits_processor`, without processors on ranks that have no logits."""
+        decoding = self._decoding
 
-    def end(self) -> None:
-        """The loop has ended, well or badly."""
-        if self._drawing:
-            self._drawing = False
-            assert self.rows is not None
-            self.rows.__exit__(None, None, None)
+        def get_logits_processor(generation_config: GenerationConfig, *args: Any, **kwargs: Any) -> LogitsProcessorList:
+            # The configuration is prepared, and the first forward is near.
+            self.config = generation_config
+            decoding.group.tokens_only = self._tokens_only(generation_config)
+            processors = original(generation_config, *args, **kwargs)
+            return LogitsProcessorList() if decoding.group.tokens_only and not decoding.chooses else processors
 
+        return get_logits_processor
 
-def processors_where_chosen(
-    decoding: Decoding, choice: Callable[[], Choice], model: Any, original: Callable[..., Any]
-) -> Callable[..., Any]:
-    """`_get_logits_processor`, without processors on ranks that have no logits."""
+    def criteria(self, original: Callable[..., StoppingCriteriaList]) -> Callable[..., StoppingCriteriaList]:
+        """`_get_stopping_criteria`, with criteria that stop all ranks together."""
+        decoding = self._decoding
 
-    def get_logits_processor(generation_config: GenerationConfig, *args: Any, **kwargs: Any) -> LogitsProcessorList:
-        choice().begin(model, generation_config)
-        processors: LogitsProcessorList = original(generation_config, *args, **kwargs)
-        return LogitsProcessorList() if decoding.group.tokens_only and not decoding.chooses else processors
+        def get_stopping_criteria(*args: Any, **kwargs: Any) -> StoppingCriteriaList:
+            criteria = original(*args, **kwargs)
+            own = any(type(criterion) not in AGREEING_CRITERIA for criterion in criteria)
+            if self._watched and len(decoding.ranks) > 1:  # otherwise all ranks have the same
+                own = any(rank[0] for rank in decoding.gather([own]))
+            if own:
+                criteria = SharedCriteria(criteria, decoding)
+            return AfterTokens(criteria, decoding) if decoding.group.tokens_only else criteria
 
-    return get_logits_processor
-
-
-def criteria_of_all_ranks(
-    decoding: Decoding, watched: bool, original: Callable[..., Any]
-) -> Callable[..., StoppingCriteriaList]:
-    """`_get_stopping_criteria`, with criteria that stop all ranks together."""
-
-    def get_stopping_criteria(*args: Any, **kwargs: Any) -> StoppingCriteriaList:
-        criteria: StoppingCriteriaList = original(*args, **kwargs)
-        own = any(type(criterion) not in AGREEING_CRITERIA for criterion in criteria)
-        if watched and len(decoding.ranks) > 1:  # otherwise all ranks have the same
-            own = any(rank[0] for rank in decoding.gather([own]))
-        if own:
-            criteria = SharedCriteria(criteria, decoding)
-        return AfterTokens(criteria, decoding) if decoding.group.tokens_only else criteria
-
-    return get_stopping_criteria
+        return get_stopping_criteria
 
 
 class SharedCriteria(StoppingCriteriaList):
@@ -160,6 +135,11 @@ class RowsOfBatch(TorchFunctionMode):
         if func is torch.multinomial and kwargs.get("generator") is None:
             return self._draw(*args, **kwargs)
         return func(*args, **kwargs)
+
+    def within(self, loop: Callable[[], Any]) -> Any:
+        """What `loop` returns, while this is active."""
+        with self:
+            return loop()
 
     def adopt(self) -> None:
         """Let the process's generators go on from where these are."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -23,7 +23,7 @@ from transformers.generation.streamers import BaseStreamer
 from penstock.data.fingerprint import fingerprint
 from penstock.data.microbatch import MAIN_INPUTS
 from penstock.generation import groups
-from penstock.generation.choosing import Choice, RowsOfBatch, criteria_of_all_ranks, processors_where_chosen
+from penstock.generation.choosing import Choosing, RowsOfBatch
 from penstock.generation.groups import MANY_POSITIONS, setting
 from penstock.modeling.graph.forwards import entries_of_generation, named_arguments
 from penstock.modeling.instrumentation import OnAnotherStage
@@ -75,16 +75,17 @@ def generate(
         arguments = named_arguments(inspect.signature(original), args, kwargs)
         options = {"generation_groups": generation_groups, "stream_on_all_ranks": bool(stream_on_all_ranks)}
         of_streamers, of_criteria = _compare(arguments, options, decoding)
-        wanted = groups.checked_number(generation_groups)
         _refuse(arguments, model)
         streaming = _Streaming(arguments, of_streamers, everywhere=stream_on_all_ranks)
         if of_criteria:
             arguments.setdefault("stopping_criteria", [])
-        watching = groups.watcher(arguments, model, original) or (of_criteria and groups.WATCHING["stopping_criteria"])
-        number, size = _number_of_groups(wanted, arguments, model, watching or None)
         decoding.every_position = any(setting(name, arguments, model) is not None for name in MANY_POSITIONS)
         try:
-            return _run(model, original, arguments, number, size, watched=bool(watching))
+            watching = groups.watcher(arguments, model, original)
+            if of_criteria and watching is None:
+                watching = groups.WATCHING["stopping_criteria"]
+            number, size = groups.number_of_groups(generation_groups, arguments, model, watching)
+            return _run(model, original, arguments, number, size, watched=watching is not None)
         except OnAnotherStage as error:
             raise NotImplementedError(
                 f"generate() of {type(model).__name__} runs a part of the model by itself, past the model's forward, "
@@ -99,52 +100,27 @@ def _run(
 ) -> Any:
     """The generation, in `number` groups of a batch of `size`."""
     decoding, device = model.pipeline.decoding, model.pipeline.device
-    parts, samples = groups.split(arguments, size, number) if number > 1 else ([arguments], [range(size)])
-    choices = [
-        Choice(decoding, watched, RowsOfBatch(each.start, each.stop, size, device) if number > 1 else None)
-        for each in samples
-    ]
-
-    def loop(choice: Choice, part: Mapping[str, Any]) -> Any:
-        try:
-            return original(**part)
-        finally:
-            choice.end()
-
-    loops = [partial(loop, choice, part) for choice, part in zip(choices, parts, strict=True)]
-    with _over_stages(model, decoding, choices, watched):
+    choosing = Choosing(model, decoding, watched)
+    with _over_stages(model, decoding, choosing):
         if number == 1:
-            result = decoding.in_one_group(loops[0])
+            result = decoding.in_one_group(partial(original, **arguments))
         else:
+            parts, samples = groups.split(arguments, size, number)
+            loops = [partial(original, **part) for part in parts]
+            drawing: list[RowsOfBatch] = []
+            if setting("do_sample", arguments, model):
+                drawing = [RowsOfBatch(each.start, each.stop, size, device) for each in samples]
+                loops = [partial(rows.within, loop) for rows, loop in zip(drawing, loops, strict=True)]
             with groups.said_once():
                 results = decoding.in_groups(loops)
-            assert choices[0].config is not None
-            result = groups.join(results, choices[0].config)
-            longest = max((choice.rows for choice in choices if choice.rows), key=lambda rows: rows.num_draws)
-            if longest.num_draws:
+            assert choosing.config is not None
+            result = groups.join(results, choosing.config)
+            longest = max(drawing, key=lambda rows: rows.num_draws, default=None)
+            if longest is not None and longest.num_draws:
                 longest.adopt()
-    if choices[0].sampled:
-        decoding.adopt_random_state()
+    if choosing.config is not None and choosing.config.do_sample and decoding.groups[0].tokens_only:
+        decoding.adopt_random_state()  # the rank that chooses has drawn alone
     return result
-
-
-def _number_of_groups(
-    wanted: int | None, arguments: Mapping[str, Any], model: Any, watching: str | None
-) -> tuple[int, int]:
-    """In how many groups a batch is decoded, and its size; says once in the log why it is only one."""
-    pipeline = model.pipeline
-    num_ranks, size = pipeline.context.pipeline.num_ranks, groups.batch_size_in(arguments, model) or 1
-    number = groups.number_of_groups(wanted, size, num_ranks)
-    if num_ranks == 1 or wanted == 1:
-        return 1, size
-    reason = watching or groups.obstacle(arguments, model, model.training and pipeline.split.random)
-    if reason is None and number == 1:
-        reason = f"it has fewer than {groups.LEAST_SAMPLES} samples for each of {num_ranks} ranks"
-    if reason is None:
-        return number, size
-    if pipeline.rank == 0:  # the log is one rank's, also with several pipelines
-        groups.tell(reason, pipeline.decoding.told)
-    return 1, size
 
 
 class Unheard(BaseStreamer):
@@ -234,7 +210,7 @@ def _described(value: Any) -> Any:
 
 
 @contextmanager
-def _over_stages(model: Any, decoding: Decoding, choices: Sequence[Choice], watched: bool) -> Iterator[None]:
+def _over_stages(model: Any, decoding: Decoding, choosing: Choosing) -> Iterator[None]:
     """For the duration, route what generate() calls besides the model itself over the stages."""
     replaced: list[tuple[nn.Module, str, Any]] = []
 
@@ -243,15 +219,11 @@ def _over_stages(model: Any, decoding: Decoding, choices: Sequence[Choice], watc
         # Past nn.Module.__setattr__, and with the wrapped function's signature, which generate() inspects.
         owner.__dict__[name] = functools.wraps(getattr(owner, name))(function)
 
-    def choice() -> Choice:
-        return choices[decoding.number]
-
     try:
         for owner, name in entries_of_generation(model):
             replace(owner, name, _over_all_stages(decoding, getattr(owner, name)))
-        processors, criteria = model._get_logits_processor, model._get_stopping_criteria
-        replace(model, "_get_logits_processor", processors_where_chosen(decoding, choice, model, processors))
-        replace(model, "_get_stopping_criteria", criteria_of_all_ranks(decoding, watched, criteria))
+        replace(model, "_get_logits_processor", choosing.processors(model._get_logits_processor))
+        replace(model, "_get_stopping_criteria", choosing.criteria(model._get_stopping_criteria))
         # A compiled forward would capture the messages between the stages.
         replace(model, "_valid_auto_compile_criteria", lambda *args, **kwargs: False)
         yield

@@ -58,15 +58,6 @@ def setting(name: str, arguments: Mapping[str, Any], model: Any) -> Any:
     return next((value for value in values if value is not None), None)
 
 
-def checked_number(wanted: Any) -> int | None:
-    """`generation_groups` as a number, None for "auto". Raises ValueError if it is neither."""
-    if wanted == "auto":
-        return None
-    if isinstance(wanted, int) and wanted is not True and wanted > 0:
-        return wanted
-    raise ValueError(f'generation_groups must be "auto" or a positive number of groups, got {wanted!r}')
-
-
 def watcher(arguments: Mapping[str, Any], model: Any, original: Callable[..., Any]) -> str | None:
     """Why more than the tokens of `original`, a bound generate(), is looked at; None if it is not."""
     if getattr(original, "__func__", None) is not GenerationMixin.generate:
@@ -83,15 +74,33 @@ def obstacle(arguments: Mapping[str, Any], model: Any, training: bool) -> str | 
     return _first(TOGETHER, arguments, model) or refusal_of_threads() or _without_rows(arguments, model)
 
 
-def number_of_groups(wanted: int | None, batch_size: int, num_ranks: int) -> int:
-    """How many groups a batch is decoded in, if nothing speaks against it.
+def number_of_groups(wanted: Any, arguments: Mapping[str, Any], model: Any, watching: str | None) -> tuple[int, int]:
+    """In how many groups a batch is decoded, and its size; says once in the log why it is only one.
 
     Args:
-        wanted: None for as many as there are ranks in the pipeline, if the batch is large enough.
+        wanted: "auto" for as many as there are ranks in the pipeline, if the batch is large enough.
+        watching: why more than the tokens is looked at; None if it is not.
+
+    Raises:
+        ValueError: `wanted` is neither "auto" nor a positive number.
     """
-    if wanted is not None:
-        return min(wanted, batch_size)
-    return num_ranks if batch_size >= LEAST_SAMPLES * num_ranks else 1
+    if wanted != "auto" and (not isinstance(wanted, int) or wanted is True or wanted < 1):
+        raise ValueError(f'generation_groups must be "auto" or a positive number of groups, got {wanted!r}')
+    pipeline = model.pipeline
+    num_ranks, size = pipeline.context.pipeline.num_ranks, batch_size_in(arguments, model) or 1
+    if num_ranks == 1 or wanted == 1:
+        return 1, size
+    number = min(wanted, size) if wanted != "auto" else num_ranks if size >= LEAST_SAMPLES * num_ranks else 1
+    reason = watching or obstacle(arguments, model, model.training and pipeline.split.random)
+    if reason is None and number == 1:
+        reason = f"it has fewer than {LEAST_SAMPLES} samples for each of {num_ranks} ranks"
+    if reason is None:
+        return number, size
+    told = pipeline.decoding.told
+    if pipeline.rank == 0 and reason not in told:  # the log is one rank's, also with several pipelines
+        told.add(reason)
+        logger.info("generate() decodes the batch in one group, so that one stage works at a time: %s", reason)
+    return 1, size
 
 
 def split(arguments: Mapping[str, Any], batch_size: int, number: int) -> tuple[list[dict[str, Any]], list[range]]:
@@ -152,13 +161,6 @@ def _without_rows(arguments: Mapping[str, Any], model: Any) -> str | None:
             if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] != batch_size:
                 return f"{name} has not one row for each of the {batch_size} samples"
     return None
-
-
-def tell(reason: str, told: set[str]) -> None:
-    """Say once in the log why a batch stays in one group."""
-    if reason not in told:
-        told.add(reason)
-        logger.info("generate() decodes the batch in one group, so that one stage works at a time: %s", reason)
 
 
 @contextmanager
