@@ -254,7 +254,7 @@ class PipelineModel:
                 load_adapters(model, folders, world_comm=comm, strict=strict)
                 return
             stages, local = pipeline.split.stages, pipeline.split.local_stages
-            load_ordinary(model, directory, own_class(model), stages, local, world_comm=comm, strict=strict)
+            load_ordinary(model, directory, original_class(type(model)), stages, local, world_comm=comm, strict=strict)
 
     def _adapter_folders(self, directory: str) -> dict[str, str]:
         """Where in `directory` each adapter is that an ordinary checkpoint of this model consists of."""
@@ -467,8 +467,3 @@ def _warn_of_batch_statistics(model: torch.nn.Module) -> None:
             "unsplit model accumulating over the same microbatches, not over the whole batch at once",
             stacklevel=3,
         )
-
-
-def own_class(model: torch.nn.Module) -> type:
-    """The class a parallelised model had before."""
-    return original_class(type(model))

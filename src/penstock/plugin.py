@@ -381,12 +381,9 @@ class HeterogeneousParallelPlugin:
         if is_peft_model(model):
             from penstock.integrations.peft import initialize_peft
 
-            configured: list[Configured] = []
-            initialize_peft(
-                model,
-                lambda base: configured.append(self.configure(base, optimizer, criterion, dataloader, lr_scheduler)),
-            )
-            return (model, *configured[0][1:])
+            given = optimizer, criterion, dataloader, lr_scheduler
+            _, *configured = initialize_peft(model, lambda base: self.configure(base, *given))
+            return (model, *configured)
         if self.elastic is not None:
             return self._configure_elastic(self.elastic, model, optimizer, criterion, dataloader, lr_scheduler)
         layout = self.layout
@@ -407,8 +404,7 @@ class HeterogeneousParallelPlugin:
                 schedules = [schedule.name for schedule in self._schedules]
                 split = [f"{count} microbatches of {self.microbatch_size}" for count in self.num_microbatches]
                 announce(type(model).__name__, layout, schedules, split, self._description.costs or {})
-            maker = self._makers[layout.place_of(dist.get_rank()).pipeline]
-            model = self._parallelise(model, layout, board, criterion, maker)
+            model = self._parallelise(model, layout, board, criterion, self._makers[self.pipeline_index])
         wrapped = None if optimizer is None else self._wrap(optimizer, model)
         return model, wrapped, criterion, dataloader, lr_scheduler
 
@@ -442,8 +438,7 @@ class HeterogeneousParallelPlugin:
         digest = hashlib.sha256(repr(sorted((name, repr(value)) for name, value in facts.items())).encode())
         run = self.run = ElasticRun(elastic, formations, self.tp_size, digest.hexdigest())
         run.on_layout = self._take_layout
-        inner = optimizer.unwrap() if isinstance(optimizer, PipelineOptimizer) else optimizer
-        run.optimizer = inner
+        run.optimizer = optimizer.unwrap() if isinstance(optimizer, PipelineOptimizer) else optimizer
         for name, one in (("dataloader", dataloader), ("lr_scheduler", lr_scheduler)):
             if one is not None:
                 run.register(name, one)
@@ -457,7 +452,7 @@ class HeterogeneousParallelPlugin:
             values = None if run.begins(now) else run.values(now)
             model = self._parallelise(model, layout, board, criterion, make_schedule, values)
         run.formed(model.pipeline)
-        wrapped = self._wrap(inner, model)
+        wrapped = self._wrap(optimizer, model)
         wrapped.run = run
         return model, wrapped, criterion, dataloader, lr_scheduler
 

@@ -25,7 +25,7 @@ from penstock.initialize import ConfigLike, initialize
 from penstock.modeling.adapters import base_of
 from penstock.modeling.graph.loss import NUM_ITEMS
 from penstock.optimizer import load_optimizer_state, save_optimizer_state
-from penstock.pipeline_model import PipelineModel, loss_tensor, own_class
+from penstock.pipeline_model import PipelineModel, loss_tensor
 from penstock.runtime.engine import DEFAULT_MICROBATCHES_PER_STAGE, Engine
 
 if importlib.util.find_spec("accelerate") is None:
@@ -348,7 +348,7 @@ class PipelineTrainerMixin:
         if getattr(self, "compute_loss_func", None) is not None:
             own, shifting = self.compute_loss_func, {}  # type: ignore[attr-defined]
         else:
-            shifted = own_class(base_of(self.model)).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+            shifted = type(base_of(self.model)).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
             own, shifting = self.label_smoother, {"shift_labels": shifted}  # type: ignore[attr-defined]
         loss: torch.Tensor = own(outputs, inputs["labels"], num_items_in_batch=inputs[NUM_ITEMS], **shifting)
         return loss
@@ -362,14 +362,10 @@ class PipelineTrainerMixin:
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Write an ordinary folder of the whole model; all ranks take part."""
         folder = self.args.output_dir if output_dir is None else output_dir
-        self.model.save_parallelized(folder, merge_checkpoints=True, safe_serialization=True)
-        if not self.args.should_save:
-            return
-        tokenizer = getattr(getattr(self, "data_collator", None), "tokenizer", None)
-        processing_class = getattr(self, "processing_class", None) or tokenizer
-        if processing_class is not None:
-            processing_class.save_pretrained(folder)
-        torch.save(self.args, os.path.join(folder, "training_args.bin"))
+        if self.args.should_save:
+            super()._save(folder, state_dict)  # type: ignore[misc]  # the Trainer's, which calls save_pretrained as well
+        else:
+            self.model.save_pretrained(folder)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Write the optimizer's state in one file for each stage, and the scheduler's as the Trainer does."""
