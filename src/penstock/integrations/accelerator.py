@@ -47,11 +47,7 @@ class PipelineAccelerator(Accelerator):
     @property
     def first_ranks(self) -> list[int]:
         """A rank of each pipeline."""
-        layout = self.engine.layout
-        first: dict[int, int] = {}
-        for rank in range(layout.world_size):
-            first.setdefault(layout.place_of(rank).pipeline, rank)
-        return [rank for _, rank in sorted(first.items())]
+        return [min(pipeline.ranks()) for pipeline in self.engine.layout.pipelines]
 
     @property
     def optimizer_step_was_skipped(self) -> bool:

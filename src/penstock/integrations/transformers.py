@@ -62,7 +62,7 @@ REFUSED_IF_SET = {
 }
 
 
-class PipelineTrainerMixin:
+class PipelineTrainerMixin(Trainer):
     """Put before a class derived from transformers' `Trainer`, it trains the model over pipeline stages.
 
     All other arguments are the Trainer's. Every rank runs the same script, and every call is made on every rank. A
@@ -80,10 +80,6 @@ class PipelineTrainerMixin:
     """
 
     model: Any
-    args: Any
-    accelerator: Any
-    optimizer: Any
-    lr_scheduler: Any
 
     def __init__(
         self, *args: Any, parallelism: ConfigLike | HeterogeneousParallelPlugin | None = None, **kwargs: Any
@@ -99,7 +95,7 @@ class PipelineTrainerMixin:
         self._refuse_own_losses()
         super().__init__(*args, **kwargs)
         for name in ("compute_loss_func", "label_smoother"):
-            if getattr(self, name, None) is not None and not self.model_accepts_loss_kwargs:  # type: ignore[attr-defined]
+            if getattr(self, name, None) is not None and not self.model_accepts_loss_kwargs:
                 raise _not_over_pipelines(
                     name, "this model's forward takes no num_items_in_batch to divide the loss by"
                 )
@@ -111,7 +107,7 @@ class PipelineTrainerMixin:
         self._refuse_arguments()
         if self.model is None:
             raise _not_over_pipelines("model_init", "give the model itself")
-        super().create_accelerator_and_postprocess()  # type: ignore[misc]  # the Trainer's
+        super().create_accelerator_and_postprocess()
         if self._plugin is not None:
             self._plugin.form()
             return
@@ -172,38 +168,38 @@ class PipelineTrainerMixin:
         """Samples in an optimizer's step, over all pipelines."""
         if self._plugin is not None:
             return self._plugin.plugin.global_batch_size
-        per_pipeline: int = self._train_batch_size * args.gradient_accumulation_steps  # type: ignore[attr-defined]
+        per_pipeline: int = self._train_batch_size * args.gradient_accumulation_steps
         return per_pipeline * len(self._engine.layout.pipelines)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's. With `resume_from_checkpoint=True` it goes on from the newest checkpoint that is whole."""
         if resume_from_checkpoint is True:
             resume_from_checkpoint = _newest_whole(self.args.output_dir) or True
-        return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]  # the Trainer's
+        return super().train(resume_from_checkpoint, *args, **kwargs)
 
     # -- with a plugin ---------------------------------------------------------------------------------------------
 
     def get_train_dataloader(self) -> Any:
         """The loader of the training data; with a plugin its own, of this pipeline's shares."""
-        return super().get_train_dataloader() if self._plugin is None else self._plugin.loader()  # type: ignore[misc]
+        return super().get_train_dataloader() if self._plugin is None else self._plugin.loader()
 
     def _init_training_state(
         self, max_steps: int, num_update_steps_per_epoch: int, *args: Any, **kwargs: Any
     ) -> tuple[int, int]:
         """With a plugin the model is parallelised here, where a process may find that it joins a run under way."""
-        found: tuple[int, int] = super()._init_training_state(max_steps, num_update_steps_per_epoch, *args, **kwargs)  # type: ignore[misc]
+        found: tuple[int, int] = super()._init_training_state(max_steps, num_update_steps_per_epoch, *args, **kwargs)
         if self._plugin is None:
             return found
         return self._plugin.begin(max_steps, num_update_steps_per_epoch)
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         if self._plugin is None:
-            return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)  # type: ignore[misc]
+            return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         # Known to accelerate, so that no evaluation takes the time to prepare it.
         self.model_wrapped = self.accelerator.prepare_model(self.model)
         for name in ("model", "optimizer", "lr_scheduler"):
-            setattr(self.callback_handler, name, getattr(self, name))  # type: ignore[attr-defined]  # the Trainer's
-        self.callback_handler.train_dataloader = train_dataloader  # type: ignore[attr-defined]
+            setattr(self.callback_handler, name, getattr(self, name))
+        self.callback_handler.train_dataloader = train_dataloader
         self.accelerator.optimizer = self.optimizer
         return self.model, self._plugin.empty_batches()
 
@@ -212,7 +208,7 @@ class PipelineTrainerMixin:
             self._plugin.begin_epoch(given["epoch"])
             # A process that joins a run skips the steps that were made, too.
             given["resume_from_checkpoint"] = True
-        super()._run_epoch(**given)  # type: ignore[misc]  # the Trainer's
+        super()._run_epoch(**given)
 
     def _surviving(self, work: Callable[[], Any]) -> Any:
         """Do what all ranks do together outside of a step; with an elastic plugin again if a rank is lost meanwhile."""
@@ -220,15 +216,15 @@ class PipelineTrainerMixin:
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's; over all pipelines."""
-        return self._surviving(partial(super().evaluate, *args, **kwargs))  # type: ignore[misc]
+        return self._surviving(partial(super().evaluate, *args, **kwargs))
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's; over all pipelines."""
-        return self._surviving(partial(super().predict, *args, **kwargs))  # type: ignore[misc]
+        return self._surviving(partial(super().predict, *args, **kwargs))
 
     def save_model(self, *args: Any, **kwargs: Any) -> None:
         """As the Trainer's: an ordinary folder of the whole model."""
-        self._surviving(partial(super().save_model, *args, **kwargs))  # type: ignore[misc]
+        self._surviving(partial(super().save_model, *args, **kwargs))
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> str:
         """Refused.
@@ -242,7 +238,7 @@ class PipelineTrainerMixin:
         )
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        self._surviving(partial(super()._save_checkpoint, *args, **kwargs))  # type: ignore[misc]
+        self._surviving(partial(super()._save_checkpoint, *args, **kwargs))
         resume = self._engine.board.resume
         resume.clear()
         resume["trainer"] = "trainer.train(resume_from_checkpoint=True)"
@@ -258,12 +254,12 @@ class PipelineTrainerMixin:
             self.optimizer.train()
         if self._plugin is not None:
             return self._plugin.step()
-        inputs = self._prepare_inputs(inputs)  # type: ignore[attr-defined]  # the Trainer's
-        counted = self.model_accepts_loss_kwargs and num_items_in_batch is not None  # type: ignore[attr-defined]
+        inputs = self._prepare_inputs(inputs)
+        counted = self.model_accepts_loss_kwargs and num_items_in_batch is not None
         if counted:
             inputs = {**inputs, NUM_ITEMS: torch.as_tensor(num_items_in_batch)}
         # A mean over this batch alone is averaged over those of the accumulation, and over the pipelines'.
-        batches = self.current_gradient_accumulation_steps * len(self._engine.layout.pipelines)  # type: ignore[attr-defined]
+        batches = self.current_gradient_accumulation_steps * len(self._engine.layout.pipelines)
         divisor = 1 if counted else batches
         criterion = None
         if self._has_own_loss:
@@ -326,7 +322,7 @@ class PipelineTrainerMixin:
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's; a loss is of this pipeline's batch alone."""
         with self._alone():
-            return super().prediction_step(*args, **kwargs)  # type: ignore[misc]  # the Trainer's
+            return super().prediction_step(*args, **kwargs)
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -346,16 +342,16 @@ class PipelineTrainerMixin:
     def _criterion(self, outputs: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
         """That loss, of a microbatch in training."""
         if getattr(self, "compute_loss_func", None) is not None:
-            own, shifting = self.compute_loss_func, {}  # type: ignore[attr-defined]
+            own, shifting = self.compute_loss_func, {}
         else:
             shifted = type(base_of(self.model)).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-            own, shifting = self.label_smoother, {"shift_labels": shifted}  # type: ignore[attr-defined]
+            own, shifting = self.label_smoother, {"shift_labels": shifted}
         loss: torch.Tensor = own(outputs, inputs["labels"], num_items_in_batch=inputs[NUM_ITEMS], **shifting)
         return loss
 
     # As over the batches of an accumulation: each one's is divided by the number of items in all of them. A mean, for
     # which the Trainer does not ask, is that of this batch.
-    _criterion.reduction = NUM_ITEMS  # type: ignore[attr-defined]
+    _criterion.reduction = NUM_ITEMS  # type: ignore[attr-defined]  # a function has attributes
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
@@ -363,7 +359,7 @@ class PipelineTrainerMixin:
         """Write an ordinary folder of the whole model; all ranks take part."""
         folder = self.args.output_dir if output_dir is None else output_dir
         if self.args.should_save:
-            super()._save(folder, state_dict)  # type: ignore[misc]  # the Trainer's, which calls save_pretrained as well
+            super()._save(folder, state_dict)  # which calls save_pretrained, too
         else:
             self.model.save_pretrained(folder)
 
@@ -376,7 +372,7 @@ class PipelineTrainerMixin:
     def _save_rng_state(self, output_dir: str) -> None:
         """With a plugin the optimizer's files hold the scale."""
         if self._plugin is None:
-            super()._save_rng_state(output_dir)  # type: ignore[misc]  # the Trainer's
+            super()._save_rng_state(output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Load the weights of this rank's stages; the folder may be of any number of stages, or of a plain Trainer."""
@@ -390,7 +386,7 @@ class PipelineTrainerMixin:
         self.model.load_ordinary(folder)
 
     def _load_best_model(self) -> None:
-        best = self.state.best_model_checkpoint  # type: ignore[attr-defined]  # the Trainer's
+        best = self.state.best_model_checkpoint
         self._surviving(partial(self._load_weights, best))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -416,10 +412,10 @@ class PipelineTrainerMixin:
             return
         saved = [name for name in os.listdir(checkpoint) if name.startswith("rng_state")]
         if len(saved) == self.args.world_size:
-            super()._load_rng_state(checkpoint)  # type: ignore[misc]  # the Trainer's
+            super()._load_rng_state(checkpoint)
 
 
-class PipelineTrainer(PipelineTrainerMixin, Trainer):
+class PipelineTrainer(PipelineTrainerMixin):
     """transformers' `Trainer` over pipeline stages: the same arguments, and `parallelism`."""
 
 
