@@ -44,7 +44,7 @@ from penstock.runtime.gradients.weight_gradients import uninstall
 Model = TypeVar("Model", bound=torch.nn.Module)
 
 
-class PipelineModel:
+class PipelineModel(torch.nn.Module):
     """Mixed into the class of a model that `initialize()` or the plugin has parallelised.
 
     Calling the model with gradients enabled starts a training step and returns an iterator over microbatches; calling
@@ -102,7 +102,7 @@ class PipelineModel:
             refuse_compilation(type(self).__name__)
         if self.pipeline.decoding.running:
             return self.pipeline.decoding.forward(self._bind(args, kwargs))
-        criterion = record_of(cast(torch.nn.Module, self)).criterion
+        criterion = record_of(self).criterion
         if "criterion" in kwargs and (kwargs["criterion"] is None or callable(kwargs["criterion"])):
             criterion = kwargs.pop("criterion")
         inputs = self._bind(args, kwargs)
@@ -117,7 +117,7 @@ class PipelineModel:
     ) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """The parameters of this rank's stages; the class says what may follow them."""
         trainable = False
-        own = super().named_parameters(prefix, recurse, remove_duplicate)  # type: ignore[misc]  # the model's
+        own = super().named_parameters(prefix, recurse, remove_duplicate)
         for name, parameter in own:
             trainable = trainable or parameter.requires_grad
             yield name, parameter
@@ -167,9 +167,9 @@ class PipelineModel:
         if merge_checkpoints and _has_injected(self):
             self._save_injected(save_directory, kwargs)
             return
-        ranks, model = saving_ranks(pipeline), cast(torch.nn.Module, self)
+        ranks = saving_ranks(pipeline)
         with pipeline.saving():
-            save_parallelized(model, save_directory, **ranks, merge_checkpoints=merge_checkpoints, **kwargs)
+            save_parallelized(self, save_directory, **ranks, merge_checkpoints=merge_checkpoints, **kwargs)
         how = "penstock.from_pretrained({!r}, config=...)" if merge_checkpoints else "model.from_parallelized({!r})"
         pipeline.board.resume["model"] = how.format(os.fspath(save_directory))
 
@@ -207,7 +207,7 @@ class PipelineModel:
             raise ValueError(f"one adapter is saved at a time, but {', '.join(active) or 'none'} are active")
 
         def write(folder: str, state: Mapping[str, torch.Tensor]) -> None:
-            super(PipelineModel, self).save_pretrained(folder, state_dict=dict(state), **arguments)  # type: ignore[misc]
+            super(PipelineModel, self).save_pretrained(folder, state_dict=dict(state), **arguments)  # type: ignore[misc]  # transformers'
 
         self.save_adapter(
             save_directory, active[0], lambda state: model.get_adapter_state_dict(state_dict=dict(state)), write
@@ -226,7 +226,7 @@ class PipelineModel:
 
     def extra_repr(self) -> str:
         """Which part of the model this rank holds."""
-        pipeline, said = self._known_engine, super().extra_repr()  # type: ignore[misc]  # the model class's own
+        pipeline, said = self._known_engine, super().extra_repr()
         stages = pipeline.context.stages
         held = [unit for stage in stages for unit in pipeline.split.stages[stage]]
         numbers = ", ".join(map(str, stages))
@@ -276,7 +276,7 @@ class PipelineModel:
         occurs several times in the model; if none does, all units.
         """
         split = self.pipeline.split
-        units = {unit: self.get_submodule(unit) for stage in split.stages for unit in stage}  # type: ignore[attr-defined]  # a module
+        units = {unit: self.get_submodule(unit) for stage in split.stages for unit in stage}
         occurs = Counter(type(module) for module in units.values())
         mine = [units[unit] for stage in split.local_stages for unit in split.stages[stage]]
         several = any(number > 1 for number in occurs.values())
@@ -316,7 +316,7 @@ class PipelineModel:
             return dict(kwargs)
         if len(args) == 1 and isinstance(args[0], Mapping):
             return {**args[0], **kwargs}
-        return arguments_by_name(cast(torch.nn.Module, self), args, kwargs)
+        return arguments_by_name(self, args, kwargs)
 
 
 # What a module of the user's own may not have as an attribute.
@@ -329,7 +329,7 @@ class PipelinePreTrainedModel(PipelineModel):
     @property
     def device(self) -> torch.device:
         """Where this rank's stages are. transformers asks for it several times for each token."""
-        engine = record_of(cast(torch.nn.Module, self)).engine
+        engine = record_of(self).engine
         found: torch.device = super().device if engine is None else engine.split.device  # type: ignore[misc]  # the model's
         return found
 
@@ -339,14 +339,14 @@ class PipelinePreTrainedModel(PipelineModel):
         Raises:
             NotImplementedError: says what to do; nothing has changed.
         """
-        embeddings: Any = self.get_input_embeddings()  # type: ignore[attr-defined]  # the model's
-        number = self.config.get_text_config().vocab_size  # type: ignore[attr-defined]  # the model's
+        model: Any = self
+        number = model.config.get_text_config().vocab_size
         if new_num_tokens not in (None, number) or kwargs.get("pad_to_multiple_of") or args:
             raise NotImplementedError(
                 f"resize_token_embeddings({new_num_tokens}) of a parallelised model with {number} tokens: its "
                 "embedding and its head are on different stages. Resize the whole model before initialize()"
             )
-        return embeddings
+        return model.get_input_embeddings()
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """transformers' `generate`, over stages: on every rank the result of the unsplit model."""
@@ -362,10 +362,8 @@ class PipelinePreTrainedModel(PipelineModel):
         if not whole:
             number: int = super().num_parameters(only_trainable, exclude_embeddings)  # type: ignore[misc]  # the model's
             return number
-        pipeline, model = self.pipeline, cast(torch.nn.Module, self)
-        embeddings = {
-            f"{name}.weight" for name, child in model.named_modules() if isinstance(child, torch.nn.Embedding)
-        }
+        pipeline = self.pipeline
+        embeddings = {f"{name}.weight" for name, child in self.named_modules() if isinstance(child, torch.nn.Embedding)}
         left_out = embeddings if exclude_embeddings else set()
         if only_trainable:
             index = pipeline.place.tensor_parallel_rank
@@ -376,9 +374,9 @@ class PipelinePreTrainedModel(PipelineModel):
             )
             with pipeline.together(Call.COUNT, [own]) as said:
                 return sum(facts[0] for facts in said.values())
-        state = whole_state(model)
+        state = whole_state(self)
         counted = [names[0] for names in pipeline.split.aliases if names[0] not in left_out]
-        return sum(math.prod(whole_shape(model, name, state[name])) for name in counted)
+        return sum(math.prod(whole_shape(self, name, state[name])) for name in counted)
 
 
 @torch.compiler.disable(reason="a parallelised model communicates: call model.compile(), which compiles its blocks")
