@@ -22,7 +22,7 @@ from peft.tuners.tuners_utils import BaseTuner
 from transformers import PreTrainedModel
 
 from penstock.modeling.adapters import is_adapter_layer
-from penstock.modeling.instrumentation import mix_in, original_class
+from penstock.modeling.instrumentation import mix_in
 from penstock.modeling.placeholders.ghosts import is_ghost, shown_whole
 from penstock.pipeline_model import PipelineModel
 
@@ -36,7 +36,7 @@ REFUSED_IN_SAVES = ("path_initial_model_for_weight_conversion", "push_to_hub", "
 CARD = "README.md"
 
 
-class PipelinePeftModel(PipelineModel):
+class PipelinePeftModel(PipelineModel, PeftModel):
     """Mixed into the class of a PeftModel that `initialize()` or the plugin has parallelised.
 
     Calls, `generate`, `set_adapter` and `disable_adapter` are as on one process. `save_pretrained` writes one ordinary
@@ -46,7 +46,7 @@ class PipelinePeftModel(PipelineModel):
     @property
     def base(self) -> Any:
         """The parallelised transformers model inside."""
-        return cast(PeftModel, self).get_base_model()
+        return self.get_base_model()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As `PipelineModel`'s: a training step's iterator, or with gradients disabled one output.
@@ -59,19 +59,19 @@ class PipelinePeftModel(PipelineModel):
 
     def _bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         # The forward of a PeftModel for no task names no arguments.
-        of_no_task = original_class(type(self)).forward is PeftModel.forward  # type: ignore[attr-defined]
+        of_no_task = type(self).forward is PeftModel.forward
         bound: dict[str, Any] = self.base._bind(args, kwargs) if of_no_task else super()._bind(args, kwargs)
         return bound
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """PEFT's `generate`, over stages: on every rank the result of the unsplit model."""
         _refuse_per_sample(kwargs)
-        return super().generate(*args, **kwargs)  # type: ignore[misc]  # the PeftModel's own
+        return super().generate(*args, **kwargs)
 
     def set_adapter(self, adapter_name: str, inference_mode: bool = False) -> None:
         """PEFT's `set_adapter`, also of layers that this rank may hold later. Every rank calls it."""
         with shown_whole(self.base, themselves=True):
-            super().set_adapter(adapter_name, inference_mode)  # type: ignore[misc]  # PEFT's
+            super().set_adapter(adapter_name, inference_mode)
 
     def add_adapter(self, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         """Refused.
@@ -92,7 +92,7 @@ class PipelinePeftModel(PipelineModel):
     def __deepcopy__(self, memo: dict[int, Any]) -> PipelineModel:
         """See `PipelineModel`."""
         # What is between this and the model inside hands on to that what it does not have: a `__deepcopy__`, too.
-        tuner: Any = cast(PeftModel, self).base_model
+        tuner: Any = self.base_model
         kind: Any = type(tuner)
         made = memo[id(tuner)] = kind.__new__(kind)
         made.__setstate__(copy.deepcopy(vars(tuner), memo))
@@ -100,7 +100,7 @@ class PipelinePeftModel(PipelineModel):
 
     def extra_repr(self) -> str:
         """The model inside says which part of it this rank holds."""
-        return torch.nn.Module.extra_repr(cast(torch.nn.Module, self))
+        return torch.nn.Module.extra_repr(self)
 
     # -- the whole model -------------------------------------------------------------------------------------------
 
@@ -110,12 +110,10 @@ class PipelinePeftModel(PipelineModel):
 
     def print_trainable_parameters(self) -> None:
         """Print what `get_nb_trainable_parameters` counts, on rank 0. Every rank calls it."""
-        trainable, number = self.get_nb_trainable_parameters()
         if self.pipeline.rank == 0:
-            print(
-                f"trainable params: {trainable:,d} || all params: {number:,d} || "
-                f"trainable%: {100 * trainable / number:.4f}"
-            )
+            super().print_trainable_parameters()
+        else:
+            self.get_nb_trainable_parameters()
 
     def save_pretrained(  # type: ignore[override]  # its arguments are PEFT's, in PEFT's order
         self,
@@ -137,7 +135,7 @@ class PipelinePeftModel(PipelineModel):
         for name in REFUSED_IN_SAVES:
             if kwargs.get(name):
                 raise ValueError(f"{name} does not work on a parallelised model: load the saved folder in one process")
-        known = self._configurations
+        known = self.peft_config
         adapters = list(known if selected_adapters is None else selected_adapters)
         if unknown := [name for name in adapters if name not in known]:
             raise ValueError(f"there is no adapter {', '.join(unknown)}: the model has {', '.join(known)}")
@@ -168,7 +166,7 @@ class PipelinePeftModel(PipelineModel):
         card, written = os.path.join(root, CARD), os.path.join(folder, CARD)
         if os.path.isfile(card):
             shutil.copyfile(card, written)
-        super(PipelineModel, self).save_pretrained(  # type: ignore[misc]  # the PeftModel's own
+        super(PipelineModel, self).save_pretrained(
             folder, selected_adapters=[adapter], state_dict=_prefixed(state), **options
         )
         if adapter != "default":  # PEFT puts these into a folder below that of the model card
@@ -197,7 +195,7 @@ class PipelinePeftModel(PipelineModel):
         return self._unload("unload")
 
     def _unload(self, how: str, *args: Any) -> PipelineModel:
-        base, tuner = self.base, cast(Any, self).base_model
+        base, tuner = self.base, self.base_model
         tied = getattr(base.config, "tie_word_embeddings", None)
         with self.pipeline.renewing(), _unmerged_ghosts(base), warnings.catch_warnings():
             # A rank that has one side of a tie only looks to PEFT as if the tie was cut.
@@ -216,12 +214,7 @@ class PipelinePeftModel(PipelineModel):
         raise NotImplementedError("merge_adapter() keeps the adapters beside the layers: use merge_and_unload()")
 
     def _adapter_folders(self, directory: str) -> dict[str, str]:
-        return {name: self._folder_of(name, directory) for name in self._configurations}
-
-    @property
-    def _configurations(self) -> Mapping[str, Any]:
-        configurations: Mapping[str, Any] = cast(PeftModel, self).peft_config
-        return configurations
+        return {name: self._folder_of(name, directory) for name in self.peft_config}
 
 
 @contextmanager
