@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -133,17 +134,17 @@ class Booster:
             ValueError: there is nothing to compute a loss from.
             PipelineFailure: a rank of the job was lost or failed; names the rank and its cause.
         """
-        run = self.plugin.run
+        pipeline, run = _pipeline_of(model), self.plugin.run
+        step = partial(self._step, pipeline, criterion, return_loss, return_outputs)
         if run is None:
-            return self._execute(data_iter, model, criterion, optimizer, return_loss, return_outputs)
+            return step(next(data_iter))
         if not isinstance(data_iter, Batches):
             raise TypeError(
                 f"with elastic= the data iterator must be iter(dataloader) itself, which can be set back, got a "
                 f"{type(data_iter).__name__}"
             )
         position, restored, trains = data_iter.position, run.num_restored, torch.is_grad_enabled()
-        synchronises = _pipeline_of(model).synchronises
-        arguments = data_iter, model, criterion, optimizer, return_loss, return_outputs
+        synchronises = pipeline.synchronises
 
         def execute() -> dict[str, Any]:
             nonlocal position, restored
@@ -151,31 +152,24 @@ class Booster:
             if moved:  # the loader went back to its position in the checkpoint
                 position, restored = data_iter.position, run.num_restored
             data_iter.seek(position)
-            pause = contextlib.nullcontext() if synchronises else _pipeline_of(model).no_sync()
+            pause = contextlib.nullcontext() if synchronises else pipeline.no_sync()
             with torch.set_grad_enabled(trains), pause:
                 try:
-                    return self._execute(*arguments)
+                    return step(next(data_iter))
                 except StopIteration:
                     if not moved:
                         raise
                     data_iter.follow()  # into the next epoch
                     position = data_iter.position
-                    return self._execute(*arguments)
+                    return step(next(data_iter))
 
         result: dict[str, Any] = run.perform(Call(execute, trains))
         return result
 
-    def _execute(
-        self,
-        data_iter: Iterator[Any],
-        model: Any,
-        criterion: Criterion | None,
-        optimizer: PipelineOptimizer | None,
-        return_loss: bool,
-        return_outputs: bool,
+    def _step(
+        self, pipeline: Engine, criterion: Criterion | None, return_loss: bool, return_outputs: bool, batch: Any
     ) -> dict[str, Any]:
-        pipeline = _pipeline_of(model)
-        batch = next(data_iter)
+        """`execute_pipeline` on a batch."""
         if not isinstance(batch, MicrobatchedBatch):
             raise TypeError(
                 f"the data iterator gave a {type(batch).__name__}, which does not say which microbatches are this "
@@ -189,7 +183,7 @@ class Booster:
         else:
             kept = []
             for output in pipeline.train(self._inputs(batch), criterion):
-                self.backward(output.loss, optimizer)
+                self.backward(output.loss)
                 if return_outputs and pipeline.holds_output:
                     kept.append(without_graph(output))
             outputs = merge_outputs(kept, pipeline.microbatches(batch)[1]) if kept else None
