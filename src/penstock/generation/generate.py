@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -76,23 +76,21 @@ def generate(
         options = {"generation_groups": generation_groups, "stream_on_all_ranks": bool(stream_on_all_ranks)}
         of_streamers, of_criteria = _compare(arguments, options, decoding)
         _refuse(arguments, model)
-        streaming = _Streaming(arguments, of_streamers, everywhere=stream_on_all_ranks)
         if of_criteria:
             arguments.setdefault("stopping_criteria", [])
         decoding.every_position = any(setting(name, arguments, model) is not None for name in MANY_POSITIONS)
-        try:
+        with _streaming(arguments, of_streamers, everywhere=stream_on_all_ranks):
             watching = groups.watcher(arguments, model, original)
             if of_criteria and watching is None:
                 watching = groups.WATCHING["stopping_criteria"]
             number, size = groups.number_of_groups(generation_groups, arguments, model, watching)
-            return _run(model, original, arguments, number, size, watched=watching is not None)
-        except OnAnotherStage as error:
-            raise NotImplementedError(
-                f"generate() of {type(model).__name__} runs a part of the model by itself, past the model's forward, "
-                f"which is not implemented over pipeline stages: {error}"
-            ) from error
-        finally:
-            streaming.end()
+            try:
+                return _run(model, original, arguments, number, size, watched=watching is not None)
+            except OnAnotherStage as error:
+                raise NotImplementedError(
+                    f"generate() of {type(model).__name__} runs a part of the model by itself, past the model's "
+                    f"forward, which is not implemented over pipeline stages: {error}"
+                ) from error
 
 
 def _run(
@@ -133,27 +131,25 @@ class Unheard(BaseStreamer):
         pass
 
 
-class _Streaming:
-    """Which streamers stream: that of the first rank that was given one, or all.
+@contextmanager
+def _streaming(arguments: dict[str, Any], given: tuple[bool, bool], everywhere: bool) -> Iterator[None]:
+    """Inside, the streamer of the first rank that was given one streams, or all do.
 
     Args:
         arguments: of generate(); the streamer among them is replaced where it is not to stream.
-        given: for each rank of the pipeline, whether it was given a streamer; and whether this is the first of them.
+        given: whether a rank of the pipeline was given a streamer, and whether this is the first of them.
     """
-
-    def __init__(self, arguments: dict[str, Any], given: tuple[bool, bool], everywhere: bool) -> None:
-        any_given, first = given
-        self._silent: Any = None
-        own = arguments.get("streamer")
-        if own is not None and not (first or everywhere):
-            self._silent = own
-        if any_given and (own is None or self._silent is not None):
-            arguments["streamer"] = Unheard()
-
-    def end(self) -> None:
-        """Whoever iterates over a streamer that was given nothing shall not wait for ever."""
-        if hasattr(self._silent, "__iter__") or hasattr(self._silent, "__aiter__"):
-            self._silent.end()
+    any_given, first = given
+    own: Any = arguments.get("streamer")
+    streams = own is not None and (first or everywhere)
+    if any_given and not streams:
+        arguments["streamer"] = Unheard()
+    try:
+        yield
+    finally:
+        # Whoever iterates over a streamer that was given nothing shall not wait for ever.
+        if not streams and (hasattr(own, "__iter__") or hasattr(own, "__aiter__")):
+            own.end()
 
 
 def _refuse(arguments: Mapping[str, Any], model: nn.Module) -> None:
@@ -212,14 +208,15 @@ def _described(value: Any) -> Any:
 @contextmanager
 def _over_stages(model: Any, decoding: Decoding, choosing: Choosing) -> Iterator[None]:
     """For the duration, route what generate() calls besides the model itself over the stages."""
-    replaced: list[tuple[nn.Module, str, Any]] = []
+    with ExitStack() as restoring:
 
-    def replace(owner: Any, name: str, function: Callable[..., Any]) -> None:
-        replaced.append((owner, name, vars(owner).get(name)))
-        # Past nn.Module.__setattr__, and with the wrapped function's signature, which generate() inspects.
-        owner.__dict__[name] = functools.wraps(getattr(owner, name))(function)
+        def replace(owner: Any, name: str, function: Callable[..., Any]) -> None:
+            # Past nn.Module.__setattr__, and with the wrapped function's signature, which generate() inspects.
+            own = vars(owner)
+            put_back = partial(own.__setitem__, name, own[name]) if name in own else partial(own.__delitem__, name)
+            own[name] = functools.wraps(getattr(owner, name))(function)
+            restoring.callback(put_back)
 
-    try:
         for owner, name in entries_of_generation(model):
             replace(owner, name, _over_all_stages(decoding, getattr(owner, name)))
         replace(model, "_get_logits_processor", choosing.processors(model._get_logits_processor))
@@ -227,12 +224,6 @@ def _over_stages(model: Any, decoding: Decoding, choosing: Choosing) -> Iterator
         # A compiled forward would capture the messages between the stages.
         replace(model, "_valid_auto_compile_criteria", lambda *args, **kwargs: False)
         yield
-    finally:
-        for owner, name, before in reversed(replaced):
-            if before is None:
-                del owner.__dict__[name]
-            else:
-                owner.__dict__[name] = before
 
 
 def _over_all_stages(decoding: Decoding, original: Callable[..., Any]) -> Callable[..., Any]:
