@@ -85,7 +85,6 @@ class PluginTraining:
         self.plugin = plugin
         self.booster = CountingBooster(trainer, plugin)
         self._loader: HeterogeneousDataLoader | None = None
-        self._folder: str | None = None  # a checkpoint to go on from, once the model is parallelised
         self._sums: tuple[float, float, int, int] | None = None  # of the logs, on a process that has joined
         self._batches: Batches | None = None  # of the epoch under way
 
@@ -148,19 +147,22 @@ class PluginTraining:
         )
         return self._loader
 
-    def begin(self, max_steps: int, steps_per_epoch: int) -> tuple[int, int]:
-        """Make optimizer and scheduler, with `elastic=` meet the other processes, and load what is to be loaded.
+    def begin(self, max_steps: int, steps_per_epoch: int, checkpoint: str | None) -> tuple[int, int]:
+        """Make optimizer and scheduler, with `elastic=` meet the other processes, and load the checkpoint that training
+        goes on from, unless this process joins a run under way.
 
         Returns the epoch, and the step in it, with which training begins here.
         """
         loader = self._loader
         assert loader is not None
         self._boost(loader, max_steps)
-        self._load(loader, steps_per_epoch)
         if self.joined:  # epochs may have been stopped before their end
             place = loader.state_dict()
             return place["epoch"], -(-place["position"] // loader.global_batch_size)
-        return divmod(self.trainer.state.global_step, steps_per_epoch)
+        epoch, step = divmod(self.trainer.state.global_step, steps_per_epoch)
+        if checkpoint is not None:
+            self._load(checkpoint, loader, epoch, step)
+        return epoch, step
 
     def _boost(self, loader: HeterogeneousDataLoader, max_steps: int) -> None:
         trainer = self.trainer
@@ -307,22 +309,13 @@ class PluginTraining:
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
-    def resume_from(self, folder: str) -> None:
-        """Go on from a checkpoint when the model is parallelised."""
-        self._folder = folder
-
-    def _load(self, loader: HeterogeneousDataLoader, steps_per_epoch: int) -> None:
-        """Load the checkpoint that training goes on from, unless this process joins a run under way."""
-        run, trainer, folder = self.plugin.run, self.trainer, self._folder
-        self._folder = None
-        if folder is None or self.joined:
-            return
-        epoch, steps = divmod(trainer.state.global_step, steps_per_epoch)
-        position = steps * loader.global_batch_size
+    def _load(self, checkpoint: str, loader: HeterogeneousDataLoader, epoch: int, step: int) -> None:
+        run, trainer = self.plugin.run, self.trainer
 
         def load() -> int:
-            trainer._load_weights(folder)
-            trainer._load_optimizer_and_scheduler(folder)
+            trainer._load_weights(checkpoint)
+            trainer._load_optimizer_and_scheduler(checkpoint)
+            position = step * loader.global_batch_size
             loader.load_state_dict({**loader.state_dict(), "epoch": epoch, "position": position})
             return int(trainer.state.global_step)
 

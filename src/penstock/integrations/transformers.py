@@ -183,14 +183,11 @@ class PipelineTrainerMixin(Trainer):
         """The loader of the training data; with a plugin its own, of this pipeline's shares."""
         return super().get_train_dataloader() if self._plugin is None else self._plugin.loader()
 
-    def _init_training_state(
-        self, max_steps: int, num_update_steps_per_epoch: int, *args: Any, **kwargs: Any
-    ) -> tuple[int, int]:
+    def _init_training_state(self, max_steps: int, steps_per_epoch: int, *args: Any) -> tuple[int, int]:
         """With a plugin the model is parallelised here, where a process may find that it joins a run under way."""
-        found: tuple[int, int] = super()._init_training_state(max_steps, num_update_steps_per_epoch, *args, **kwargs)
-        if self._plugin is None:
-            return found
-        return self._plugin.begin(max_steps, num_update_steps_per_epoch)
+        found: tuple[int, int] = super()._init_training_state(max_steps, steps_per_epoch, *args)
+        _, checkpoint, _ = args
+        return found if self._plugin is None else self._plugin.begin(max_steps, steps_per_epoch, checkpoint)
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         if self._plugin is None:
@@ -375,11 +372,12 @@ class PipelineTrainerMixin(Trainer):
             super()._save_rng_state(output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Load the weights of this rank's stages; the folder may be of any number of stages, or of a plain Trainer."""
+        """Load the weights of this rank's stages; the folder may be of any number of stages, or of a plain Trainer.
+
+        With a plugin they are loaded when the pipelines stand, see `_init_training_state`.
+        """
         if self._plugin is None:
             self._load_weights(resume_from_checkpoint)
-        else:
-            self._plugin.resume_from(resume_from_checkpoint)
 
     def _load_weights(self, folder: str) -> None:
         self._engine.check_open()
