@@ -214,7 +214,22 @@ class HeterogeneousParallelPlugin:
         if self._model is not None:
             raise RuntimeError("set_pipelines must come before configure: this plugin has parallelised a model already")
         if isinstance(pipelines, str):
-            pipelines, num_microbatches = self._auto(pipelines, num_microbatches, model, memory, profile, copies)
+            if pipelines != "auto":
+                raise TypeError(f'pipelines must be a list of PipelineTemplate or "auto", got {pipelines!r}')
+            if model is None:
+                raise TypeError('set_pipelines("auto", num_microbatches, model) needs the model')
+            if not isinstance(self.schedule, str):
+                raise TypeError(f'pipelines "auto" need the name of one schedule, but the plugin has {self.schedule!r}')
+            pipelines, num_microbatches = auto_pipelines(
+                base_of(model),
+                rank_and_world_size()[1] // self.tp_size,
+                cast(int, num_microbatches),  # refused otherwise
+                self.microbatch_size,
+                self.schedule,
+                device_memory() if memory is None else memory,
+                None if profile is None else Profile.read(os.fspath(profile)),
+                copies,
+            )
         checked = check_templates(pipelines)
         makers = [schedule_maker(template, self.schedule) for template in checked]
         check_ranks([make(1).num_ranks for make in makers], self.tp_size, rank_and_world_size()[1])
@@ -230,32 +245,6 @@ class HeterogeneousParallelPlugin:
         stages = [template.modules_per_stage for template in checked]
         self._layout = Layout.place(stages, [schedule.stage_to_rank for schedule in schedules], self.tp_size)
         self._description = None
-
-    def _auto(
-        self,
-        pipelines: str,
-        num_microbatches: Any,
-        model: nn.Module | None,
-        memory: float | None,
-        profile: str | os.PathLike[str] | None,
-        copies: int,
-    ) -> tuple[list[PipelineTemplate], list[int]]:
-        if pipelines != "auto":
-            raise TypeError(f'pipelines must be a list of PipelineTemplate or "auto", got {pipelines!r}')
-        if model is None:
-            raise TypeError('set_pipelines("auto", num_microbatches, model) needs the model')
-        if not isinstance(self.schedule, str):
-            raise TypeError(f'pipelines "auto" need the name of one schedule, but the plugin has {self.schedule!r}')
-        return auto_pipelines(
-            base_of(model),
-            rank_and_world_size()[1] // self.tp_size,
-            num_microbatches,
-            self.microbatch_size,
-            self.schedule,
-            device_memory() if memory is None else memory,
-            None if profile is None else Profile.read(os.fspath(profile)),
-            copies,
-        )
 
     @property
     def layout(self) -> Layout:
@@ -404,7 +393,7 @@ class HeterogeneousParallelPlugin:
                 schedules = [schedule.name for schedule in self._schedules]
                 split = [f"{count} microbatches of {self.microbatch_size}" for count in self.num_microbatches]
                 announce(type(model).__name__, layout, schedules, split, self._description.costs or {})
-            model = self._parallelise(model, layout, board, criterion, self._makers[self.pipeline_index])
+            model = self._parallelise(model, board, criterion)
         wrapped = None if optimizer is None else self._wrap(optimizer, model)
         return model, wrapped, criterion, dataloader, lr_scheduler
 
@@ -445,12 +434,12 @@ class HeterogeneousParallelPlugin:
         if self.precision == "fp16":
             run.register("loss scale", self._loss_scale)
         now = run.enter()
-        layout, make_schedule = self._take_layout(now)
+        self._take_layout(now)
         with forming(self.time_limit, run.on_board) as board:
             if run.begins(now):
                 require_agreement(facts, board)
             values = None if run.begins(now) else run.values(now)
-            model = self._parallelise(model, layout, board, criterion, make_schedule, values)
+            model = self._parallelise(model, board, criterion, values)
         run.formed(model.pipeline)
         wrapped = self._wrap(optimizer, model)
         wrapped.run = run
@@ -479,18 +468,12 @@ class HeterogeneousParallelPlugin:
         return {**facts, "the pipelines' schedules": [summary(schedule) for schedule in self._schedules]}
 
     def _parallelise(
-        self,
-        model: Any,
-        layout: Layout,
-        board: FailureBoard,
-        criterion: Criterion | None,
-        make_schedule: Callable[[int], Schedule],
-        values: Values | None = None,
+        self, model: Any, board: FailureBoard, criterion: Criterion | None, values: Values | None = None
     ) -> Any:
         pipeline = parallelize(
             model,
-            layout,
-            make_schedule,
+            self.layout,
+            self._makers[self.pipeline_index],
             board,
             micro_batch_size=self.microbatch_size,
             # The members of an elastic run have little time to meet, but not to work.
