@@ -21,6 +21,7 @@ import trainer_matrix as matrix
 from families import FAMILIES
 from launch import run_python, torchrun
 from local_hub import local_hub
+from penstock import HeterogeneousParallelPlugin, PipelineTemplate
 from penstock.integrations.transformers import PipelineTrainer
 from pool import Pool
 from trainer_runs import NUM_EVALUATED, defaults, differences, metrics, over, samples, train, train_all
@@ -186,6 +187,27 @@ def test_float16_is_that_of_the_plain_trainer(pool: Pool, tmp_path: Path, scaled
             assert mine["step"] == theirs["step"] and mine.get("learning_rate") == theirs.get("learning_rate")
             tolerance = 1e-4 if scaled and theirs["step"] > 2 else TOLERANCE
             assert mine == pytest.approx(theirs, abs=tolerance, rel=tolerance, nan_ok=True)
+
+
+def train_overflowing(folder: Path, steps: int) -> tuple[list[float], int]:
+    """A run's learning rates and skipped steps; its first losses are scaled out of half precision's range."""
+    model = FAMILIES["gpt2"].build(dtype=torch.float32)
+    plugin = HeterogeneousParallelPlugin(microbatch_size=2, precision="fp16", initial_scale=2.0**21, hysteresis=1)
+    plugin.set_pipelines([PipelineTemplate.balanced(model, 1)], [2])
+    given = {**defaults(folder, steps, 2), "per_device_train_batch_size": 2, "eval_strategy": "no", "warmup_steps": 0}
+    arguments = TrainingArguments(**{**given, "lr_scheduler_type": "linear"})
+    trainer = PipelineTrainer(model, arguments, train_dataset=samples("text", 40, 1), parallelism=plugin)
+    trainer.train()
+    rates = [entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry]
+    return rates, trainer.optimizer.num_skipped_steps
+
+
+def test_a_step_that_is_skipped_with_a_plugin_leaves_the_learning_rate(pool: Pool, tmp_path: Path) -> None:
+    steps = 8
+    ((rates, skipped),) = pool.run(1, train_overflowing, tmp_path, steps, init=False)
+    assert 0 < skipped < steps
+    taken = [max(0, step - skipped) for step in range(steps)]  # it is the first ones that overflow
+    assert rates == pytest.approx([1e-2 * (1 - number / steps) for number in taken])
 
 
 # What the user of a peer's script changes: the import, and one argument.

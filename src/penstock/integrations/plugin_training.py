@@ -23,7 +23,6 @@ from penstock.booster import Booster
 from penstock.data.batch import MicrobatchedBatch
 from penstock.data.loader import Batches, HeterogeneousDataLoader
 from penstock.integrations.accelerator import PipelineAccelerator
-from penstock.modeling.graph.loss import NUM_ITEMS
 from penstock.optimizer import PipelineOptimizer
 from penstock.pipeline_model import PipelineModel
 from penstock.plugin import HeterogeneousParallelPlugin
@@ -53,23 +52,17 @@ class CountingBooster(Booster):
 
     def _inputs(self, batch: MicrobatchedBatch) -> Mapping[str, Any]:
         """The batch, and the labels of the whole global batch, which its loss is divided by."""
-        trainer = self._trainer
-        if "labels" not in batch or not trainer.model_accepts_loss_kwargs:
-            if trainer._has_own_loss:
-                raise ValueError(
-                    "compute_loss_func and label_smoothing_factor need batches with labels to be exact over pipelines; "
-                    f"this one has {', '.join(batch)}"
-                )
-            return batch
-        # The Trainer's own rule, for each microbatch: a collator may have shifted some.
-        with trainer._alone():
-            counted = [trainer._get_num_items_in_batch([one], trainer.args.device) for one in batch.microbatches]
-        if None in counted:
-            return batch
-        engine = trainer._engine
-        with engine.together(Call.COUNT_LABELS, [sum(int(count) for count in counted)]) as said:
-            total = sum(said[rank][0] for rank in trainer.accelerator.first_ranks)
-        return {**batch, NUM_ITEMS: torch.tensor(total, device=engine.device)}
+        trainer, engine, number = self._trainer, self._trainer._engine, None
+        if "labels" in batch and trainer.model_accepts_loss_kwargs:
+            # The Trainer's own rule, for each microbatch: a collator may have shifted some.
+            with trainer._alone():
+                counted = [trainer._get_num_items_in_batch([one], trainer.args.device) for one in batch.microbatches]
+            if None not in counted:
+                with engine.together(Call.COUNT_LABELS, [sum(int(count) for count in counted)]) as said:
+                    total = sum(said[rank][0] for rank in trainer.accelerator.first_ranks)
+                number = torch.tensor(total, device=engine.device)
+        inputs: Mapping[str, Any] = trainer._with_number(batch, number)
+        return inputs
 
 
 class PluginTraining:
@@ -254,8 +247,7 @@ class PluginTraining:
         """Forward and backward of the next global batch. Returns its loss, on every rank: ()."""
         trainer = self.trainer
         assert self._batches is not None
-        criterion = trainer._criterion if trainer._has_own_loss else None
-        loss: torch.Tensor = self.booster.execute_pipeline(self._batches, trainer.model, criterion)["loss"]
+        loss: torch.Tensor = self.booster.execute_pipeline(self._batches, trainer.model, trainer._criterion)["loss"]
         return loss
 
     def surviving(self, work: Callable[[], Any]) -> Any:

@@ -23,7 +23,7 @@ from penstock.config import SECTION, Configuration
 from penstock.data.packed import LENGTHS, cut_packed, is_packed
 from penstock.initialize import ConfigLike, initialize
 from penstock.modeling.adapters import base_of
-from penstock.modeling.graph.loss import NUM_ITEMS
+from penstock.modeling.graph.loss import NUM_ITEMS, Criterion
 from penstock.optimizer import load_optimizer_state, save_optimizer_state
 from penstock.pipeline_model import PipelineModel, loss_tensor
 from penstock.runtime.engine import DEFAULT_MICROBATCHES_PER_STAGE, Engine
@@ -243,7 +243,7 @@ class PipelineTrainerMixin(Trainer):
     # -- steps -----------------------------------------------------------------------------------------------------
 
     def training_step(
-        self, model: Any, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None = None
+        self, model: Any, inputs: Mapping[str, Any], num_items_in_batch: torch.Tensor | int | None = None
     ) -> torch.Tensor:
         """Forward and backward of a batch in microbatches. Returns its loss over all pipelines, on every rank: ()."""
         model.train()
@@ -252,22 +252,13 @@ class PipelineTrainerMixin(Trainer):
         if self._plugin is not None:
             return self._plugin.step()
         inputs = self._prepare_inputs(inputs)
-        counted = self.model_accepts_loss_kwargs and num_items_in_batch is not None
-        if counted:
-            inputs = {**inputs, NUM_ITEMS: torch.as_tensor(num_items_in_batch)}
+        if self.model_accepts_loss_kwargs:
+            inputs = self._with_number(inputs, num_items_in_batch)
         # A mean over this batch alone is averaged over those of the accumulation, and over the pipelines'.
         batches = self.current_gradient_accumulation_steps * len(self._engine.layout.pipelines)
-        divisor = 1 if counted else batches
-        criterion = None
-        if self._has_own_loss:
-            if not counted or "labels" not in inputs:
-                raise ValueError(
-                    "compute_loss_func and label_smoothing_factor need batches with labels, a tensor, to be exact over "
-                    f"pipelines; this one has {', '.join(inputs)}"
-                )
-            criterion = self._criterion
+        divisor = 1 if NUM_ITEMS in inputs else batches
         metrics = self._token_metrics(inputs)
-        loop = self._engine.train(self._cut(inputs), criterion)
+        loop = self._engine.train(self._cut(inputs), self._criterion)
         for output in loop:
             if metrics is not None:
                 metrics.add(output, loop.inputs)
@@ -285,7 +276,7 @@ class PipelineTrainerMixin(Trainer):
         weigh_routers(self)
         return TokenMetrics(self, inputs)
 
-    def _cut(self, inputs: dict[str, Any]) -> dict[str, Any]:
+    def _cut(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
         """The inputs, a packed row of sequences cut into microbatches."""
         if not is_packed(inputs):
             return inputs
@@ -294,14 +285,14 @@ class PipelineTrainerMixin(Trainer):
         pieces = cut_packed(inputs, wanted, first_microbatch=engine.place.pipeline * wanted)
         return {**inputs, **pieces}
 
-    def _without_lengths(self, inputs: dict[str, Any]) -> dict[str, Any]:
+    def _without_lengths(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
         """The inputs without what only kernels of flash attention read: it would make another plan for each batch."""
         if "flash" in str(getattr(self.model.config, "_attn_implementation", "")):
             return inputs
         return {name: value for name, value in inputs.items() if name not in LENGTHS}
 
     def compute_loss(
-        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+        self, model: Any, inputs: Mapping[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """In evaluation: the loss of this pipeline's batch. Training does not call it."""
         if torch.is_grad_enabled():
@@ -332,12 +323,27 @@ class PipelineTrainerMixin(Trainer):
             self.args.average_tokens_across_devices = together
 
     @property
-    def _has_own_loss(self) -> bool:
-        """Whether `compute_loss_func` or label smoothing computes the loss from the model's outputs."""
-        return bool(getattr(self, "compute_loss_func", None) or getattr(self, "label_smoother", None))
+    def _criterion(self) -> Criterion | None:
+        """What computes the loss from the outputs, `compute_loss_func` or label smoothing; None for the model itself."""
+        own = getattr(self, "compute_loss_func", None) or getattr(self, "label_smoother", None)
+        return self._own_loss if own else None
 
-    def _criterion(self, outputs: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
-        """That loss, of a microbatch in training."""
+    def _with_number(self, inputs: Mapping[str, Any], number: torch.Tensor | int | None) -> Mapping[str, Any]:
+        """The inputs of a training step with the number of labels that its loss is divided by, if it is known.
+
+        Raises:
+            ValueError: it is not, but the loss is not the model's own.
+        """
+        if number is not None:
+            inputs = {**inputs, NUM_ITEMS: torch.as_tensor(number)}
+        if self._criterion is not None and not (NUM_ITEMS in inputs and "labels" in inputs):
+            raise ValueError(
+                "compute_loss_func and label_smoothing_factor need batches with labels, a tensor, to be exact over "
+                f"pipelines; this one has {', '.join(inputs)}"
+            )
+        return inputs
+
+    def _own_loss(self, outputs: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
         if getattr(self, "compute_loss_func", None) is not None:
             own, shifting = self.compute_loss_func, {}
         else:
@@ -348,7 +354,7 @@ class PipelineTrainerMixin(Trainer):
 
     # As over the batches of an accumulation: each one's is divided by the number of items in all of them. A mean, for
     # which the Trainer does not ask, is that of this batch.
-    _criterion.reduction = NUM_ITEMS  # type: ignore[attr-defined]  # a function has attributes
+    _own_loss.reduction = NUM_ITEMS  # type: ignore[attr-defined]  # a function has attributes
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
