@@ -163,7 +163,7 @@ class PipelineOptimizer(Optimizer):
 
 
 def unwrapped(optimizer: Any) -> Optimizer | None:
-    """The optimizer inside of this library's or accelerate's wrapper. Raises TypeError if there is none."""
+    """The optimizer inside this library's or accelerate's wrapper. Raises TypeError if there is none."""
     inner = optimizer.unwrap() if isinstance(optimizer, PipelineOptimizer) else optimizer
     inner = getattr(inner, "optimizer", inner)
     if inner is not None and not isinstance(inner, Optimizer):

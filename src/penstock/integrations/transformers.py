@@ -324,7 +324,7 @@ class PipelineTrainerMixin(Trainer):
 
     @property
     def _criterion(self) -> Criterion | None:
-        """What computes the loss from the outputs, `compute_loss_func` or label smoothing; None for the model itself."""
+        """What computes the loss from the outputs, `compute_loss_func` or label smoothing; None for the model."""
         own = getattr(self, "compute_loss_func", None) or getattr(self, "label_smoother", None)
         return self._own_loss if own else None
 
