@@ -106,11 +106,10 @@ class StageRun:
         expected = self._expected(planned.call, args, kwargs) if planned.call.output.assumed else None
         output = unit.original(module, *args, **kwargs)
         shape = planned.call.output
-        if expected is not None:
-            real = shape.flatten(output, flatten((args, kwargs))[0] if shape.stored else ())
-            _check_assumption(planned.call, real, expected)
-        if planned.sends:
+        if planned.sends or expected is not None:
             leaves = shape.flatten(output, flatten((args, kwargs))[0] if shape.stored else ())
+            if expected is not None:
+                _check_assumption(planned.call, leaves, expected)
             for leaf, position, copied in planned.sends:
                 self._sends[position] = leaves[leaf].clone() if copied else leaves[leaf]
         if planned.side_sends:

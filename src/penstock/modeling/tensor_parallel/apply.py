@@ -116,14 +116,14 @@ class TensorParallel:
                 module.nf //= self.size
             is_head = module is or_none(getattr(model, "get_output_embeddings", None))
             extend(module, HEAD if is_head and style.layer is GATHERED else style.layer, self.region)
+        names = [name for name, _ in model.named_modules()]
         for pattern, attributes in self._plan.divided.items():
-            for name in matching(model, pattern, [name for name, _ in model.named_modules()]):
+            for module in map(model.get_submodule, matching(model, pattern, names)):
                 for attribute in attributes:
-                    module = model.get_submodule(name)
                     setattr(module, attribute, getattr(module, attribute) // self.size)
         for pattern, arguments in self._plan.by_heads.items():
-            for name in matching(model, pattern, [name for name, _ in model.named_modules()]):
-                extend_by_heads(model.get_submodule(name), arguments, self.region)
+            for module in map(model.get_submodule, matching(model, pattern, names)):
+                extend_by_heads(module, arguments, self.region)
         self._loss.install(model)
         if draws_random_numbers(model):
             self.region.around = partial(ShardedDropout, self.region)
@@ -208,9 +208,9 @@ class TensorParallel:
         """Refuse a size that does not divide what is sharded."""
         config, size = model.config.get_text_config(), self.size  # type: ignore[union-attr, operator]
         quantities: dict[str, int] = {}
-        for what in ("attention heads", "key-value heads"):
-            count = getattr(config, f"num_{what.replace('-', '_').replace(' ', '_')}", None)
-            if isinstance(count, int):
+        entries = {"attention heads": "num_attention_heads", "key-value heads": "num_key_value_heads"}
+        for what, entry in entries.items():
+            if isinstance(count := getattr(config, entry, None), int):
                 quantities[what] = count
         for name, shard in self.shards.items():
             shape = self._shapes[name]

@@ -21,7 +21,7 @@ from transformers.models.auto.auto_factory import _get_model_class
 
 from penstock.modeling.tensor_parallel import Sharding, TensorParallel, leave_shards
 from penstock.modeling.weights.names import held_names, strip_foreign
-from penstock.modeling.weights.shards import Scratch, ShardKeeper
+from penstock.modeling.weights.shards import DRAWN_IN_PLACE, Scratch, ShardKeeper
 
 
 def resolve_model_class(config: PretrainedConfig, model_class: type | None = None) -> type[PreTrainedModel]:
@@ -126,13 +126,10 @@ def init_stage(
 
 _DETERMINISTIC = frozenset({"constant_", "ones_", "zeros_", "eye_", "dirac_"})
 
-# Random operations of which the shape says how many numbers they draw. (A Poisson number takes as many as it takes.)
-_DRAWN_BY_SHAPE = frozenset(
-    [
-        *("uniform_", "normal_", "exponential_", "cauchy_", "log_normal_", "geometric_", "random_", "bernoulli_"),
-        *("rand", "rand_like", "randn", "randn_like", "randint", "randint_like", "randperm", "normal", "bernoulli"),
-        *("dropout", "native_dropout"),
-    ]
+# Random operations of which the shape says how many numbers they draw.
+_DRAWN_BY_SHAPE = DRAWN_IN_PLACE.union(
+    ("rand", "rand_like", "randn", "randn_like", "randint", "randint_like", "randperm", "normal", "bernoulli"),
+    ("dropout", "native_dropout"),
 )
 
 

@@ -43,13 +43,12 @@ class Scratch:
         return self._block[:num_bytes].view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
 
 
-# In-place operations after which nothing is left of what was there.
-_OVERWRITING = frozenset(
-    [
-        *("uniform_", "normal_", "exponential_", "cauchy_", "log_normal_", "geometric_", "random_", "bernoulli_"),
-        *("fill_", "zero_", "copy_"),
-    ]
+# Random operations in place. The shape says how many numbers they draw. (A Poisson number takes as many as it takes.)
+DRAWN_IN_PLACE = frozenset(
+    ["uniform_", "normal_", "exponential_", "cauchy_", "log_normal_", "geometric_", "random_", "bernoulli_"]
 )
+# In-place operations after which nothing is left of what was there.
+_OVERWRITING = DRAWN_IN_PLACE | {"fill_", "zero_", "copy_"}
 
 
 @dataclass(frozen=True)
