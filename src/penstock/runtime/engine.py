@@ -28,7 +28,7 @@ from penstock.data.placing import place
 from penstock.modeling.graph.loss import Criterion
 from penstock.modeling.instrumentation import known_of
 from penstock.modeling.stage.named_output import Form
-from penstock.modeling.stage.split import SplitModel, refuse_elsewhere
+from penstock.modeling.stage.split import SplitModel, refuse_moved
 from penstock.planning.layout import Layout, Place
 from penstock.runtime.boundary.boundaries import Boundaries
 from penstock.runtime.boundary.p2p import P2PChannels
@@ -412,7 +412,7 @@ class Engine:
                 "another whole model, or save this one and load it"
             )
         self._refuse_if_over()
-        refuse_elsewhere(model, self.device)
+        refuse_moved(model, self.device)
         split = SplitModel(model, self.split.stages, self.split.local_stages, aliases=self.split.aliases)
         made = Engine(
             split, self.layout, self._make_schedule, self.device, num_microbatches=self.num_microbatches,

@@ -218,7 +218,7 @@ class SplitModel:
         """Raise RuntimeError if the model was moved away from `device`, where its stages compute."""
         interceptor = self._forwards.interceptor
         if interceptor.moved:
-            refuse_elsewhere(self.model, device)
+            refuse_moved(self.model, device)
             interceptor.moved = False
 
     def plan(
@@ -409,7 +409,7 @@ def _copied(argument: Any) -> Any:
     return argument.clone() if isinstance(argument, torch.Tensor) else argument
 
 
-def refuse_elsewhere(model: nn.Module, device: torch.device) -> None:
+def refuse_moved(model: nn.Module, device: torch.device) -> None:
     """Raise RuntimeError if a tensor of this rank's part of a model is not on `device`, where its stages compute."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.device.type != device.type or device.index not in (None, tensor.device.index):
