@@ -596,7 +596,7 @@ class ElasticRun:
         return None if self.last_resort is None else self.last_resort.newest()
 
     def _candidates(self, now: Decision) -> list[int]:
-        """Who asks to join and lives."""
+        """The processes that ask to join and are alive."""
         meeting, pulse = self._membership.meeting, self._membership.pulse
         own, found = self._membership.record, []
         for member in everyone(pulse):
@@ -686,7 +686,7 @@ class ElasticRun:
             logger.warning("%s", change)
 
     def _say_goodbye(self) -> None:
-        """Leave, as was asked: the others have what they need."""
+        """Leave as requested: the others have what they need."""
         logger.warning("member %d has left the run after step %d", self.number, self.step)
         self._membership.close()
         leave_world()

@@ -1,4 +1,4 @@
-"""Who chooses the next tokens, and how the other ranks come to have them.
+"""Which rank chooses the next tokens, and how the other ranks get them.
 
 Where only the tokens count (greedy decoding, sampling), the rank of the last stage alone works on the logits: it
 processes them, chooses, and sends the tokens. The other ranks run the same loop on logits of one made-up entry, and put

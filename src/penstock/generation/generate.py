@@ -122,7 +122,7 @@ def _run(
 
 
 class Unheard(BaseStreamer):
-    """Stands for a streamer that does not stream here, so that all ranks accept or refuse one together."""
+    """Replaces a streamer that does not stream here, so that all ranks accept or refuse one together."""
 
     def put(self, value: torch.Tensor) -> None:
         pass
@@ -153,7 +153,7 @@ def _streaming(arguments: dict[str, Any], given: tuple[bool, bool], everywhere: 
 
 
 def _refuse(arguments: Mapping[str, Any], model: nn.Module) -> None:
-    """Raise NotImplementedError for what would go round the model's forward, ValueError for an empty batch."""
+    """Raise NotImplementedError for options that bypass the model's forward, ValueError for an empty batch."""
     for name, reason in REFUSED_SETTINGS.items():
         if setting(name, arguments, model):
             raise NotImplementedError(f"generate({name}=...) is not implemented over pipeline stages: {reason}")

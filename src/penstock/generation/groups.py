@@ -1,4 +1,4 @@
-"""A batch in groups: how many, their arguments, and one result of theirs.
+"""A batch in groups: how many, their arguments, and one result from theirs.
 
 While one group's forward is on another stage, this one works on the next group's; so all stages have work.
 """
@@ -150,7 +150,7 @@ def _first(reasons: Mapping[str, str], arguments: Mapping[str, Any], model: Any)
 
 
 def _without_rows(arguments: Mapping[str, Any], model: Any) -> str | None:
-    """Why the arguments cannot be cut by samples."""
+    """Why the arguments cannot be split by samples."""
     batch_size = batch_size_in(arguments, model)
     if batch_size is None:
         return "no argument tells the number of samples"
@@ -165,7 +165,7 @@ def _without_rows(arguments: Mapping[str, Any], model: Any) -> str | None:
 
 @contextmanager
 def said_once() -> Iterator[None]:
-    """For the duration, transformers says once what it would say in each group."""
+    """Inside, transformers logs a message once instead of once for each group."""
     said: set[str] = set()
 
     def is_new(record: logging.LogRecord) -> bool:

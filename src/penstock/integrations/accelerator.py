@@ -1,4 +1,4 @@
-"""An Accelerator for a pipelined model: what accelerate takes for processes are whole pipelines."""
+"""An Accelerator for a pipelined model: each pipeline counts as one process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class PipelineAccelerator(Accelerator):
 
     @classmethod
     def take_over(cls, accelerator: Accelerator, model: PreTrainedModel) -> None:
-        """Make `accelerator` one for `model`, which is parallelised."""
+        """Turn `accelerator` into one for `model`, which is parallelised."""
         accelerator.__class__ = cls
         accelerator.engine = model.pipeline
         # A loader of an iterable data set would otherwise read on the first rank and deal out to all ranks.
@@ -59,7 +59,7 @@ class PipelineAccelerator(Accelerator):
     def prepare_model(
         self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> torch.nn.Module:
-        """The model as it is: it stands where it should, and reduces its own gradients."""
+        """The model unchanged: it is on its device already, and reduces its own gradients."""
         if not any(model is known for known in self._models):
             self._models.append(model)
         return model

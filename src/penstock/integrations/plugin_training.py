@@ -116,7 +116,7 @@ class PluginTraining:
         PipelineAccelerator.take_over(self.trainer.accelerator, self.trainer.model)
 
     def loader(self) -> HeterogeneousDataLoader:
-        """Of the training data, in the order of the plugin's own sampler."""
+        """A loader of the training data, in the order of the plugin's own sampler."""
         trainer, args = self.trainer, self.trainer.args
         dataset, collate = trainer.train_dataset, trainer.data_collator
         if dataset is None:
@@ -185,7 +185,7 @@ class PluginTraining:
         return self.plugin.run is not None and self.plugin.run.joined
 
     def state_dict(self) -> dict[str, Any]:
-        """What a process that joins needs to know of the Trainer."""
+        """What a process that joins needs to know about the Trainer."""
         trainer = self.trainer
         callbacks = [one.state() for one in trainer.callback_handler.callbacks if isinstance(one, ExportableState)]
         sums = trainer._tr_loss.item(), trainer._total_loss_scalar

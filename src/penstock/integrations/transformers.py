@@ -63,7 +63,7 @@ REFUSED_IF_SET = {
 
 
 class PipelineTrainerMixin(Trainer):
-    """Put before a class derived from transformers' `Trainer`, it trains the model over pipeline stages.
+    """A mixin to put before a class derived from transformers' `Trainer`: it trains the model over pipeline stages.
 
     All other arguments are the Trainer's. Every rank runs the same script, and every call is made on every rank. A
     batch is one pipeline's: `per_device_train_batch_size` samples for each pipeline, not for each rank.
@@ -162,7 +162,7 @@ class PipelineTrainerMixin(Trainer):
             raise _not_over_pipelines(f"{kind.__name__}.compute_loss", "use compute_loss_func")
 
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
-        """It is there."""
+        """Do nothing: the model is on its device already."""
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Samples in an optimizer's step, over all pipelines."""
@@ -277,7 +277,7 @@ class PipelineTrainerMixin(Trainer):
         return TokenMetrics(self, inputs)
 
     def _cut(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The inputs, a packed row of sequences cut into microbatches."""
+        """The inputs; a packed row of sequences is split into microbatches."""
         if not is_packed(inputs):
             return inputs
         inputs, engine = self._without_lengths(inputs), self._engine
@@ -438,7 +438,7 @@ def _configuration(parallelism: ConfigLike) -> Configuration:
 
 
 def _newest_whole(folder: str) -> str | None:
-    """The newest of the Trainer's checkpoints that has the file which is written last."""
+    """The newest of the Trainer's checkpoints that is whole: it has the file which is written last."""
     found = [path for path in Path(folder).glob("checkpoint-*") if path.name.partition("-")[2].isdecimal()]
     whole = [path for path in found if (path / TRAINER_STATE_NAME).exists()]
     return str(max(whole, key=lambda path: int(path.name.partition("-")[2]))) if whole else None

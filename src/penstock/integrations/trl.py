@@ -1,4 +1,4 @@
-"""What TRL's SFTTrainer logs beside the loss: it is made from logits, which are on the last stage only."""
+"""What TRL's SFTTrainer logs besides the loss: figures made from logits, which are on the last stage only."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def is_sft(trainer: Any) -> bool:
 
 
 def is_sft_class(kind: type) -> bool:
-    """Whether it is the class itself."""
+    """Whether `kind` is the class SFTTrainer itself."""
     return kind.__module__.startswith("trl.") and kind.__name__ == "SFTTrainer"
 
 
@@ -53,7 +53,7 @@ class TokenMetrics:
         self._sums: torch.Tensor | None = None
 
     def add(self, outputs: Mapping[str, Any], inputs: Mapping[str, Any]) -> None:
-        """Look at the outputs of the batch or of a microbatch of it; those without logits say nothing."""
+        """Take the figures of the outputs of the batch or of a microbatch; outputs without logits have none."""
         logits, routers = outputs.get("logits"), outputs.get("aux_loss")
         if not isinstance(logits, torch.Tensor):
             return
@@ -65,7 +65,7 @@ class TokenMetrics:
         self._sums = sums if self._sums is None else self._sums + sums
 
     def note(self) -> None:
-        """Hand the figures of all pipelines' batches to what the trainer logs next. Every rank calls this."""
+        """Add the figures of all pipelines' batches to what the trainer logs next. Every rank calls this."""
         trainer = self._trainer
         own = [*([0.0] * 5 if self._sums is None else self._sums.tolist()), float(self._num_tokens)]
         engine, state = trainer._engine, trainer.accelerator.gradient_state

@@ -31,7 +31,7 @@ def base_of(model: Any) -> Any:
 
 
 def modules_inside(module: nn.Module) -> Iterator[nn.Module]:
-    """The modules inside `module`, but for those inside adapter layers: such a layer is of one piece."""
+    """The modules inside `module`, except those inside adapter layers: such a layer counts as one piece."""
     for child in module.children():
         yield child
         if not is_adapter_layer(child):

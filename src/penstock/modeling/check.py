@@ -78,7 +78,7 @@ class BoundaryReport:
 
 @dataclass(frozen=True)
 class Report:
-    """What `check` found.
+    """The result of `check`.
 
     Attributes:
         model: the model's class.

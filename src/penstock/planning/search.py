@@ -70,11 +70,11 @@ class Template:
     follow: Callable[[int], tuple[Counts, Counts]]
 
     def seconds(self, microbatches: int) -> float:
-        """The formula's time of a step of the best split."""
+        """The time of a step of the best split, by the formula."""
         return min([total + (microbatches - 1) * slowest for slowest, total in self.times])
 
     def split_for(self, microbatches: int) -> Split:
-        """The fastest for so many microbatches."""
+        """The fastest split for a number of microbatches."""
         label = min(range(len(self.times)), key=lambda i: self.times[i][1] + (microbatches - 1) * self.times[i][0])
         return self.splits[label]
 

@@ -110,7 +110,7 @@ def _rank_of(simulation: Simulation, stage: int) -> int:
 
 
 def gradients_ready(simulation: Simulation) -> dict[int, float]:
-    """Per stage, when its last gradient is there."""
+    """For each stage, when its last gradient is complete."""
     schedule = simulation.schedule
     ready: dict[int, float] = {}
     for rank, (actions, starts) in enumerate(zip(schedule.actions, simulation.starts, strict=True)):

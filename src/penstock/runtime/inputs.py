@@ -57,7 +57,7 @@ class StepInputs:
         with_counts: bool,
         hosts: Sequence[Mapping[str, Any]] | None = None,
     ) -> StepInputs:
-        """Of microbatches. `with_counts`: on the last stage, which weighs the loss."""
+        """Make the inputs of microbatches. `with_counts`: on the last stage, which weighs the loss."""
         hosts = microbatches if hosts is None else hosts
         plans: list[Plan] = []
         signatures: list[Any] = []

@@ -21,7 +21,7 @@ HOW_TO_LOOP = (
 
 
 class OpenStep:
-    """Which training step is under way on this rank, if any: nothing else may communicate meanwhile, and the handlers
+    """The training step under way on this rank, if any: nothing else may communicate meanwhile, and the handlers
     of signals wait."""
 
     def __init__(self, interrupts: Interrupts) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class _Told(NamedTuple):
-    """What a rank says of itself: what it needs, and of what it has the optimizer's state.
+    """What a rank reports: what it needs, and of which parameters it has the optimizer's state.
 
     Of tensors in a state the others are told their specs, of anything else the value.
     """

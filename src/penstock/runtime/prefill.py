@@ -79,7 +79,7 @@ class Prefill:
 
 
 def _is_empty(cache: Any) -> bool:
-    """Whether it is an ordinary cache that nothing has been put into."""
+    """Whether it is an ordinary cache that is still empty."""
     return (
         type(cache) is DynamicCache
         and not cache.offloading
@@ -88,14 +88,14 @@ def _is_empty(cache: Any) -> bool:
 
 
 def _like(cache: Any) -> Any:
-    """An empty cache like an empty one."""
+    """A new empty cache of the same kind."""
     made = copy.copy(cache)
     made.layers = [copy.copy(layer) for layer in cache.layers]
     return made
 
 
 def _joined(layers: Sequence[Any]) -> Any:
-    """A layer with the samples of all `layers`, which give theirs up."""
+    """A layer with the samples of all `layers`, which are emptied."""
     first = layers[0]
     if first.is_initialized:
         for states in ("keys", "values"):

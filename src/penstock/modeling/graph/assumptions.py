@@ -1,4 +1,4 @@
-"""Modules that cannot run on meta tensors, taken for ones that keep their input's shape.
+"""Modules that cannot run on meta tensors, which are assumed to keep their input's shape.
 
 They have a kernel without a meta version (the grouped matmul of mixture-of-experts layers), or code that asks after
 values. What is assumed may be wrong: the unit's owner checks the real shapes.
@@ -20,7 +20,7 @@ from penstock.modeling.placeholders.caches import note_use
 
 
 class Assumptions:
-    """What is assumed of modules in one unit for as long as the context lasts.
+    """What is assumed about modules in one unit while the context lasts.
 
     Args:
         unit: its meta copy.
@@ -40,11 +40,11 @@ class Assumptions:
 
     @property
     def num_parameters(self) -> int:
-        """Elements of the parameters in the modules that something was assumed of."""
+        """Elements of the parameters in the modules about which something was assumed."""
         return sum(parameter.numel() for module in self._made for parameter in module.parameters())
 
     def assume(self, module: nn.Module) -> None:
-        """Let a module keep its input's shape."""
+        """Assume that a module keeps its input's shape."""
         if module not in self._made:
             module.forward = self._made[module] = _Assumption(module, self._width)
 
@@ -67,7 +67,7 @@ class Assumptions:
 
 
 class _Unpacked(TypeError):
-    """A module that returns several tensors was taken for one that returns a tensor."""
+    """A module that returns several tensors was assumed to return one."""
 
     def __init__(self, assumption: _Assumption) -> None:
         super().__init__("a module that returns several tensors was taken for one that keeps its input's shape")
@@ -75,7 +75,7 @@ class _Unpacked(TypeError):
 
 
 class _Assumed(torch.Tensor):
-    """The output of a module that was taken for shape-preserving: one tensor, not to be unpacked like a tuple."""
+    """The output of a module that is assumed to keep its input's shape: one tensor, not to be unpacked like a tuple."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch itself does
     assumption: _Assumption
@@ -90,7 +90,7 @@ class _Assumed(torch.Tensor):
 
 
 class _Assumption:
-    """The forward of a module that is taken for one that keeps its input's shape.
+    """The forward of a module that is assumed to keep its input's shape.
 
     If it is given a cache, it is taken to lengthen the layer that its `layer_idx` names.
 

@@ -396,11 +396,11 @@ class _Values:
         self._gradient_buffers = [_maker(spec, device) for spec in gradients]
 
     def buffers(self) -> list[torch.Tensor]:
-        """To receive it into."""
+        """Buffers to receive it into."""
         return list(map(call, self._buffers))
 
     def gradient_buffers(self) -> list[torch.Tensor]:
-        """To receive what comes back into."""
+        """Buffers to receive what comes back into."""
         return list(map(call, self._gradient_buffers))
 
     def fit(self, tensors: Iterable[torch.Tensor]) -> bool:

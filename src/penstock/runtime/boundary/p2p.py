@@ -66,7 +66,7 @@ def _as_carried(transfer: _Transfer, tensors: list[torch.Tensor], peer: int, tag
 
 
 class Waitable(Protocol):
-    """What ends with a transfer: a `dist.Work`, or `_Works`."""
+    """A transfer under way: a `dist.Work`, or `_Works`."""
 
     def wait(self) -> Any:
         """Wait for the end. On an accelerator only the stream waits."""
@@ -161,7 +161,7 @@ class P2PChannel:
         return buffers
 
     def send(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Send `tensors` as the next message, and let go of older ones if many are under way (see `SENDS_AHEAD`)."""
+        """Send `tensors` as the next message, and release older ones if many are under way (see `SENDS_AHEAD`)."""
         work: Waitable
         sent, peer, tag = list(map(torch.Tensor.contiguous, tensors)), self._peer_in_group, self._tag
         try:
@@ -242,7 +242,7 @@ class P2PChannels:
         self.labels = False
 
     def channel(self, boundary: int, kind: Message, upper: bool, peer: int | None = None) -> P2PChannel:
-        """That of `kind` over `boundary`; `upper` if this rank holds the stage above it, `boundary + 1`.
+        """The channel of `kind` over `boundary`; `upper` if this rank holds the stage above it, `boundary + 1`.
 
         Results cross no boundary: in its place stands the pipeline rank that they are for, and `peer` is the global
         rank at the other end.

@@ -28,7 +28,7 @@ MAX_REMEMBERED = 4096
 
 
 class Expected:
-    """A message that was asked for.
+    """A message whose receive was requested.
 
     Attributes:
         key, family: its kind; see `Series`.
@@ -111,7 +111,7 @@ class Series:
     def expect(
         self, count: int, key: Hashable | None = None, family: Hashable | None = None, specs: Specs | None = None
     ) -> Expected:
-        """Ask for the next message, of `count` tensors, with the arguments with which it is given."""
+        """Request the next message, of `count` tensors, with the arguments that its sender gives."""
         expected = Expected(count, key, family, specs)
         self._expected.append(expected)
         self._post()
@@ -135,7 +135,7 @@ class Series:
         return expected.buffers
 
     def drain(self) -> None:
-        """Receive what was asked for and will not be taken."""
+        """Receive requested messages that will not be taken."""
         while self._expected:
             self.take(self._expected[0])
 
@@ -161,7 +161,7 @@ class Series:
             self._num_posted += 1
 
     def _specs_of(self, key: Hashable | None, family: Hashable | None) -> Specs | None:
-        """What a message of this kind consists of, if all before it tell."""
+        """The tensors in a message of this kind, if the earlier ones tell."""
         if key is None:
             return None
         known = self._known.get(key)

@@ -66,7 +66,7 @@ def carried(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def broadcast_tensor(tensor: torch.Tensor, source: int, group: dist.ProcessGroup) -> None:
-    """Every rank of `group` gets the values of the global rank `source` in `tensor`, contiguous, of any type."""
+    """Broadcast the global rank `source`'s values of `tensor`, contiguous and of any type, to every rank of `group`."""
     dist.broadcast(carried(tensor), source, group=group)
 
 

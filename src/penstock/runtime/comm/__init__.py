@@ -1,1 +1,1 @@
-"""How ranks meet, and what they tell each other besides the values of a step."""
+"""How ranks meet, and what they communicate besides the values of a step."""

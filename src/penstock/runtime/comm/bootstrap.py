@@ -1,4 +1,4 @@
-"""torch.distributed from whatever launched this process."""
+"""Starting torch.distributed from the environment of any launcher."""
 
 from __future__ import annotations
 

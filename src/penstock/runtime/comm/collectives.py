@@ -50,7 +50,7 @@ class GroupCollectives:
         return DTensor.from_local(tensor, self._mesh, [Shard(tensor.dim() - 1)], run_check=False)
 
     def clear(self) -> None:
-        """Let go of the group: one that is referred to keeps its connections, and the ranks waiting on them."""
+        """Release the group: one that is still referenced keeps its connections, and the ranks waiting on them."""
         self._group = self._mesh = None
 
     def _reduce(self, tensor: torch.Tensor, operation: dist.ReduceOp.RedOpType) -> None:

@@ -30,7 +30,7 @@ def transport(device: torch.device) -> str:
 
 
 def backend() -> str:
-    """What torch's default process group is initialised with: gloo carries CPU tensors, NCCL those on GPUs."""
+    """The backend of torch's default process group: gloo carries CPU tensors, NCCL those on GPUs."""
     kind = accelerator()
     return "gloo" if kind is None else f"cpu:gloo,{kind.type}:{transport(kind)}"
 

@@ -145,7 +145,7 @@ class Said(NamedTuple):
 
 
 class Pending:
-    """A roll call under way."""
+    """A roll call that has begun."""
 
     def __init__(self, roll_call: RollCall, call: Call, facts: list[int], everyone: bool):
         self._roll_call = roll_call
@@ -236,7 +236,7 @@ def _agreed(said: Mapping[int, Said]) -> bool:
 
 
 def _mismatch(calls: Mapping[int, int]) -> str:
-    """Who does what."""
+    """Which rank makes which call."""
     said = [f"{ranks_in_words([r for r, c in calls.items() if c == call])} entered {Call(call)}"
             for call in sorted(set(calls.values()))]  # fmt: skip
     return (

@@ -59,7 +59,7 @@ class Settings(NamedTuple):
     trainable: int = 0
 
     def compare(self, said: Mapping[int, Sequence[int]], layout: Layout) -> bool:
-        """Compare what every rank said.
+        """Compare the facts of all ranks.
 
         Returns:
             Whether the same parameters are frozen everywhere; which differ is not in these numbers. True if not all
@@ -153,13 +153,13 @@ def settings_in_words(values: Mapping[int, int]) -> str:
 
 
 def bits_of(number: float) -> int:
-    """A float as an integer, for the roll call."""
+    """The bits of a float as an integer, for the roll call."""
     bits: int = struct.unpack("<q", struct.pack("<d", number))[0]
     return bits
 
 
 def number_of(bits: int) -> float:
-    """What `bits_of` was given."""
+    """The float whose bits these are."""
     number: float = struct.unpack("<d", struct.pack("<q", bits))[0]
     return number
 
@@ -230,7 +230,7 @@ class FrozenParameters:
         return self._numbers
 
     def described(self) -> dict[str, Wish]:
-        """What this rank's caller wishes of every parameter here, by its first name in the unsplit model."""
+        """The wish of this rank's caller for each parameter here, by its first name in the unsplit model."""
         self.numbers()
         return {
             held.name: Wish(names, trainable, wished)

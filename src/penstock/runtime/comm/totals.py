@@ -1,4 +1,4 @@
-"""What the pipelines of a layout sum up in a step besides gradients: the loss, the terms of its means, samples."""
+"""The sums over the pipelines of a layout in a step, besides gradients: the loss, the terms of its means, samples."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ from penstock.runtime.stages import requires_grad
 
 @dataclass(frozen=True)
 class ReductionReport:
-    """What the reduction of a step took.
+    """What the reduction of a step cost.
 
     Attributes:
         num_bytes: size of the gradients.
@@ -240,7 +240,7 @@ class GradientReducer:
             bucket.work = None
 
     def remove_hooks(self) -> None:
-        """Leave the parameters as they were."""
+        """Remove the hooks from the parameters."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

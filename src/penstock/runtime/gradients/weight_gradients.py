@@ -78,7 +78,7 @@ class WeightGradientQueues:
         self._at_once = True
 
     def close(self) -> None:
-        """From here on weight gradients are autograd's."""
+        """From here on autograd computes weight gradients itself."""
         self._current, self._at_once = None, False
 
     @torch.no_grad()
