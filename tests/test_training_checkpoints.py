@@ -6,6 +6,7 @@ import copy
 import gc
 import json
 import os
+import shutil
 import signal
 import threading
 import zlib
@@ -100,11 +101,13 @@ def test_a_kill_at_every_change_leaves_a_whole_checkpoint_for_every_reader(plain
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_kill_at_every_change_leaves_the_previous_step_or_this_one(asynchronous: bool, tmp_path: Path) -> None:
     old, new = trained(1), trained(2)
+    before = tmp_path / "before"
+    for earlier in (1, 2):
+        penstock.save_checkpoint(before, model=old[0], optimizer=old[1], step=earlier)
     seen, status, number = [], -signal.SIGKILL, 0
     while status:
         folder = tmp_path / str(number)
-        for earlier in (1, 2):
-            penstock.save_checkpoint(folder, model=old[0], optimizer=old[1], step=earlier)
+        shutil.copytree(before, folder)
 
         def attempt(folder: Path = folder, number: int = number) -> None:
             die_before_change(number)
