@@ -56,9 +56,8 @@ def test_one_message_per_channel_is_room_enough_even_if_sends_block(name: str, p
     assert tuple(done) == schedule.actions
 
 
-def per_rank_peak(schedule: Schedule) -> list[int]:
-    peak = schedule.peak_live_per_rank()
-    return [peak[rank] for rank in range(schedule.num_ranks)]
+def per_rank_peak(schedule: Schedule) -> list[float]:
+    return list(schedule.peaks([1.0] * schedule.num_stages))
 
 
 @settings(deadline=None, max_examples=100)

@@ -18,6 +18,7 @@ from penstock.planning.pipelines import balanced_templates, schedule_maker
 from penstock.planning.simulate import LayoutSimulation, simulate_layout
 from penstock.planning.tables import as_text, compact
 from penstock.schedule import Costs, Schedule, gantt_svg
+from penstock.schedule.gantt import FAINT, svg_head, svg_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -26,7 +27,6 @@ logger = logging.getLogger("penstock")
 
 # Colours of the pipelines, in turn; pale enough for dark letters.
 COLOURS = ("#bbd7ee", "#c5e3cf", "#fbe3a8", "#dccbe8", "#f6cdb8", "#cfd8dc")
-INK, FAINT = "#263238", "#607d8b"
 LEFT, TOP, ROW, GAP, WIDTH = 150.0, 64.0, 44.0, 12.0, 760.0
 # Width of a letter, in font sizes: a box shows the longest of its labels that fits.
 LETTER = 0.56
@@ -151,13 +151,9 @@ class LayoutDescription:
         height = TOP + len(self.layout.pipelines) * (ROW + GAP) + 34
         total_width = max(LEFT + WIDTH + 30, inner_width)
         parts = [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {total_width:.0f} {height + inner_height:.0f}" '
-            f'width="{total_width:.0f}" height="{height + inner_height:.0f}" '
-            'font-family="Helvetica, Arial, sans-serif">',
-            f"<title>{escape(self.title)}</title>",
-            '<rect width="100%" height="100%" fill="#ffffff"/>',
-            _text(LEFT, 24, self.title, 15, weight="bold"),
-            _text(LEFT, 44, self.caption, 12, colour=FAINT),
+            *svg_head(total_width, height + inner_height, self.title),
+            svg_text(LEFT, 24, self.title, size=15, weight="bold"),
+            svg_text(LEFT, 44, self.caption, size=12, colour=FAINT),
             *self._segments(height),
             *(part for index in range(len(self.layout.pipelines)) for part in self._row(index)),
             timeline.replace("<svg ", f'<svg y="{height:.0f}" ', 1).rstrip("\n"),
@@ -176,9 +172,10 @@ class LayoutDescription:
     def _row(self, index: int) -> Iterator[str]:
         pipeline, y = self.layout.pipelines[index], TOP + index * (ROW + GAP)
         count = self.num_microbatches[index]
-        yield _text(LEFT - 12, y + 18, f"pipeline {index}", 13, anchor="end", weight="bold")
+        yield svg_text(LEFT - 12, y + 18, f"pipeline {index}", size=13, anchor="end", weight="bold")
         plural = "" if count == 1 else "es"
-        yield _text(LEFT - 12, y + 34, f"{count} microbatch{plural}, {self.share(index):.0%}", 11, FAINT, "end")
+        share = f"{count} microbatch{plural}, {self.share(index):.0%}"
+        yield svg_text(LEFT - 12, y + 34, share, size=11, colour=FAINT, anchor="end")
         step, position = WIDTH / len(self.layout.units), 0
         for stage, units in enumerate(pipeline.stages):
             x, width = LEFT + position * step, len(units) * step
@@ -192,7 +189,7 @@ class LayoutDescription:
             rank, number = ranks_of(pipeline, stage), f"{len(units)} unit" + ("" if len(units) == 1 else "s")
             for line, labels in ((18, (f"rank {rank}", rank)), (34, (number + size, number, str(len(units))))):
                 label = next((text for text in labels if len(text) * LETTER * 12 < width), "")
-                yield _text(x + width / 2, y + line, label, 12, anchor="middle")
+                yield svg_text(x + width / 2, y + line, label, size=12, anchor="middle")
 
     def _segments(self, height: float) -> Iterator[str]:
         """Dashed lines where some pipeline has a boundary: between two of them lies a segment."""
@@ -279,12 +276,3 @@ def _short(number: int) -> str:
         if number >= unit:
             return f"{number / unit:.3g} {name}"
     return str(number)
-
-
-def _text(
-    x: float, y: float, text: str, size: int, colour: str = INK, anchor: str = "start", weight: str = "normal"
-) -> str:
-    return (
-        f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" fill="{colour}" text-anchor="{anchor}" '
-        f'font-weight="{weight}">{escape(text)}</text>'
-    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
@@ -125,23 +125,17 @@ class Schedule:
         """The action after which a microbatch's activations on a stage are no longer needed."""
         return Kind.W if self.splits_backward else Kind.B
 
-    def peak_live_microbatches(self) -> dict[int, int]:
-        """Per stage, the most microbatches whose activations are held at once: from F to the end of the backward."""
-        return self._peaks({stage: stage for stage in range(self.num_stages)})
-
-    def peak_live_per_rank(self) -> dict[int, int]:
-        """Per rank, the most (stage, microbatch) pairs held at once over all stages of the rank."""
-        return self._peaks(dict(enumerate(self.stage_to_rank)))
-
-    def _peaks(self, place_of_stage: Mapping[int, int]) -> dict[int, int]:
-        live = dict.fromkeys(place_of_stage.values(), 0)
-        peak = dict(live)
+    def peaks(self, of_stage: Sequence[float]) -> tuple[float, ...]:
+        """Per rank, the most that is held at once over its stages, each of which holds so much for a microbatch from
+        its F to the end of its backward."""
+        peaks = []
         for actions in self.actions:
+            held = peak = 0.0
             for action in actions:
-                place = place_of_stage[action.stage]
                 if action.kind is Kind.F:
-                    live[place] += 1
-                    peak[place] = max(peak[place], live[place])
+                    held += of_stage[action.stage]
+                    peak = max(peak, held)
                 elif action.kind is self.last_kind:
-                    live[place] -= 1
-        return peak
+                    held -= of_stage[action.stage]
+            peaks.append(peak)
+        return tuple(peaks)

@@ -24,8 +24,8 @@ _NAMES = {
     EventKind.WAIT: "waiting",
     EventKind.REDUCTION: "gradient reduction",
 }
-_INK = "#263238"
-_FAINT = "#607d8b"
+INK = "#263238"
+FAINT = "#607d8b"
 
 _LEFT, _RIGHT, _TOP, _ROW, _GAP, _AXIS = 84.0, 78.0, 66.0, 26.0, 5.0, 46.0
 _DIGIT = 0.56  # width of a digit, in font sizes
@@ -61,11 +61,8 @@ def gantt_svg(events: Iterable[TimedEvent], title: str = "", width: float | None
     total_width = _LEFT + chart.width + _RIGHT
     total_height = chart.y(chart.num_ranks) + _AXIS
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {total_width:.0f} {total_height:.0f}" '
-        f'width="{total_width:.0f}" height="{total_height:.0f}" font-family="Helvetica, Arial, sans-serif">',
-        f"<title>{escape(title or 'pipeline timeline')}</title>",
-        '<rect width="100%" height="100%" fill="#ffffff"/>',
-        _text(_LEFT, 24, title, size=15, weight="bold"),
+        *svg_head(total_width, total_height, title or "pipeline timeline"),
+        svg_text(_LEFT, 24, title, size=15, weight="bold"),
         *_legend(chart),
         *_axis(chart),
         *_ranks(chart),
@@ -113,11 +110,11 @@ def _legend(chart: _Chart) -> Iterator[str]:
     ]
     x = _LEFT
     for colour, name in entries:
-        yield f'<rect x="{x:.1f}" y="36" width="14" height="14" rx="2" fill="{colour}" stroke="{_FAINT}"/>'
-        yield _text(x + 20, 47, name, size=12)
+        yield f'<rect x="{x:.1f}" y="36" width="14" height="14" rx="2" fill="{colour}" stroke="{FAINT}"/>'
+        yield svg_text(x + 20, 47, name, size=12)
         x += 20 + 6.2 * len(name) + 22
     if any(len(stages) > 1 for stages in chart.stages_of_rank.values()):
-        yield _text(x, 47, "paler: a later stage of the same rank", size=12, colour=_FAINT)
+        yield svg_text(x, 47, "paler: a later stage of the same rank", size=12, colour=FAINT)
 
 
 def _axis(chart: _Chart) -> Iterator[str]:
@@ -127,8 +124,8 @@ def _axis(chart: _Chart) -> Iterator[str]:
         time = tick * step
         x = chart.x(chart.begin + time)
         yield f'<line x1="{x:.1f}" y1="{_TOP - 4:.1f}" x2="{x:.1f}" y2="{bottom:.1f}" stroke="#cfd8dc"/>'
-        yield _text(x, bottom + 14, f"{time * per_unit:g}", size=11, colour=_FAINT, anchor="middle")
-    yield _text(_LEFT + chart.width / 2, bottom + 33, f"time ({unit})", size=12, colour=_FAINT, anchor="middle")
+        yield svg_text(x, bottom + 14, f"{time * per_unit:g}", size=11, colour=FAINT, anchor="middle")
+    yield svg_text(_LEFT + chart.width / 2, bottom + 33, f"time ({unit})", size=12, colour=FAINT, anchor="middle")
 
 
 def _ticks(span: float, width: float) -> tuple[float, str, float]:
@@ -145,11 +142,11 @@ def _ticks(span: float, width: float) -> tuple[float, str, float]:
 def _ranks(chart: _Chart) -> Iterator[str]:
     idle = bubble_fractions(chart.events, chart.num_ranks)
     right = _LEFT + chart.width
-    yield _text(right + 8, _TOP - 10, "idle", size=11, colour=_FAINT)
+    yield svg_text(right + 8, _TOP - 10, "idle", size=11, colour=FAINT)
     for rank in range(chart.num_ranks):
         middle = chart.y(rank) + _ROW / 2 + 4
-        yield _text(_LEFT - 10, middle, f"rank {rank}", size=12, anchor="end")
-        yield _text(right + 8, middle, f"{100 * idle[rank]:.1f} %", size=11, colour=_FAINT)
+        yield svg_text(_LEFT - 10, middle, f"rank {rank}", size=12, anchor="end")
+        yield svg_text(right + 8, middle, f"{100 * idle[rank]:.1f} %", size=11, colour=FAINT)
 
 
 def _boxes(chart: _Chart) -> Iterator[str]:
@@ -178,8 +175,8 @@ def _number(event: TimedEvent, x: float, y: float, width: float, paleness: float
     number = str(event.microbatch)
     size = min(12.0, (width - 1.5) / (_DIGIT * len(number)))
     if size >= 7.0:
-        colour = "#ffffff" if event.kind is EventKind.B and paleness < 0.4 else _INK
-        yield _text(x, y + 0.36 * size, number, size=size, colour=colour, anchor="middle")
+        colour = "#ffffff" if event.kind is EventKind.B and paleness < 0.4 else INK
+        yield svg_text(x, y + 0.36 * size, number, size=size, colour=colour, anchor="middle")
 
 
 def _description(event: TimedEvent) -> str:
@@ -196,8 +193,19 @@ def _colour(kind: EventKind, paleness: float = 0.0) -> str:
     return f"#{red:02x}{green:02x}{blue:02x}"
 
 
-def _text(
-    x: float, y: float, text: str, *, size: float, colour: str = _INK, anchor: str = "start", weight: str = "normal"
+def svg_head(width: float, height: float, title: str) -> list[str]:
+    """How a picture begins, on white."""
+    size = f"{width:.0f} {height:.0f}"
+    return [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size}" width="{width:.0f}" height="{height:.0f}" '
+        'font-family="Helvetica, Arial, sans-serif">',
+        f"<title>{escape(title)}</title>",
+        '<rect width="100%" height="100%" fill="#ffffff"/>',
+    ]
+
+
+def svg_text(
+    x: float, y: float, text: str, *, size: float, colour: str = INK, anchor: str = "start", weight: str = "normal"
 ) -> str:
     return (
         f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size:.3g}" fill="{colour}" text-anchor="{anchor}" '

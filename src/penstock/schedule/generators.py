@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import accumulate, chain
+from itertools import accumulate, islice
 
 from penstock.schedule.actions import Action, Kind, Schedule
 from penstock.schedule.v_schedules import v_half, zb_v
@@ -36,7 +36,7 @@ def build(name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int
     if stages_per_rank < 1 or (stages_per_rank != own_stages_per_rank and not any_stages_per_rank):
         wanted = "at least 1" if any_stages_per_rank else str(own_stages_per_rank)
         raise ValueError(f"schedule {name!r} has {wanted} stages per rank, but stages_per_rank is {stages_per_rank}")
-    return generate(num_ranks, num_microbatches, stages_per_rank)
+    return generate(num_ranks, num_microbatches, *([stages_per_rank] if any_stages_per_rank else []))
 
 
 def _unknown(name: str) -> ValueError:
@@ -55,7 +55,7 @@ def default_stages_per_rank(name: str) -> int:
     return _GENERATORS[name][1]
 
 
-def gpipe(num_ranks: int, num_microbatches: int, stages_per_rank: int = 1) -> Schedule:
+def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
     """All forwards, then all backwards (GPipe, Huang et al. 2019, section 2.3, figure 2c).
 
     Backwards run in the order of the forwards, as every schedule here: the caller sees microbatches 0, 1, 2, ...
@@ -68,7 +68,7 @@ def gpipe(num_ranks: int, num_microbatches: int, stages_per_rank: int = 1) -> Sc
     return Schedule("gpipe", num_ranks, num_microbatches, tuple(range(num_ranks)), actions, False)
 
 
-def one_forward_one_backward(num_ranks: int, num_microbatches: int, stages_per_rank: int = 1) -> Schedule:
+def one_forward_one_backward(num_ranks: int, num_microbatches: int) -> Schedule:
     """Warm up with p - r - 1 forwards, then alternate (PipeDream-Flush; Narayanan et al. 2021, SC21, section 2.2.1)."""
     actions = []
     for stage in range(num_ranks):
@@ -78,7 +78,7 @@ def one_forward_one_backward(num_ranks: int, num_microbatches: int, stages_per_r
     return Schedule("1f1b", num_ranks, num_microbatches, tuple(range(num_ranks)), tuple(actions), False)
 
 
-def zb_h1(num_ranks: int, num_microbatches: int, stages_per_rank: int = 1) -> Schedule:
+def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:
     """1F1B whose weight gradients are put off to fill the cool-down (Qi et al. 2024, "Zero Bubble Pipeline
     Parallelism", section 2.1, ZB-H1), at no more than p live microbatches on any stage.
 
@@ -88,7 +88,7 @@ def zb_h1(num_ranks: int, num_microbatches: int, stages_per_rank: int = 1) -> Sc
     return _zero_bubble("zb-h1", num_ranks, num_microbatches, reserve=1)
 
 
-def zb_h2(num_ranks: int, num_microbatches: int, stages_per_rank: int = 1) -> Schedule:
+def zb_h2(num_ranks: int, num_microbatches: int) -> Schedule:
     """ZB-H1 with twice the warm-up and twice as many weight gradients put off, at no more than 2p - 1 live microbatches
     on any stage (section 2.2 of the same paper, ZB-H2).
 
@@ -122,7 +122,7 @@ def _zero_bubble(name: str, num_ranks: int, num_microbatches: int, reserve: int)
     return Schedule(name, num_ranks, num_microbatches, tuple(range(num_ranks)), tuple(actions), True)
 
 
-def interleaved_one_forward_one_backward(num_ranks: int, num_microbatches: int, stages_per_rank: int = 2) -> Schedule:
+def interleaved_one_forward_one_backward(num_ranks: int, num_microbatches: int, stages_per_rank: int) -> Schedule:
     """1F1B with v stages per rank, which divides the bubble by v (Narayanan et al. 2021, SC21, section 2.2.2).
 
     Stage s is on rank s % p. Microbatches go through the ranks in groups, one group through all the stages of a rank
@@ -153,21 +153,15 @@ def _groups(num_ranks: int, num_microbatches: int) -> list[range]:
 
 def _alternate(forwards: Iterator[Action], backwards: Iterator[Action], warm_up: int) -> Iterator[Action]:
     """`warm_up` forwards, then one forward and one backward in turn, then the backwards that are left."""
-    for _, forward in zip(range(warm_up), forwards, strict=False):
-        yield forward
+    yield from islice(forwards, warm_up)
     for backward in backwards:
-        yield from chain(_take_one(forwards), (backward,))
+        if (forward := next(forwards, None)) is not None:
+            yield forward
+        yield backward
 
 
-def _take_one(actions: Iterator[Action]) -> tuple[Action, ...]:
-    action = next(actions, None)
-    return () if action is None else (action,)
-
-
-Generator = Callable[[int, int, int], Schedule]
-
-# name: (generator, its own stages per rank, whether another number is accepted)
-_GENERATORS: dict[str, tuple[Generator, int, bool]] = {
+# name: (generator, its own stages per rank, whether it takes another number as a third argument)
+_GENERATORS: dict[str, tuple[Callable[..., Schedule], int, bool]] = {
     "gpipe": (gpipe, 1, False),
     "1f1b": (one_forward_one_backward, 1, False),
     "zb-h1": (zb_h1, 1, False),

@@ -39,15 +39,9 @@ class Simulation:
         )
 
     @cached_property
-    def peak_live(self) -> tuple[int, ...]:
-        """Most microbatches held at once, per stage."""
-        peak = self.schedule.peak_live_microbatches()
-        return tuple(peak[stage] for stage in range(self.schedule.num_stages))
-
-    @cached_property
     def peak_bytes(self) -> tuple[float, ...]:
         """Most bytes of activations held at once, per rank."""
-        return _peak_bytes(self.schedule, self.activation_bytes)
+        return self.schedule.peaks(self.activation_bytes)
 
     @property
     def idle(self) -> tuple[float, ...]:
@@ -213,17 +207,3 @@ def _routes(
         Kind.B: [None, *(route(Kind.B, stage, stage - 1) for stage in range(1, last + 1))],
         Kind.W: [None] * schedule.num_stages,
     }
-
-
-def _peak_bytes(schedule: Schedule, activation_bytes: tuple[float, ...]) -> tuple[float, ...]:
-    peaks = []
-    for actions in schedule.actions:
-        held = peak = 0.0
-        for action in actions:
-            if action.kind is Kind.F:
-                held += activation_bytes[action.stage]
-                peak = max(peak, held)
-            elif action.kind is schedule.last_kind:
-                held -= activation_bytes[action.stage]
-        peaks.append(peak)
-    return tuple(peaks)

@@ -27,7 +27,7 @@ class Hops:
     backward_up: int
 
 
-def zb_v(num_ranks: int, num_microbatches: int, stages_per_rank: int = 2) -> Schedule:
+def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
     """No bubble but the entry if F = B = W: m * 6 + (p - 1) units; at most p microbatches live, as in 1F1B.
 
     Qi et al. 2024, "Zero Bubble Pipeline Parallelism" (arXiv 2401.10241, the section on ZB-V). A rank that would wait
@@ -39,7 +39,7 @@ def zb_v(num_ranks: int, num_microbatches: int, stages_per_rank: int = 2) -> Sch
     return _v_schedule("zb-v", num_ranks, num_microbatches, Hops(3, 3, 3, 3), live_limit, early_limit=live_limit - 1)
 
 
-def v_half(num_ranks: int, num_microbatches: int, stages_per_rank: int = 2) -> Schedule:
+def v_half(num_ranks: int, num_microbatches: int) -> Schedule:
     """At most (p + 2) // 2 microbatches live, half of 1F1B's; at most half of its bubble: 3 (p - 1) units if F = B = W.
 
     V-Half of "Pipeline Parallelism with Controllable Memory".
