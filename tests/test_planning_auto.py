@@ -116,11 +116,11 @@ def test_plan_as_json_for_unlike_devices_and_a_measured_profile(tmp_path: Path) 
     result = run("plan", "gpt2", "--profile", path, "--devices", "a:2,b:1", "--speed", "a=1,b=0.5", "--json")
     assert result.exit_code == 0, result.output
     best, *_ = json.loads(result.output)
-    assert best["measured"] and sum(line["microbatches"] for line in best["pipelines"]) == 16
+    assert best["measured"] and sum(pipeline["microbatches"] for pipeline in best["pipelines"]) == 16
     modules = penstock.PipelineTemplate.get_modules(build())
-    for line in best["pipelines"]:
-        assert [unit for stage in line["stages"] for unit in stage] == modules
-    assert {kind for line in best["pipelines"] for kind in line["devices"]} <= {"a", "b"}
+    for pipeline in best["pipelines"]:
+        assert [unit for stage in pipeline["stages"] for unit in stage] == modules
+    assert {kind for pipeline in best["pipelines"] for kind in pipeline["devices"]} <= {"a", "b"}
 
 
 @pytest.mark.parametrize(

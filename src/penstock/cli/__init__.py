@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from penstock import __version__
-from penstock.cli import bench, checkpoints, layouts, models, plans, schedules, stores
+from penstock.cli import bench, checkpoints, models, plans, schedules, stores
 
 
 class _Commands(typer.core.TyperGroup):
@@ -55,7 +55,7 @@ def common(
 
 
 app.command()(models.check)
-app.command()(layouts.describe)
+app.command()(plans.describe)
 app.command()(plans.profile)
 app.command()(plans.plan)
 app.command()(schedules.simulate)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -63,7 +64,7 @@ def _lines(found: dict[str, Any], parameters: bool) -> list[str]:
     lines.append(
         f"  {found['bytes']:,} bytes in {len(found['files'])} files, {found['bytes_of_weights']:,} of them weights"
     )
-    lines.append(f"  {len(weights)} weights, {sum(_count(one['shape']) for one in weights):,} numbers")
+    lines.append(f"  {len(weights)} weights, {sum(math.prod(one['shape']) for one in weights):,} numbers")
     for one in weights if parameters else weights[:_SHOWN]:
         notes = [f"tied to {', '.join(one['tied_to'])}"] if one["tied_to"] else []
         notes += ["sharded"] if one["sharded"] else []
@@ -72,13 +73,6 @@ def _lines(found: dict[str, Any], parameters: bool) -> list[str]:
     if not parameters and len(weights) > _SHOWN:
         lines.append(f"    and {len(weights) - _SHOWN} more (--parameters shows all)")
     return lines
-
-
-def _count(shape: list[int]) -> int:
-    number = 1
-    for size in shape:
-        number *= size
-    return number
 
 
 def merge(

@@ -1,4 +1,7 @@
-"""`penstock profile` and `penstock plan`."""
+"""`penstock describe`, `penstock profile` and `penstock plan`: which pipelines a model has, or should have.
+
+What imports torch is imported in the functions, because the command line shall start without it.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.cli.models import subject_of
+from penstock.schedule import DEFAULT_SCHEDULE, schedule_names
 
 if TYPE_CHECKING:
     from penstock.planning.plan import Job
@@ -26,6 +30,44 @@ Length = Annotated[int, typer.Option(min=1, help="Tokens of a sample.")]
 Dtype = Annotated[str, typer.Option(help="Of weights and activations: float32, bfloat16, float16.")]
 Optimizer = Annotated[str, typer.Option(help="adam (two numbers for each weight) or sgd (none).")]
 STATES = {"adam": 2, "sgd": 0}
+
+
+def describe(
+    model: Model,
+    pipelines: Annotated[
+        str,
+        typer.Option(
+            help="Stages x microbatches of each pipeline, such as 1x3,2x5. Stages are balanced by cost. (Ranks x "
+            "microbatches, where the schedule puts several stages on a rank.)"
+        ),
+    ],
+    microbatch_size: Annotated[int, typer.Option(min=1, help="Samples in a microbatch.")] = 1,
+    schedule: Annotated[
+        str, typer.Option(help=f"Schedule of every pipeline: {', '.join(schedule_names())}.")
+    ] = DEFAULT_SCHEDULE,
+    plot: Annotated[
+        Path | None, typer.Option(help="Also draw the layout and a step's timeline to this .svg file.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the layout as JSON.")] = False,
+) -> None:
+    """Show how pipelines, maybe of different depth, hold a model: stages, ranks, units, parameters, share of the batch.
+
+    Loads no weights and computes nothing.
+
+    Example: penstock describe GPT2LMHeadModel --pipelines 1x2,3x6 --plot layout.svg
+    """
+    from penstock.modeling.check import build_on_meta
+    from penstock.planning.describe import describe_pipelines
+    from penstock.planning.pipelines import parse_pipelines
+
+    found = subject_of(model)
+    whole = build_on_meta(found) if isinstance(found, str | type) else found
+    description = describe_pipelines(whole, parse_pipelines(pipelines), microbatch_size, schedule)
+    print(json.dumps(description.data(), indent=1) if as_json else description)
+    if plot is not None:
+        path = description.write_svg(plot)
+        if not as_json:
+            print(f"drawn to {path}")
 
 
 def profile(
@@ -158,16 +200,14 @@ def _job(
     found: Profile, classes: tuple, nodes: str | None, global_batch: int, microbatch: int, copies: int, schedule: str,
     checkpointing: bool,
 ) -> Job:  # fmt: skip
-    from penstock.planning.cluster import Cluster, Link, parse_nodes
+    from penstock.planning.cluster import USUAL_BETWEEN, USUAL_INSIDE, Cluster, parse_nodes
     from penstock.planning.plan import SCHEDULES, Job
-    from penstock.schedule import schedule_names
 
     if global_batch % microbatch:
         raise ValueError(f"a global batch of {global_batch} samples is no whole number of microbatches of {microbatch}")
     if schedule != "auto" and schedule not in schedule_names():
         raise ValueError(f"unknown schedule {schedule!r}: known are auto, {', '.join(schedule_names())}")
-    inside = found.inside or Link(2e-5, 16e9)  # PCI Express 4
-    between = found.between or Link(5e-5, 1.25e9)  # 10 Gbit Ethernet
+    inside, between = found.inside or USUAL_INSIDE, found.between or USUAL_BETWEEN
     cluster = Cluster(classes, parse_nodes(nodes) if nodes else (), inside, between)
     names = SCHEDULES if schedule == "auto" else (schedule,)
     return Job(found, cluster, global_batch // microbatch, copies, checkpointing, names)

@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from penstock.planning.baselines import equal_pipelines
-from penstock.planning.cluster import Cluster, DeviceClass, Link
+from penstock.planning.cluster import USUAL_INSIDE, Cluster, DeviceClass
 from penstock.planning.plan import Job, Plan
 from penstock.planning.planner import Infeasible, explain, make_plans
 from penstock.planning.profile import Profile
@@ -15,8 +15,6 @@ from penstock.planning.template import PipelineTemplate
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Of equal devices in one node; a profile's own links come first.
-DEFAULT_LINK = Link(2e-5, 16e9)
 # A step of replicas has at least so many microbatches on each pipeline where nobody says how many.
 DEFAULT_MICROBATCHES = 8
 
@@ -63,8 +61,8 @@ def auto_pipelines(
         )
     best = min(complete, key=lambda plan: plan.seconds)
     name = type(model).__name__
-    templates = [PipelineTemplate(name, line.stage_names) for line in best.pipelines]
-    return templates, [line.schedule.num_microbatches for line in best.pipelines]
+    templates = [PipelineTemplate(name, pipeline.stage_names) for pipeline in best.pipelines]
+    return templates, [pipeline.schedule.num_microbatches for pipeline in best.pipelines]
 
 
 def auto_pipeline_size(
@@ -107,6 +105,6 @@ def _job(
     profile: Profile, num_devices: int, num_microbatches: int, schedule: str, memory: float | None, copies: int
 ) -> Job:
     devices = DeviceClass("device", num_devices, memory=memory or math.inf)
-    link = profile.inside or DEFAULT_LINK
+    link = profile.inside or USUAL_INSIDE
     cluster = Cluster((devices,), inside=link, between=profile.between or link)
     return Job(profile, cluster, num_microbatches, copies, schedules=(schedule,))

@@ -13,7 +13,7 @@ from penstock.planning.plan import Job, Plan, PlannedPipeline, costs_of, evaluat
 from penstock.planning.profile import UnitCost, stages_of
 from penstock.planning.search import Chain, Split, Template, find_splits, layouts
 from penstock.planning.simulate import gradients_ready
-from penstock.schedule import Costs, simulate
+from penstock.schedule import Costs, Schedule, simulate
 
 # With so many microbatches for each rank a step is as much later than by formula as with any more.
 STEADY = 2
@@ -44,6 +44,10 @@ class CandidatePipeline:
     slowest: float
     total: float
 
+    def schedule(self, microbatches: int) -> Schedule:
+        """Of a step with so many."""
+        return schedule_of(self.name, len(self.classes), microbatches)
+
     def bound(self, microbatches: int, seconds_per_byte: float = 0.0) -> float:
         """A lower bound of a step's seconds under any order of actions; its reduction takes so many seconds a byte."""
         return max([entry + microbatches * work + size * seconds_per_byte for entry, work, size in self.limits])
@@ -55,6 +59,10 @@ class CandidatePipeline:
         return self.total + (microbatches - 1) * self.slowest
 
 
+# The pipelines of a layout, and the microbatches of each.
+Candidate = list[tuple[CandidatePipeline, int]]
+
+
 class Candidates:
     """Candidates by formula, and their simulations."""
 
@@ -62,7 +70,7 @@ class Candidates:
         self.job = job
         self._chain = Chain(job.parts, job.cluster, job.num_microbatches)
         # What was found once is not looked for again.
-        self.line = cache(self._line)
+        self.pipeline = cache(self._pipeline)
         self._tidied = cache(self._tidy)
         self._partition = cache(self._find_partition)
         self._simulated = cache(self._simulate)
@@ -112,7 +120,7 @@ class Candidates:
                 under_v_half += [template for template in found if sum(template.counts) == depth]
         return [under_1f1b, under_v_half]
 
-    def _line(self, split: Split, name: str) -> CandidatePipeline | None:
+    def _pipeline(self, split: Split, name: str) -> CandidatePipeline | None:
         """A split under a schedule; None if its devices cannot hold that."""
         sizes = self._sizes(split, name, schedule_of(name, len(split.classes), 1).stage_to_rank)
         return None if sizes is None else self.pipeline_of(split.classes, sizes, name)
@@ -180,24 +188,23 @@ class Candidates:
         except ValueError:
             return None
 
-    def under_schedules(self) -> list[tuple[float, list[CandidatePipeline], list[int]]]:
-        """Every candidate under every schedule that it fits: a bound of its step, its pipelines, their microbatches."""
-        found: dict[tuple, tuple[float, list[CandidatePipeline], list[int]]] = {}
+    def under_schedules(self) -> list[tuple[float, Candidate]]:
+        """Every candidate under every schedule that it fits, by rising bounds of its step."""
+        found: dict[tuple, tuple[float, Candidate]] = {}
         for splits in self.candidates():
             names = self.job.schedules if any(len(split.sizes) > 1 for split in splits) else self.job.schedules[:1]
             fits_zb_v = False
             for name in names:
                 if name == "v-half" and fits_zb_v and any(len(split.sizes) > SHALLOW for split in splits):
                     continue
-                lines = [line for split in splits if (line := self.line(split, name)) is not None]
-                fits_zb_v |= name == "zb-v" and len(lines) == len(splits)
-                key = (name, *sorted((line.classes, line.sizes) for line in lines))
-                if key not in found and len(lines) == len(splits) and self._is_short(lines):
-                    counts = split_microbatches([line.seconds for line in lines], self.job.num_microbatches)
-                    reduction = self._seconds_per_byte(len(lines))
-                    each = set(zip(lines, counts, strict=True))
-                    bound = max(line.bound(count, reduction) for line, count in each)
-                    found[key] = (bound, lines, counts)
+                pipelines = [one for split in splits if (one := self.pipeline(split, name)) is not None]
+                fits_zb_v |= name == "zb-v" and len(pipelines) == len(splits)
+                key = (name, *sorted((one.classes, one.sizes) for one in pipelines))
+                if key not in found and len(pipelines) == len(splits) and self._is_short(pipelines):
+                    counts = split_microbatches([one.seconds for one in pipelines], self.job.num_microbatches)
+                    candidate = list(zip(pipelines, counts, strict=True))
+                    reduction = self._seconds_per_byte(len(pipelines))
+                    found[key] = max(one.bound(count, reduction) for one, count in set(candidate)), candidate
         return sorted(found.values(), key=lambda entry: entry[0])
 
     def _seconds_per_byte(self, num_pipelines: int) -> float:
@@ -205,65 +212,66 @@ class Candidates:
         fastest = max(self.job.cluster.inside.bandwidth, self.job.cluster.between.bandwidth)
         return 2 * (num_pipelines - 1) / num_pipelines / fastest
 
-    def _is_short(self, lines: Sequence[CandidatePipeline]) -> bool:
-        each = self.job.num_microbatches / len(lines)
-        return 3 * each * max(len(line.sizes) for line in lines) <= MOST_ACTIONS
+    def _is_short(self, pipelines: Sequence[CandidatePipeline]) -> bool:
+        each = self.job.num_microbatches / len(pipelines)
+        return 3 * each * max(len(one.sizes) for one in pipelines) <= MOST_ACTIONS
 
-    def estimate(self, lines: Sequence[CandidatePipeline], counts: list[int]) -> float:
-        """The step of pipelines that are simulated alone, without their nodes, and with a reduction of their own.
-
-        Microbatches are given out once more by what the simulation says; `counts` has the better numbers afterwards.
-        """
-
-        used = sum(len(line.classes) for line in lines)
+    def estimate(self, candidate: Candidate) -> tuple[float, Candidate]:
+        """The step of pipelines that are simulated alone, without their nodes, and with a reduction of their own; and
+        the candidate, in which microbatches are given out once more by what the simulation says if that is better."""
+        used = sum(len(one.classes) for one, _ in candidate)
         cluster = self.job.cluster
         link = cluster.inside if used <= max(cluster.node_sizes, default=cluster.size) else cluster.between
 
-        def late(line: CandidatePipeline, count: int) -> float:
-            enough = min(count, STEADY * len(line.classes))
-            return self.alone(line, enough, len(lines), link) - line.seconds(enough)
+        def late(one: CandidatePipeline, count: int) -> float:
+            enough = min(count, STEADY * len(one.classes))
+            return self.alone(one, enough, len(candidate), link) - one.seconds(enough)
 
-        extra = {line: late(line, count) for line, count in zip(lines, counts, strict=True)}
+        extra = {one: late(one, count) for one, count in candidate}
 
-        def seconds(line: CandidatePipeline, count: int) -> float:
-            return line.seconds(count) + extra[line]
+        def seconds(one: CandidatePipeline, count: int) -> float:
+            return one.seconds(count) + extra[one]
 
-        again = split_microbatches([partial(seconds, line) for line in lines], self.job.num_microbatches)
-        steps = [max(seconds(line, count) for line, count in zip(lines, each, strict=True)) for each in (counts, again)]
-        if steps[1] < steps[0]:
-            counts[:] = again
-        return min(steps)
+        pipelines = [one for one, _ in candidate]
+        counts = split_microbatches([partial(seconds, one) for one in pipelines], self.job.num_microbatches)
+        again = list(zip(pipelines, counts, strict=True))
+        return min(
+            ((max(seconds(one, count) for one, count in each), each) for each in (candidate, again)),
+            key=lambda estimated: estimated[0],
+        )
 
-    def alone(self, line: CandidatePipeline, count: int, num_pipelines: int = 1, link: Link = Link()) -> float:  # noqa: B008
+    def alone(self, pipeline: CandidatePipeline, count: int, num_pipelines: int = 1, link: Link = Link()) -> float:  # noqa: B008
         """The step of a pipeline that is simulated alone, with the reduction of what it has in common with others."""
-        end, ready = self._simulated(line, count)
+        end, ready = self._simulated(pipeline, count)
         if num_pipelines > 1 and link.seconds(1):
-            schedule, free_from = schedule_of(line.name, len(line.classes), count), [0.0] * len(line.classes)
-            for stage, rank in reversed(list(enumerate(schedule.stage_to_rank))):
-                size = sum(unit.gradients for unit in line.units[stage]) / num_pipelines
+            free_from = [0.0] * len(pipeline.classes)
+            for stage, rank in reversed(list(enumerate(pipeline.schedule(count).stage_to_rank))):
+                size = sum(unit.gradients for unit in pipeline.units[stage]) / num_pipelines
                 start = max(ready[stage], free_from[rank])
                 free_from[rank] = start + 2 * (num_pipelines - 1) * link.seconds(size)
             end = max(end, *free_from)
         return end
 
-    def _simulate(self, line: CandidatePipeline, count: int) -> tuple[float, dict[int, float]]:
+    def _simulate(self, pipeline: CandidatePipeline, count: int) -> tuple[float, dict[int, float]]:
         """Seconds of a step without reduction, and until each stage has its gradients."""
         inside = self.job.cluster.inside
-        crossing = tuple(stage[-1].crossing for stage in line.units[:-1])
-        costs = replace(line.costs, latency=inside.latency, bandwidth=inside.bandwidth, message_bytes=crossing)
-        simulation = simulate(schedule_of(line.name, len(line.classes), count), costs)
+        crossing = tuple(stage[-1].crossing for stage in pipeline.units[:-1])
+        costs = replace(pipeline.costs, latency=inside.latency, bandwidth=inside.bandwidth, message_bytes=crossing)
+        simulation = simulate(pipeline.schedule(count), costs)
         return simulation.makespan, gradients_ready(simulation)
 
-    def realise(self, lines: Sequence[CandidatePipeline], counts: Sequence[int]) -> Plan | None:
-        """The layout on the cluster's devices, simulated; None if it cannot be placed as asked."""
-        devices = place(self.job.cluster, [line.classes for line in lines], self.job.copies)
+    def realise(self, candidate: Candidate) -> Plan | None:
+        """The candidate on the cluster's devices, simulated; None if it cannot be placed as asked."""
+        devices = place(self.job.cluster, [one.classes for one, _ in candidate], self.job.copies)
         if devices is None:
             return None
-        pipelines = [
-            PlannedPipeline(tuple(own), line.units, schedule_of(line.name, len(line.classes), count))
-            for own, line, count in zip(devices, lines, counts, strict=True)
-        ]
-        return evaluate(self.job, pipelines)
+        return evaluate(
+            self.job,
+            [
+                PlannedPipeline(tuple(own), one.units, one.schedule(count))
+                for own, (one, count) in zip(devices, candidate, strict=True)
+            ],
+        )
 
 
 def live_microbatches(name: str, num_ranks: int, rank: int, num_microbatches: int) -> int:

@@ -15,7 +15,7 @@ from itertools import combinations, pairwise, product
 
 import numpy as np
 
-from penstock.planning.candidates import CandidatePipeline, Candidates
+from penstock.planning.candidates import Candidate, CandidatePipeline, Candidates
 from penstock.planning.memory import memory_of_ranks
 from penstock.planning.partition import ROUNDING, split_microbatches
 from penstock.planning.plan import schedule_of
@@ -30,9 +30,9 @@ MOST_MICROBATCHES = 32
 MOST_SIMULATED = 200
 
 
-def exact_layouts(planner: Candidates, most: int) -> Iterator[tuple[list[CandidatePipeline], list[int]]]:
-    """The `most` sets of devices with the shortest simulated steps, their pipelines and microbatches; none for a job
-    that is not small."""
+def exact_layouts(planner: Candidates, most: int) -> Iterator[Candidate]:
+    """The candidates with the shortest simulated steps, one for each of the best `most` ways to group devices; none for
+    a job that is not small."""
     job = planner.job
     if job.num_microbatches > MOST_MICROBATCHES or job.cluster.size > MOST_DEVICES:
         return
@@ -68,8 +68,7 @@ def exact_layouts(planner: Candidates, most: int) -> Iterator[tuple[list[Candida
             continue
         pairs = list(zip(chosen, shares, strict=True))
         if all(count in one.found for one, count in pairs):
-            lines = [one.found[count][1] for one, count in pairs]
-            yield [line for line in lines if line is not None], shares
+            yield [(best, count) for one, count in pairs if (best := one.found[count][1]) is not None]
             most -= 1
             continue
         for one, count in pairs:
@@ -153,13 +152,13 @@ class _Pipelines:
                 break
             ends = self._ends[row].tolist()
             sizes = tuple(end - start for start, end in pairwise(ends))
-            line = self._planner.pipeline_of(self._orders[order], sizes, self._name)
-            seconds = self._planner.alone(line, microbatches)
+            pipeline = self._planner.pipeline_of(self._orders[order], sizes, self._name)
+            seconds = self._planner.alone(pipeline, microbatches)
             if seconds < best[0]:
-                memories = memory_of_ranks(schedule, held_by_stages(line.units))
-                limits = [classes[kind].memory for kind in line.classes]
+                memories = memory_of_ranks(schedule, held_by_stages(pipeline.units))
+                limits = [classes[kind].memory for kind in pipeline.classes]
                 if all(memory.total <= limit for memory, limit in zip(memories, limits, strict=True)):
-                    best = seconds, line
+                    best = seconds, pipeline
         self.found[microbatches] = best
 
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from pathlib import Path
 
-STRATEGIES = ("recovery in the process", "restart from a checkpoint", "idle spares")
+RECOVERY, RESTART, SPARES = STRATEGIES = ("recovery in the process", "restart from a checkpoint", "idle spares")
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class _Run:
             back = heappop(self.repairs)
             self._work(back)
             self.alive += 1
-            if self.strategy == STRATEGIES[0]:  # a device that joins costs what one that leaves does
+            if self.strategy == RECOVERY:  # a device that joins costs what one that leaves does
                 self.busy_until = max(self.busy_until, back + self.operation.recovery)
         self._work(until)
 
@@ -140,7 +140,7 @@ class _Run:
 
     def _rate(self) -> float:
         operation = self.operation
-        if self.strategy == STRATEGIES[2]:
+        if self.strategy == SPARES:
             needed = operation.devices - operation.spares
             return operation.speed_of(needed) if self.alive >= needed else 0.0
         return operation.speed_of(self.alive) if self.alive else 0.0
@@ -153,10 +153,10 @@ class _Run:
         while_recovering = time < self.busy_until
         self.alive -= 1
         heappush(self.repairs, time + operation.repair)
-        spare_failed = self.strategy == STRATEGIES[2] and self._is_spare(time)
+        spare_failed = self.strategy == SPARES and self._is_spare(time)
         if spare_failed:
             return
-        if self.strategy == STRATEGIES[0] and not while_recovering:
+        if self.strategy == RECOVERY and not while_recovering:
             self.unsaved = max(0.0, self.unsaved - operation.step / 2 * self._rate())
             self.busy_until = time + operation.recovery
             return

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 
 Units = tuple[str, ...]
 
@@ -73,7 +74,6 @@ class Layout:
     """All pipelines of a run, placed one after another on the ranks of the world."""
 
     pipelines: tuple[PipelineLayout, ...]
-    tensor_parallel_size: int = 1
 
     @classmethod
     def place(
@@ -89,7 +89,12 @@ class Layout:
             units = tuple(tuple(stage) for stage in stages)
             pipelines.append(PipelineLayout(units, mapping, first_rank, tensor_parallel_size))
             first_rank += pipelines[-1].world_size
-        return cls(tuple(pipelines), tensor_parallel_size)
+        return cls(tuple(pipelines))
+
+    @cached_property
+    def tensor_parallel_size(self) -> int:
+        """The same in all pipelines."""
+        return self.pipelines[0].tensor_parallel_size
 
     @property
     def world_size(self) -> int:
@@ -134,13 +139,6 @@ class Layout:
         stages = {(place.pipeline, place.pipeline_rank) for place in places}
         return len(stages) > len({place.pipeline for place in places})
 
-    def segments(self, tensor_parallel_rank: int = 0) -> list[Segment]:
+    def segments(self) -> list[Segment]:
         """The segments in forward order: at most 1 + the sum of (stages - 1) over the pipelines."""
-        found: list[Segment] = []
-        for unit in self.units:
-            ranks = self.holders(unit, tensor_parallel_rank)
-            if found and found[-1].ranks == ranks:
-                found[-1] = Segment((*found[-1].units, unit), ranks)
-            else:
-                found.append(Segment((unit,), ranks))
-        return found
+        return [Segment(tuple(units), ranks) for ranks, units in groupby(self.units, self.holders)]

@@ -127,26 +127,26 @@ class Plan:
 def evaluate(job: Job, pipelines: Sequence[PlannedPipeline]) -> Plan | None:
     """The plan of given pipelines, simulated; None if one does not fit its devices."""
     cluster = job.cluster
-    kinds = [[cluster.kind_of(device) for device in line.devices] for line in pipelines]
+    kinds = [[cluster.kind_of(device) for device in pipeline.devices] for pipeline in pipelines]
     memories: dict[tuple, list[MemoryEstimate]] = {}
     costs: dict[tuple, Costs] = {}
     simulated = []
-    for line, kind in zip(pipelines, kinds, strict=True):
-        mapping = line.schedule.stage_to_rank
-        links = tuple(cluster.link(line.devices[a], line.devices[b]) for a, b in pairwise(mapping))
-        key = (id(line.stages), line.schedule.name, line.schedule.num_microbatches, tuple(kind), links)
+    for pipeline, kind in zip(pipelines, kinds, strict=True):
+        mapping = pipeline.schedule.stage_to_rank
+        links = tuple(cluster.link(pipeline.devices[a], pipeline.devices[b]) for a, b in pairwise(mapping))
+        key = (id(pipeline.stages), pipeline.schedule.name, pipeline.schedule.num_microbatches, tuple(kind), links)
         if key not in costs:
-            memories[key] = memory_of(line)
-            made = costs_of(line.stages, [kind[rank].speed for rank in mapping])
+            memories[key] = memory_of(pipeline)
+            made = costs_of(pipeline.stages, [kind[rank].speed for rank in mapping])
             costs[key] = replace(
                 made,
                 latency=tuple(link.latency for link in links),
                 bandwidth=tuple(link.bandwidth for link in links),
-                message_bytes=tuple(stage[-1].crossing for stage in line.stages[:-1]),
+                message_bytes=tuple(stage[-1].crossing for stage in pipeline.stages[:-1]),
             )
         if any(memory.total > one.memory for memory, one in zip(memories[key], kind, strict=True)):
             return None
-        simulated.append((line.schedule, costs[key]))
+        simulated.append((pipeline.schedule, costs[key]))
     return Plan(job, tuple(pipelines), simulate_layout(simulated, reductions_of(job, pipelines)))
 
 

@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import replace
 from heapq import heappop, heappush
 
-from penstock.planning.candidates import CandidatePipeline, Candidates
+from penstock.planning.candidates import Candidate, Candidates
 from penstock.planning.exact import exact_layouts
 from penstock.planning.memory import Held, readable
 from penstock.planning.plan import Job, Plan
@@ -32,20 +32,18 @@ def make_plans(job: Job, most: int = 5) -> list[Plan]:
     plans: list[Plan] = []
     seen = set()
 
-    def add(lines: list[CandidatePipeline], counts: list[int]) -> None:
-        key = frozenset(
-            Counter((line.name, line.classes, line.sizes, n) for line, n in zip(lines, counts, strict=True)).items()
-        )
-        plan = None if key in seen else planner.realise(lines, counts)
+    def add(candidate: Candidate) -> None:
+        key = frozenset(Counter((one.name, one.classes, one.sizes, count) for one, count in candidate).items())
+        plan = None if key in seen else planner.realise(candidate)
         seen.add(key)
         if plan is not None:
             insort(plans, plan, key=lambda plan: (plan.seconds, len(plan.devices)))
 
-    for lines, counts in exact_layouts(planner, most):
-        add(lines, counts)
+    for candidate in exact_layouts(planner, most):
+        add(candidate)
     # What is estimated and not simulated as a whole yet, the most promising first. An estimate is no bound, but the
     # bounds of what is not estimated yet are, so both queues end where they can give nothing better than `plans`.
-    estimated: list[tuple[float, int, list[CandidatePipeline], list[int]]] = []
+    estimated: list[tuple[float, int, Candidate]] = []  # the second breaks ties
     waiting = planner.under_schedules()[::-1]
 
     def worst() -> float:
@@ -53,16 +51,17 @@ def make_plans(job: Job, most: int = 5) -> list[Plan]:
 
     while waiting or estimated:
         if waiting and (not estimated or waiting[-1][0] <= estimated[0][0]):
-            bound, lines, counts = waiting.pop()
+            bound, candidate = waiting.pop()
             if bound >= worst():
                 waiting.clear()
                 continue
-            heappush(estimated, (planner.estimate(lines, counts), len(waiting), lines, counts))
+            seconds, candidate = planner.estimate(candidate)
+            heappush(estimated, (seconds, len(waiting), candidate))
             continue
-        seconds, _, lines, counts = heappop(estimated)
+        seconds, _, candidate = heappop(estimated)
         if seconds >= worst():
             break
-        add(lines, counts)
+        add(candidate)
     if not plans:
         raise explain(job)
     return plans[:most]

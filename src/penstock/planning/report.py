@@ -76,7 +76,7 @@ def _pipelines(plan: Plan) -> Iterator[Table]:
 
 def shape_of(plan: Plan) -> str:
     """The pipelines as ranks x microbatches: `1x3, 2x5`; several alike as `4 of 2x5`."""
-    shapes = sorted((len(line.devices), line.schedule.num_microbatches) for line in plan.pipelines)
+    shapes = sorted((len(pipeline.devices), pipeline.schedule.num_microbatches) for pipeline in plan.pipelines)
     texts = []
     for (ranks, count), alike in groupby(shapes):
         number = len(list(alike))
@@ -88,15 +88,15 @@ def plan_data(plan: Plan, equal: Plan | None) -> dict[str, Any]:
     """A plan for JSON. Seconds and bytes are plain numbers."""
     cluster = plan.job.cluster
     pipelines = []
-    for first, line in zip(plan.simulation.first_ranks, plan.pipelines, strict=True):
-        kinds = [cluster.kind_of(device).name for device in line.devices]
+    for first, pipeline in zip(plan.simulation.first_ranks, plan.pipelines, strict=True):
+        kinds = [cluster.kind_of(device).name for device in pipeline.devices]
         pipelines.append(
             {
-                "stages": line.stage_names,
-                "rank of each stage": list(line.schedule.stage_to_rank),
+                "stages": pipeline.stage_names,
+                "rank of each stage": list(pipeline.schedule.stage_to_rank),
                 "devices": kinds,
-                "nodes": [cluster.node_of_device[device] for device in line.devices],
-                "microbatches": line.schedule.num_microbatches,
+                "nodes": [cluster.node_of_device[device] for device in pipeline.devices],
+                "microbatches": pipeline.schedule.num_microbatches,
                 "bytes of each rank": [memory.total for memory in plan.memory[first : first + len(kinds)]],
             }
         )

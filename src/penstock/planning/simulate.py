@@ -65,7 +65,7 @@ class LayoutSimulation:
         ]
         for reduction, (start, end) in zip(self.reductions, self.reduction_spans, strict=True):
             for pipeline_index, stage in reduction.holders:
-                rank = self.first_ranks[pipeline_index] + _rank_of(self.pipelines[pipeline_index], stage)
+                rank = self.first_ranks[pipeline_index] + self.pipelines[pipeline_index].schedule.stage_to_rank[stage]
                 events.append(TimedEvent(rank, EventKind.REDUCTION, start, end, stage))
         return tuple(events)
 
@@ -94,7 +94,7 @@ def simulate_layout(
     network_free: dict[int, float] = {}
     spans = []
     for reduction in reductions:
-        ranks = [first_ranks[p] + _rank_of(simulations[p], stage) for p, stage in reduction.holders]
+        ranks = [first_ranks[p] + simulations[p].schedule.stage_to_rank[stage] for p, stage in reduction.holders]
         start = max(
             *(ready[p][stage] for p, stage in reduction.holders),
             *(network_free.get(rank, 0.0) for rank in ranks),
@@ -103,10 +103,6 @@ def simulate_layout(
         network_free.update(dict.fromkeys(ranks, end))
         spans.append((start, end))
     return LayoutSimulation(simulations, first_ranks, tuple(spans), tuple(reductions))
-
-
-def _rank_of(simulation: Simulation, stage: int) -> int:
-    return simulation.schedule.stage_to_rank[stage]
 
 
 def gradients_ready(simulation: Simulation) -> dict[int, float]:
