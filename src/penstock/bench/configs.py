@@ -186,17 +186,9 @@ class ResNetSize:
 
 ModelConfig = GPTConfig | ResNetSize
 
+# The sizes above, by name.
 GPT_CONFIGS: dict[str, type[GPTConfig]] = {
-    "GPTTiny": GPTTinyConfig,
-    "GPTSmall": GPTSmallConfig,
-    "GPTMedium": GPTMediumConfig,
-    "GPTLarge": GPTLargeConfig,
-    "GPTXL": GPTXLConfig,
-    "GPTXXL": GPTXXLConfig,
-    "GPTXXXL": GPTXXXLConfig,
-    "GPT13B": GPT13BConfig,
-    "GPT175B": GPT175BConfig,
-    "GPT1T": GPT1TConfig,
+    size.__name__.removesuffix("Config"): size for size in GPTConfig.__subclasses__()
 }
 MODEL_NAMES = (*GPT_CONFIGS, *(f"ResNet{depth}" for depth in ResNetSize.BLOCKS))
 

@@ -8,6 +8,7 @@ import resource
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import ResNetForImageClassification
 
 from penstock.bench.configs import GPTConfig, ModelConfig
+from penstock.runtime.profiling import synchronize, timed
 
 # A product must take this long to be measured well, and is then repeated.
 LEAST_SECONDS = 0.02
@@ -87,8 +89,7 @@ class Clock:
     def synchronize(self) -> None:
         """Wait until the devices are idle."""
         for device in self._devices:
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            synchronize(device)
 
 
 def memory_in_use(devices: Sequence[torch.device]) -> int:
@@ -141,20 +142,11 @@ def _peak_of(device: torch.device, dtype: torch.dtype) -> float:
     side, seconds = 128, 0.0
     while True:
         first, second = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
-        _time_product(first, second)  # the first one sets up libraries
-        seconds = _time_product(first, second)
+        product = partial(torch.mm, first, second)
+        product()  # the first one sets up libraries
+        seconds, _ = timed(product, device)
         if seconds >= LEAST_SECONDS or side >= LARGEST_SIDE[device.type]:
             break
         side *= 2
-    best = min(_time_product(first, second) for _ in range(REPETITIONS))
+    best = min(timed(product, device)[0] for _ in range(REPETITIONS))
     return 2 * side**3 / best
-
-
-def _time_product(first: torch.Tensor, second: torch.Tensor) -> float:
-    if first.device.type == "cuda":
-        torch.cuda.synchronize(first.device)
-    start = time.perf_counter()
-    torch.mm(first, second)
-    if first.device.type == "cuda":
-        torch.cuda.synchronize(first.device)
-    return time.perf_counter() - start

@@ -10,6 +10,7 @@ import functools
 import math
 import zlib
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel, ResNetForImageClassification
 
 from penstock.bench.configs import GPTConfig, ResNetSize
-from penstock.planning.partition import partition
+from penstock.planning.partition import partition, split_into
 
 INITIALIZER_RANGE = 0.02
 # What happens to a block's activations between its forward and its backward.
@@ -68,6 +69,14 @@ class GPT(GPT2LMHeadModel):
         parameters = ((shared.get(name, name), parameter) for name, parameter in self.named_parameters())
         fill(parameters, self.config.n_layer, seed)
 
+    def materialize_part(self, name: str, device: Device, seed: int) -> None:
+        """The same for one module; a tied output layer is the embedding's, so nothing is made for it."""
+        if name == "lm_head" and self.config.tie_word_embeddings:
+            return
+        module = self.get_submodule(name).to_empty(device=torch.device(device))
+        parameters = ((f"{name}.{inner}", parameter) for inner, parameter in module.named_parameters())
+        fill(parameters, self.config.n_layer, seed)
+
 
 def mix_seed(seed: int, what: object) -> int:
     """A seed for one part of a run, of 32 bits: the CPU's generator reads no more."""
@@ -90,12 +99,6 @@ def fill(named_parameters: Iterable[tuple[str, torch.Tensor]], num_layers: int, 
                 deviation = INITIALIZER_RANGE / (math.sqrt(2 * num_layers) if "c_proj" in name else 1.0)
                 generator = torch.Generator(parameter.device).manual_seed(mix_seed(seed, name))
                 parameter.normal_(0.0, deviation, generator=generator)
-
-
-def _materialize(module: nn.Module, name: str, device: torch.device, num_layers: int, seed: int) -> None:
-    """Memory and values for a part of a GPT; `name` is its name in the whole model."""
-    module.to_empty(device=device)
-    fill(((f"{name}.{inner}", parameter) for inner, parameter in module.named_parameters()), num_layers, seed)
 
 
 # ---------------------------------------------------------------- a sequence over devices
@@ -145,27 +148,15 @@ def sequential_gpt(
     """
     places = [torch.device(device) for device in devices]
     gpt = GPT(config, device="meta", dtype=dtype)
-    names = ["", *(f"transformer.h.{index}" for index in range(config.n_layer)), ""]
+    blocks = [[f"transformer.h.{index}"] for index in range(config.n_layer)]
+    names = [["transformer.wte", "transformer.wpe"], *blocks, ["transformer.ln_f", "lm_head"]]
+    sizes = partition(layer_costs(config), [1.0] * len(places)).sizes
+    for place, layers_there in zip(places, split_into(names, sizes), strict=True):
+        for name in chain.from_iterable(layers_there):
+            gpt.materialize_part(name, place, seed)
+    gpt.tie_weights()
     layers: list[nn.Module] = [Embedding(gpt), *gpt.transformer.h, Head(gpt)]
-    bounds = [0]
-    for size in partition(layer_costs(config), [1.0] * len(places)).sizes:
-        bounds.append(bounds[-1] + size)
-    embedding, head = layers[0], layers[-1]
-    assert isinstance(embedding, Embedding) and isinstance(head, Head)
-    for place, start, end in zip(places, bounds, bounds[1:], strict=False):
-        for index in range(max(start, 1), min(end, len(layers) - 1)):
-            _materialize(layers[index], names[index], place, config.n_layer, seed)
-    _materialize(embedding.wte, "transformer.wte", places[0], config.n_layer, seed)
-    _materialize(embedding.wpe, "transformer.wpe", places[0], config.n_layer, seed)
-    _materialize(head.ln_f, "transformer.ln_f", places[-1], config.n_layer, seed)
-    if config.tie_embeddings:
-        head.weight = embedding.wte.weight
-    else:
-        _materialize(gpt.lm_head, "lm_head", places[-1], config.n_layer, seed)
-        head.weight = gpt.lm_head.weight
-    return nn.Sequential(
-        *(Partition(place, layers[a:b]) for place, a, b in zip(places, bounds, bounds[1:], strict=False))
-    )
+    return nn.Sequential(*map(Partition, places, split_into(layers, sizes)))
 
 
 def layer_costs(config: GPTConfig) -> list[float]:
@@ -211,11 +202,10 @@ class ShardedGPT(GPT):
         offload = CPUOffloadPolicy(pin_memory=pinned) if cpu_offload else OffloadPolicy()
         blocks = list(self.transformer.h)
         for index, block in enumerate(blocks):
-            _materialize(block, f"transformer.h.{index}", place, config.n_layer, seed)
+            self.materialize_part(f"transformer.h.{index}", place, seed)
             fully_shard(block, mesh=mesh, offload_policy=offload)
         for name in ("transformer.wte", "transformer.wpe", "transformer.ln_f", "lm_head"):
-            if not (name == "lm_head" and config.tie_embeddings):
-                _materialize(self.get_submodule(name), name, place, config.n_layer, seed)
+            self.materialize_part(name, place, seed)
         self.tie_weights()
         fully_shard(self, mesh=mesh, offload_policy=offload)
         if prefetch:

@@ -22,7 +22,6 @@ from typing import Any
 from penstock.bench.result_files import FORMAT, speed_figures
 from penstock.planning.pipelines import parse_pipelines
 
-SAMPLES_PER_DEVICE = 4
 # How far the losses of two modes may differ, relative to their size, by rounding alone.
 TOLERANCES = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 3e-2}
 MODE = re.compile(r"(?P<mode>ddp|fsdp|pdp|pp)(?::(?P<schedule>[\w-]+))?(?:=(?P<pipelines>.+))?")
@@ -103,6 +102,8 @@ def run_suite(
     """
     common = list(arguments)
     if not any(word.split("=")[0].replace("-", "_") == "__batch_size" for word in common):
+        from penstock.bench.options import SAMPLES_PER_DEVICE
+
         unit = lcm(devices, *(entry.num_microbatches for entry in entries))
         common += ["--batch-size", str(ceil(SAMPLES_PER_DEVICE * devices / unit) * unit)]
     found: dict[str, list[dict[str, Any]]] = {}

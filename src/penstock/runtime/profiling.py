@@ -229,21 +229,22 @@ def _seconds(
     begin = time.perf_counter()
     # The first turn, which sets things up, is left out.
     while len(samples) <= LEAST_TIMES or time.perf_counter() - begin < LEAST_SECONDS:
-        of_forward, outputs = _timed(forward, device)
-        of_inputs, _ = _timed(partial(_gradients, outputs, sources), device) if sources else (0.0, None)
+        of_forward, outputs = timed(forward, device)
+        of_inputs, _ = timed(partial(_gradients, outputs, sources), device) if sources else (0.0, None)
         outputs = forward()
-        of_all, _ = _timed(partial(_gradients, outputs, [*sources, *parameters]), device)
+        of_all, _ = timed(partial(_gradients, outputs, [*sources, *parameters]), device)
         samples.append((of_forward, of_inputs, of_all))
         del outputs
     seconds, of_inputs, of_all = (statistics.median(column) for column in zip(*samples[1:], strict=True))
     return seconds, of_inputs, max(0.0, of_all - of_inputs)
 
 
-def _timed(run: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
-    _synchronize(device)
+def timed(run: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
+    """Seconds until what `run` does on a device is done, and its result."""
+    synchronize(device)
     start = time.perf_counter()
     result = run()
-    _synchronize(device)
+    synchronize(device)
     return time.perf_counter() - start, result
 
 
@@ -252,7 +253,8 @@ def _gradients(outputs: list[torch.Tensor], sources: list[torch.Tensor]) -> None
         torch.autograd.grad(outputs, sources, [torch.ones_like(output) for output in outputs], allow_unused=True)
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
+    """Wait until a device is idle."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
