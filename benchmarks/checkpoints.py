@@ -29,14 +29,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from measure import RESULTS, table_of, write_result
+from processes import free_port
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import penstock
-from penstock.bench.result_files import environment, write_json
 from penstock.checkpoint.files import write_tensors
 
-RESULTS = Path(__file__).parent / "results"
 # Gigabytes of weights and of AdamW's two states: layers and width of a GPT-2.
 SIZES = {0.1: (4, 400), 0.3: (6, 576), 1.0: (10, 824)}
 # Steps of training that go on beside the writing of that much, for longer than it takes.
@@ -99,108 +99,109 @@ def speed(folder: Path, rounds: int, sizes: list[float]) -> Iterator[dict[str, A
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     results: dict[str, Any] = {}
     for size in sizes:
-        model, optimizer, num_bytes = state(*SIZES[size])
-        given = {"model": model, "optimizer": optimizer}
-        seconds: dict[str, list[float]] = {}
-        train(model, optimizer, 1)
-
-        def asynchronous(given: dict[str, Any] = given, seconds: Any = seconds) -> None:
-            begin = time.perf_counter()
-            penstock.save_checkpoint(folder, **given, step=1, asynchronous=True)
-            seconds.setdefault("asynchronous: stall", []).append(time.perf_counter() - begin)
-            penstock.finish_saving(given["model"])
-
-        def dcp_asynchronous(given: Any = given, seconds: Any = seconds) -> None:
-            begin = time.perf_counter()
-            weights, states = get_state_dict(given["model"], given["optimizer"])
-            future = dcp.async_save({"model": weights, "optimizer": states}, checkpoint_id=folder / "dcp")
-            seconds.setdefault("DCP async_save: stall", []).append(time.perf_counter() - begin)
-            future.result()
-            flushed(folder / "dcp")
-
-        def dcp_synchronous(given: Any = given) -> None:
-            weights, states = get_state_dict(given["model"], given["optimizer"])
-            dcp.save({"model": weights, "optimizer": states}, checkpoint_id=folder / "dcp")
-            flushed(folder / "dcp")
-
-        def steps(save: dict[str, bool] | None, given: Any = given, number: int = STEPS[size]) -> None:
-            if save is not None:
-                penstock.save_checkpoint(folder, **given, step=1, **save)
-            train(given["model"], given["optimizer"], number)
-            penstock.finish_saving(given["model"])
-
-        contestants: dict[str, Callable[[], Any]] = {
-            "synchronous": lambda given=given: penstock.save_checkpoint(folder, **given, step=1),
-            "asynchronous: whole": asynchronous,
-            "plain copy": lambda given=given: copy_plainly(folder, bytes_of(**given)),
-            "plain copy, not flushed": lambda given=given: copy_plainly(folder, bytes_of(**given), flush=False),
-            "tensors alone": lambda given=given: write_tensors(str(folder / "all.safetensors"), tensors_of(**given)),
-            "DCP save": dcp_synchronous,
-            "DCP async_save: whole": dcp_asynchronous,
-            "steps": lambda steps=steps: steps(None),
-            "steps and a synchronous save": lambda steps=steps: steps({"asynchronous": False}),
-            "steps and an asynchronous save": lambda steps=steps: steps({"asynchronous": True}),
-        }
-        order = random.Random(0)
-        for number in range(rounds + 1):
-            names = list(contestants)
-            order.shuffle(names)
-            for name in names:
-                # A virtual machine gives memory back that was free for a while, and the first to use it again waits for
-                # it. So each finds as much as it needs just freed.
-                shutil.rmtree(folder, ignore_errors=True)
-                folder.mkdir(parents=True)
-                copy_plainly(folder, bytes_of(**given))
-                shutil.rmtree(folder)
-                folder.mkdir()
-                os.sync()
-                begin = time.perf_counter()
-                contestants[name]()
-                seconds.setdefault(name, []).append(time.perf_counter() - begin)
-            print(
-                f"{size} GB, round {number}: " + ", ".join(f"{k} {v[-1]:.2f}" for k, v in seconds.items()), flush=True
-            )
-        # The first round makes the memory that the others use again.
-        results[str(size)] = {"bytes": num_bytes, "seconds": {name: taken[1:] for name, taken in seconds.items()}}
+        results[str(size)] = speed_of(folder, rounds, size)
         yield results
     dist.destroy_process_group()
 
 
+def speed_of(folder: Path, rounds: int, size: float) -> dict[str, Any]:
+    """The bytes of a state of about `size` GB, and the seconds of each way to save it."""
+    model, optimizer, num_bytes = state(*SIZES[size])
+    seconds: dict[str, list[float]] = {}
+    train(model, optimizer, 1)
+
+    def save(asynchronous: bool = False) -> None:
+        penstock.save_checkpoint(folder, model=model, optimizer=optimizer, step=1, asynchronous=asynchronous)
+
+    def asynchronous() -> None:
+        begin = time.perf_counter()
+        save(asynchronous=True)
+        seconds.setdefault("asynchronous: stall", []).append(time.perf_counter() - begin)
+        penstock.finish_saving(model)
+
+    def dcp_state() -> dict[str, Any]:
+        weights, states = get_state_dict(model, optimizer)
+        return {"model": weights, "optimizer": states}
+
+    def dcp_asynchronous() -> None:
+        begin = time.perf_counter()
+        future = dcp.async_save(dcp_state(), checkpoint_id=folder / "dcp")
+        seconds.setdefault("DCP async_save: stall", []).append(time.perf_counter() - begin)
+        future.result()
+        flushed(folder / "dcp")
+
+    def dcp_synchronous() -> None:
+        dcp.save(dcp_state(), checkpoint_id=folder / "dcp")
+        flushed(folder / "dcp")
+
+    def steps() -> None:
+        train(model, optimizer, STEPS[size])
+        penstock.finish_saving(model)
+
+    contestants: dict[str, Callable[[], Any]] = {
+        "synchronous": save,
+        "asynchronous: whole": asynchronous,
+        "plain copy": lambda: copy_plainly(folder, bytes_of(model, optimizer)),
+        "plain copy, not flushed": lambda: copy_plainly(folder, bytes_of(model, optimizer), flush=False),
+        "tensors alone": lambda: write_tensors(str(folder / "all.safetensors"), tensors_of(model, optimizer)),
+        "DCP save": dcp_synchronous,
+        "DCP async_save: whole": dcp_asynchronous,
+        "steps": steps,
+        "steps and a synchronous save": lambda: (save(), steps()),
+        "steps and an asynchronous save": lambda: (save(asynchronous=True), steps()),
+    }
+    order = random.Random(0)
+    for number in range(rounds + 1):
+        names = list(contestants)
+        order.shuffle(names)
+        for name in names:
+            # A virtual machine gives memory back that was free for a while, and the first to use it again waits for it.
+            # So each finds as much as it needs just freed.
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            copy_plainly(folder, bytes_of(model, optimizer))
+            shutil.rmtree(folder)
+            folder.mkdir()
+            os.sync()
+            begin = time.perf_counter()
+            contestants[name]()
+            seconds.setdefault(name, []).append(time.perf_counter() - begin)
+        print(f"{size} GB, round {number}: " + ", ".join(f"{k} {v[-1]:.2f}" for k, v in seconds.items()), flush=True)
+    # The first round makes the memory that the others use again.
+    return {"bytes": num_bytes, "seconds": {name: taken[1:] for name, taken in seconds.items()}}
+
+
 def table_of_speed(results: dict[str, Any]) -> list[str]:
     """A table of stalls, and two of bytes a second: of the medians, and of the fastest of each."""
-    stalls = [
-        "| state | synchronous: stall | asynchronous: stall | DCP async_save: stall | "
-        "steps held up, synchronous | steps held up, asynchronous |",
-        "|---|---|---|---|---|---|",
-    ]
-    rates = [
-        "| state, of which rounds | plain copy | not flushed | tensors in one file | synchronous "
-        "| asynchronous, stall and all | its writing alone | DCP save | DCP async_save |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    ways = {
+        "plain copy": "plain copy",
+        "plain copy, not flushed": "not flushed",
+        "tensors alone": "tensors in one file",
+        "synchronous": "synchronous",
+        "asynchronous: whole": "asynchronous, stall and all",
+        "writing": "its writing alone",
+        "DCP save": "DCP save",
+        "DCP async_save: whole": "DCP async_save",
+    }
+    stalls, rates = [], []
     for size, found in results.items():
-        number = found["bytes"]
-        taken = found["seconds"] | {
-            "writing": [
-                whole - stall
-                for whole, stall in zip(
-                    found["seconds"]["asynchronous: whole"], found["seconds"]["asynchronous: stall"], strict=True
-                )
-            ]
-        }
+        taken = dict(found["seconds"])
+        pairs = zip(taken["asynchronous: whole"], taken["asynchronous: stall"], strict=True)
+        taken["writing"] = [whole - stall for whole, stall in pairs]
         medians = {name: statistics.median(each) for name, each in taken.items()}
         held = [medians[f"steps and {kind} save"] - medians["steps"] for kind in ("a synchronous", "an asynchronous")]
         cells = [medians[name] for name in ("synchronous", "asynchronous: stall", "DCP async_save: stall")] + held
-        row = " | ".join(f"{cell:.3f} s" for cell in cells)
-        stalls.append(f"| {size} GB | {row} |")
-        names = ("plain copy", "plain copy, not flushed", "tensors alone", "synchronous", "asynchronous: whole")
-        names += ("writing", "DCP save", "DCP async_save: whole")
+        stalls.append([f"{size} GB", *(f"{cell:.3f} s" for cell in cells)])
         for which, of in (("median", medians), ("fastest", {name: min(each) for name, each in taken.items()})):
-            row = " | ".join(
-                f"{number / of[name] / 1e9:.2f} GB/s ({of['plain copy'] / of[name]:.2f})" for name in names
-            )
-            rates.append(f"| {size} GB, {which} | {row} |")
-    return [*stalls, "", "In brackets: as a share of the plain copy's.", "", *rates]
+            row = [f"{found['bytes'] / of[way] / 1e9:.2f} GB/s ({of['plain copy'] / of[way]:.2f})" for way in ways]
+            rates.append([f"{size} GB, {which}", *row])
+    columns = ["synchronous: stall", "asynchronous: stall", "DCP async_save: stall"]
+    columns += ["steps held up, synchronous", "steps held up, asynchronous"]
+    return [
+        *table_of(["state", *columns], stalls),
+        *["", "In brackets: as a share of the plain copy's.", ""],
+        *table_of(["state, of which rounds", *ways.values()], rates),
+    ]
 
 
 # -- kills -------------------------------------------------------------------------------------------------------------
@@ -246,9 +247,7 @@ def save_on_and_on(rank: int, folder: Path, port: int, asynchronous: bool) -> No
 
 def kill_once(folder: Path, chance: random.Random, number: int) -> dict[str, Any]:
     """Two ranks save; one or both are killed; the newest checkpoint is loaded and looked at."""
-    with __import__("socket").socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     asynchronous = bool(number % 2)
     ranks = []
     for rank in range(2):
@@ -333,17 +332,14 @@ def main() -> None:
                 f"had returned, and nothing was damaged; {len(bad)} times not."
             ]
             write(options, output, found, lines)
-    print("\n".join(lines))
     sys.exit(0)
 
 
 def write(options: argparse.Namespace, output: Path, found: Any, lines: list[str]) -> None:
     """The record and the tables."""
-    about = environment()
     config = {name: value for name, value in vars(options).items() if name not in ("folder", "output")}
-    write_json({"environment": about, "config": config, "results": found}, output.with_suffix(".json"))
-    ending = [f"Configuration: `{json.dumps(config)}`", "", f"Environment: {about}"]
-    output.with_suffix(".md").write_text("\n".join(["# Checkpoints", "", *lines, "", *ending]) + "\n")
+    lines = [*lines, "", f"Configuration: `{json.dumps(config)}`"]
+    write_result(output, "Checkpoints", f"`{options.what}`", lines, {"config": config, "results": found})
 
 
 if __name__ == "__main__":

@@ -348,12 +348,10 @@ def main() -> None:
         command.add_argument("--seconds", type=float, default=SECONDS, help="that a class may take")
     writes = commands.add_parser("write", help="write docs/models.md")
     writes.add_argument("--with-tensor-parallelism", type=Path, default=SHARDED)
-    for command in (
-        runs,
-        samples,
-        writes,
-        commands.add_parser("count", help="print how many classes had which outcome"),
-    ):
+    compares = commands.add_parser("compare", help="print the classes whose outcome is another in a second file")
+    compares.add_argument("second", type=Path)
+    counts = commands.add_parser("count", help="print how many classes had which outcome")
+    for command in (runs, samples, writes, compares, counts):
         command.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
     if options.command == "run":

@@ -25,8 +25,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from measure import table_of, write_result
+
 import elastic_runs
-from penstock.bench.result_files import environment, write_json
 
 STEPS = 60
 EXACT = 1e-9
@@ -169,35 +170,27 @@ def main() -> None:
 def write(folder: Path, name: str, trials: list[dict[str, Any]]) -> None:
     """The record and the table."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_json({**environment(), "trials": trials}, folder / f"{name}.json")
     kills = [kill for one in trials for kill in one["kills"]]
     timed = [kill for kill in kills if kill["seconds"] is not None]
     outcomes = Counter(one["outcome"] for one in trials)
     lines = [
-        "# Elastic runs, random processes killed",
-        "",
-        f"Written by `benchmarks/elastic.py`; what made it is in `{name}.json`.",
-        "",
         f"{len(trials)} runs, {len(kills)} kills, {sum(one['joined'] for one in trials)} processes joined. Largest "
         f"difference of a loss from the undisturbed run's: {max(one['largest'] for one in trials):.1e}.",
         "",
-        "| outcome of a run | runs |",
-        "|---|---|",
-        *(f"| {name} | {outcomes[name]} |" for name in sorted({*outcomes, "hung", "wrong"})),
+        *table_of(
+            ["outcome of a run", "runs"],
+            [[name, str(outcomes[name])] for name in sorted({*outcomes, "hung", "wrong"})],
+        ),
         "",
     ]
     if timed:
-        totals = sorted(kill["seconds"] for kill in timed)
-        lines += [
-            "| seconds | median | worst |",
-            "|---|---|---|",
-            f"| from the kill to where it was | {statistics.median(totals):.2f} | {totals[-1]:.2f} |",
-        ]
-        for phase in PHASES:
-            each = [kill["phases"][phase] for kill in timed]
-            lines.append(f"| {phase} | {statistics.median(each):.2f} | {max(each):.2f} |")
+        seconds = {"from the kill to where it was": [kill["seconds"] for kill in timed]}
+        seconds |= {phase: [kill["phases"][phase] for kill in timed] for phase in PHASES}
+        rows = [[what, f"{statistics.median(each):.2f}", f"{max(each):.2f}"] for what, each in seconds.items()]
+        lines += table_of(["seconds", "median", "worst"], rows)
         lines += ["", f"Not timed, as the run's end or the next kill hid them: {len(kills) - len(timed)} kills."]
-    (folder / f"{name}.md").write_text("\n".join(lines) + "\n")
+    how = "written by `benchmarks/elastic.py`"
+    write_result(folder / name, "Elastic runs, random processes killed", how, lines, {"trials": trials})
 
 
 if __name__ == "__main__":

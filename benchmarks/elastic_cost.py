@@ -28,10 +28,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from measure import table_of, write_result
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from penstock import Booster, CheckpointManager, Elastic, HeterogeneousParallelPlugin, PipelineTemplate
-from penstock.bench.result_files import environment, write_json
 from penstock.modeling.graph.units import list_units
 from penstock.pipeline_model import attach
 from penstock.planning.layout import Layout
@@ -290,14 +290,15 @@ def restart(rounds: int) -> tuple[dict[str, Any], list[str]]:
         f"Four processes, two pipelines of two stages; one is killed, {rounds} times each way, in turn, in the same "
         f"step of {KILLS[0]} to {KILLS[1]}. torchrun starts all again from the checkpoint of each {EVERY}th step.",
         "",
-        "| | seconds from the kill to the next new step | worst | steps repeated, mean |",
-        "|---|---|---|---|",
     ]
+    rows = []
     for name, each in found.items():
         seconds = [one["seconds"] for one in each]
         repeated = statistics.mean(one["repeated"] for one in each)
-        lines.append(f"| `{name}` | {statistics.median(seconds):.2f} | {max(seconds):.2f} | {repeated:.1f} |")
-    return {"kills": found}, [*lines, ""]
+        rows.append([f"`{name}`", f"{statistics.median(seconds):.2f}", f"{max(seconds):.2f}", f"{repeated:.1f}"])
+    columns = ["", "seconds from the kill to the next new step", "worst", "steps repeated, mean"]
+    lines += table_of(columns, rows)
+    return {"kills": found}, lines
 
 
 def _done(folder: Path) -> dict[int, list[tuple[int, float]]]:
@@ -348,12 +349,9 @@ def main() -> None:
     else:
         measure, usual = {"cost": (cost, 200), "move": (move, 10), "restart": (restart, 6)}[options.what]
         content, lines = measure(options.rounds or usual)
-        print("\n".join(lines))
         options.output.mkdir(parents=True, exist_ok=True)
         path = options.output / f"elastic_{options.what}"
-        write_json({**environment(), **content}, path.with_suffix(".json"))
-        head = [f"# {__doc__.splitlines()[0]}", "", "Written by `benchmarks/elastic_cost.py`.", ""]
-        path.with_suffix(".md").write_text("\n".join([*head, *lines, f"Environment: {environment()}", ""]))
+        write_result(path, __doc__.splitlines()[0], "written by `benchmarks/elastic_cost.py`", lines, content)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import time
 from functools import partial
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from turns import Figures, Step, barrier, serve
 
 import penstock
+from penstock.planning.partition import split_into
 from penstock.runtime.gradients.weight_gradients import Deferred, WeightGradientQueues
 from penstock.schedule import build
 
@@ -166,10 +166,7 @@ def unlike_pipelines(arguments: dict[str, Any]) -> Step:
     costs = (arguments[name] for name in ("forward", "backward", "weight"))
     model = SleepingModel(SleepConfig(arguments["num_blocks"], *costs))
     names = [f"blocks.{index}" for index in range(arguments["num_blocks"])]
-    templates = []
-    for sizes in arguments["stages"]:
-        ends = list(accumulate(sizes, initial=0))
-        templates.append(penstock.PipelineTemplate("sleeping", [names[a:b] for a, b in pairwise(ends)]))
+    templates = [penstock.PipelineTemplate("sleeping", split_into(names, sizes)) for sizes in arguments["stages"]]
     plugin = penstock.HeterogeneousParallelPlugin(microbatch_size=1, schedule=arguments["schedule"])
     plugin.set_pipelines(templates, arguments["num_microbatches"])
     model, *_ = plugin.configure(model)

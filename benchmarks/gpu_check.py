@@ -17,7 +17,6 @@ import json
 import os
 import platform
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -28,6 +27,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from processes import free_port
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import penstock
@@ -119,9 +119,7 @@ def run(
     check: str, ranks: int, device: str, arguments: dict[str, Any], environment: dict[str, str]
 ) -> tuple[list[Any], float]:
     """Every rank's answer, the end of what it printed in place of one, None for one that was killed; and seconds."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     start = time.monotonic()
     processes = []
     for rank in range(ranks):

@@ -7,7 +7,7 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +89,22 @@ def spread_of(results: Sequence[dict], key: str) -> str:
     return f"{min(samples):.3f} - {max(samples):.3f}"
 
 
+def table_of(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """A table in Markdown, as lines."""
+    return [f"| {' | '.join(cells)} |" for cells in (columns, ["---"] * len(columns), *rows)]
+
+
+def write_result(path: Path, title: str, how: str, lines: Sequence[str], content: Mapping[str, Any]) -> None:
+    """Write `<path>.md`, which is `lines` under a title and what made it, and `<path>.json`, which is `content` and all
+    of what made it; and print the lines."""
+    facts = environment()
+    write_json({"environment": facts, **content}, path.with_suffix(".json"))
+    made = [f"{package} {number}" for package, number in facts["versions"].items() if number]
+    about = f"{facts['date']}; {', '.join(made)}; Python {facts['python']}; {facts['cores']} cores; {how}."
+    path.with_suffix(".md").write_text("\n".join([f"# {title}", "", about, "", *lines]) + "\n")
+    print("\n".join(lines))
+
+
 class Comparison:
     """A table of contestants, and what it was made from, to be written as `results/<name>.json` and `.md`."""
 
@@ -98,21 +114,20 @@ class Comparison:
         self._title = title
         self._config = config
         self.runs = runs
-        self._width = len(columns)
-        self._rows = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
+        self._columns = columns
+        self._rows: list[list[str]] = []
 
     def add(self, name: str, cells: Sequence[str], **figures: Any) -> None:
         """A row, and the figures behind it."""
         self.figures[name] = figures
-        self._rows.append("| " + " | ".join([name, *cells]) + " |")
+        self._rows.append([name, *cells])
 
     def add_missing(self, name: str) -> None:
         """A row for a contestant that did not run."""
-        self._rows.append("| " + " | ".join([name, "did not run", *[""] * (self._width - 2)]) + " |")
+        self._rows.append([name, "did not run", *[""] * (len(self._columns) - 2)])
 
     def write(self, note: str = "", how: str = "medians of interleaved runs") -> None:
         """Write both files, with date, versions and configuration, and print the table."""
-        facts = environment()
         content = {
             "title": self._title,
             "config": self._config,
@@ -120,15 +135,9 @@ class Comparison:
             "figures": self.figures,
             "runs": self.runs,
         }
-        write_json({"environment": facts, **content}, RESULTS / f"{self._name}.json")
-        head = ", ".join(f"{package} {number}" for package, number in facts["versions"].items() if number)
-        table = "\n".join(self._rows) + (f"\n\n{note}" if note else "")
-        (RESULTS / f"{self._name}.md").write_text(
-            f"# {self._title}\n\n{facts['date']}; {head}; Python {facts['python']}; "
-            f"{facts['cores']} cores; {how}.\n\n{table}\n\nConfiguration: "
-            f"`{json.dumps(self._config)}`\n"
-        )
-        print(table)
+        lines = [*table_of(self._columns, self._rows), *(["", note] if note else [])]
+        lines += ["", f"Configuration: `{json.dumps(self._config)}`"]
+        write_result(RESULTS / self._name, self._title, how, lines, content)
 
 
 def _short(result: dict) -> str:

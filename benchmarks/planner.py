@@ -245,7 +245,8 @@ def measured(steps: int, cases: str) -> None:
 
 def _words(plan: Plan) -> str:
     stages = "; ".join(
-        f"{[len(stage) for stage in line.stages]} x{line.schedule.num_microbatches}" for line in plan.pipelines
+        f"{[len(stage) for stage in pipeline.stages]} x{pipeline.schedule.num_microbatches}"
+        for pipeline in plan.pipelines
     )
     return f"{plan.schedule_names}, {stages}"
 
@@ -256,8 +257,8 @@ def _emulated(plan: Plan) -> dict[str, Any]:
     speeds = [cluster.classes[cluster.class_of_device[device]].speed for device in plan.devices]
     return {
         "schedule": plan.schedule_names,
-        "stages": [[len(stage) for stage in line.stages] for line in plan.pipelines],
-        "num_microbatches": [line.schedule.num_microbatches for line in plan.pipelines],
+        "stages": [[len(stage) for stage in pipeline.stages] for pipeline in plan.pipelines],
+        "num_microbatches": [pipeline.schedule.num_microbatches for pipeline in plan.pipelines],
         "speeds": {str(rank): speed for rank, speed in enumerate(speeds)},
     }
 

@@ -23,6 +23,13 @@ from measure import ALLOCATOR, interleave
 HERE = Path(__file__).parent
 
 
+def free_port() -> int:
+    """A port of this machine that nobody uses."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 class Contestant:
     """`world_size` processes of a script in this folder, which build something and then time turns of steps of it.
 
@@ -91,9 +98,7 @@ class Contestant:
         self.close()
 
     def _start(self) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         for rank in range(self._world_size):
             environment = {
                 **os.environ,

@@ -23,9 +23,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from measure import table_of, write_result
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from penstock.bench.result_files import environment, write_json
 from penstock.modeling.graph.units import list_units
 from penstock.pipeline_model import attach
 from penstock.planning.layout import Layout
@@ -109,22 +109,13 @@ def main() -> None:
     if found is None:
         sys.exit(done.stderr)
     seconds = json.loads(found.removeprefix("SECONDS "))
-    lines = [
-        "# Re-forming an engine",
-        "",
-        __doc__.splitlines()[0],
-        "",
-        f"Rounds: {options.rounds}. Seconds, medians.",
-        "",
+    rows = [
+        [name, *(f"{statistics.median(phases[phase]):.3f}" for phase in PHASES), f"{max(phases['total']):.3f}"]
+        for name, phases in seconds.items()
     ]
-    lines += [f"| layouts | {' | '.join(PHASES)} | worst |", "|---" * (len(PHASES) + 2) + "|"]
-    for name, phases in seconds.items():
-        medians = [f"{statistics.median(phases[phase]):.3f}" for phase in PHASES]
-        lines.append(f"| {name} | {' | '.join(medians)} | {max(phases['total']):.3f} |")
-    print("\n".join(lines))
-    content = {"config": CONFIG, "seconds": seconds, "environment": environment()}
-    write_json(content, options.output.with_suffix(".json"))
-    options.output.with_suffix(".md").write_text("\n".join([*lines, "", f"Environment: {environment()}", ""]))
+    lines = [__doc__.splitlines()[0], "", *table_of(["layouts", *PHASES, "worst"], rows)]
+    how = f"seconds, medians of {options.rounds} rounds"
+    write_result(options.output, "Re-forming an engine", how, lines, {"config": CONFIG, "seconds": seconds})
 
 
 if __name__ == "__main__":
