@@ -91,7 +91,8 @@ def spread_of(results: Sequence[dict], key: str) -> str:
 
 def table_of(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     """A table in Markdown, as lines."""
-    return [f"| {' | '.join(cells)} |" for cells in (columns, ["---"] * len(columns), *rows)]
+    head, *lines = [f"| {' | '.join(cells)} |" for cells in (columns, *rows)]
+    return [head, "|---" * len(columns) + "|", *lines]
 
 
 def write_result(path: Path, title: str, how: str, lines: Sequence[str], content: Mapping[str, Any]) -> None:

@@ -73,7 +73,7 @@ class Candidates:
         self.pipeline = cache(self._pipeline)
         self._tidied = cache(self._tidy)
         self._partition = cache(self._find_partition)
-        self._simulated = cache(self._simulate)
+        self.simulated = cache(self._simulate)
 
     def candidates(self) -> list[list[Split]]:
         """Layouts that may be the best, fastest first by formula: the last ones found on the way to the best, with
@@ -225,7 +225,7 @@ class Candidates:
 
         def late(one: CandidatePipeline, count: int) -> float:
             enough = min(count, STEADY * len(one.classes))
-            return self.alone(one, enough, len(candidate), link) - one.seconds(enough)
+            return self._with_reduction(one, enough, len(candidate), link) - one.seconds(enough)
 
         extra = {one: late(one, count) for one, count in candidate}
 
@@ -240,9 +240,9 @@ class Candidates:
             key=lambda estimated: estimated[0],
         )
 
-    def alone(self, pipeline: CandidatePipeline, count: int, num_pipelines: int = 1, link: Link = Link()) -> float:  # noqa: B008
-        """The step of a pipeline that is simulated alone, with the reduction of what it has in common with others."""
-        end, ready = self._simulated(pipeline, count)
+    def _with_reduction(self, pipeline: CandidatePipeline, count: int, num_pipelines: int, link: Link) -> float:
+        """The step of a pipeline that is simulated alone, and then reduces what it has in common with the others."""
+        end, ready = self.simulated(pipeline, count)
         if num_pipelines > 1 and link.seconds(1):
             free_from = [0.0] * len(pipeline.classes)
             for stage, rank in reversed(list(enumerate(pipeline.schedule(count).stage_to_rank))):
@@ -253,7 +253,7 @@ class Candidates:
         return end
 
     def _simulate(self, pipeline: CandidatePipeline, count: int) -> tuple[float, dict[int, float]]:
-        """Seconds of a step without reduction, and until each stage has its gradients."""
+        """Seconds of a step of a pipeline alone, without reduction, and until each stage has its gradients."""
         inside = self.job.cluster.inside
         crossing = tuple(stage[-1].crossing for stage in pipeline.units[:-1])
         costs = replace(pipeline.costs, latency=inside.latency, bandwidth=inside.bandwidth, message_bytes=crossing)

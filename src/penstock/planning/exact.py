@@ -153,7 +153,7 @@ class _Pipelines:
             ends = self._ends[row].tolist()
             sizes = tuple(end - start for start, end in pairwise(ends))
             pipeline = self._planner.pipeline_of(self._orders[order], sizes, self._name)
-            seconds = self._planner.alone(pipeline, microbatches)
+            seconds, _ = self._planner.simulated(pipeline, microbatches)
             if seconds < best[0]:
                 memories = memory_of_ranks(schedule, held_by_stages(pipeline.units))
                 limits = [classes[kind].memory for kind in pipeline.classes]
