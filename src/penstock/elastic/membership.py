@@ -89,7 +89,7 @@ class Pulse:
     def has_ended(self, member: int) -> bool:
         """Whether a member said goodbye, or its process has ended on this machine."""
         record = self.record(member)
-        if record is not None and has_ended({"machine": record.machine, "process": record.process}):
+        if record is not None and has_ended(record.machine, record.process):
             return True
         return self._meeting.get(f"gone/{member}") is not None
 

@@ -35,14 +35,13 @@ from penstock.runtime.boundary.p2p import P2PChannels
 from penstock.runtime.comm.collectives import GroupCollectives
 from penstock.runtime.comm.devices import local_device
 from penstock.runtime.comm.forming import adopt_random_state, forming, job_board, require_layout, shared_progress
+from penstock.runtime.comm.frozen import FrozenParameters, Wish
 from penstock.runtime.comm.groups import Groups
 from penstock.runtime.comm.rollcall import Call, RollCall
 from penstock.runtime.comm.settings import (
-    FrozenParameters,
     Modes,
     Settings,
     SettingsMismatch,
-    Wish,
     autocast_code,
     bits_of,
     settings_in_words,

@@ -52,7 +52,7 @@ class Recorder:
             yield from step
         finally:
             channels.on_wait = None
-        with board.aborting():
+        with board.guard("working together"):
             events, began = self._gather(group)
             if path is not None:
                 if not goes_on:

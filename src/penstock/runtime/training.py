@@ -515,7 +515,7 @@ class TrainingStep:
                 raise self._board.abort(
                     f"left the loop over the microbatches at {left_at}, while other ranks did not ({why})"
                 )
-        with self._board.aborting():
+        with self._board.guard("working together"):
             self._queues.clear()
             for position in range(self._position, len(self._program.actions)):
                 self._skip(position)

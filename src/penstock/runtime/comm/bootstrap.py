@@ -21,6 +21,13 @@ from penstock.runtime.failures import watcher
 from penstock.runtime.failures.board import FailureBoard, any_failed
 
 DEFAULT_PORT = 29500
+# The variables in which launchers say the rank, the number of processes and the rank on the machine: torchrun's, which
+# DeepSpeed sets as well, SLURM's and Open MPI's.
+LAUNCHERS = (
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+)
 # How often ranks look whether others have come, in seconds.
 PAUSE = 0.005
 
@@ -178,17 +185,12 @@ def rank_and_world_size() -> tuple[int, int]:
 def find_place(environment: Mapping[str, str]) -> dict[str, str] | None:
     """RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT from a launcher's environment; None without a
     launcher."""
-    if "RANK" in environment and "WORLD_SIZE" in environment:
-        rank, world_size = environment["RANK"], environment["WORLD_SIZE"]
-        local_rank = environment.get("LOCAL_RANK", "")
-    elif "SLURM_PROCID" in environment and int(environment.get("SLURM_NTASKS", "1")) > 1:
-        rank, world_size = environment["SLURM_PROCID"], environment["SLURM_NTASKS"]
-        local_rank = environment.get("SLURM_LOCALID", "")
-    elif "OMPI_COMM_WORLD_RANK" in environment:
-        rank, world_size = environment["OMPI_COMM_WORLD_RANK"], environment["OMPI_COMM_WORLD_SIZE"]
-        local_rank = environment.get("OMPI_COMM_WORLD_LOCAL_RANK", "")
-    else:
+    found = [names for names in LAUNCHERS if names[0] in environment and names[1] in environment]
+    # Inside a job of one task somebody else may start processes.
+    found = [names for names in found if (names[1], environment[names[1]]) != ("SLURM_NTASKS", "1")]
+    if not found:
         return None
+    rank, world_size, local_rank = (environment.get(name, "") for name in found[0])
     if not (rank.isdigit() and world_size.isdigit() and int(rank) < int(world_size)):
         raise ValueError(f"the launcher's environment says rank {rank!r} of {world_size!r} processes")
     place = {

@@ -10,12 +10,13 @@ import datetime
 import gc
 import time
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from penstock.planning.layout import Layout
+from penstock.planning.layout import Layout, PipelineLayout
 from penstock.runtime.boundary.p2p import Message
 from penstock.runtime.comm.devices import default_timeout, transport
 from penstock.runtime.threads import start_thread
@@ -49,60 +50,27 @@ class Groups:
         self._aborted = False
         self._made: dict[tuple[str, str, tuple[int, ...]], dist.ProcessGroup] = {}
         place = layout.place_of(rank)
-        everyone = tuple(range(layout.world_size))
-        self.world = self._new(everyone, "world")
-        self.world_control = self._new(everyone, "world", control=True)
-        self._p2p: dict[tuple[int, bool], dist.ProcessGroup] = {}
-        # By the pipeline rank that results are for.
-        self._results: dict[int, dist.ProcessGroup] = {}
+        self.world, self.world_control = self._both(tuple(range(layout.world_size)), "world")
         self.tensor_parallel: dist.ProcessGroup | None = None
+        size = layout.tensor_parallel_size
         for index, pipeline in enumerate(layout.pipelines):
-            model_parallel_control = self._new(pipeline.ranks(), "pipeline", control=True)
-            model_parallel = self._new(pipeline.ranks(), "pipeline")
+            both = self._both(pipeline.ranks(), "pipeline")
             if index == place.pipeline:
-                self.model_parallel_control, self.model_parallel = model_parallel_control, model_parallel
-            for tensor_parallel_rank in range(layout.tensor_parallel_size):
-                ranks = pipeline.ranks(tensor_parallel_rank)
-                mine = index == place.pipeline and tensor_parallel_rank == place.tensor_parallel_rank
-                control, whole = self._new(ranks, "pipeline", control=True), self._new(ranks, "pipeline")
-                if mine:
-                    self.pipeline_control, self.pipeline = control, whole
-                # The two directions never share a group. NCCL has no tags and, in a group that was initialised eagerly,
-                # one stream for all members: each boundary has groups of its own, of the two ranks that hold its sides.
-                # On gloo, which tells boundaries apart by tag, the directions share a lock: while one thread sends, the
-                # thread that receives spins on it, for milliseconds if cores are few. A gloo group has a thread that
-                # wakes a hundred times a second, so all boundaries share, and the way down has no group of its own: it
-                # uses the one that has these ranks for collectives and headers.
-                for boundary in range(pipeline.num_stages - 1):
-                    sides = {pipeline.global_rank(stage, tensor_parallel_rank) for stage in (boundary, boundary + 1)}
-                    if len(sides) == 1:
-                        continue
-                    for downstream in (True, False):
-                        way = "down" if downstream else "up"
-                        if device.type == "cpu":
-                            group = self._new(ranks, way, apart=not downstream)
-                        else:
-                            group = self._new(tuple(sorted(sides)), f"boundary {boundary} {way}")
-                        if mine:
-                            self._p2p[boundary, downstream] = group
-                output = pipeline.global_rank(pipeline.num_stages - 1, tensor_parallel_rank)
-                for number, other in enumerate(ranks):
-                    if other == output:
-                        continue
-                    if device.type == "cpu":
-                        group = self._new(ranks, "up", apart=True)
-                    else:
-                        group = self._new(tuple(sorted((other, output))), "results")
-                    if mine:
-                        self._results[number] = group
-            size = layout.tensor_parallel_size
+                self.model_parallel, self.model_parallel_control = both
+            for tensor_parallel_rank in range(size):
+                both = self._both(pipeline.ranks(tensor_parallel_rank), "pipeline")
+                messages = self._of_messages(pipeline, tensor_parallel_rank)
+                if (index, tensor_parallel_rank) == (place.pipeline, place.tensor_parallel_rank):
+                    self.pipeline, self.pipeline_control = both
+                    # Over each boundary, and whether they go downstream; and by the pipeline rank that results are for.
+                    self._p2p, self._results = messages
             for first in pipeline.ranks(0) if size > 1 else ():
                 together = self._new(tuple(range(first, first + size)), "tensor parallel")
                 if first <= rank < first + size:
                     self.tensor_parallel = together
         last = [
             tuple(pipeline.global_rank(pipeline.num_stages - 1, t) for pipeline in layout.pipelines)
-            for t in range(layout.tensor_parallel_size)
+            for t in range(size)
         ]
         self.last_stages: dist.ProcessGroup | None = None
         for ranks in last if len(layout.pipelines) > 1 else ():
@@ -144,6 +112,42 @@ class Groups:
         ):  # fmt: skip
             setattr(self, name, None)
         destroy_groups(groups, self._aborted)
+
+    def _both(self, ranks: tuple[int, ...], purpose: str) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+        """For tensors of the device, and for objects."""
+        return self._new(ranks, purpose), self._new(ranks, purpose, control=True)
+
+    def _of_messages(
+        self, pipeline: PipelineLayout, tensor_parallel_rank: int
+    ) -> tuple[dict[tuple[int, bool], dist.ProcessGroup], dict[int, dist.ProcessGroup]]:
+        """The groups that carry messages between the ranks of a pipeline, and its results."""
+        ranks = pipeline.ranks(tensor_parallel_rank)
+        holders = [pipeline.global_rank(stage, tensor_parallel_rank) for stage in range(pipeline.num_stages)]
+        p2p, results = {}, {}
+        for boundary, sides in enumerate(pairwise(holders)):
+            for downstream in (True, False) if sides[0] != sides[1] else ():
+                p2p[boundary, downstream] = self._one_way(ranks, sides, downstream, f"boundary {boundary}")
+        for number, other in enumerate(ranks):
+            if other != holders[-1]:
+                results[number] = self._one_way(ranks, (other, holders[-1]), False, "results")
+        return p2p, results
+
+    def _one_way(
+        self, ranks: tuple[int, ...], sides: tuple[int, int], downstream: bool, purpose: str
+    ) -> dist.ProcessGroup:
+        """The group that carries messages one way between two `sides`, of a pipeline's `ranks`.
+
+        The two directions never share a group. NCCL has no tags and, in a group that was initialised eagerly, one
+        stream for all members: each boundary has groups of its own, of the two ranks that hold its sides. On gloo,
+        which tells boundaries apart by tag, the directions share a lock: while one thread sends, the thread that
+        receives spins on it, for milliseconds if cores are few. A gloo group has a thread that wakes a hundred times a
+        second, so all boundaries share, and the way down has no group of its own: it uses the one that has these ranks
+        for collectives and headers.
+        """
+        way = "down" if downstream else "up"
+        if self._device.type == "cpu":
+            return self._new(ranks, way, apart=not downstream)
+        return self._new(tuple(sorted(sides)), f"{purpose} {way}")
 
     def _new(
         self, ranks: tuple[int, ...], purpose: str, control: bool = False, apart: bool = False

@@ -20,7 +20,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from enum import IntEnum
+from enum import Enum
 from typing import NamedTuple
 
 import torch
@@ -37,56 +37,35 @@ PAUSE = 0.02
 MAX_FACTS = 10
 
 
-class Call(IntEnum):
-    """What ranks do together; `str(call)` is its name."""
+class Call(Enum):
+    """What ranks do together, by its name in messages. On the way it is its number here."""
 
-    TRAIN = 0
-    EVALUATE = 1
-    EVALUATE_TOGETHER = 2
-    GENERATE = 3
-    CLIP = 4
-    NORM = 5
-    SAVE = 6
-    LOAD = 7
-    LOAD_MODEL = 8
-    SAVE_OPTIMIZER = 9
-    LOAD_OPTIMIZER = 10
-    COUNT = 11
-    SAVE_CHECKPOINT = 12
-    LOAD_CHECKPOINT = 13
-    COMPARE_STEPS = 14
-    UPDATE = 15
-    RENEW = 16
-    SUM = 17
-    COUNT_LABELS = 18
-    BETWEEN_STEPS = 19
+    TRAIN = "training step"
+    EVALUATE = "evaluation"
+    EVALUATE_TOGETHER = "evaluation over all pipelines"
+    GENERATE = "generation"
+    CLIP = "clip_grad_norm_"
+    NORM = "grad_norm"
+    SAVE = "save_parallelized"
+    LOAD = "from_parallelized"
+    LOAD_MODEL = "load_model"
+    SAVE_OPTIMIZER = "save_optimizer"
+    LOAD_OPTIMIZER = "load_optimizer"
+    COUNT = "num_parameters"
+    SAVE_CHECKPOINT = "save_checkpoint"
+    LOAD_CHECKPOINT = "load_checkpoint"
+    COMPARE_STEPS = "CheckpointManager.save"
+    UPDATE = "the optimizer's step"
+    RENEW = "merge_and_unload"
+    SUM = "sum over pipelines"
+    COUNT_LABELS = "the Trainer's training step"
+    BETWEEN_STEPS = "the end of an evaluation or a save of the Trainer"
 
     def __str__(self) -> str:
-        return _CALLS[self]
+        return self.value
 
 
-_CALLS = {
-    Call.TRAIN: "training step",
-    Call.EVALUATE: "evaluation",
-    Call.EVALUATE_TOGETHER: "evaluation over all pipelines",
-    Call.GENERATE: "generation",
-    Call.CLIP: "clip_grad_norm_",
-    Call.NORM: "grad_norm",
-    Call.COUNT: "num_parameters",
-    Call.UPDATE: "the optimizer's step",
-    Call.RENEW: "merge_and_unload",
-    Call.SUM: "sum over pipelines",
-    Call.COUNT_LABELS: "the Trainer's training step",
-    Call.BETWEEN_STEPS: "the end of an evaluation or a save of the Trainer",
-    Call.SAVE: "save_parallelized",
-    Call.LOAD: "from_parallelized",
-    Call.LOAD_MODEL: "load_model",
-    Call.SAVE_OPTIMIZER: "save_optimizer",
-    Call.LOAD_OPTIMIZER: "load_optimizer",
-    Call.SAVE_CHECKPOINT: "save_checkpoint",
-    Call.LOAD_CHECKPOINT: "load_checkpoint",
-    Call.COMPARE_STEPS: "CheckpointManager.save",
-}
+CALLS = tuple(Call)
 
 
 class CallMismatch(RuntimeError):
@@ -137,7 +116,7 @@ class RollCall:
 
 
 class Said(NamedTuple):
-    """What one rank says: its call, whether it has waited long enough for another answer, and its facts."""
+    """What one rank says: its call (a number), whether it has waited long enough for another answer, and its facts."""
 
     call: int
     given_up: int
@@ -181,7 +160,7 @@ class Pending:
 
     def _round(self) -> dict[int, Said]:
         """What every rank says; of the world only once this pipeline's ranks say the same."""
-        said = {self._roll_call._rank: Said(self._call, 0, self._facts)}
+        said = {self._roll_call._rank: Said(CALLS.index(self._call), 0, self._facts)}
         for number in range(self._num_groups):
             said = self._finish(number)
             if not _agreed(said):
@@ -193,7 +172,7 @@ class Pending:
 
     def _launch(self, number: int) -> tuple[dist.Work, list[torch.Tensor]]:
         group = self._roll_call._alive(number)
-        mine = torch.tensor([self._call, self._given_up, *self._facts], dtype=torch.int64)
+        mine = torch.tensor([CALLS.index(self._call), self._given_up, *self._facts], dtype=torch.int64)
         every = [torch.empty_like(mine) for _ in range(group.size())]
         with self._roll_call._guard(number, self._call):
             return group.allgather([every], [mine]), every
@@ -237,8 +216,10 @@ def _agreed(said: Mapping[int, Said]) -> bool:
 
 def _mismatch(calls: Mapping[int, int]) -> str:
     """Which rank makes which call."""
-    said = [f"{ranks_in_words([r for r, c in calls.items() if c == call])} entered {Call(call)}"
-            for call in sorted(set(calls.values()))]  # fmt: skip
+    said = [
+        f"{ranks_in_words([rank for rank, other in calls.items() if other == number])} entered {CALLS[number]}"
+        for number in sorted(set(calls.values()))
+    ]
     return (
         f"{', '.join(said)}: every rank of a pipeline must make the same calls in the same order (a call inside "
         "`if rank == 0:` is made by one rank only)"

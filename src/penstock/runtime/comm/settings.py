@@ -6,9 +6,8 @@ All ranks see the same numbers, so all raise the same error, before anything is 
 from __future__ import annotations
 
 import struct
-import warnings
 import zlib
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -19,8 +18,6 @@ from penstock.planning.layout import Layout
 from penstock.runtime.boundary.tensors import DTYPES
 from penstock.runtime.context import RankContext
 from penstock.runtime.failures.board import ranks_in_words
-from penstock.runtime.gradients.ownership import HeldParameter
-from penstock.runtime.stages import requires_grad
 
 MODULUS = 1 << 62
 
@@ -74,7 +71,7 @@ class Settings(NamedTuple):
             for field, what in (("num_microbatches", "a batch of {} microbatches"), ("fingerprint", "a batch {:x}")):
                 values = {rank: getattr(every[rank], field) for rank in ranks}
                 if len(set(values.values())) > 1:
-                    given = _in_words(values, lambda value, what=what: what.format(value), " was given ")  # type: ignore[misc]  # bound now
+                    given = in_words(values, lambda value, what=what: what.format(value), " was given ")  # type: ignore[misc]  # bound now
                     raise BatchMismatch(
                         f"{given}: all ranks of one pipeline, those that share a stage's weights included, must be "
                         "given the same batch (use model.data_parallel_rank and model.data_parallel_size, or "
@@ -84,7 +81,7 @@ class Settings(NamedTuple):
         for field, name, words in _COMPARED:
             values = {rank: getattr(settings, field) for rank, settings in every.items()}
             if len(set(values.values())) > 1:
-                differences.append(f"{name}: {_in_words(values, words)}")
+                differences.append(f"{name}: {in_words(values, words)}")
         if differences:
             raise SettingsMismatch(
                 "the ranks compute under different settings, but all must have the same: " + "; ".join(differences)
@@ -94,7 +91,7 @@ class Settings(NamedTuple):
             if len(set(values.values())) > 1:
                 raise SettingsMismatch(
                     "the ranks of a pipeline followed the model's forward in different ways: "
-                    f"{_in_words(values, '{:x}'.format)} (checksums of what each stage computes and sends): use the "
+                    f"{in_words(values, '{:x}'.format)} (checksums of what each stage computes and sends): use the "
                     "same versions of Penstock, torch and transformers on all ranks, and make no choice by rank in the "
                     "model's code"
                 )
@@ -123,7 +120,7 @@ def states_of_stages(said: Mapping[int, Sequence[int]], context: RankContext, tr
     return states
 
 
-def _in_words(values: Mapping[int, int], words: Callable[[int], str], verb: str = " has ") -> str:
+def in_words(values: Mapping[int, int], words: Callable[[int], str], verb: str = " has ") -> str:
     """`rank 0 has bfloat16, ranks 1, 2 have none`."""
     parts = []
     for value in dict.fromkeys(values.values()):
@@ -149,7 +146,7 @@ def autocast_code(device: torch.device) -> int:
 
 def settings_in_words(values: Mapping[int, int]) -> str:
     """Numbers from `bits_of`, by rank, as `rank 0 has 1, ranks 1, 2 have 2`."""
-    return _in_words(values, lambda value: f"{number_of(value):g}")
+    return in_words(values, lambda value: f"{number_of(value):g}")
 
 
 def bits_of(number: float) -> int:
@@ -164,6 +161,9 @@ def number_of(bits: int) -> float:
     return number
 
 
+_training = attrgetter("training")
+
+
 class Modes:
     """Which parts of a model are in train mode. Every rank has all units, if only as ghosts."""
 
@@ -174,119 +174,3 @@ class Modes:
         """See `Settings.modes`."""
         modes = bytes(map(_training, self._modules))
         return zlib.crc32(modes[1:]) * 2 + modes[0]
-
-
-_training = attrgetter("training")
-_type = attrgetter("dtype")
-
-
-class FrozenParameters:
-    """Compares which parameters are frozen, over all that hold them: replicas, holders of a tied weight, and the ranks
-    of a tensor-parallel group.
-
-    Of a frozen parameter with k holders the first one says (k - 1) times a digest of its name, each other one minus it.
-    So the sum over all ranks is zero if they agree.
-
-    A tied weight that different ranks have under different names is frozen as long as it is frozen under any of them.
-    What a rank was told by others (`settle`) is not taken for the wish of its own caller. A weight that was frozen
-    before the model was split was frozen under its first name, the one that `named_parameters()` gives.
-    """
-
-    def __init__(self, held: Sequence[HeldParameter], rank: int, model: nn.Module):
-        self._held = held
-        self._parameters = [one.parameter for one in held]
-        self._rank = rank
-        self._flags: tuple[bool, ...] = ()
-        self._types: tuple[torch.dtype, ...] = ()
-        self._numbers = (0, 0, 0)
-        names: dict[int, tuple[str, ...]] = {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            names[id(parameter)] = (*names.get(id(parameter), ()), name)
-        self._names = [names.get(id(parameter), ()) for parameter in self._parameters]
-        self._known = list(map(requires_grad, self._parameters))
-        # Whether a rank that has it under another name has frozen it.
-        self._told_frozen = [
-            not trainable and one.name not in own
-            for one, own, trainable in zip(held, self._names, self._known, strict=True)
-        ]  # fmt: skip
-        self._wished = [a or b for a, b in zip(self._known, self._told_frozen, strict=True)]
-
-    def numbers(self) -> tuple[int, int, int]:
-        """This rank's `Settings.frozen`, `frozen_here` and `trainable`."""
-        flags, types = tuple(map(requires_grad, self._parameters)), tuple(map(_type, self._parameters))
-        if flags != self._flags or types != self._types:
-            total = here = 0
-            for index, trainable in enumerate(flags):
-                if trainable != self._known[index]:
-                    self._known[index] = self._wished[index] = trainable
-            for held, trainable in zip(self._held, flags, strict=True):
-                if not trainable:
-                    digest = zlib.crc32(held.name.encode()) * 0x9E3779B97F4A7C15
-                    total += digest * (len(held.ranks) - 1 if held.ranks[0] == self._rank else -1)
-                    here += digest
-            digest = hash((flags, tuple(map(str, types))))
-            self._flags, self._types = flags, types
-            self._numbers = (total % MODULUS, here % MODULUS, digest % MODULUS)
-        return self._numbers
-
-    def described(self) -> dict[str, Wish]:
-        """The wish of this rank's caller for each parameter here, by its first name in the unsplit model."""
-        self.numbers()
-        return {
-            held.name: Wish(names, trainable, wished)
-            for held, names, trainable, wished in zip(self._held, self._names, self._known, self._wished, strict=True)
-        }
-
-    def settle(self, every: Mapping[int, Mapping[str, Wish]]) -> None:
-        """Freeze here what is frozen under another name elsewhere, from what all ranks described.
-
-        Raises:
-            SettingsMismatch: ranks that hold a parameter under the same names differ; on every rank.
-        """
-        differences = []
-        names: Collection[str] = dict.fromkeys(name for described in every.values() for name in described)
-        index_of = {held.name: index for index, held in enumerate(self._held)}
-        for name in names:
-            wishes = {rank: described[name] for rank, described in every.items() if name in described}
-            if len({wish.trainable for wish in wishes.values()}) == 1:
-                continue
-            of_names = {wish.names: wish.trainable for wish in wishes.values()}
-            if any(wish.trainable != of_names[wish.names] for wish in wishes.values()):
-                frozen = {rank: int(not wish.trainable) for rank, wish in wishes.items()}
-                differences.append(f"{name}: {_in_words(frozen, lambda frozen: 'frozen it' if frozen else 'not')}")
-                continue
-            if (index := index_of.get(name)) is not None:
-                self._settle_one(index, [wish for wish in wishes.values() if not wish.wished])
-        if differences:
-            more = f"; and {len(differences) - 5} more" if len(differences) > 5 else ""
-            raise SettingsMismatch(
-                "parameters are frozen (requires_grad=False) on some of the ranks that hold them only: "
-                + "; ".join(differences[:5])
-                + more
-            )
-
-    def _settle_one(self, index: int, freezing: Sequence[Wish]) -> None:
-        parameter, trainable = self._parameters[index], not freezing
-        if freezing and self._wished[index] and parameter.requires_grad and self._told_frozen[index]:
-            warnings.warn(
-                f"{self._names[index][0]} stays frozen, as it is tied to {freezing[0].names[0]}, which is frozen: set "
-                "requires_grad under that name",
-                stacklevel=2,
-            )
-        self._told_frozen[index] = not trainable
-        parameter.requires_grad_(trainable)
-        self._known[index] = trainable
-
-
-class Wish(NamedTuple):
-    """Whether one rank's caller wants a parameter trained.
-
-    Attributes:
-        names: those under which the rank holds it.
-        trainable: whether it requires a gradient there now.
-        wished: what the caller last made of it.
-    """
-
-    names: tuple[str, ...]
-    trainable: bool
-    wished: bool

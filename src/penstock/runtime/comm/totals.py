@@ -18,17 +18,14 @@ class Totals:
     """Sums over the pipelines of a layout. All ranks make these calls in one order with those of the gradients.
 
     Attributes:
-        several: whether there is more than one pipeline.
         shared: whether there is another rank at all, which may know what this one does not.
     """
 
     def __init__(self, context: RankContext):
-        self.several = len(context.layout.pipelines) > 1
+        self._several = len(context.layout.pipelines) > 1
         self.shared = context.layout.world_size > 1
         self._speaks = context.holds_output and context.place.tensor_parallel_rank == 0
-        self._everyone = context.everyone
-        self._groups = context.groups
-        self._board = context.board
+        self._context = context
         self._sums = torch.zeros(5, dtype=torch.float64)
         self._work: dist.Work | None = None
         self._on_host = context.device.type == "cpu"
@@ -47,7 +44,7 @@ class Totals:
             counts: this pipeline's; empty if it has no microbatch, and then so is the result.
         """
         # A pipeline without a microbatch does not know how many means there are.
-        if self.several and len(counts) > MAX_LOSS_TERMS:
+        if self._several and len(counts) > MAX_LOSS_TERMS:
             raise ValueError(
                 f"this loss is a sum of {len(counts)} means, but over several pipelines it may be of {MAX_LOSS_TERMS} "
                 "at most"
@@ -55,9 +52,9 @@ class Totals:
         self._counts = torch.zeros(max(MAX_LOSS_TERMS, len(counts)), dtype=torch.int64)
         self._counts[: len(counts)] = torch.tensor(counts, dtype=torch.int64)
         self._num_counts = len(counts)
-        if self.several:
+        if self._several:
             with self._counting():
-                self._counts_work = dist.all_reduce(self._counts, group=self._groups.last_stages, async_op=True)
+                self._counts_work = dist.all_reduce(self._counts, group=self._context.groups.last_stages, async_op=True)
 
     def finish_counts(self) -> Sequence[int]:
         """What `start_counts` began."""
@@ -73,8 +70,8 @@ class Totals:
         return self.finish_counts()
 
     def _counting(self) -> contextlib.AbstractContextManager[None]:
-        ranks = dist.get_process_group_ranks(self._groups.last_stages) if self.several else ()
-        return self._board.guard("counting the loss's terms", ranks)
+        ranks = dist.get_process_group_ranks(self._context.groups.last_stages) if self._several else ()
+        return self._context.board.guard("counting the loss's terms", ranks)
 
     def start(self, loss: torch.Tensor, flag: bool, left: bool = False, sizes: tuple[int, int] = (0, 0)) -> None:
         """Begin to sum `loss` over the pipelines, and to ask whether any rank raises `flag`; `finish` gives both.
@@ -89,15 +86,15 @@ class Totals:
         own = sizes if self._speaks else (0, 0)
         self._sums = torch.tensor([value, flag, left, *own], dtype=torch.float64)
         self._loss = loss
-        with self._board.guard("summing losses", self._everyone):
+        with self._context.board.guard("summing losses", self._context.everyone):
             if not self._on_host:
                 self._loss = loss.clone() if self._speaks else torch.zeros_like(loss)
-                self._loss_work = dist.all_reduce(self._loss, group=self._groups.world, async_op=True)
-            self._work = dist.all_reduce(self._sums, group=self._groups.world_control, async_op=True)
+                self._loss_work = dist.all_reduce(self._loss, group=self._context.groups.world, async_op=True)
+            self._work = dist.all_reduce(self._sums, group=self._context.groups.world_control, async_op=True)
 
     def finish(self) -> tuple[torch.Tensor, bool, int, tuple[int, int]]:
         """What `start` began: the loss, where it was; whether any flag was raised; how many ranks left; the sizes."""
-        with self._board.guard("summing losses", self._everyone):
+        with self._context.board.guard("summing losses", self._context.everyone):
             for work in (self._work, self._loss_work):
                 if work is not None:
                     work.wait()
@@ -112,16 +109,16 @@ class Totals:
         if not self.shared:
             return list(values)
         own = torch.tensor(values if self._speaks else [0.0] * len(values), dtype=torch.float64)
-        with self._board.guard("summing over the pipelines", self._everyone):
-            dist.all_reduce(own, group=self._groups.world_control)
+        with self._context.board.guard("summing over the pipelines", self._context.everyone):
+            dist.all_reduce(own, group=self._context.groups.world_control)
         return own.tolist()
 
     def ask(self, number: int) -> list[int]:
         """Every rank's `number`. All ranks call this together."""
         mine = torch.tensor([number])
-        every = [torch.empty_like(mine) for _ in self._everyone]
-        with self._board.guard("asking who left the training step", self._everyone):
-            dist.all_gather(every, mine, group=self._groups.world_control)
+        every = [torch.empty_like(mine) for _ in self._context.everyone]
+        with self._context.board.guard("asking who left the training step", self._context.everyone):
+            dist.all_gather(every, mine, group=self._context.groups.world_control)
         return [int(theirs) for theirs in every]
 
     def clear(self) -> None:

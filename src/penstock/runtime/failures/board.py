@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from penstock.runtime.failures.position import Position, Progress
+from penstock.runtime.failures.account import Account, Endings
+from penstock.runtime.failures.position import Position
 from penstock.runtime.failures.ring import peek
 
 if TYPE_CHECKING:
@@ -33,8 +34,6 @@ DETAIL_WAIT = timedelta(seconds=2.0)
 AGREEMENT_WAIT = timedelta(seconds=3.0)
 # How long a rank waits for others before it asks where they are.
 PATIENCE_SECONDS = 10.0
-KILLED = "its process ended without a word, as one that is killed does (by hand, by the system for want of memory)"
-LEFT = "its program had ended"
 # What gloo's errors begin with, once the path of its source file is taken off. NCCL's and the store's have classes.
 TRANSPORT_ERROR = re.compile(
     r"\[[^\]]*\bgloo/|Gloo connectFullMesh failed|Application timeout caused pair closure|"
@@ -86,16 +85,13 @@ class FailureBoard:
         self.resume: dict[str, str] = {}
         self.detail_wait = DETAIL_WAIT.total_seconds()
         self.failed: PipelineFailure | None = None
-        # For the watcher: what it saw of this rank last.
-        self.last_mark: Any = None
-        self.waiting_since = 0.0
-        self.reported = False
         if watch is not None:
             store = watch.store
         self._store = store if store is None else dist.PrefixStore(f"penstock/{name}", store)
         self._rank = rank
         self._watch = watch
-        self._first: dict[str, Any] | None = None
+        self._endings = Endings() if watch is None else watch.endings
+        self._first: Account | None = None
         self._failed_at = 0.0
         self._ends: list[Callable[[], None]] = []
         self._on_abort: list[Callable[[], None]] = []
@@ -170,26 +166,25 @@ class FailureBoard:
         """As `abort`, on any thread: the host is woken, and raises when it looks."""
         with self._lock:
             if self._first is None:
-                mine = {"suspects": list(suspects), "cause": cause, "seen_by": self._rank, "at": time.time()}
-                self._first = self._record(mine)
+                self._first = self._record(Account(list(suspects), cause, self._rank, time.time()))
                 self._compose()
                 if self._watch is not None:
                     self._watch.tell({"failure": self._first, "board": self.name})
         self._end()
 
-    def hear(self, failure: dict[str, Any]) -> None:
-        """Another rank has told of a failure."""
+    def hear(self, told: Sequence[Any]) -> None:
+        """Another rank has told of a failure, by its `Account`."""
+        account = Account(*told)
         with self._lock:
-            if self._first is None or self._is_better(failure):
-                self._first = failure
+            if self._first is None or self._is_better(account):
+                self._first = account
             self._compose()
         self._end()
 
     def hear_of_losses(self) -> None:
         """The watcher has learned something of the ranks."""
-        assert self._watch is not None
-        if self._first is None and self._watch.lost:
-            self.fail("saw its connection close", suspects=sorted(self._watch.lost))
+        if self._first is None and self.lost:
+            self.fail("saw its connection close", suspects=sorted(self.lost))
         elif self._first is not None:
             self._compose()
 
@@ -220,13 +215,13 @@ class FailureBoard:
             self.check()
 
     @contextlib.contextmanager
-    def call(self, name: str, *, world: bool, detail: Progress | None = None) -> Iterator[None]:
+    def call(self, name: str, *, world: bool) -> Iterator[None]:
         """Around a call of the library in which all ranks of this pipeline take part, or of all pipelines (`world`).
 
         A transport's error becomes a PipelineFailure; what else is raised in here is left to the caller.
         """
         self.check()
-        with self.position.call(name, world=world, detail=detail):
+        with self.position.call(name, world=world):
             try:
                 yield
             except PipelineFailure:
@@ -235,12 +230,6 @@ class FailureBoard:
                 if self.failed is None and not is_transport_error(error):
                     raise
                 raise self.lost_connection(f"in {name}", () if world else list(self.mates), error) from None
-
-    @contextlib.contextmanager
-    def aborting(self, doing: str = "working together") -> Iterator[None]:
-        """An error in here is an error on every rank."""
-        with self.guard(doing):
-            yield
 
     def lost_connection(self, doing: str, peers: Sequence[int], error: Exception) -> Exception:
         """What to raise for an error in the middle of `doing` something with `peers`.
@@ -296,7 +285,7 @@ class FailureBoard:
     @property
     def lost(self) -> frozenset[int]:
         """The ranks whose processes are known to have ended without leave."""
-        return frozenset(self._watch.lost) if self._watch is not None else frozenset()
+        return frozenset(self._endings.lost)
 
     # -- what is known ---------------------------------------------------------------------------------------------
 
@@ -319,75 +308,40 @@ class FailureBoard:
         assert self.failed is not None
         return self.failed
 
-    def _record(self, mine: dict[str, Any]) -> dict[str, Any]:
+    def _record(self, mine: Account) -> Account:
         """The first failure on record, which is `mine` if there was none."""
         if self._store is None:
             return mine
         try:
             written = self._store.compare_set("failure", "", json.dumps(mine))
-            return json.loads(written) if written else mine
+            return Account(*json.loads(written)) if written else mine
         except Exception:  # the store lives in the process that may be the one that died
             return mine
 
-    def _is_better(self, failure: dict[str, Any]) -> bool:
+    def _is_better(self, account: Account) -> bool:
         """Whether another rank's account says more than the one known here, if no store decided which was first."""
         assert self._first is not None
-        return (not self._is_certain(failure), failure["at"]) < (not self._is_certain(self._first), self._first["at"])
-
-    def _is_certain(self, failure: dict[str, Any]) -> bool:
-        """Whether it is an exception of the rank that tells it, or the end of a process."""
-        lost = self._watch.lost if self._watch is not None else ()
-        return failure["suspects"] in ([], [failure["seen_by"]]) or any(rank in lost for rank in failure["suspects"])
+        confirm = self._endings.confirm
+        return (not confirm(account), account.at) < (not confirm(self._first), self._first.at)
 
     def _explained(self) -> bool:
         """Whether nothing more is to be learned about the failure."""
-        assert self._first is not None and self._watch is not None
-        suspects, seen_by, watch = self._first["suspects"], self._first["seen_by"], self._watch
-        if not suspects or suspects == [self._rank]:
-            return True
-        if suspects == [seen_by]:
-            # Its interpreter shows the exception before it says so.
-            return seen_by in watch.words or seen_by in watch.lost or seen_by in watch.left
-        return bool(watch.lost)
+        assert self._first is not None
+        return self._endings.explain(self._first, self._rank)
 
     def _compose(self) -> None:
         """Make the error from what is known now."""
         with self._lock:
             assert self._first is not None
             self._failed_at = self._failed_at or time.monotonic()
-            watch = self._watch
-            lost_ranks = watch.lost if watch is not None else set()
-            suspects, seen_by, cause = self._first["suspects"], self._first["seen_by"], self._first["cause"]
-            if not suspects:
-                message, rank = cause, None
-            elif suspects == [seen_by]:
-                said = watch.words.get(seen_by, "") if watch is not None else ""
-                # Its exception may have come up through the loop's body, which this library does not see.
-                said = f"{said}; " if said and said not in cause else ""
-                message, rank = f"rank {seen_by} failed: {said}{cause}", seen_by
-            else:
-                # A connection may also have been closed by one that lost another rank itself.
-                certain = [r for r in suspects if r in lost_ranks] or sorted(lost_ranks) or list(suspects)
-                rank = certain[0] if len(certain) == 1 else None
-                who = f"rank {rank} was lost" if rank is not None else f"one of ranks {certain} was lost"
-                message = f"{who}: {self._end_of(rank)}rank {seen_by} {cause}"
-            here = self.position.words() if rank != self._rank and suspects else ""
+            message, rank = self._endings.tell(self._first)
+            here = self.position.words() if rank != self._rank and self._first.suspects else ""
             place, _, doing = here.partition(", while ")
-            if doing in cause:
+            if doing in self._first.cause:
                 here = place
             if here and not here.startswith("its own"):
                 message += f"; this was in {here} of rank {self._rank}"
             self.failed = PipelineFailure(f"{message}. {self.advice()}", rank)
-
-    def _end_of(self, rank: int | None) -> str:
-        """How a rank ended, as far as it is known."""
-        if self._watch is None or rank is None:
-            return ""
-        if rank in self._watch.words:
-            return f"it ended with {self._watch.words[rank]}; "
-        if rank in self._watch.lost:
-            return f"{KILLED}; "
-        return f"{LEFT}; " if rank in self._watch.left else ""
 
     def advice(self) -> str:
         """The advice how to go on after the end of this job."""

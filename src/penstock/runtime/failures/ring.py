@@ -17,7 +17,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -138,9 +138,7 @@ class Ring:
             if time.monotonic() >= next_tick:
                 on_tick()
                 next_tick = time.monotonic() + every
-            if time.monotonic() >= self._look_at:
-                self._call_next()
-            self._listen_once(max(0.0, min(next_tick, self._look_at) - time.monotonic()))
+            self._look_and_listen(next_tick)
         if self._leaves:
             self._wait_for_neighbours()
             self._take_leave()
@@ -155,10 +153,8 @@ class Ring:
     def _wait_for_neighbours(self) -> None:
         """One that starts later than this rank ends would not hear what this rank knows, and blame this rank."""
         deadline = time.monotonic() + NEWS_SECONDS
-        while self._latest and not self.complete and (left := deadline - time.monotonic()) > 0:
-            if time.monotonic() >= self._look_at:
-                self._call_next()
-            self._listen_once(max(0.0, min(left, self._look_at - time.monotonic())))
+        while self._latest and not self.complete and time.monotonic() < deadline:
+            self._look_and_listen(deadline)
 
     def _take_leave(self) -> None:
         for peer in self._peers:
@@ -186,7 +182,11 @@ class Ring:
 
     # -- the neighbours --------------------------------------------------------------------------------------------
 
-    def _listen_once(self, seconds: float) -> None:
+    def _look_and_listen(self, until: float) -> None:
+        """Call the next rank if it is time to, and listen once, no longer than `until`."""
+        if time.monotonic() >= self._look_at:
+            self._call_next()
+        seconds = max(0.0, min(until, self._look_at) - time.monotonic())
         sources = {peer.connection.fileno(): peer for peer in self._peers}
         listener, wakes = self._listener.fileno(), self._wakes.fileno()
         poll = select.poll()
@@ -223,7 +223,7 @@ class Ring:
             self._untried = []
         elif self._next in self._gone:
             return
-        elif not self._untried and has_ended(address):
+        elif not self._untried and has_ended(address["machine"], address["process"]):
             self._lose(self._next)
             return
         if not self._untried:
@@ -358,13 +358,13 @@ def machine() -> str:
     return ""
 
 
-def has_ended(address: Mapping[str, Any]) -> bool:
-    """Whether a process, told by its "machine" and number, runs no more, as far as can be told from here."""
-    if not address["machine"] or address["machine"] != machine():
+def has_ended(where: str, process: int) -> bool:
+    """Whether a process on a `machine()` runs no more, as far as can be told from here."""
+    if not where or where != machine():
         return False
     try:
         # The state stands behind the name in brackets: Z is one that ended and nobody has asked after.
-        return Path(f"/proc/{address['process']}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except FileNotFoundError:
         return True
     except OSError:

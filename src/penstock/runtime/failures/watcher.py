@@ -1,8 +1,7 @@
 """The watcher: a thread of each rank that notices when another rank ends, whatever the host of this one is doing.
 
 It keeps the rank's place in a ring of connections (`lifeline`), tells the failure boards of this process what happened,
-and ends what their hosts wait for. It also notices a host that waits for long, asks all ranks where they are, and says
-so once, or ends the run where that shows that the wait can never end.
+and ends what their hosts wait for. It also looks after hosts that wait for long (`inquiry`).
 """
 
 from __future__ import annotations
@@ -10,11 +9,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import datetime
-import logging
 import multiprocessing.util
 import sys
 import threading
-import time
 import traceback
 import weakref
 from collections.abc import Callable
@@ -24,19 +21,17 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from penstock.runtime.failures.account import Endings
 from penstock.runtime.failures.board import FailureBoard, PipelineFailure
-from penstock.runtime.failures.position import difference
+from penstock.runtime.failures.inquiry import Inquiries
 from penstock.runtime.failures.ring import NEWS_SECONDS, Ring
 from penstock.runtime.threads import start_thread
 
 T = TypeVar("T")
 
-logger = logging.getLogger("penstock")
 TICK_SECONDS = 1.0
 # A store whose process has ended is not waited for.
 STORE_TIMEOUT = datetime.timedelta(seconds=5)
-# How long the others have to say where they are.
-ANSWER_SECONDS = 1.0
 # What a failing rank says of its exception is shown whole unless it is longer.
 LONGEST_WORDS = 4000
 
@@ -45,28 +40,20 @@ class Watch:
     """What this process knows about the job's other ranks. One serves all models, and lives as long as any of them.
 
     Attributes:
-        lost: the ranks whose processes ended without taking leave.
-        left: the ranks that took leave.
-        words: what ranks said of the exception that ended them.
+        endings: how ranks ended.
     """
 
     def __init__(self, store: dist.Store, rank: int, world_size: int):
         self.rank = rank
         self.world_size = world_size
-        self.lost: set[int] = set()
-        self.left: set[int] = set()
-        self.words: dict[int, str] = {}
+        self.endings = Endings()
         self.holds = 0
         # The default process group it was started for, once there is one.
         self.world: dist.ProcessGroup | None = None
         self._boards: weakref.WeakSet[FailureBoard] = weakref.WeakSet()
         # Told whenever something was learned, for those who wait to learn it.
         self._learned = threading.Condition()
-        # Of the latest question: its number, who asked, when, and what each rank answered.
-        self._question = 0
-        self._answers: dict[int, dict[str, Any]] = {}
-        self._asked_at = 0.0
-        self._asking: FailureBoard | None = None
+        self._inquiries = Inquiries(self)
         # Whether a job is about to be formed, for which it goes on.
         self.expecting = True
         # A client of its own: one that waits for a key keeps other threads waiting.
@@ -90,8 +77,8 @@ class Watch:
     def ends_with(self, error: BaseException) -> None:
         """Tell the other ranks that `error` is ending this process."""
         text = "".join(traceback.format_exception_only(error)).strip()
-        self.words[self.rank] = text[:LONGEST_WORDS]
-        self.tell({"words": self.words[self.rank]})
+        words = self.endings.words[self.rank] = text[:LONGEST_WORDS]
+        self.tell({"words": words})
 
     def wait(self, known: Callable[[], bool], seconds: float) -> bool:
         """Wait up to `seconds` until `known()`."""
@@ -135,32 +122,29 @@ class Watch:
         elif "left" in news:
             self._see_off(news["left"], first=False)
         elif "words" in news:
-            self.words[origin] = news["words"]
+            self.endings.words[origin] = news["words"]
             self._tell_boards()
-        elif "failure" in news:
+        elif "at" in news:
+            self._inquiries.hear(origin, news)
+        else:
             for board in list(self._boards):
-                if board.name == news["board"]:
+                if board.name == news["board"] and "failure" in news:
                     board.hear(news["failure"])
-        elif "where" in news:
-            for board in list(self._boards):
-                if board.name == news["board"]:
-                    answer = {"at": board.position.report(), "to": origin, "question": news["where"]}
-                    self.tell(answer)
-        elif "at" in news and news["to"] == self.rank and news["question"] == self._question:
-            self._answers[origin] = news["at"]
+                elif board.name == news["board"]:
+                    self._inquiries.answer(board, origin, news["where"])
         self.notify()
 
     def _lose(self, rank: int, first: bool = True) -> None:
         """A rank's process has ended without leave; `first` if this rank has to tell the others."""
-        if rank in self.lost:
+        if rank in self.endings.lost:
             return
-        self.lost.add(rank)
+        self.endings.lost.add(rank)
         if first:
             self.tell({"lost": rank})
         self._tell_boards()
 
     def _see_off(self, rank: int, first: bool = True) -> None:
-        self.left.add(rank)
+        self.endings.left.add(rank)
         if first:
             self.tell({"left": rank})
 
@@ -174,53 +158,7 @@ class Watch:
             if not self._ring.complete:
                 board.look_up()
             if board.failed is None:
-                self._look_after(board)
-
-    # -- waiting for others ----------------------------------------------------------------------------------------
-
-    def _look_after(self, board: FailureBoard) -> None:
-        """Report a host that has waited for long in one place."""
-        position = board.position
-        mark, now = position.mark(), time.monotonic()
-        if mark != board.last_mark or not position.waits():
-            board.last_mark, board.waiting_since, board.reported = mark, now, False
-            if self._asking is board:
-                self._asking = None
-            return
-        waited = now - board.waiting_since
-        if self._asking is board and now - self._asked_at >= ANSWER_SECONDS:
-            self._conclude(board, waited)
-        elif self._asking is None and not board.reported and waited >= board.patience:
-            self._answers = {}
-            self._asking, self._asked_at = board, now
-            self._question += 1
-            self.tell({"where": self._question, "board": board.name})
-
-    def _conclude(self, board: FailureBoard, waited: float) -> None:
-        """The others have said where they are."""
-        self._asking, board.reported = None, True
-        mine, everyone = board.position.report(), range(self.world_size)
-        others = {rank: self._answers[rank] for rank in everyone if rank in self._answers}
-        impossible = [
-            rank for rank, theirs in others.items() if difference(mine, theirs, rank in board.mates) is not None
-        ]
-        gone = [rank for rank in sorted(self.left) if rank not in others]
-        here = [f"rank {self.rank} has waited {waited:.0f} s in {mine['words']}"]
-        there = [
-            f"rank {rank} is in {theirs['words']}" for rank, theirs in others.items()
-            if rank in impossible or not (theirs["waits"] and theirs["words"] == mine["words"])
-        ]  # fmt: skip
-        there += [f"rank {rank} has ended its program" for rank in gone]
-        silent = [rank for rank in everyone if rank not in others and rank not in gone and rank != self.rank]
-        there += [f"rank {rank} does not answer" for rank in silent]
-        if not there:
-            there = ["all other ranks wait there too"]
-        said = "; ".join([*here, *there[:8]]) + ": every rank of a pipeline must make the same calls"
-        needed = [rank for rank in gone if rank in board.mates or mine["calls"][-1][2] is not None]
-        if impossible or needed:
-            board.fail(f"{said}; this can never end", suspects=())
-        else:
-            logger.warning(said)
+                self._inquiries.look_after(board)
 
 
 # -- the watch of this process -----------------------------------------------------------------------------------------
@@ -288,7 +226,7 @@ def _leave() -> None:
     if error is None or isinstance(error, PipelineFailure):
         _close(watch)
         return
-    if watch.rank not in watch.words:
+    if watch.rank not in watch.endings.words:
         watch.ends_with(error)
     # One that was ended by an exception is lost to the others.
     _close(watch, leave=False)

@@ -22,17 +22,14 @@ class GradientNorm:
         self,
         held: Sequence[HeldParameter],
         context: RankContext,
-        stand_in: Callable[[], torch.nn.Parameter | None] = lambda: None,
+        stand_in: Callable[[], torch.nn.Parameter | None],
     ):
         self._stand_in = stand_in
         self._parameters = [parameter.parameter for parameter in held]
         # Each logical parameter is counted by one rank.
-        tensor_parallel_rank = context.place.tensor_parallel_rank
-        self._counted = [p.parameter for p in held if p.counted_by(context.rank, tensor_parallel_rank)]
-        self._ranks = context.everyone
-        self._groups = context.groups
-        self._device = context.device
-        self._board = context.board
+        place = context.place
+        self._counted = [p.parameter for p in held if p.counted_by(context.rank, place.tensor_parallel_rank)]
+        self._context = context
 
     def clip(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> torch.Tensor:
         """Scale this rank's gradients so that the whole model's norm is at most `max_norm`.
@@ -62,12 +59,11 @@ class GradientNorm:
         gradients = [parameter.grad for parameter in self._counted if parameter.grad is not None]
         largest = math.isinf(norm_type)
         # The sum runs over ranks and over very unlike tensors: float64 keeps it independent of their order in practice.
-        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        total = torch.zeros((), dtype=torch.float64, device=self._context.device)
         if gradients:
-            norms = torch.stack([n.to(torch.float64) for n in torch._foreach_norm(gradients, norm_type)])
+            norms = _norms(gradients, norm_type)
             total = norms.max() if largest else norms.pow(norm_type).sum()
-        with self._board.guard("computing the gradient norm", self._ranks):
-            dist.all_reduce(total, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=self._groups.world)
+        self._reduce(total, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, "computing the gradient norm")
         return total if largest else total.pow(1.0 / norm_type)
 
     def share_overflow(self) -> None:
@@ -77,20 +73,27 @@ class GradientNorm:
         made infinite, so that all scalers skip the step and lower their scale together. A scaler takes no optimizer
         without gradients, so that what stands in for parameters gets one.
         """
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         if (stand_in := self._stand_in()) is not None:
             stand_in.grad = torch.zeros_like(stand_in)
-        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        if stand_in is not None and stand_in.grad is not None:
             gradients.append(stand_in.grad)
-        mine = torch.zeros((), device=self._device)
+        mine = torch.zeros((), device=self._context.device)
         if gradients:
             # A sum of finite norms is finite unless it overflows by itself, which float64 cannot here.
-            norms = torch.stack([norm.to(torch.float64) for norm in torch._foreach_norm(gradients, 1)])
-            mine = (~torch.isfinite(norms).all()).to(torch.float32)
+            mine = (~torch.isfinite(_norms(gradients, 1)).all()).to(torch.float32)
         anywhere = mine.clone()
-        with self._board.guard("comparing overflows", self._ranks):
-            dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=self._groups.world)
+        self._reduce(anywhere, dist.ReduceOp.MAX, "comparing overflows")
         if gradients:
             # No reading of the value: on an accelerator the host need not wait.
             first = gradients[0].view(-1)[:1]
             first.copy_(torch.where((anywhere > mine).expand(1), torch.full_like(first, math.inf), first))
+
+    def _reduce(self, value: torch.Tensor, operation: dist.ReduceOp.RedOpType, doing: str) -> None:
+        """Over all ranks, in place."""
+        with self._context.board.guard(doing, self._context.everyone):
+            dist.all_reduce(value, operation, group=self._context.groups.world)
+
+
+def _norms(gradients: list[torch.Tensor], norm_type: float) -> torch.Tensor:
+    """Of each gradient: shape (number of gradients,), float64."""
+    return torch.stack([norm.to(torch.float64) for norm in torch._foreach_norm(gradients, norm_type)])
