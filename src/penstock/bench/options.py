@@ -351,12 +351,12 @@ def build_parser() -> argparse.ArgumentParser:
     add("dtype", str, "fp32", help="fp32, bf16 or fp16: of parameters, activations and gradients (default: fp32)")
     add("vocab_size", help="tokens in the vocabulary")
     add("block_size", help="tokens in a sequence")
-    add("n_layer", help="layers, in place of the model's")
-    add("n_head", help="attention heads, in place of the model's")
-    add("n_embd", help="width, in place of the model's")
+    add("n_layer", help="layers, instead of the model's")
+    add("n_head", help="attention heads, instead of the model's")
+    add("n_embd", help="width, instead of the model's")
     add("image_size", help="pixels on a side, for a ResNet (default: 224)")
     flag("untied", "an output layer of its own, not the token embedding")
-    add("batch_size", help="samples of the global batch, over all processes, so that equal options are equal work in "
+    add("batch_size", help="samples of the global batch, over all processes, so that equal options mean equal work in "
         "every mode (default: about 4 for each device)")  # fmt: skip
     add("chunks", help="microbatches of each process's share; ddp and fsdp accumulate gradients over them "
         "(default: 1, or up to 4 for each device of a pipeline)")  # fmt: skip
@@ -366,13 +366,11 @@ def build_parser() -> argparse.ArgumentParser:
     add("schedule", str, help="for pp, a name that `penstock simulate` lists (default: 1f1b)")
     add("activation", str, "noop", help="noop, checkpoint (recompute) or offload (to host memory) (default: noop)")
     flag("cpu_offload", "for fsdp: keep parameters and optimizer in host memory")
-    add(
-        "prefetch", nargs="?", const=1, metavar="BLOCKS", help="for fsdp: gather so many blocks ahead (1 if none given)"
-    )
+    add("prefetch", nargs="?", const=1, metavar="BLOCKS", help="for fsdp: gather so many blocks ahead (no number: 1)")
     add("optimizer", str, "adamw", help="adamw or sgd (default: adamw)")
     add("iterations", help="measured steps (default: 10, on a CPU 5)")
-    add("warmup", help="steps before them (default: 3, on a CPU 1)")
-    add("seed", default=0, help="of weights and data")
+    add("warmup", help="unmeasured steps before them (default: 3, on a CPU 1)")
+    add("seed", default=0, help="random seed of weights and data")
     add("threads_per_device", default=1, help="threads of a CPU device (default: 1)")
     flag("no_memory_check", "start even if the estimate says that it does not fit")
     add("profile", str, nargs="?", const="profile", metavar="FOLDER", help="write a Chrome trace of one more step, a "

@@ -27,7 +27,7 @@ def bench(
         int | None, typer.Option(min=1, help="Devices of each run (default: the GPUs, or else up to 2 CPU cores).")
     ] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the results.")] = Path("bench"),
-    rounds: Annotated[int, typer.Option(min=1, help="Run every mode so many times, in turns.")] = 1,
+    rounds: Annotated[int, typer.Option(min=1, help="Run every mode this many times, in turns.")] = 1,
     timeout: Annotated[float, typer.Option(help="Seconds that one run may take.")] = 1800.0,
     compare: Annotated[
         tuple[Path, Path] | None, typer.Option(help="Run nothing; show two result files side by side.")

@@ -78,8 +78,8 @@ def _lines(found: dict[str, Any], parameters: bool) -> list[str]:
 def merge(
     folder: Annotated[Path, typer.Argument(help="A checkpoint, or a folder of them, of which the newest is taken.")],
     out: Annotated[Path, typer.Argument(help="The folder to write.")],
-    safetensors: Annotated[bool, typer.Option(help="Write .safetensors files, or else .bin.")] = True,
-    max_shard_size: Annotated[str, typer.Option(help="The largest file, and what is in memory at a time.")] = "5GB",
+    safetensors: Annotated[bool, typer.Option(help="Write .safetensors files instead of .bin.")] = True,
+    max_shard_size: Annotated[str, typer.Option(help="Size of the largest file; one is in memory at a time.")] = "5GB",
     as_json: Annotated[bool, typer.Option("--json", help="Print what was written as JSON.")] = False,
 ) -> None:
     """Make the folder that plain transformers loads, in one process, with one shard in memory at a time.

@@ -27,7 +27,7 @@ def check(
         ),
     ],
     stages: Annotated[
-        int | None, typer.Option(min=1, help="Show as well how the units are spread over so many stages.")
+        int | None, typer.Option(min=1, help="Also show how the units are spread over this many stages.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
     trust_remote_code: Annotated[

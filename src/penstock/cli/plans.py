@@ -27,7 +27,7 @@ Model = Annotated[
     ),
 ]
 Length = Annotated[int, typer.Option(min=1, help="Tokens of a sample.")]
-Dtype = Annotated[str, typer.Option(help="Of weights and activations: float32, bfloat16, float16.")]
+Dtype = Annotated[str, typer.Option(help="Type of weights and activations: float32, bfloat16 or float16.")]
 Optimizer = Annotated[str, typer.Option(help="adam (two numbers for each weight) or sgd (none).")]
 STATES = {"adam": 2, "sgd": 0}
 
@@ -77,7 +77,7 @@ def profile(
     dtype: Dtype = "float32",
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ... (default: a GPU if there is one).")] = None,
     optimizer: Optimizer = "adam",
-    output: Annotated[Path, typer.Option("--output", "-o", help="Where the profile goes.")] = Path("profile.json"),
+    output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.")] = Path("profile.json"),
 ) -> None:
     """Measure what each unit of a model costs on this device, and under a launcher the links between ranks.
 
@@ -126,12 +126,13 @@ def profile(
 
 def plan(
     model: Model,
-    devices: Annotated[str, typer.Option(help="How many, or of which classes: 7, or a100:4,t4:3.")] = "1",
+    devices: Annotated[str, typer.Option(help="How many devices, or how many of each class: 7, or a100:4,t4:3.")] = "1",
     memory: Annotated[
-        str | None, typer.Option(help="Of each device for the run: 24GB, or a100=36GB,t4=14GB (default: the maker's).")
+        str | None,
+        typer.Option(help="Memory of each device for the run: 24GB, or a100=36GB,t4=14GB (default: 90 % of it)."),
     ] = None,
     speed: Annotated[
-        str | None, typer.Option(help="Relative to the profile's device: a100=1,t4=0.2 (default: the makers').")
+        str | None, typer.Option(help="Speed relative to the profile's device: a100=1,t4=0.2 (default: data sheets).")
     ] = None,
     global_batch: Annotated[
         int,
@@ -148,7 +149,7 @@ def plan(
     optimizer: Optimizer = "adam",
     nodes: Annotated[str | None, typer.Option(help="Devices of each node: 2x4, or 4,8 (default: one node).")] = None,
     copies: Annotated[int, typer.Option(min=1, help="The least number of pipelines that hold each unit.")] = 1,
-    schedule: Annotated[str, typer.Option(help="auto, or the only one to be used, such as 1f1b.")] = "auto",
+    schedule: Annotated[str, typer.Option(help="auto tries all; a name, such as 1f1b, is the only one used.")] = "auto",
     checkpointing: Annotated[bool, typer.Option(help="Recompute activations in the backward.")] = False,
     most: Annotated[int, typer.Option(min=1, help="How many plans to show.")] = 5,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plans as JSON.")] = False,

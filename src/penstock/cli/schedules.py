@@ -33,7 +33,7 @@ StagesPerRank = Annotated[
     int | None, typer.Option(help="Stages on each rank, for interleaved-1f1b (default: the schedule's own).")
 ]
 _PER_RANK = "one number, or one per rank with commas"
-Forward = Annotated[str, typer.Option(help=f"Seconds of a forward through all that a rank holds: {_PER_RANK}.")]
+Forward = Annotated[str, typer.Option(help=f"Seconds of a forward through all stages of a rank: {_PER_RANK}.")]
 Backward = Annotated[str, typer.Option(help=f"Seconds of the backward for the input's gradient: {_PER_RANK}.")]
 Weight = Annotated[str, typer.Option(help=f"Seconds of the backward for the weights' gradients: {_PER_RANK}.")]
 Latency = Annotated[float, typer.Option(help="Seconds that a message is under way, whatever its size.")]
@@ -57,22 +57,22 @@ def simulate(
     message_bytes: MessageBytes = 0.0,
     activation_bytes: ActivationBytes = "1",
     cluster: Annotated[
-        int | None, typer.Option(min=1, help="Simulate a cluster of so many failing devices instead of schedules.")
+        int | None, typer.Option(min=1, help="Simulate a cluster of this many failing devices instead of schedules.")
     ] = None,
     mtbf_hours: Annotated[float, typer.Option(help="With --cluster: mean hours between failures of a device.")] = 50000,
     checkpoint_minutes: Annotated[
         float | None, typer.Option(help="With --cluster: minutes of work between checkpoints (default: the best).")
     ] = None,
-    days: Annotated[float, typer.Option(help="With --cluster: the time that is simulated.")] = 30,
-    saving_seconds: Annotated[float, typer.Option(help="With --cluster: what a checkpoint takes.")] = 60,
-    restart_minutes: Annotated[float, typer.Option(help="With --cluster: from a failure to a new start's step.")] = 10,
-    recovery_seconds: Annotated[float, typer.Option(help="With --cluster: of recovery in the process.")] = 2,
-    repair_hours: Annotated[float, typer.Option(help="With --cluster: until a failed device is back.")] = 24,
+    days: Annotated[float, typer.Option(help="With --cluster: days to simulate.")] = 30,
+    saving_seconds: Annotated[float, typer.Option(help="With --cluster: seconds that a checkpoint takes.")] = 60,
+    restart_minutes: Annotated[float, typer.Option(help="With --cluster: minutes from a failure to a step.")] = 10,
+    recovery_seconds: Annotated[float, typer.Option(help="With --cluster: seconds of a recovery in the process.")] = 2,
+    repair_hours: Annotated[float, typer.Option(help="With --cluster: hours until a failed device is back.")] = 24,
     spares: Annotated[
-        int | None, typer.Option(help="With --cluster: devices that wait (default: enough, as a rule.)")
+        int | None, typer.Option(help="With --cluster: devices that wait (default: enough for most times).")
     ] = None,
     failures: Annotated[
-        Path | None, typer.Option(help="With --cluster: a file of failures, hours at the beginning of each line.")
+        Path | None, typer.Option(help="With --cluster: a file of failures; each line begins with the hour.")
     ] = None,
     plot: Annotated[
         Path | None, typer.Option(help="With --cluster: draw goodput over the time between failures.")
