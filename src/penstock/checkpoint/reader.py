@@ -101,7 +101,7 @@ class CheckpointReader:
             CheckpointError: naming the file and the tensor.
         """
         tensor = self._read(location)
-        # The shape first: what a small file claims to hold may be larger than the memory.
+        # The shape first: a small file may claim to hold more than fits into memory.
         if not location.info.fits(tensor) or TensorInfo.of(tensor) != location.info:
             raise CheckpointError(
                 f"{self._path(location)} is not the file that was saved: {location.stored_name} differs from what the "

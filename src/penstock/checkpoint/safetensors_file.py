@@ -112,7 +112,7 @@ def write_safetensors(path: str, tensors: Mapping[str, torch.Tensor], behind: Be
     Raises:
         ValueError: the format has no such dtype. OSError: it cannot be written.
     """
-    # Larger elements first, as safetensors does it: so every tensor begins at a multiple of its element's size.
+    # Larger elements first, as in safetensors: so every tensor begins at a multiple of its element's size.
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     sums: dict[str, int] = {}
     since = 0

@@ -54,7 +54,7 @@ def cannot_read(path: str, error: Exception) -> CheckpointError:
     return CheckpointError(f"cannot read {path}: {describe(error)}")
 
 
-# No table of contents of a model that fits in a cluster comes near this.
+# Far more than the table of contents of any model that fits in a cluster.
 MAX_JSON_BYTES = 256 * 1024**2
 
 _KINDS = {

@@ -19,7 +19,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from penstock.random_state import generators_of
 from penstock.runtime.decoding import Decoding
 
-# Criteria that depend on the tokens alone, and so agree on every rank.
+# Criteria that depend only on the tokens, and so agree on every rank.
 AGREEING_CRITERIA = (MaxLengthCriteria, EosTokenCriteria, StopStringCriteria)
 
 

@@ -192,7 +192,7 @@ class Chain:
         return self._times[key]
 
 
-# What `find_splits` knows of an alternative: times of stages, and of the best splits of the parts after them.
+# What `find_splits` knows about an alternative: times of stages, and of the best splits of the parts after them.
 _Alternative = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 _Found = tuple[np.ndarray, np.ndarray, np.ndarray]
 

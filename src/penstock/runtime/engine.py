@@ -388,7 +388,7 @@ class Engine:
                 if name in had:  # it was released by an attempt that failed
                     lacking.pop(name).copy_(had[name])
         values(self, lacking, had)
-        # All ranks have all they need; what is held no longer has no optimizer state now, so it counts as had no more.
+        # All ranks have what they need. What is no longer held has no optimizer state now: it does not count as had.
         self._had, self._lacking, self.given = None, set(), {}
 
     def _joining(self, values: Values) -> Callable[[Sequence[HeldParameter], Groups], None]:

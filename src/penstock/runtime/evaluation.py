@@ -103,7 +103,7 @@ def share_output(output: Any, context: RankContext, form: Form | None = None) ->
     if is_source and output is not None:
         leaves, spec = pytree.tree_flatten(dict(output))
         marked = [_Tensor() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        # Not the spec itself: torch warns of its own class when one is unpickled.
+        # Not the spec itself: torch warns about its own class when one is unpickled.
         skeleton = [(type(output) if form is None else None, pytree.tree_unflatten(marked, spec))]
     dist.broadcast_object_list(skeleton, source, group=control)
     if skeleton[0] is None:

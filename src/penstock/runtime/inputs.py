@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from penstock.modeling.graph.loss import read_counts
 from penstock.modeling.graph.plan import Plan
 
-# Seeds of neighbouring steps and microbatches lie far apart (odd multipliers, so that no two coincide early).
+# Odd multipliers keep seeds of neighbouring steps and microbatches far apart and distinct for long.
 STEP_STRIDE, MICROBATCH_STRIDE = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F
 SEED_MASK = (1 << 63) - 1
 

@@ -139,7 +139,7 @@ class TrainingLoop(Iterator[Any]):
                 stacklevel=2,
             )
             return
-        # Python would print and drop what is raised here. The board keeps a failure for the next call.
+        # Python would print and drop an error raised here. The board keeps a failure for the next call.
         self._interrupts.busy = True
         try:
             self._outputs.close()

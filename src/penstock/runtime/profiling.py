@@ -31,7 +31,7 @@ from penstock.modeling.graph.units import trace_units
 from penstock.planning.profile import Profile, UnitCost
 from penstock.runtime.gradients.weight_gradients import Deferred, WeightGradientQueues, install, uninstall
 
-# A measurement is repeated until it has taken so long, and at least so often; the median counts.
+# A measurement is repeated for at least this long and this often; the median counts.
 LEAST_SECONDS, LEAST_TIMES = 0.2, 3
 # Of a device's operations per second, what the matrix products of transformers reach (MFU of large runs: 0.3 to 0.5).
 REACHED = 0.4

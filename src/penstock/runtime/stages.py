@@ -136,7 +136,7 @@ class StageOutput(ModelOutput):
 
     def __init__(self, loss: torch.Tensor | None = None, others: Collection[str] = ()):
         self.__dict__["_others"] = others
-        # ModelOutput's own takes ten times as long, for any number of fields.
+        # ModelOutput's own method takes ten times as long, for any number of fields.
         if loss is not None:
             set_field(self, "loss", loss)
 

@@ -22,10 +22,10 @@ def start_thread(target: Callable[..., Any], *arguments: Any, name: str) -> thre
     return thread
 
 
-# What this module knows at exit it hears after all that were registered later, who tell their threads to end.
+# At exit this module runs after all handlers registered later, which tell their threads to end.
 @atexit.register
 def _wait_for_the_last() -> None:
-    # A thread that comes back from torch's C++ while the interpreter goes down cannot have its lock any more, and
+    # A thread that returns from torch's C++ while the interpreter shuts down cannot take its lock any more, and
     # Python 3.11 then ends the whole process by an abort ("terminate called without an active exception").
     deadline = time.monotonic() + ENDING_SECONDS
     for thread in list(_started):

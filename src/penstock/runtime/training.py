@@ -51,7 +51,7 @@ from penstock.runtime.stages import (
 from penstock.schedule.actions import Kind
 from penstock.schedule.communication import Step
 
-# What a rank that a signal ended says of its position, which is then not the others'.
+# What a rank that a signal ended gives as its position; it never equals another rank's position.
 INTERRUPTED = "interrupted"
 # How many seconds a signal that ended the step on some ranks may take to reach one that came to its end.
 LATE_SIGNAL = 3.0
@@ -218,7 +218,7 @@ class TrainingStep:
             self._leave(self._fault or "a break, or an exception in the loop's body")
             return
         except LoopError as error:
-            # The rank that is to blame says what was wrong; the others hear of it as a failure of this rank.
+            # The rank at fault raises its own error; the others get it as a failure of this rank.
             with contextlib.suppress(PipelineFailure):
                 self._leave(str(error))
             raise
@@ -385,7 +385,7 @@ class TrainingStep:
         come to its last stage."""
         if not self._counting and not self._own_means:
             self._counting = True
-            # Not a single microbatch here, but the other pipelines need to hear so.
+            # There is no microbatch here, but the other pipelines must be told so.
             self._totals.start_counts(self._inputs.total_counts())
 
     def _global_counts(self) -> Sequence[int]:

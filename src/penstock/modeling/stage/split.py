@@ -81,7 +81,7 @@ class SplitModel:
         self.model = model
         placement = checked_placement(model, stages, local_stages)
         self.aliases = alias_groups(model) if aliases is None else aliases
-        # For whoever saves the model: from here on no rank can see by itself what is tied on other stages.
+        # For saving: from here on no rank can see by itself what is tied on other stages.
         record_of(model).aliases = self.aliases
         self.random = draws_random_numbers(model)
         self.tensor_parallel: TensorParallel | None = None
@@ -204,7 +204,7 @@ class SplitModel:
             first = next((parameter for _, parameter in absent_parameters(self.model)), None)
         return torch.device("cpu") if first is None else first.device
 
-    # What runs a stage; `penstock check` has another, that computes nothing.
+    # Runs a stage; `penstock check` has another one, which computes nothing.
     stage_run: type[StageRun] = StageRun
     # The first module with a parameter, and the parameter's name.
     _first_parameter: tuple[nn.Module | None, str] = (None, "")

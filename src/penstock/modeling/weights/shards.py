@@ -54,7 +54,7 @@ _OVERWRITING = DRAWN_IN_PLACE | {"fill_", "zero_", "copy_"}
 @dataclass(frozen=True)
 class _Watched:
     parameter: nn.Parameter
-    # Held, so that its place in memory, which is its identity, is not given to another one.
+    # Kept alive, so that its memory address, which is its identity, is not reused.
     storage: torch.UntypedStorage
     sharding: Sharding
     kept: torch.Tensor

@@ -23,7 +23,7 @@ from penstock.runtime.boundary.tensors import decode_header, encode_header, head
 from penstock.runtime.context import RankContext
 
 Specs = Sequence[TensorSpec]
-# Kinds of messages that are remembered. Both sides see the same ones, so both forget at the same time.
+# How many kinds of messages are remembered. Both sides see the same ones, so both forget at the same time.
 MAX_REMEMBERED = 4096
 
 

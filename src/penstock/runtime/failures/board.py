@@ -34,7 +34,7 @@ DETAIL_WAIT = timedelta(seconds=2.0)
 AGREEMENT_WAIT = timedelta(seconds=3.0)
 # How long a rank waits for others before it asks where they are.
 PATIENCE_SECONDS = 10.0
-# What gloo's errors begin with, once the path of its source file is taken off. NCCL's and the store's have classes.
+# How gloo's errors begin, without the path of its source file. NCCL's and the store's have classes.
 TRANSPORT_ERROR = re.compile(
     r"\[[^\]]*\bgloo/|Gloo connectFullMesh failed|Application timeout caused pair closure|"
     r"Connection closed by peer|Socket (closed|unexpectedly closed)|Socket Timeout|"
@@ -128,7 +128,7 @@ class FailureBoard:
         """Give up what was registered, once. The host calls this."""
         closers, self._on_abort = self._on_abort, []
         for close in reversed(closers):
-            # A group may be half gone already; the point is only that it closes.
+            # A group may be partly closed already; all that matters is that it closes.
             with contextlib.suppress(Exception):
                 close()
 
@@ -268,7 +268,7 @@ class FailureBoard:
         deadline = time.monotonic() + max(AGREEMENT_WAIT.total_seconds(), patience)
         try:
             self._store.set(f"{key}/{self._rank}", position)
-            # Not the store's own wait: it prints a page when it ends without success.
+            # Not the store's own wait: it prints a long message when it times out.
             while not self._store.check(keys):
                 if time.monotonic() > deadline or self.failed is not None:
                     return False

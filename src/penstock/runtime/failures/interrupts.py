@@ -18,11 +18,11 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-# What people, launchers and schedulers stop or warn a job with. Only handlers written in Python are held back.
+# Signals with which people, launchers and schedulers stop or warn a job. Only Python handlers are held back.
 HELD = tuple(
     getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGINT") if hasattr(signal, name)
 )
-# A launcher may send one signal twice. One that comes again after this many seconds means it.
+# A launcher may send one signal twice. One that comes again after this many seconds is meant as a second one.
 REPEATED_AFTER = 1.0
 # One that came while an iterator was taken down is sent again this many seconds later: Python drops what is raised
 # there.

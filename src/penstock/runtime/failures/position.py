@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any, NamedTuple, Protocol
 
-# Calls that are remembered to be compared with those of other ranks.
+# How many calls are remembered, to compare them with those of other ranks.
 CALLS_KEPT = 64
 # A host whose innermost Python code is here waits for another rank.
 WAITING_PACKAGES = ("penstock.runtime.", "penstock.checkpoint.comm")

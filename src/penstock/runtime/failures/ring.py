@@ -31,7 +31,7 @@ CONNECT_SECONDS = 2.0
 LEAVING_SECONDS = 1.0
 # How long a ring that has news waits, before it takes leave, for neighbours that are not connected yet.
 NEWS_SECONDS = 3.0
-# How often the next rank's address is looked for: often at first, as its process starts beside this one.
+# How often to look for the next rank's address: often at first, because its process starts beside this one.
 FIRST_LOOK, LAST_LOOK = 0.01, 1.0
 NEWS_KEPT = 64
 
@@ -90,7 +90,7 @@ class Ring:
         self._next = (rank + 1) % world_size
         self._before = (rank - 1) % world_size
         self._on_news, self._on_lost, self._on_left = on_news, on_lost, on_left
-        # Guards the list of neighbours and what was heard, which are read in other threads too.
+        # Guards the list of neighbours and the news, which are read in other threads, too.
         self._lock = threading.Lock()
         self._closed = False
         self._leaves = False
@@ -100,7 +100,7 @@ class Ring:
         self._num_told = 0
         # For a neighbour that is connected later.
         self._latest: deque[dict[str, Any]] = deque(maxlen=NEWS_KEPT)
-        # The next rank's address that was tried last, and what of it is left to try.
+        # The next rank's address that was tried last, and the parts of it left to try.
         self._address = ""
         self._untried: list[tuple[str, int]] = []
         self._look_every, self._look_at = FIRST_LOOK, 0.0
@@ -340,7 +340,7 @@ def _own_addresses() -> list[str]:
     """Addresses of this machine as another rank may know it, the likeliest first."""
     found = []
     with contextlib.suppress(OSError, KeyError):
-        # The interface that leads to the machine where the ranks meet. Nothing is sent.
+        # Finds the interface that leads to the machine where the ranks meet. Nothing is sent.
         for family, _, _, _, address in socket.getaddrinfo(os.environ["MASTER_ADDR"], 1, type=socket.SOCK_DGRAM)[:1]:
             with socket.socket(family, socket.SOCK_DGRAM) as probe:
                 probe.connect(address)
@@ -363,7 +363,7 @@ def has_ended(where: str, process: int) -> bool:
     if not where or where != machine():
         return False
     try:
-        # The state stands behind the name in brackets: Z is one that ended and nobody has asked after.
+        # The state follows the name in brackets: Z is a process that has ended but was not waited for.
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except FileNotFoundError:
         return True

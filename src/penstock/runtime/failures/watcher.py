@@ -32,7 +32,7 @@ T = TypeVar("T")
 TICK_SECONDS = 1.0
 # A store whose process has ended is not waited for.
 STORE_TIMEOUT = datetime.timedelta(seconds=5)
-# What a failing rank says of its exception is shown whole unless it is longer.
+# Characters of a failing rank's exception that are shown; a longer one is shortened.
 LONGEST_WORDS = 4000
 
 
@@ -56,7 +56,7 @@ class Watch:
         self._inquiries = Inquiries(self)
         # Whether a job is about to be formed, for which it goes on.
         self.expecting = True
-        # A client of its own: one that waits for a key keeps other threads waiting.
+        # A separate client: one that waits for a key blocks other threads.
         self.store = _own_client(store)
         self._ring = Ring(self.store, rank, world_size, on_news=self._hear, on_lost=self._lose, on_left=self._see_off)
         self._thread = start_thread(self._serve, name="penstock-watcher")
@@ -236,7 +236,7 @@ def _hook_up() -> None:
     """Register hooks for this process's end: once for all models, until the last of them is closed."""
     atexit.register(_leave)
     _undo.callback(atexit.unregister, _leave)
-    # A process that multiprocessing started never calls what atexit knows.
+    # A process that multiprocessing started never runs atexit's functions.
     _undo.callback(multiprocessing.util.Finalize(None, _leave, exitpriority=100).cancel)
 
 

@@ -84,7 +84,7 @@ class GradientNorm:
         anywhere = mine.clone()
         self._reduce(anywhere, dist.ReduceOp.MAX, "comparing overflows")
         if gradients:
-            # No reading of the value: on an accelerator the host need not wait.
+            # Without reading the value: on an accelerator the host need not wait.
             first = gradients[0].view(-1)[:1]
             first.copy_(torch.where((anywhere > mine).expand(1), torch.full_like(first, math.inf), first))
 

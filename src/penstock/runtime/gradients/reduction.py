@@ -102,7 +102,7 @@ class GradientReducer:
         # after steps under `no_sync`: they are summed even if they are frozen by then.
         self._summed: set[int] = set()
         self._unsummed: set[int] = set()
-        # The garbage collector does not see the reference from a parameter to its hook, so the hook holds nothing.
+        # The garbage collector does not see a parameter's reference to its hook, so the hook must reference nothing.
         note = weakref.WeakMethod(self._note)
 
         @knows_deferral
