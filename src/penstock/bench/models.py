@@ -256,7 +256,7 @@ def apply_policy(blocks: Iterable[nn.Module], policy: str) -> None:
         return
     wrap = _checkpointed if policy == CHECKPOINT else _offloaded
     for block in blocks:
-        # The forward, and not the module's call: whoever hooks the call (FSDP, a stage) stays outside.
+        # The forward, not the module's call: hooks on the call (FSDP, a stage) stay outside.
         block.forward = wrap(block.forward)
 
 

@@ -64,7 +64,7 @@ def save_object(content: Any, path: str | os.PathLike[str], *, world_comm: Comm)
         folder, name = os.path.split(path)
         with writing(path, "plain data", len(data)):
             os.makedirs(folder, exist_ok=True)
-            # Nobody can have put a link to another file under this name.
+            # Nobody can have placed a link to another file under this name.
             draft = os.path.join(folder, f".{name}.saving-{uuid.uuid4().hex}")
             try:
                 write_bytes(draft, data)

@@ -127,7 +127,7 @@ def _perform(directory: str, staging: str, operations: Sequence[Operation]) -> N
                     _publish(staged, final)
                 else:
                     os.replace(staged, final)
-            # In this order on disk too, should the machine lose power; it costs milliseconds each time.
+            # Flushed in this order, in case the machine loses power; it costs milliseconds each time.
             if not all(map(_in_any_order, operations[number : number + 2])) or number + 1 == len(operations):
                 flush_file(directory)
 
@@ -235,7 +235,7 @@ def _read_journal(directory: str, staging: str, table: _Table) -> list[Operation
         elif kind == "replace" and (moves or source in table.replaced.get(target, ())):
             operations.append(("replace", source, target))
         elif kind == "replace" and source == target and is_side_file(target) and not variant_of_manifest(target)[0]:
-            # The save that goes on from here writes its own. One of these may also be the user's: it stays.
+            # The save that follows writes its own. One of these may also be the user's: it stays.
             if is_configuration(target) or kind_of(os.path.join(directory, target)) is None:
                 operations.append(("replace", source, target))
         else:

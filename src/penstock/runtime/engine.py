@@ -183,7 +183,7 @@ class Engine:
         self.run: Any = None
         self._timeout, self._patience = timeout, patience
         self._synchronising = True
-        # While a re-formation is not complete, the values that were here before it, and what lacks them here.
+        # Until a re-formation is complete: the values that were here before it, and the names that lack values here.
         self._had: dict[str, torch.Tensor] | None = None
         self._lacking: set[str] = set()
         # What this rank does not hold, but has the values of until the next re-formation; see `moving.hand_over`.
@@ -242,7 +242,7 @@ class Engine:
         board.mates = frozenset(context.pipeline_ranks)
         board.patience = self._patience
         board.on_end(groups.abort)
-        # First, as it is to be called last: a group closes only when nothing refers to it.
+        # Registered first, to be called last: a group closes only when nothing refers to it.
         board.on_abort(groups.destroy)
         return context
 
@@ -289,7 +289,7 @@ class Engine:
             remote = [boundary for boundary, (a, b) in enumerate(pairwise(stage_to_rank)) if a != b]
             self._channels.warm_up(remote, context.stages)
             share_values(self.held, context.groups)
-            # A shuffle without a seed then draws one order on all ranks of a pipeline, as they need the same batches.
+            # A shuffle without a seed then draws the same order on all ranks of a pipeline: they need the same batches.
             if first is None:
                 adopt_random_state(context.pipeline_ranks[0], context.groups.model_parallel_control, self.device)
             else:  # a re-formation: the ranks that come new go on from one that was there

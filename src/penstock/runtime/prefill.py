@@ -19,7 +19,7 @@ from penstock.modeling.stage.outputs import merge_outputs
 
 MOST_PARTS = 4
 LEAST_SAMPLES = 2
-# Tensors that have one row for each sample, and nothing else to them.
+# Tensors that are simply one row for each sample.
 INPUTS = frozenset(("input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids"))
 # Layers of a cache whose keys and values have one row for each sample, and nothing else that depends on the samples.
 LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)

@@ -16,7 +16,7 @@ from penstock.runtime.failures.board import FailureBoard
 from penstock.schedule.events import EventKind, TimedEvent, with_waits
 from penstock.schedule.timeline import write_timeline
 
-# Waits shorter than this are the cost of looking, not waiting.
+# Waits shorter than this are the cost of the check, not waiting.
 SHORTEST_WAIT = 20e-6
 
 

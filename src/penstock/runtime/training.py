@@ -122,7 +122,7 @@ class TrainingStep:
         self._total_counts: Sequence[int] | None = None
         self._counting = False
         self._position = 0
-        # What a signal's handler raised where the step may end; whether all ranks have met at the end.
+        # What a signal's handler raised, at a place where the step may end; whether all ranks have met at the end.
         self._interruption: BaseException | None = None
         self._concluded = False
         self._begun = False
@@ -131,7 +131,7 @@ class TrainingStep:
         self._attempt = 0
         self._open: int | None = None
         self._called = False
-        # What was wrong with a backward(), raised inside the loop's body.
+        # The fault of a backward() call, raised inside the loop's body.
         self._fault: str | None = None
         self._losses: list[torch.Tensor] = []
         self._incoming: torch.Tensor | None = None
@@ -251,7 +251,7 @@ class TrainingStep:
         last = stage == self._program.last
         before_send = None
         if not self._begun:
-            # The first stage computes while the ranks come together, unless it needs to know the loss's terms.
+            # The first stage computes while the ranks meet, unless it needs to know the loss's terms.
             if stage or last:
                 self._begin()
             else:

@@ -50,7 +50,7 @@ class Assumptions:
 
     def learn_from(self, error: Exception) -> bool:
         """Assume something more, or something else, after the unit failed; False if there is nothing left to assume."""
-        # A module that was taken for one that returns a tensor may return several.
+        # A module that was assumed to return one tensor may return several.
         if isinstance(error, _Unpacked):
             error.assumption.length = 1
             return True

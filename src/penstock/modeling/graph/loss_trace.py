@@ -49,7 +49,7 @@ class LossTrace:
         self._inputs = inputs
         self._flow = flow
         self._found: list[tuple[LossTerm, str]] = []  # with the reason why it is not exact, or ""
-        # What the loss functions returned, those apart that sum up a batch.
+        # What the loss functions returned; those that sum up a batch are kept apart.
         self._means: list[torch.Tensor] = []
         self._sums: list[torch.Tensor] = []
         # What the result of each was computed from.

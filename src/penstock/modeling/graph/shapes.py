@@ -242,7 +242,7 @@ class ShapeFunctions:
         """The shape of what a unit returns, some of whose modules are taken for ones that keep their input's shape."""
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         width = next((tensor.shape[-1] for tensor in tensors if tensor.dim()), None)
-        # Forgotten at once: what one rank assumed while running must not enter a plan that all ranks make.
+        # Dropped at once: an assumption that one rank made while running must not enter a plan of all ranks.
         with Assumptions(self._copies[name], width) as assumptions:
             try:
                 for _ in range(MAX_RETRIES):
@@ -362,7 +362,7 @@ def _shape_key(leaf: Any) -> Any:
 
 def _to_meta(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
-        # A fresh tensor even for one that is meta already, so that its version counter is its own.
+        # A new tensor even for one that is meta already, so that it has a version counter of its own.
         return torch.empty_like(leaf, device="meta", requires_grad=False)
     if _is_mapping(leaf):
         entries = pytree.tree_map(_to_meta, dict(leaf))

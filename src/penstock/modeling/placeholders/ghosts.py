@@ -252,7 +252,7 @@ def meta_placeholder(module: nn.Module) -> nn.Module:
                 if isinstance(tensor, nn.Parameter):
                     meta = nn.Parameter(meta, requires_grad=False)
                 memo[id(tensor)] = meta
-        # One configuration for both, as some of it may be changed later (`set_attn_implementation`).
+        # One configuration for both, because some of it may be changed later (`set_attn_implementation`).
         memo.update((id(value), value) for value in vars(child).values() if isinstance(value, PretrainedConfig))
     # Hooks are put aside during the copy: they may hold the whole model in a closure or a bound method.
     hooks = [(child, name, vars(child)[name]) for child in module.modules() for name in _HOOKS if vars(child).get(name)]

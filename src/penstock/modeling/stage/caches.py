@@ -33,7 +33,7 @@ class StageCaches:
         self._owner = {
             layer: call.stage for call in plan.calls if call.output.cache for layer in call.output.cache.layers
         }
-        # All views are made before the first walk: a placeholder must have the length from before the forward.
+        # All views are made before the first walk: a placeholder must have the cache's length before the forward.
         self._views = {} if self._name is None else {stage: self._view(inputs[self._name], stage) for stage in stages}
 
     def inputs(self, stage: int) -> Mapping[str, Any]:

@@ -152,7 +152,7 @@ def _stage_class(
                     model._shards = ShardLoading(model, model._held, tensor_parallel)
                     sources = model._shards.sources(model, checkpoint_files, load_config.weight_mapping)
                     state_dict = opened.enter_context(sources)
-                    # Of these transformers would reserve an accelerator's memory for the whole.
+                    # Without sharded ones: transformers would reserve an accelerator's memory for each as a whole.
                     kwargs["expected_keys"] = [name for name in model._held if name not in tensor_parallel.shards]
                 loading_info, offload_index = model_class._load_pretrained_model(
                     model, state_dict, checkpoint_files, load_config, *args, **kwargs

@@ -294,7 +294,7 @@ class _ShardedSource:
         shape = _shape_of(self._source)
         before = (slice(None),) * (self._sharding.dim % len(shape))
         ranges = self._sharding.ranges(shape, index, self._tensor_parallel.size)
-        # A copy: what a file is mapped to would stay mapped as a whole.
+        # A copy: a view would keep the whole file mapped.
         return torch.cat([self._source[(*before, slice(start, stop))] for start, stop in ranges], len(before))
 
 

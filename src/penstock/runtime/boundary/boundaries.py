@@ -342,7 +342,7 @@ class BoundaryAbove(_RemoteBoundary):
             self.post()
         gradients = self._gradients.receive()
         del self._sent[microbatch]
-        # The gradient is here, so the activation it answers has left.
+        # The gradient has arrived, so the activation it belongs to has been sent.
         self._activations.release(keep=len(self._sent))
         if self._unposted:
             self._post_ahead()

@@ -180,7 +180,7 @@ class Series:
         if family is not None:
             first, of_first, same = self._families.setdefault(family, (key, specs, False))
             if first != key and same is not None:
-                # None where a length has changed the shapes, as it may do so again.
+                # None where a length has changed the shapes, because it may do so again.
                 self._families[family] = first, of_first, True if list(of_first) == list(specs) else None
 
 

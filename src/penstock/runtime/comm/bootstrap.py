@@ -121,7 +121,7 @@ def form_world(
         PipelineFailure: a rank was lost meanwhile.
     """
     leave_world()
-    # The counter by which torch names groups, which all ranks must have in common: an attempt that failed moves it on.
+    # The counter by which torch names groups must agree on all ranks; an attempt that failed has advanced it.
     dist.distributed_c10d._world.group_count = 0
     use_local_device()
     atexit.unregister(_leave_in_order)

@@ -155,7 +155,7 @@ class Groups:
         """A new group. Every rank of the world calls this with the same arguments in the same order."""
         device = torch.device("cpu") if control else self._device
         backend = transport(device)
-        # One gloo group can serve several purposes of the same ranks, unless it is to be apart.
+        # One gloo group can serve several purposes of the same ranks, unless a separate one is wanted.
         key = (backend, purpose if apart or backend != "gloo" else "", ranks)
         if key not in self._made:
             # Only members hold a usable handle; on the others new_group returns a placeholder.

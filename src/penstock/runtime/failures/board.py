@@ -100,7 +100,7 @@ class FailureBoard:
         if watch is not None:
             watch.hold()
             self._let_go = weakref.finalize(self, watch.release)
-            # At the interpreter's end the watcher takes leave by itself.
+            # At the interpreter's end the watcher says goodbye by itself.
             self._let_go.atexit = False
             watch.add(self)
 

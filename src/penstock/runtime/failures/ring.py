@@ -29,7 +29,7 @@ CONNECT_SECONDS = 2.0
 # How long a ring that takes leave waits for its neighbours to close their ends. A connection that is closed with
 # something unread is reset, and a reset takes away what the other end has not read yet: the leave.
 LEAVING_SECONDS = 1.0
-# How long a ring that has news waits, before it takes leave, for neighbours that are not connected yet.
+# How long a ring that has news waits, before it closes, for neighbours that are not connected yet.
 NEWS_SECONDS = 3.0
 # How often to look for the next rank's address: often at first, because its process starts beside this one.
 FIRST_LOOK, LAST_LOOK = 0.01, 1.0
@@ -53,7 +53,7 @@ class _Peer:
         self._sending = threading.Lock()
         connection.settimeout(CONNECT_SECONDS)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # A machine that loses its power or its network closes nothing: the kernel asks after it.
+        # A machine that loses its power or its network closes nothing: the kernel probes it.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in (("TCP_KEEPIDLE", 4), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 4), ("TCP_USER_TIMEOUT", 8000)):
             if hasattr(socket, name):

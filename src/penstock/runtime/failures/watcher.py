@@ -51,7 +51,7 @@ class Watch:
         # The default process group it was started for, once there is one.
         self.world: dist.ProcessGroup | None = None
         self._boards: weakref.WeakSet[FailureBoard] = weakref.WeakSet()
-        # Told whenever something was learned, for those who wait to learn it.
+        # Notified whenever something is learned, for those who wait for it.
         self._learned = threading.Condition()
         self._inquiries = Inquiries(self)
         # Whether a job is about to be formed, for which it goes on.

@@ -85,7 +85,7 @@ class WeightGradientQueues:
     def run(self, stage: int, microbatch: int, ready: Callable[[torch.Tensor], None] | None) -> None:
         """Compute what was queued for `stage` and `microbatch`; tell `ready` each parameter that is finished."""
         queue = self._queues.pop((stage, microbatch), [])
-        # The latest first, whose tensors are still in the caches; in the order of the reduction if that waits.
+        # The latest first, because its tensors are still in the caches; in the reduction's order if that waits.
         if ready is not None:
             queue.reverse()
         while queue:
@@ -120,7 +120,7 @@ def install(model: nn.Module, queues: WeightGradientQueues) -> int:
     count = 0
     for module in model.modules():
         alone = all(uses[id(parameter)] == 1 for parameter in module.parameters(recurse=False))
-        # A tensor-parallel layer computes on its slice as its plain class does.
+        # A tensor-parallel layer computes on its shard as its plain class does.
         kind = plain_class(module)
         if kind in deferring and alone:
             namespace = _namespace(vars(deferring[kind])["forward"], kind)
