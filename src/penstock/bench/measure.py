@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import ResNetForImageClassification
 
 from penstock.bench.configs import GPTConfig, ModelConfig
-from penstock.runtime.profiling import synchronize, timed
+from penstock.runtime.unit_cost import synchronize, timed
 
 # A product must take this long to be measured well, and is then repeated.
 LEAST_SECONDS = 0.02

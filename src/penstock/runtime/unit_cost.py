@@ -1,0 +1,324 @@
+"""What one unit of a model costs, run alone: seconds, and bytes of memory.
+
+A unit is made with random weights and called with inputs of the shapes it has in the model. On a device its seconds are
+measured; on the meta device they are estimated from operations and bytes. Memory is followed on either.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+from transformers.cache_utils import Cache
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from penstock.runtime.gradients.weight_gradients import Deferred, WeightGradientQueues, install, uninstall
+
+# The leaves of a unit's arguments, and how they are put together.
+Call = tuple[list[Any], pytree.TreeSpec]
+
+# A measurement is repeated for at least this long and this often; the median counts.
+LEAST_SECONDS, LEAST_TIMES = 0.2, 3
+# Of a device's operations per second, what the matrix products of transformers reach (MFU of large runs: 0.3 to 0.5).
+REACHED = 0.4
+# Operations that it then does while it reads or writes a byte: 312e12 / 1.6e12 for an A100, much the same for others.
+OPERATIONS_PER_BYTE = 200.0 * REACHED
+
+
+class Cost(NamedTuple):
+    """What a unit takes for a microbatch; for the fields see `UnitCost`."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+    weight: float = 0.0
+    kept: float = 0.0
+    kept_checkpointed: float = 0.0
+    deferred: float = 0.0
+    output: float = 0.0
+    working: float = 0.0
+    splitting: float = 0.0
+
+    @classmethod
+    def of_all(cls, runs: Sequence[Cost]) -> Cost:
+        """Of a unit that a forward runs several times; it is at work in one run at a time."""
+        if not runs:
+            return cls()
+        sums = cls(*map(sum, zip(*runs, strict=True)))
+        return sums._replace(working=max(run.working for run in runs), splitting=max(run.splitting for run in runs))
+
+
+def cost_of(
+    module: nn.Module, call: Call, device: torch.device | str | None, is_last: bool, operations_per_second: float
+) -> Cost:
+    """The cost of one run of a unit alone, in a training step.
+
+    Args:
+        call: what it is called with.
+        device: where it is run; None estimates the seconds and runs nothing.
+        is_last: whether its first result gives the loss.
+        operations_per_second: of the device that seconds are estimated for.
+    """
+    where = torch.device("meta" if device is None else device)
+    unit = copy.deepcopy(module).to_empty(device=where).train()
+    for tensor in (*unit.parameters(), *unit.buffers()):
+        with torch.no_grad():
+            tensor.normal_(0, 0.02) if tensor.is_floating_point() else tensor.zero_()
+    for parameter in unit.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    hidden = next((leaf.shape[-1] for leaf in call[0] if _is_hidden(leaf)), None)
+    leaves = [_argument(leaf, where, hidden) for leaf in call[0]]
+    args, kwargs = pytree.tree_unflatten(leaves, call[1])
+    sources = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    parameters = [parameter for parameter in unit.parameters() if parameter.requires_grad]
+
+    returned: list[torch.Tensor] = []
+
+    def forward() -> list[torch.Tensor]:
+        output = unit(*args, **kwargs)
+        found = [x for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor) and x.requires_grad]
+        if is_last and found and found[0].dim() > 1:  # the loss, which is outside of all units
+            returned[:] = found[:1]  # the caller has them
+            logits = found[0].float().flatten(0, -2)
+            found[0] = functional.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.long, device=where))
+        return found[:1] if is_last else found
+
+    # Masks and the like are one for all units.
+    shared = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.requires_grad]
+    kept, working, operations = _memory(forward, parameters, shared, sources, returned)
+    queue = _Queue()
+    install(unit, queue)
+    _, splitting, _ = _memory(forward, parameters, shared, sources, returned)
+    uninstall(unit)
+    checkpointed = float(sum(source.nbytes for source in sources)) if _is_checkpointed(unit) else kept
+    if device is None:
+        seconds, backward, weight = (number / (REACHED * operations_per_second) for number in operations)
+    else:
+        seconds, backward, weight = _seconds(forward, sources, parameters, where)
+    return Cost(
+        forward=seconds,
+        backward=backward,
+        weight=weight,
+        kept=kept,
+        kept_checkpointed=min(kept, checkpointed),
+        deferred=queue.num_bytes(parameters),
+        output=float(sum(tensor.nbytes for tensor in returned)),
+        working=working,
+        splitting=splitting,
+    )
+
+
+def _is_checkpointed(unit: nn.Module) -> bool:
+    """Whether `gradient_checkpointing_enable` has the unit run its forward again; a model's ends do not."""
+    return any(isinstance(module, GradientCheckpointingLayer) for module in unit.modules())
+
+
+def _is_hidden(leaf: Any) -> bool:
+    """Whether an argument may be hidden states, (batch, length, width)."""
+    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.dim() == 3
+
+
+def _argument(leaf: Any, device: torch.device, width: int | None) -> Any:
+    """What a unit is called with: random values for what gradients go back to, zeros for masks and the like."""
+    if isinstance(leaf, Cache):
+        return None  # training has none
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    if not leaf.is_floating_point():
+        return torch.zeros(leaf.shape, dtype=leaf.dtype, device=device)
+    if not _is_hidden(leaf) or leaf.shape[-1] != width:
+        return torch.zeros(leaf.shape, dtype=leaf.dtype, device=device)
+    return torch.empty(leaf.shape, dtype=leaf.dtype, device=device).normal_().requires_grad_()
+
+
+def _seconds(
+    forward: Callable[[], list[torch.Tensor]],
+    sources: list[torch.Tensor],
+    parameters: list[nn.Parameter],
+    device: torch.device,
+) -> tuple[float, float, float]:
+    """Median seconds of F, of a backward for the inputs, and of what a backward for all takes longer.
+
+    The three are measured in turns, so that a machine whose speed drifts is as fast for one as for another.
+    """
+    samples: list[tuple[float, float, float]] = []
+    begin = time.perf_counter()
+    # The first turn, which sets things up, is left out.
+    while len(samples) <= LEAST_TIMES or time.perf_counter() - begin < LEAST_SECONDS:
+        of_forward, outputs = timed(forward, device)
+        of_inputs, _ = timed(partial(_gradients, outputs, sources), device) if sources else (0.0, None)
+        outputs = forward()
+        of_all, _ = timed(partial(_gradients, outputs, [*sources, *parameters]), device)
+        samples.append((of_forward, of_inputs, of_all))
+        del outputs
+    seconds, of_inputs, of_all = (statistics.median(column) for column in zip(*samples[1:], strict=True))
+    return seconds, of_inputs, max(0.0, of_all - of_inputs)
+
+
+def timed(run: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
+    """Seconds until what `run` does on a device is done, and its result."""
+    synchronize(device)
+    start = time.perf_counter()
+    result = run()
+    synchronize(device)
+    return time.perf_counter() - start, result
+
+
+def _gradients(outputs: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    if outputs and sources:
+        torch.autograd.grad(outputs, sources, [torch.ones_like(output) for output in outputs], allow_unused=True)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until a device is idle."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class _Queue(WeightGradientQueues):
+    """Keeps what a backward leaves for its weight gradients, for good."""
+
+    deferring = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._left: list[Deferred] = []
+
+    def defer(self, deferred: Deferred) -> None:
+        self._left.append(deferred)
+
+    def num_bytes(self, parameters: list[nn.Parameter]) -> float:
+        """Of what was left; the parameters are there anyway."""
+        owned = {parameter.untyped_storage()._cdata for parameter in parameters}
+        left = [leaf for entry in self._left for leaf in pytree.tree_leaves(cast(partial[None], entry.compute).args)]
+        storages = {
+            one.untyped_storage()._cdata: one.untyped_storage() for one in left if isinstance(one, torch.Tensor)
+        }
+        return float(sum(storage.nbytes() for key, storage in storages.items() if key not in owned))
+
+
+def _memory(
+    forward: Callable[[], list[torch.Tensor]],
+    parameters: list[nn.Parameter],
+    shared: list[torch.Tensor],
+    sources: list[torch.Tensor],
+    returned: list[torch.Tensor],
+) -> tuple[float, float, tuple[float, float, float]]:
+    """Bytes that live from a forward to its backward, the most besides them at once in either, and operations of F, B
+    and W: of products, and of reading and writing.
+
+    What lives is what autograd keeps and what `forward` leaves in `returned`.
+    """
+    owned = {tensor.untyped_storage()._cdata for tensor in (*parameters, *shared)}
+    given = {tensor.untyped_storage()._cdata for tensor in sources}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in owned:
+            kept[storage._cdata] = storage.nbytes()
+        return tensor
+
+    live = LiveBytes()
+    with live, FlopCounterMode(display=False) as flops:
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), _fused_attention() as attention:
+            outputs = forward()
+        for tensor in returned:
+            keep(tensor)
+        products, traffic = flops.get_total_flops() + attention.operations, live.written
+        if outputs:
+            torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
+        del outputs
+    backward_products = flops.get_total_flops() + attention.operations * 3.5 - products  # it runs the forward again
+    # A backward reads and writes about twice as much for the inputs as the forward, and half as much for the weights.
+    of_forward = products + OPERATIONS_PER_BYTE * 2 * traffic
+    of_backward = backward_products + OPERATIONS_PER_BYTE * 2 * (live.written - traffic)
+    share = 0.5 if any(parameter.dim() > 1 for parameter in parameters) else 0.0
+    made_here = sum(size for key, size in kept.items() if key not in given)
+    working = max(0.0, float(live.peak - made_here))
+    return float(sum(kept.values())), working, (of_forward, of_backward * (1 - share), of_backward * share)
+
+
+class _Attention(torch.autograd.Function):
+    """Fused attention on the meta device, which has only the kernel that keeps all weights."""
+
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        output = query.new_empty(*query.shape[:-1], value.shape[-1])
+        ctx.save_for_backward(query, key, value, output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors[:3])
+
+
+@contextmanager
+def _fused_attention() -> Iterator[SimpleNamespace]:
+    """Inside, attention on the meta device keeps what fused kernels keep: queries, keys, values and output. Gives its
+    number of `operations`.
+
+    Who asks whether there is autocast is told that there is none, and no error for a device that never has it.
+    """
+    plain, counter = functional.scaled_dot_product_attention, SimpleNamespace(operations=0.0)
+    is_autocast_enabled = torch.is_autocast_enabled
+
+    def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not query.is_meta:
+            return plain(query, key, value, *args, **kwargs)
+        counter.operations += 2 * query[..., 0].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+        return _Attention.apply(query, key, value)
+
+    functional.scaled_dot_product_attention = attention
+    torch.is_autocast_enabled = lambda kind="cpu": kind != "meta" and is_autocast_enabled(kind)
+    try:
+        yield counter
+    finally:
+        functional.scaled_dot_product_attention = plain
+        torch.is_autocast_enabled = is_autocast_enabled
+
+
+class LiveBytes(TorchDispatchMode):
+    """Follows the storages that operations make: what lives, the most that ever did, and how much was written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = self.written = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for tensor in pytree.tree_leaves((args, kwargs)):
+            if isinstance(tensor, torch.Tensor):
+                self._follow(tensor.untyped_storage(), counts=False)  # it was there before
+        output = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            for tensor in pytree.tree_leaves(output):
+                if isinstance(tensor, torch.Tensor):
+                    self.written += tensor.nbytes
+                    self._follow(tensor.untyped_storage())
+        return output
+
+    def _follow(self, storage: torch.UntypedStorage, counts: bool = True) -> None:
+        key, size = storage._cdata, storage.nbytes() if counts else 0
+        if key in self._known:
+            return
+        self._known.add(key)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._forget, key, size)
+
+    def _forget(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.now -= size
