@@ -101,7 +101,7 @@ def _run(
     choosing = Choosing(model, decoding, watched)
     with _over_stages(model, decoding, choosing):
         if number == 1:
-            result = decoding.in_one_group(partial(original, **arguments))
+            (result,) = decoding.in_groups([partial(original, **arguments)])
         else:
             parts, samples = groups.split(arguments, size, number)
             loops = [partial(original, **part) for part in parts]

@@ -10,14 +10,12 @@ each forward: that of the last stage before it receives what the forward needs, 
 their part of it. So another group's forward is under way while this one's is on other ranks. The last rank, which has
 the most to do, asks for its messages before that turn where it may (see `P2PChannels.receives_ahead`), and finds them
 there. All ranks take the same turns in the same order, so messages of different groups need not be told apart.
-
-What a forward receives, sends and shares, and how its errors reach all ranks, hang together; that makes the file long.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -26,20 +24,17 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch.utils import _pytree as pytree
-from transformers.cache_utils import Cache, EncoderDecoderCache
+from transformers.cache_utils import Cache
 
 from penstock.modeling.graph.plan import Plan
 from penstock.modeling.graph.units import refusal
-from penstock.modeling.placeholders.caches import past_length
-from penstock.modeling.randomness import mixed
-from penstock.modeling.stage.caches import StageCaches
 from penstock.modeling.tensor_spec import TensorSpec
 from penstock.random_state import generators_of, set_states
-from penstock.runtime.boundary.series import Expected, Series, series_of_results, series_over
+from penstock.runtime.boundary.series import Expected, series_of_results
 from penstock.runtime.comm.forming import adopt_random_state
 from penstock.runtime.context import RankContext
 from penstock.runtime.failures.board import PipelineFailure
-from penstock.runtime.labels import label
+from penstock.runtime.forwards import Forwards
 from penstock.runtime.prefill import Prefill
 from penstock.runtime.stages import StageExecutor
 from penstock.runtime.turns import Stopped, Turns
@@ -101,26 +96,14 @@ class Decoding:
         self._due: deque[TensorSpec] = deque()
         self._context, self._board, self._process_groups = context, context.board, context.groups
         self._device = context.device
-        self._stages, self._split = stages, stages.split
+        self._split = stages.split
         self._channels = stages.boundaries.channels
         self._results = series_of_results(self._channels, context)
-        own, last = context.stages, context.pipeline.num_stages - 1
-        # The series over the boundaries to other ranks, by the stage of this rank.
-        self._below, self._above = (
-            {
-                stage: series_over(self._channels, boundary, upper, self._device)
-                for stage, boundary, neighbour in ((each, each - upper, each + (-1 if upper else 1)) for each in own)
-                if 0 <= neighbour <= last and neighbour not in own
-            }
-            for upper in (True, False)
-        )
-        self._own_stages = own
+        self._forwards = Forwards(context, stages)
         self._begin = begin
         self._turns: Turns | None = None
         self._num_sessions = 0
-        self._seed: int | None = None
-        for series in (self._results, *self._below.values(), *self._above.values()):
-            self._board.on_abort(series.clear)
+        self._board.on_abort(self._results.clear)
 
     # -- the code that all ranks run -------------------------------------------------------------------------------
 
@@ -134,7 +117,7 @@ class Decoding:
         with self._begin():
             pass
         self._board.check()
-        self.running, self.every_position, self._seed, self.exchanges = True, False, None, 0
+        self.running, self.every_position, self._forwards.seed, self.exchanges = True, False, None, 0
         self.groups, self._turns = [Group()], None
         self._due.clear()
         self._num_sessions += 1
@@ -161,8 +144,10 @@ class Decoding:
         The first error of a loop ends all of them and is raised. Every rank passes equal loops.
         """
         self.groups = [Group() for _ in loops]
-        self._turns = Turns(len(loops), self._board.position.follow)
         settled = [partial(self._completed, loop) for loop in loops]
+        if len(loops) == 1:
+            return [settled[0]()]
+        self._turns = Turns(len(loops), self._board.position.follow)
         try:
             return self._turns.run(
                 settled, self._device, lambda error: self._board.abort(f"{type(error).__name__}: {error}")
@@ -171,14 +156,10 @@ class Decoding:
             self._turns = None
             self._board.position.follow()
 
-    def in_one_group(self, loop: Callable[[], T]) -> T:
-        """Run the loop for the whole batch."""
-        return self._completed(loop)
-
     @property
     def group(self) -> Group:
         """The group whose turn it is."""
-        return self.groups[0 if self._turns is None else self._turns.current]
+        return self.groups[self.number]
 
     @property
     def number(self) -> int:
@@ -299,17 +280,17 @@ class Decoding:
         if plan.controlled:
             raise refusal(self._split.model, "what its code does next depends on values that one stage alone has")
         prefill = None if self._turns is None or call is not None else self._prefill(inputs)
-        expect = partial(map, partial(self._expect, plan), [inputs] if prefill is None else prefill.parts)
         with self._exchange("exchanging values in generation"):
-            parts = list(expect()) if self._channels.receives_ahead else []
+            parts = [self._forwards.begin(plan, part) for part in ([inputs] if prefill is None else prefill.parts)]
         stopped = self._pass_on() if self.chooses else None
         with self._board.guard("exchanging values in generation", self.ranks), torch.no_grad():
-            parts = parts or list(expect())
             self.inside = True
             try:
-                outputs = [self._run_stages(plan, part, call) for part in parts]
+                outputs = [self._forwards.run(part, call) for part in parts]
             finally:
                 self.inside = False
+            if not all(isinstance(each, dict) for each in outputs):
+                raise TypeError(f"generation needs outputs with named fields, not a {type(outputs[0]).__name__}")
             output = outputs[0] if prefill is None else prefill.joined(outputs)
             leaves, structure = self._shared_fields(output, inputs, choosing)
             expected = self._offer(leaves, plan, choosing)
@@ -390,62 +371,12 @@ class Decoding:
             return None
         return Prefill.of(inputs, LEAST_TOKENS if self._device.type == "cpu" else LEAST_TOKENS_ELSEWHERE)
 
-    def _expect(self, plan: Plan, inputs: Mapping[str, Any]) -> _Part:
-        """Post receives for what this rank's stages receive in a forward."""
-        autocast = torch.is_autocast_enabled(self._device.type)
-        family = _family(plan, inputs)
-        part = _Part(inputs, (plan.digest, autocast, *_shapes(inputs)), family and (autocast, family), {})
-        if self._channels.receives_ahead:
-            for stage in self._below:
-                self._ask(plan, part, stage)
-        return part
-
-    def _ask(self, plan: Plan, part: _Part, stage: int) -> None:
-        """Ask for what a stage receives in a forward. On an accelerator only when the stage is to run: a receive that
-        is posted holds up what is computed after it, and what it waits for may follow from that."""
-        series, count = self._below.get(stage), len(plan.boundaries[stage - 1]) if stage else 0
-        if series is not None and count and stage not in part.incoming:
-            part.incoming[stage] = series.expect(count, part.key, part.family)
-
-    def _run_stages(self, plan: Plan, part: _Part, call: Callable[..., Any] | None) -> Any:
-        inputs = part.inputs
-        seed = self._forward_seed()
-        caches = StageCaches(plan, self._own_stages, inputs) if len(self._own_stages) > 1 else None
-        output = None
-        handed: list[Sequence[torch.Tensor]] = [()]
-        for stage in self._own_stages:
-            self._ask(plan, part, stage)
-            expected, above = part.incoming.get(stage), self._above.get(stage)
-            with label(f"F stage {stage}"):
-                output = self._stages.walk(
-                    plan,
-                    stage,
-                    inputs if caches is None else caches.inputs(stage),
-                    handed.pop if expected is None else partial(self._below[stage].take, expected),
-                    handed.append if above is None else partial(part.give, above),
-                    seed=seed,
-                    early_exit=stage != self._own_stages[-1],
-                    call=call,
-                )
-        if caches is not None:
-            caches.merge(output)
-        return output
-
-    def _forward_seed(self) -> int | None:
-        """In training mode with dropout: a seed of its own for every forward, so that no rank's generator moves."""
-        if not (self._split.random and self._split.model.training):
-            return None
-        self._seed = int(torch.randint(1 << 62, ())) if self._seed is None else mixed(self._seed, 1)
-        return self._seed
-
     # -- the result ------------------------------------------------------------------------------------------------
 
     def _shared_fields(
         self, output: Any, inputs: Mapping[str, Any], choosing: bool
     ) -> tuple[list[Any], pytree.TreeSpec]:
         """The leaves of those fields of an output that every rank needs, and how they are put together."""
-        if not isinstance(output, dict):
-            raise TypeError(f"generation needs outputs with named fields, not a {type(output).__name__}")
         encoded = inputs.get("encoder_outputs") is not None  # known everywhere, since it was given
         fields = {
             name: value
@@ -470,64 +401,3 @@ class Decoding:
             self._results.give(tensors, None if choosing else key)
             return None
         return self._results.expect(len(tensors), None if choosing else key)
-
-
-@dataclass(frozen=True)
-class _Part:
-    """A forward, or a part of it with some of its samples.
-
-    Attributes:
-        key, family: what decides what crosses the boundaries; see `Series`.
-        incoming: what was asked for, by stage.
-    """
-
-    inputs: Mapping[str, Any]
-    key: Hashable
-    family: Hashable | None
-    incoming: dict[int, Expected]
-
-    def give(self, series: Series, tensors: Sequence[torch.Tensor]) -> None:
-        """Send what crosses a boundary."""
-        if tensors:
-            series.give(tensors, self.key, self.family)
-
-
-def _shapes(inputs: Mapping[str, Any]) -> Iterator[Hashable]:
-    """What decides the shapes at every boundary: those of the inputs, and the lengths of caches."""
-    for name, value in inputs.items():
-        if isinstance(value, torch.Tensor):
-            yield name, value.shape, value.dtype
-        elif isinstance(value, Cache):
-            yield name, type(value), past_length(value), _limits(value)
-        elif value is not None:
-            yield (
-                name,
-                *((x.shape, x.dtype) if isinstance(x, torch.Tensor) else x for x in pytree.tree_leaves(value)),
-            )
-
-
-def _family(plan: Plan, inputs: Mapping[str, Any]) -> Hashable | None:
-    """What forwards of one more token each have in common, whatever was cached before; None for other forwards."""
-    cache = next((value for value in inputs.values() if isinstance(value, Cache)), None)
-    new = next((inputs[name] for name in ("decoder_input_ids", "input_ids") if inputs.get(name) is not None), None)
-    if cache is None or new is None or new.shape[1] != 1:
-        return None
-    total = past_length(cache) + 1
-
-    def without_length(name: str, value: Any) -> Hashable:
-        if isinstance(value, Cache):
-            return name, type(value), _limits(value)
-        return name, *(
-            ((*x.shape[:1], *("length" if size == total else size for size in x.shape[1:])), x.dtype)
-            if isinstance(x, torch.Tensor)
-            else x
-            for x in pytree.tree_leaves(value)
-        )
-
-    return (plan.digest, *(without_length(name, value) for name, value in inputs.items() if value is not None))
-
-
-def _limits(cache: Cache) -> Hashable:
-    """How long the layers of a static cache can become."""
-    part = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
-    return frozenset(getattr(layer, "max_cache_len", None) for layer in part.layers)

@@ -60,14 +60,8 @@ class Prefill:
         return cls(inputs, name, batch_size, number)
 
     def joined(self, outputs: Sequence[Any]) -> Any:
-        """One output of the parts', with logits of the last position alone and the batch's cache.
-
-        Raises:
-            TypeError: the model returns something else than named fields.
-        """
+        """One output of the parts', with logits of the last position alone and the batch's cache."""
         for output in outputs:
-            if not isinstance(output, dict):
-                raise TypeError(f"generation needs outputs with named fields, not a {type(output).__name__}")
             if isinstance(logits := output.get("logits"), torch.Tensor) and logits.dim() == 3:
                 output["logits"] = logits[:, -1:]
         cached = [name for name, value in outputs[0].items() if isinstance(value, Cache)]
