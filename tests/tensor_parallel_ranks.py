@@ -181,8 +181,8 @@ def dropout_against_one_stage(family: str, stages: int, size: int, **settings: A
     for index, microbatch in enumerate(microbatches):
         plan = split.plan(microbatch)
         shares = plan.loss.shares(counts[index], totals)
-        seed = StepInputs.of([microbatch], split.plan, [2], index, 0, False).seed(model.pipeline.seed, 0)
-        output, _ = split.forward(plan, 0, microbatch, (), seed=seed, shares=shares)
+        inputs = StepInputs.of([microbatch], split.plan, [2], index, 0, False, run_seed=model.pipeline.seed)
+        output, _ = split.forward(plan, 0, microbatch, (), seed=inputs.seed(0), shares=shares)
         output.loss.backward()
         expected += float(output.loss)
     return {"loss": abs(loss - expected), "gradient": difference_to(alone, gradients, gradients=True)}
@@ -280,7 +280,7 @@ def overflow_is_shared(family: str, stages: int, size: int) -> float:
     one_step(model, inputs_of(family))
     if dist.get_rank() == dist.get_world_size() - 1:
         next(p for p in model.parameters() if p.grad is not None).grad.fill_(float("inf"))
-    model.pipeline._gradients.norm.share_overflow()
+    model.pipeline._parts.gradients.norm.share_overflow()
     return float(sum(p.grad.abs().sum() for p in model.parameters() if p.grad is not None))
 
 

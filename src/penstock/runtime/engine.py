@@ -2,7 +2,8 @@
 
 `parallelize` is the one function that turns a model and a layout into a running engine. An engine is *formed* by the
 ranks of a layout, and can be *re-formed* by other ranks, or in another layout, with the same model: see `reform`.
-What is formed is what the calls below use, in one object; that makes the file long.
+What it is made of then is in `parts`; here is what lasts over formations, and what the ranks do together. Every call of
+the faces begins here; that makes the file long.
 """
 
 from __future__ import annotations
@@ -12,9 +13,7 @@ import datetime
 import os
 import warnings
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -26,39 +25,22 @@ from penstock.data.fingerprint import fingerprint
 from penstock.data.media import MediaTokens
 from penstock.data.placing import place
 from penstock.modeling.graph.loss import Criterion
-from penstock.modeling.instrumentation import known_of
 from penstock.modeling.stage.named_output import Form
 from penstock.modeling.stage.split import SplitModel, refuse_moved
 from penstock.planning.layout import Layout, Place
-from penstock.runtime.boundary.boundaries import Boundaries
-from penstock.runtime.boundary.p2p import P2PChannels
-from penstock.runtime.comm.collectives import GroupCollectives
 from penstock.runtime.comm.devices import local_device
-from penstock.runtime.comm.forming import adopt_random_state, forming, job_board, require_layout, shared_progress
-from penstock.runtime.comm.frozen import FrozenParameters, Wish
+from penstock.runtime.comm.forming import adopt_random_state, forming, job_board, shared_progress
 from penstock.runtime.comm.groups import Groups
-from penstock.runtime.comm.rollcall import Call, RollCall
-from penstock.runtime.comm.settings import (
-    Modes,
-    Settings,
-    SettingsMismatch,
-    autocast_code,
-    bits_of,
-    settings_in_words,
-    states_of_stages,
-)
-from penstock.runtime.comm.totals import Totals
+from penstock.runtime.comm.rollcall import Call
+from penstock.runtime.comm.settings import Settings, SettingsMismatch, bits_of, settings_in_words, states_of_stages
 from penstock.runtime.context import RankContext
 from penstock.runtime.decoding import Decoding
 from penstock.runtime.evaluation import evaluate, share_output
 from penstock.runtime.failures.board import PATIENCE_SECONDS, FailureBoard
-from penstock.runtime.failures.interrupts import Interrupts
-from penstock.runtime.failures.watcher import interruptible
-from penstock.runtime.gradients.gradients import Gradients
-from penstock.runtime.gradients.ownership import HeldParameter, find_holders
+from penstock.runtime.gradients.ownership import HeldParameter
 from penstock.runtime.gradients.precision import autocast
-from penstock.runtime.gradients.updates import UpdateWatch, mixed_update
-from penstock.runtime.gradients.weight_gradients import WeightGradientQueues, install, uninstall
+from penstock.runtime.gradients.updates import mixed_update
+from penstock.runtime.gradients.weight_gradients import WeightGradientQueues
 from penstock.runtime.inputs import (
     StepInputs,
     refuse_tuples,
@@ -66,17 +48,13 @@ from penstock.runtime.inputs import (
     refuse_wrong_types,
     warn_of_inexact_loss,
 )
-from penstock.runtime.loop import OpenStep, TrainingLoop
-from penstock.runtime.moving import copy_from_first_holders, from_live_ranks, had_by, share_changes
-from penstock.runtime.program import Program
-from penstock.runtime.recorder import Recorder
+from penstock.runtime.loop import TrainingLoop
+from penstock.runtime.moving import copy_from_first_holders, from_live_ranks, had_by
+from penstock.runtime.parts import Parts, ScheduleMaker
 from penstock.runtime.report import StepReport
-from penstock.runtime.stages import StageExecutor
 from penstock.runtime.training import Begun, TrainingStep
-from penstock.schedule import Schedule, check_trains
+from penstock.schedule import check_trains
 
-# (number of microbatches) -> the schedule of this rank's pipeline
-ScheduleMaker = Callable[[int], Schedule]
 # Fills in what a rank holds newly after a re-formation: given the engine, these parameters and buffers by their unsplit
 # names, and the values that the rank had before, which are nobody's any more afterwards. What it adds to the latter
 # counts as had if the re-formation fails and another is tried.
@@ -139,18 +117,15 @@ class Engine:
         own_means: whether a loss that is a mean is one over each pipeline's own batch, and those are added up;
             otherwise it is over the global batch. Set it on all ranks alike.
         step_number: how many training steps were begun. It decides the dropout of the next one, as `seed` does.
-        context: what this rank knows about itself in the present formation.
-        held: the parameters this rank holds, with the other ranks that do.
+        synchronises: whether a step now would sum its gradients over their holders: False under `no_sync`.
+        known: every parameter of the model, by its unsplit name, with or without storage here.
+        given: what this rank does not hold, but has the values of until the next re-formation; see `moving.hand_over`.
         decoding: single forwards, for generation.
-        roll_call: what begins each call on all ranks or on none.
         on_board: is given the failure board of each re-formation when that begins.
         run: the elastic run that it is part of, if any.
     """
 
-    context: RankContext
-    held: Sequence[HeldParameter]
     decoding: Decoding
-    roll_call: RollCall
 
     def __init__(
         self,
@@ -182,118 +157,40 @@ class Engine:
         self.on_board: Callable[[FailureBoard], object] = lambda board: None
         self.run: Any = None
         self._timeout, self._patience = timeout, patience
-        self._synchronising = True
-        # Until a re-formation is complete: the values that were here before it, and the names that lack values here.
+        self.synchronises = True
+        # While a re-formation is not complete, the values that were here before it, and what lacks them here.
         self._had: dict[str, torch.Tensor] | None = None
         self._lacking: set[str] = set()
-        # What this rank does not hold, but has the values of until the next re-formation; see `moving.hand_over`.
         self.given: dict[str, torch.Tensor] = {}
-        # Every parameter of the model, by its unsplit name.
-        self._known: dict[str, nn.Parameter] = dict(split.released)
+        self.known: dict[str, nn.Parameter] = dict(split.released)
         self._main_input_name = getattr(split.model, "main_input_name", None)
         self._media = MediaTokens.of(getattr(split.model, "config", None))
         board = job_board() if board is None else board
-        self._form(layout, make_schedule, board, copy_from_first_holders if values is None else self._joining(values))
+        self._form(layout, make_schedule, board, partial(self._fill_all, values))
 
     # -- forming ---------------------------------------------------------------------------------------------------
 
     def _form(
-        self,
-        layout: Layout,
-        make_schedule: ScheduleMaker,
-        board: FailureBoard,
-        share_values: Callable[[Sequence[HeldParameter], Groups], None],
+        self, layout: Layout, make_schedule: ScheduleMaker, board: FailureBoard, share_values: Callable[[], None]
     ) -> None:
-        """Meet the other ranks of `layout` and build all that depends on it."""
-        require_layout(layout, board)
-        shared = self._find_holders(layout)
-        self.context = self._meet(layout, board, shared)
-        self._make_schedule = make_schedule
-        self._schedules: dict[int, Schedule] = {}
-        self._programs: dict[tuple[int, bool], Program] = {}
-        self._closed = False
-        self._build()
-        self._agree(share_values)
-
-    def _find_holders(self, layout: Layout) -> set[tuple[int, ...]]:
-        """Note what this rank holds; returns every set of ranks that hold something together."""
-        split, sharding = self.split, self.split.tensor_parallel
-        local = dict(split.model.named_parameters(remove_duplicate=False))
-        tensor_parallel_rank = layout.place_of(dist.get_rank()).tensor_parallel_rank
-        self.held, shared = find_holders(
-            layout,
-            tensor_parallel_rank,
-            split.aliases,
-            local,
-            sharding.shards if sharding else (),
-            sharding.partial if sharding else (),
-        )
-        self._known.update((one.name, one.parameter) for one in self.held)
-        return shared
-
-    def _meet(self, layout: Layout, board: FailureBoard, shared: set[tuple[int, ...]]) -> RankContext:
-        """Make the process groups."""
-        rank, interrupts = dist.get_rank(), Interrupts()
-        with board.guard("making process groups", range(layout.world_size)):
-            groups = interruptible(
-                partial(Groups, layout, rank, self.device, shared, self._timeout, board.refuse_if_failed), board
-            )
-        context = RankContext(layout, rank, self.device, groups, board, interrupts)
-        board.mates = frozenset(context.pipeline_ranks)
-        board.patience = self._patience
-        board.on_end(groups.abort)
-        # Registered first, to be called last: a group closes only when nothing refers to it.
-        board.on_abort(groups.destroy)
-        return context
-
-    def _build(self) -> None:
-        """Make the parts that work in the present context."""
-        context, board, split = self.context, self.context.board, self.split
-        if split.tensor_parallel is not None:
-            assert context.groups.tensor_parallel is not None
-            collectives = GroupCollectives(context.groups.tensor_parallel, self.device, board)
-            split.tensor_parallel.region.collectives = collectives
-        self._open_step = OpenStep(context.interrupts)
-        self._recorder = Recorder(context.place.pipeline_rank)
-        channels = P2PChannels(context.groups.p2p_group, context.rank_of, self.device, board)
-        boundaries = Boundaries(channels, context.pipeline.stage_to_rank, context.place.pipeline_rank, self.device)
-        self._channels = channels
-        self._stages = StageExecutor(split, boundaries)
-        self._totals = Totals(context)
-        for give_up in (self._open_step.end, self._totals.clear, channels.clear):
-            board.on_abort(give_up)
-        self.roll_call = RollCall(context)
-        self.decoding = Decoding(context, self._stages, partial(self.together, Call.GENERATE, everyone=False))
-        self._build_gradients()
-
-    def _build_gradients(self) -> None:
-        """Make the parts that know the model's parameters and modules."""
-        context, split = self.context, self.split
-        self._gradients = Gradients(self.held, context, lambda: known_of(split.model).stand_in)
-        context.board.on_abort(self._gradients.clear)
-        self._modes = Modes(split.model, context.layout.units)
-        self._frozen = FrozenParameters(self.held, context.rank, split.model)
-        self._updates = UpdateWatch([held.parameter for held in self.held])
-        if self.schedule(1).splits_backward:
-            install(split.model, self._gradients.queues)
-
-    def _agree(self, share_values: Callable[[Sequence[HeldParameter], Groups], None]) -> None:
-        """Connect to the neighbours, and start alike: how far the run is, weights, random numbers."""
-        context, board = self.context, self.context.board
+        """Meet the other ranks of `layout`, build all that depends on it, and start alike."""
+        self._parts = Parts(self.split, layout, make_schedule, self.device, board, self._timeout, self._patience)
+        self._note_known()
+        context = self.context
+        self.decoding = Decoding(context, self._parts.stages, partial(self.together, Call.GENERATE, everyone=False))
         with board.guard("agreeing on the run's seed", context.everyone):
             first, self.seed, self.step_number = shared_progress(context.groups, self.seed, self.step_number)
         with board.guard("sharing weights and random numbers before the first step", context.everyone):
-            if self.device.type != "cpu":
-                context.groups.warm_up()
-            stage_to_rank = context.pipeline.stage_to_rank
-            remote = [boundary for boundary, (a, b) in enumerate(pairwise(stage_to_rank)) if a != b]
-            self._channels.warm_up(remote, context.stages)
-            share_values(self.held, context.groups)
-            # A shuffle without a seed then draws the same order on all ranks of a pipeline: they need the same batches.
+            self._parts.connect()
+            share_values()
+            # A shuffle without a seed then draws one order on all ranks of a pipeline, as they need the same batches.
             if first is None:
                 adopt_random_state(context.pipeline_ranks[0], context.groups.model_parallel_control, self.device)
             else:  # a re-formation: the ranks that come new go on from one that was there
                 adopt_random_state(first, context.groups.world_control, self.device)
+
+    def _note_known(self) -> None:
+        self.known.update((one.name, one.parameter) for one in self.held)
 
     @contextlib.contextmanager
     def renewing(self) -> Iterator[None]:
@@ -303,29 +200,15 @@ class Engine:
         stages changes inside is changed on all of them.
         """
         with self.together(Call.RENEW):
-            tied = {one.parameter: one.ranks for one in self.held if self.layout.are_of_several_stages(one.ranks)}
-            before = {parameter: parameter.detach().clone() for parameter in tied}
-            self._gradients.reducer.remove_hooks()
-            uninstall(self.split.model)
             try:
-                yield
-                with self.board.guard("sharing tied weights", self.context.everyone):
-                    share_changes(before, tied, self.groups, self.place.pipeline == 0)
+                with self._parts.renewing():
+                    yield
             finally:
-                self.split.renew()
-                self._find_holders(self.layout)
-                self._build_gradients()
+                self._note_known()
 
     def dissolve(self) -> None:
         """Give up the present formation: groups, hooks, threads. The model keeps its weights; `reform` goes on."""
-        if self._closed:
-            return
-        self._closed = True
-        self.context.board.retire()
-        self._gradients.reducer.remove_hooks()
-        uninstall(self.split.model)
-        if self.split.tensor_parallel is not None:
-            self.split.tensor_parallel.region.collectives = None
+        self._parts.give_up()
 
     def reform(
         self, layout: Layout, make_schedule: ScheduleMaker | None = None, *, values: Values | None = None
@@ -363,25 +246,22 @@ class Engine:
         with forming(self._timeout, self.on_board) as board:
             board.resume.update(saved)
             # If the last attempt failed, what is held may have no values: those that were there before it count.
-            had = self._had = had_by(self) | self.given if self._had is None else self._had
-            lacking = set(self._lacking)
+            if self._had is None:
+                self._had = had_by(self) | self.given
             self.split.reform(
                 mine.stages,
                 mine.stages_of(place.pipeline_rank),
                 place.tensor_parallel_rank,
                 layout.tensor_parallel_size,
             )
-            self._lacking = lacking | set(self.split.taken)
-            fill = from_live_ranks() if values is None else values
-            self._form(
-                layout,
-                make_schedule or self._make_schedule,
-                board,
-                lambda held, groups: self._fill(fill, had),
-            )
+            self._lacking |= set(self.split.taken)
+            make_schedule = make_schedule or self._parts.make_schedule
+            self._form(layout, make_schedule, board, partial(self._fill, values or from_live_ranks()))
 
-    def _fill(self, values: Values, had: MutableMapping[str, torch.Tensor]) -> None:
-        """Fill in the values of everything that is held and lacks them."""
+    def _fill(self, values: Values) -> None:
+        """After a re-formation: fill in the values of everything that is held and lacks them."""
+        had = self._had
+        assert had is not None
         lacking = {name: tensor for name, tensor in had_by(self).items() if name in self._lacking}
         with torch.no_grad():
             for name in list(lacking):
@@ -391,13 +271,12 @@ class Engine:
         # All ranks have what they need. What is no longer held has no optimizer state now: it does not count as had.
         self._had, self._lacking, self.given = None, set(), {}
 
-    def _joining(self, values: Values) -> Callable[[Sequence[HeldParameter], Groups], None]:
-        """The function that fills in everything held here, on a rank that joins a run."""
-
-        def fill(held: Sequence[HeldParameter], groups: Groups) -> None:
-            values(self, {one.name: one.parameter for one in held} | dict(self.split.model.named_buffers()), {})
-
-        return fill
+    def _fill_all(self, values: Values | None) -> None:
+        """In the first formation of this rank: fill in all values, which `values` has of a run that the rank joins."""
+        if values is None:
+            copy_from_first_holders(self.held, self.groups)
+        else:
+            values(self, had_by(self), {})
 
     def for_copy(self, model: nn.Module) -> Engine:
         """An engine of the same layout for a copy of the model. All ranks of the layout call this together.
@@ -414,7 +293,7 @@ class Engine:
         refuse_moved(model, self.device)
         split = SplitModel(model, self.split.stages, self.split.local_stages, aliases=self.split.aliases)
         made = Engine(
-            split, self.layout, self._make_schedule, self.device, num_microbatches=self.num_microbatches,
+            split, self.layout, self._parts.make_schedule, self.device, num_microbatches=self.num_microbatches,
             micro_batch_size=self.micro_batch_size, timeout=self._timeout, patience=self._patience,
         )  # fmt: skip
         made.autocast, made.step_number, made.own_means = self.autocast, self.step_number, self.own_means
@@ -427,6 +306,16 @@ class Engine:
         self.dissolve()
 
     # -- what it is ------------------------------------------------------------------------------------------------
+
+    @property
+    def context(self) -> RankContext:
+        """What this rank knows about itself in the present formation."""
+        return self._parts.context
+
+    @property
+    def held(self) -> Sequence[HeldParameter]:
+        """The parameters this rank holds, with the other ranks that do."""
+        return self._parts.held
 
     @property
     def layout(self) -> Layout:
@@ -459,24 +348,14 @@ class Engine:
         return self.context.holds_output
 
     @property
-    def synchronises(self) -> bool:
-        """Whether a step now would sum its gradients over their holders: False under `no_sync`."""
-        return self._synchronising
-
-    @property
     def value_names(self) -> Collection[str]:
         """The unsplit names of what this rank has the values of, also while a re-formation is not complete."""
         return had_by(self) | self.given if self._had is None else self._had
 
     @property
-    def known(self) -> Mapping[str, nn.Parameter]:
-        """Every parameter of the model, by its unsplit name, with or without storage here."""
-        return self._known
-
-    @property
     def weight_gradients(self) -> WeightGradientQueues:
         """Where a module of your own may leave the weight gradients of its backward for their W action."""
-        return self._gradients.queues
+        return self._parts.gradients.queues
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
@@ -492,7 +371,7 @@ class Engine:
         """
         first = next((v.first_microbatch for v in inputs.values() if isinstance(v, PerMicrobatch)), None)
         self._refuse_if_over()
-        self._open_step.refuse("another training step")
+        self._parts.open_step.refuse("another training step")
         return self.train_microbatches(
             *self.microbatches(inputs), first_microbatch=first, criterion=criterion, digest=fingerprint(inputs)
         )
@@ -517,50 +396,44 @@ class Engine:
         refuse_without_loss(self.split.model, inputs)
         if self.holds_output:
             warn_of_inexact_loss(self.split.model, inputs)
-        schedule = self.schedule(len(microbatches))
+        schedule = self._parts.schedule(len(microbatches))
         if microbatches:
             check_trains(schedule)
         with autocast(self.device, self.autocast):
-            assert self.seed is not None
             step = TrainingStep(
                 self.context,
-                self._stages,
-                self._gradients,
-                self._totals,
-                self._program(len(microbatches)),
+                self._parts.stages,
+                self._parts.gradients,
+                self._parts.totals,
+                self._parts.program(len(microbatches)),
                 inputs,
-                seed=self.seed,
-                criterion=criterion,
-                reduce_gradients=self._synchronising,
+                reduce_gradients=self.synchronises,
                 loss_scale=self.loss_scale,
                 own_means=self.own_means,
             )
-            settings = self._settings(digest, inputs)
-        return TrainingLoop(step, partial(self._run, step, settings), self._open_step, self.context.interrupts)
+            settings = self._parts.settings(digest, inputs, self.loss_scale, self.synchronises)
+        return TrainingLoop(step, partial(self._run, step, settings), self._parts.open_step)
 
     def _run(self, step: TrainingStep, settings: Settings) -> Generator[Any, None, None]:
         number, steps = self.step_number, self.trace_steps
-        recorder = self._recorder if self.trace and (steps is None or steps[0] <= number <= steps[1]) else None
-        step.prepare(number, recorder)
-        roll_call = self.roll_call.begin(Call.TRAIN, settings)
+        recorder = self._parts.recorder if self.trace and (steps is None or steps[0] <= number <= steps[1]) else None
+        roll_call = self._parts.roll_call.begin(Call.TRAIN, settings)
 
         def all_begin() -> Begun:
             told = roll_call.wait()
-            said = self._compare(settings, told)
-            self._updates.begin_step()
+            said = self._parts.compare(settings, told)
+            self._parts.updates.begin_step()
             self.step_number += 1
             states = states_of_stages(said, self.context, training=True)
-            return Begun(self.roll_call.number, states, settled=said is not told)
+            return Begun(self._parts.roll_call.number, states, settled=said is not told)
 
         if recorder is None:
-            yield from step.run(all_begin)
+            yield from step.run(all_begin, number)
         else:
             path, goes_on = self.trace if self.rank == 0 else None, steps is not None and number > steps[0]
-            yield from recorder.recording(
-                step.run(all_begin), self._channels, self.board, self.groups.pipeline_control, path, number, goes_on
-            )
+            yield from recorder.recording(step.run(all_begin, number, recorder), path, number, goes_on)
         self.last_step = step.report
-        self._updates.end_step()
+        self._parts.updates.end_step()
 
     def evaluate(self, inputs: Mapping[str, Any], criterion: Criterion | None = None) -> Any:
         """The model's output for the whole batch, on every rank of this pipeline, without gradients.
@@ -586,8 +459,8 @@ class Engine:
         """
         with self._evaluation(inputs, criterion, over_all_pipelines=True) as (output, form):
             own = torch.zeros((), device=self.device) if output is None else output.loss.detach()
-            self._totals.start(own.to(torch.float64), False)
-            loss, *_ = self._totals.finish()
+            self._parts.totals.start(own.to(torch.float64), False)
+            loss, *_ = self._parts.totals.finish()
             return float(loss), share_output(output, self.context, form) if share_outputs else output
 
     def sum_over_pipelines(self, values: Sequence[float]) -> list[float]:
@@ -596,7 +469,7 @@ class Engine:
         All ranks call this together, with as many values; those of the other stages count for nothing.
         """
         with self.together(Call.SUM):
-            return self._totals.sums(values)
+            return self._parts.totals.sums(values)
 
     @contextlib.contextmanager
     def together(
@@ -610,14 +483,14 @@ class Engine:
             BatchMismatch, SettingsMismatch: they do it with something else.
         """
         self._refuse_if_over()
-        self._open_step.refuse(str(call))
+        self._parts.open_step.refuse(str(call))
         if call in COMPUTING:
             self.split.refuse_if_moved(self.device)
         with self.context.interrupts.held(), self.board.call(str(call), world=everyone):
             try:
-                said: Mapping[int, Sequence[int]] = self.roll_call.take(call, settings, everyone)
+                said: Mapping[int, Sequence[int]] = self._parts.roll_call.take(call, settings, everyone)
                 if isinstance(settings, Settings):
-                    said = self._compare(settings, said)
+                    said = self._parts.compare(settings, said)
             except BaseException:
                 self.board.position.retract()
                 raise
@@ -626,7 +499,7 @@ class Engine:
     @contextlib.contextmanager
     def saving(self, call: Call = Call.SAVE) -> Iterator[None]:
         """Around a save: `together`, and warns if an interrupted optimizer's step left the ranks unlike."""
-        with self.together(call, [self._updates.state()]) as said:
+        with self.together(call, [self._parts.updates.state()]) as said:
             words = mixed_update({rank: facts[0] for rank, facts in said.items()})
             if words is not None:
                 warnings.warn(words, stacklevel=4)
@@ -635,68 +508,47 @@ class Engine:
     @property
     def gradients_pending(self) -> bool:
         """Whether no weight has changed since the last training step, so that its gradients may be in use yet."""
-        return self._updates.none
+        return self._parts.updates.none
 
     def is_part_of_gradient(self, parameter: torch.Tensor) -> bool:
         """Whether a parameter's gradient is this rank's part of a sum over several, as it is after steps under
         `no_sync`."""
-        return self._gradients.reducer.is_part(parameter)
+        return self._parts.gradients.reducer.is_part(parameter)
 
     def note_gradients(self, whole: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> None:
         """Parameters were given weights, and gradients: such that are summed over all their holders, and parts."""
-        self._gradients.reducer.note(whole, parts)
-        self._updates.end_step()
-
-    def schedule(self, num_microbatches: int) -> Schedule:
-        """This pipeline's schedule for a number of microbatches; without any there is nothing to do."""
-        if num_microbatches not in self._schedules:
-            made = self._make_schedule(max(1, num_microbatches))
-            if not num_microbatches:
-                made = replace(made, num_microbatches=0, actions=((),) * made.num_ranks)
-            self._schedules[num_microbatches] = made
-        return self._schedules[num_microbatches]
-
-    def _program(self, num_microbatches: int, forwards: bool = False) -> Program:
-        """This rank's part of the schedule for a number of microbatches, or of its forwards alone."""
-        key = num_microbatches, forwards
-        if key not in self._programs:
-            schedule = self.schedule(num_microbatches)
-            self._programs[key] = Program.of(
-                schedule.forwards() if forwards else schedule,
-                self.place.pipeline_rank,
-                far_ahead=self._channels.receives_ahead > 0,
-            )
-        return self._programs[key]
+        self._parts.gradients.reducer.note(whole, parts)
+        self._parts.updates.end_step()
 
     def check_open(self) -> None:
         """Raise if the ranks of this engine can do nothing together any more."""
         if self.board.failed is not None:
             raise self.board.failed
-        if self._closed:
+        if self._parts.closed:
             raise RuntimeError("this model's pipeline was closed: its ranks can no longer save or load together")
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Steps in this context only accumulate gradients on this rank; the next one outside reduces them all."""
-        before, self._synchronising = self._synchronising, False
+        before, self.synchronises = self.synchronises, False
         try:
             yield
         finally:
-            self._synchronising = before
+            self.synchronises = before
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        """Clip the whole model's gradient norm, every logical parameter counted once; see `runtime.norm`."""
+        """Clip the whole model's gradient norm, every logical parameter counted once; see `GradientNorm`."""
         with self._norms(Call.CLIP, norm_type, max_norm):
-            return self._gradients.norm.clip(float(max_norm), float(norm_type), error_if_nonfinite)
+            return self._parts.gradients.norm.clip(float(max_norm), float(norm_type), error_if_nonfinite)
 
     def grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
         """The norm of the whole model's gradients: shape (), the same on every rank to the last bit."""
         with self._norms(Call.NORM, norm_type):
-            return self._gradients.norm.of_all(norm_type)
+            return self._parts.gradients.norm.of_all(norm_type)
 
-    # -- parts -----------------------------------------------------------------------------------------------------
+    # -- of the calls -------------------------------------------------------------------------------------------------
 
     def microbatches(self, inputs: Mapping[str, Any], at_most: bool = False) -> tuple[list[dict[str, Any]], list[int]]:
         """Microbatches of a batch and their sizes."""
@@ -716,21 +568,18 @@ class Engine:
         if over_all_pipelines:
             refuse_without_loss(self.split.model, prepared)
         with autocast(self.device, self.autocast):
-            settings = self._settings(fingerprint(inputs), prepared)
+            settings = self._parts.settings(fingerprint(inputs), prepared, self.loss_scale, self.synchronises)
             call = Call.EVALUATE_TOGETHER if over_all_pipelines else Call.EVALUATE
             with (
                 self.together(call, settings, over_all_pipelines) as said,
                 self.board.guard("evaluating", self.context.pipeline_ranks),
             ):
-                assert self.seed is not None
                 output = evaluate(
-                    self._stages,
-                    self._program(len(microbatches), forwards=True),
+                    self._parts.stages,
+                    self._parts.program(len(microbatches), forwards=True),
                     prepared,
                     states_of_stages(said, self.context, training=False),
-                    self._totals.counts if over_all_pipelines else None,
-                    seed=self.seed,
-                    criterion=criterion,
+                    self._parts.totals.counts if over_all_pipelines else None,
                     media=self._media,
                 )
                 yield output, prepared.plans[0].form if prepared.plans else None
@@ -744,42 +593,9 @@ class Engine:
                     raise SettingsMismatch(f"the gradient norm's {name} differs: {settings_in_words(values)}")
             yield
 
-    def _settings(self, digest: int, inputs: StepInputs) -> Settings:
-        """What this rank tells the others at the start of a step or an evaluation."""
-        return Settings(
-            digest,
-            len(inputs.microbatches),
-            inputs.plans_checksum(),
-            autocast_code(self.device),
-            self._modes.digest(),
-            bits_of(self.loss_scale),
-            int(self._synchronising),
-            *self._frozen.numbers(),
-        )
-
-    def _compare(self, settings: Settings, said: Mapping[int, Sequence[int]]) -> Mapping[int, Sequence[int]]:
-        """Raise, on every rank, if what the ranks said differs.
-
-        Returns:
-            `said`, or what the ranks say after a tied weight that is frozen under one name was frozen under the others.
-        """
-        if settings.compare(said, self.layout):
-            return said
-        world, ranks = self.groups.world_control, sorted(said)
-        wishes: list[dict[str, Wish]] = [{} for _ in said]
-        renewed: list[Settings] = [settings for _ in said]
-        with self.board.guard("comparing frozen parameters", ranks):
-            dist.all_gather_object(wishes, self._frozen.described(), group=world)
-        self._frozen.settle(dict(zip(ranks, wishes, strict=True)))
-        frozen, frozen_here, trainable = self._frozen.numbers()
-        own = settings._replace(frozen=frozen, frozen_here=frozen_here, trainable=trainable)
-        with self.board.guard("comparing frozen parameters", ranks):
-            dist.all_gather_object(renewed, own, group=world)
-        return dict(zip(ranks, renewed, strict=True))
-
     def _refuse_if_over(self) -> None:
         self.board.check()
-        if self._closed:
+        if self._parts.closed:
             raise RuntimeError("this model's pipeline was closed: it keeps its weights, but runs no more steps")
 
     def _prepare(
@@ -787,7 +603,7 @@ class Engine:
         microbatches: Sequence[Mapping[str, Any]],
         sizes: Sequence[int],
         first_microbatch: int,
-        criterion: Criterion | None = None,
+        criterion: Criterion | None,
     ) -> StepInputs:
         self._refuse_if_over()
         self.split.refuse_if_moved(self.device)
@@ -796,8 +612,8 @@ class Engine:
         hosts = None
         if self.device.type != "cpu":
             microbatches, hosts = place(microbatches, self.device)
+        assert self.seed is not None
         return StepInputs.of(
-            microbatches, partial(self.split.plan, criterion=criterion), sizes, first_microbatch, self.step_number,
-            self.context.holds_output,
-            hosts,
+            microbatches, self.split.plan, sizes, first_microbatch, self.step_number,
+            with_counts=self.holds_output, hosts=hosts, run_seed=self.seed, criterion=criterion,
         )  # fmt: skip

@@ -11,14 +11,13 @@ from torch.utils import _pytree as pytree
 
 from penstock.data.batch import with_one_sample_more
 from penstock.data.media import MediaTokens
-from penstock.modeling.graph.loss import Criterion
 from penstock.modeling.stage.named_output import Form, named_output, output_of
 from penstock.modeling.stage.outputs import Shapes, merge_outputs
 from penstock.modeling.tensor_spec import TensorSpec
-from penstock.runtime.boundary.tensors import broadcast_specs, broadcast_tensor
+from penstock.runtime.boundary.tensors import carried
 from penstock.runtime.context import RankContext
 from penstock.runtime.inputs import StepInputs
-from penstock.runtime.labels import labelled, profiling
+from penstock.runtime.labels import numbered
 from penstock.runtime.program import Program
 from penstock.runtime.stages import StageExecutor
 
@@ -29,9 +28,6 @@ def evaluate(
     inputs: StepInputs,
     states: Sequence[Hashable],
     counts: Callable[[Sequence[int]], Sequence[int]] | None = None,
-    *,
-    seed: int = 0,
-    criterion: Criterion | None = None,
     media: MediaTokens | None = None,
 ) -> Any:
     """Run the forwards; return the merged output on the rank of the last stage, None elsewhere.
@@ -42,8 +38,6 @@ def evaluate(
         counts: makes this pipeline's numbers of terms in the loss's means those of the global batch, so that the loss
             is a share of the global batch's loss. All pipelines must evaluate together then; one without any microbatch
             has no output. Without it the loss is the mean over this pipeline's batch.
-        seed: the run's, for dropout.
-        criterion: gives the loss in place of the model's own.
         media: the tokens of images and other media, with which the batch was split.
     """
     last = program.last
@@ -52,32 +46,22 @@ def evaluate(
     totals: Sequence[int] = inputs.total_counts() if is_last else ()
     if counts is not None and is_last:
         totals = counts(totals)
-    boundaries = stages.boundaries
-    boundaries.channels.sends_ahead = program.sends_ahead
     with torch.no_grad():
-        num_values = [len(values) for values in inputs.plans[0].boundaries] if inputs.plans else []
-        boundaries.begin(program.orders, inputs.signatures, num_values, states)
-        actions = enumerate(program.actions)
-        for position, action in labelled(actions) if profiling() else actions:
+        stages.begin(program, inputs, states)
+        for position, action in numbered(program.actions):
             stage, microbatch = action.stage, action.microbatch
             if program.posts:
-                boundaries.post(program.posts[position].before)
-            plan, shares = inputs.plans[microbatch], None
-            if stage == last and plan.loss is not None:
-                shares = plan.loss.shares(inputs.counts[microbatch], totals)
+                stages.boundaries.post(program.posts[position].before)
             output, _, _ = stages.forward(
-                plan,
+                inputs,
                 stage,
                 microbatch,
-                inputs.microbatches[microbatch],
-                seed=inputs.seed(seed, microbatch),
-                shares=shares,
-                criterion=criterion,
-                host=inputs.hosts[microbatch],
+                seed=inputs.seed(microbatch),
+                shares=inputs.shares(microbatch, totals) if stage == last else None,
             )
             if stage == last:
                 outputs[microbatch] = named_output(output)
-        boundaries.channels.flush()
+        stages.boundaries.channels.flush()
         if not (is_last and outputs):
             return None
 
@@ -97,32 +81,30 @@ def share_output(output: Any, context: RankContext, form: Form | None = None) ->
     group, control, source = context.groups.pipeline, context.groups.pipeline_control, context.output_rank
     if dist.get_world_size(group) == 1:
         return output
-    is_source = context.rank == source
-    skeleton: list[Any] = [None]
-    leaves: list[Any] = []
-    if is_source and output is not None:
-        leaves, spec = pytree.tree_flatten(dict(output))
-        marked = [_Tensor() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        # Not the spec itself: torch warns about its own class when one is unpickled.
-        skeleton = [(type(output) if form is None else None, pytree.tree_unflatten(marked, spec))]
-    dist.broadcast_object_list(skeleton, source, group=control)
-    if skeleton[0] is None:
+    told: list[Any] = [None]
+    if context.rank == source and output is not None:
+        marked = pytree.tree_map_only(torch.Tensor, _Tensor, dict(output))
+        told = [(type(output) if form is None else None, marked)]
+    dist.broadcast_object_list(told, source, group=control)
+    if told[0] is None:
         return None
-    kind, content = skeleton[0]
-    marked, spec = pytree.tree_flatten(content)
-    tensors = [leaf.detach().contiguous() for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    count = sum(isinstance(leaf, _Tensor) for leaf in marked)
-    specs = broadcast_specs([TensorSpec.of(t) for t in tensors] if is_source else None, count, source, control)
-    if not is_source:
-        tensors = [one.empty(context.device) for one in specs]
-    for tensor in tensors:
-        broadcast_tensor(tensor, source, group)
-    if is_source:
+    if context.rank == source:
+        for leaf in pytree.tree_leaves(dict(output)):
+            if isinstance(leaf, torch.Tensor):
+                dist.broadcast(carried(leaf.detach().contiguous()), source, group=group)
         return output
-    received = iter(tensors)
-    merged = [next(received) if isinstance(leaf, _Tensor) else leaf for leaf in marked]
-    return output_of(form or kind, pytree.tree_unflatten(merged, spec))
+    kind, marked = told[0]
+
+    def received(one: _Tensor) -> torch.Tensor:
+        tensor = one.spec.empty(context.device)
+        dist.broadcast(carried(tensor), source, group=group)
+        return tensor
+
+    return output_of(form or kind, pytree.tree_map_only(_Tensor, received, marked))
 
 
 class _Tensor:
     """Stands for a tensor of an output whose other parts are sent as they are."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.spec = TensorSpec.of(tensor)

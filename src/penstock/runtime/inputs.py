@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from penstock.modeling.graph.loss import read_counts
+from penstock.modeling.graph.loss import Criterion, read_counts
 from penstock.modeling.graph.plan import Plan
 
 # Odd multipliers keep seeds of neighbouring steps and microbatches far apart and distinct for long.
@@ -35,6 +35,8 @@ class StepInputs:
         first_microbatch: the index of the first one in the global batch (it seeds dropout).
         number: the number of the training step, counted from 0 alike on all ranks; it seeds dropout.
         hosts: `microbatches`, with CPU tensors in place of those on an accelerator where there are copies of them.
+        run_seed: the run's, for dropout.
+        criterion: gives the loss in place of the model's own.
     """
 
     microbatches: Sequence[Mapping[str, Any]]
@@ -45,19 +47,28 @@ class StepInputs:
     first_microbatch: int
     number: int
     hosts: Sequence[Mapping[str, Any]]
+    run_seed: int = 0
+    criterion: Criterion | None = None
 
     @classmethod
     def of(
         cls,
         microbatches: Sequence[Mapping[str, Any]],
-        plan_of: Callable[[Mapping[str, Any]], Plan],
+        plan_of: Callable[..., Plan],
         sizes: Sequence[int],
         first_microbatch: int,
         number: int,
         with_counts: bool,
         hosts: Sequence[Mapping[str, Any]] | None = None,
+        run_seed: int = 0,
+        criterion: Criterion | None = None,
     ) -> StepInputs:
-        """Make the inputs of microbatches. `with_counts`: on the last stage, which weighs the loss."""
+        """Make the inputs of microbatches.
+
+        Args:
+            plan_of: gives the plan of a microbatch; takes `criterion` too.
+            with_counts: on the last stage, which weighs the loss.
+        """
         hosts = microbatches if hosts is None else hosts
         plans: list[Plan] = []
         signatures: list[Any] = []
@@ -71,7 +82,7 @@ class StepInputs:
                 plans.append(plans[-1])
                 signatures.append(signatures[-1])
             else:
-                plans.append(_plan(plan_of, microbatch))
+                plans.append(_plan(plan_of, microbatch, criterion))
                 signatures.append((plans[-1].digest, *(entry for entry in form if len(entry) == 3)))
                 previous = form
         counts = read_counts(
@@ -80,11 +91,16 @@ class StepInputs:
                 for plan, microbatch in zip(plans, hosts, strict=True)
             ]
         )
-        return cls(microbatches, plans, signatures, counts, sizes, first_microbatch, number, hosts)
+        return cls(microbatches, plans, signatures, counts, sizes, first_microbatch, number, hosts, run_seed, criterion)
 
     def total_counts(self) -> list[int]:
         """`counts`, summed over the microbatches."""
         return [sum(column) for column in zip(*self.counts, strict=True)]
+
+    def shares(self, microbatch: int, totals: Sequence[int]) -> Sequence[float] | None:
+        """What part a microbatch is of each mean over a batch with `totals` terms; None without a loss."""
+        rule = self.plans[microbatch].loss
+        return None if rule is None else rule.shares(self.counts[microbatch], totals)
 
     def plans_checksum(self) -> int:
         """A number that is equal on all ranks of the pipeline if they have the same plans."""
@@ -100,10 +116,10 @@ class StepInputs:
             total += tokens
         return total
 
-    def seed(self, base: int, microbatch: int) -> int:
+    def seed(self, microbatch: int) -> int:
         """The seed of a microbatch's dropout: of the step and its place in the global batch, not of the layout."""
         index = self.first_microbatch + microbatch
-        return (base + self.number * STEP_STRIDE + index * MICROBATCH_STRIDE) & SEED_MASK
+        return (self.run_seed + self.number * STEP_STRIDE + index * MICROBATCH_STRIDE) & SEED_MASK
 
 
 def _tokens(microbatch: Mapping[str, Any]) -> int:
@@ -152,10 +168,10 @@ def _first(value: Any) -> Any:
     return value
 
 
-def _plan(plan_of: Callable[[Mapping[str, Any]], Plan], microbatch: Mapping[str, Any]) -> Plan:
+def _plan(plan_of: Callable[..., Plan], microbatch: Mapping[str, Any], criterion: Criterion | None) -> Plan:
     """The plan, or a ValueError if labels of an unusual type are why there is none."""
     try:
-        return plan_of(microbatch)
+        return plan_of(microbatch, criterion=criterion)
     except NotImplementedError as error:
         for name, value in microbatch.items():
             if name.endswith("labels") and isinstance(value, torch.Tensor) and value.dtype != torch.int64:

@@ -6,7 +6,7 @@ They are made only while a profiler is on, which is asked once a step.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch.profiler import record_function
@@ -26,8 +26,12 @@ def label(*words: object) -> contextlib.AbstractContextManager[object]:
     return record_function(PREFIX + " ".join(map(str, words))) if profiling() else contextlib.nullcontext()
 
 
-def labelled(actions: Iterable[tuple[int, Action]]) -> Iterator[tuple[int, Action]]:
+def numbered(actions: Sequence[Action]) -> Iterator[tuple[int, Action]]:
     """`actions` with their positions, each labelled until the next one is asked for."""
-    for position, action in actions:
+    return _labelled(actions) if profiling() else enumerate(actions)
+
+
+def _labelled(actions: Sequence[Action]) -> Iterator[tuple[int, Action]]:
+    for position, action in enumerate(actions):
         with record_function(f"{PREFIX}{action.kind.value} stage {action.stage} microbatch {action.microbatch}"):
             yield position, action

@@ -25,7 +25,7 @@ class OpenStep:
     of signals wait."""
 
     def __init__(self, interrupts: Interrupts) -> None:
-        self._interrupts = interrupts
+        self.interrupts = interrupts
         self._step: TrainingStep | None = None
 
     def refuse(self, doing: str) -> None:
@@ -40,14 +40,14 @@ class OpenStep:
     def begin(self, step: TrainingStep) -> None:
         """From here on `step` is under way."""
         self.refuse("another training step")
-        self._interrupts.hold()
+        self.interrupts.hold()
         self._step = step
 
     def end(self, step: TrainingStep | None = None, deliver: bool = False) -> None:
         """`step`, or any, is not under way any more. `deliver`: see `Interrupts.release`."""
         if self._step is not None and step in (self._step, None):
             self._step = None
-            self._interrupts.release(deliver)
+            self.interrupts.release(deliver)
 
 
 class TrainingLoop(Iterator[Any]):
@@ -58,17 +58,11 @@ class TrainingLoop(Iterator[Any]):
     loop.
     """
 
-    def __init__(
-        self,
-        step: TrainingStep,
-        run: Callable[[], Generator[Any, None, None]],
-        opened: OpenStep,
-        interrupts: Interrupts,
-    ):
+    def __init__(self, step: TrainingStep, run: Callable[[], Generator[Any, None, None]], opened: OpenStep):
         self._step = step
         self._run = run
         self._opened = opened
-        self._interrupts = interrupts
+        self._interrupts = opened.interrupts
         self._outputs: Generator[Any, None, None] | None = None
         self._over = False
         # Whether the caller was told that this is an iterator.

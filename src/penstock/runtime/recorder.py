@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from penstock.runtime.boundary.p2p import P2PChannels
-from penstock.runtime.failures.board import FailureBoard
+from penstock.runtime.context import RankContext
 from penstock.schedule.events import EventKind, TimedEvent, with_waits
 from penstock.schedule.timeline import write_timeline
 
@@ -23,8 +23,9 @@ SHORTEST_WAIT = 20e-6
 class Recorder:
     """Collects one rank's events, step by step. Times are this process's monotonic clock, in seconds."""
 
-    def __init__(self, pipeline_rank: int):
-        self._rank = pipeline_rank
+    def __init__(self, context: RankContext, channels: P2PChannels):
+        self._context, self._channels = context, channels
+        self._rank = context.place.pipeline_rank
         self._events: list[TimedEvent] = []
         self._waited_until = 0.0
         # Where the file is written, the events of all ranks in the steps that are in it.
@@ -34,25 +35,23 @@ class Recorder:
     def recording(
         self,
         step: Generator[Any, None, None],
-        channels: P2PChannels,
-        board: FailureBoard,
-        group: dist.ProcessGroup,
         path: str | os.PathLike[str] | None,
         number: int,
         goes_on: bool = False,
     ) -> Generator[Any, None, None]:
         """Run `step`, the training step `number`, and record it.
 
-        If a path is given, write there what all ranks of `group` recorded, after the steps that are there already if
-        it `goes_on`.
+        If a path is given, write there what all ranks of the pipeline recorded, after the steps that are there already
+        if it `goes_on`.
         """
         self._events.clear()
-        channels.on_wait = self.wait
+        self._channels.on_wait = self.wait
         try:
             yield from step
         finally:
-            channels.on_wait = None
-        with board.guard("working together"):
+            self._channels.on_wait = None
+        group = self._context.groups.pipeline_control
+        with self._context.board.guard("working together"):
             events, began = self._gather(group)
             if path is not None:
                 if not goes_on:

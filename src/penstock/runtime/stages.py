@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -15,6 +15,8 @@ from penstock.modeling.graph.plan import Plan
 from penstock.modeling.stage.split import SplitModel
 from penstock.runtime.boundary.boundaries import Boundaries
 from penstock.runtime.gradients.weight_gradients import direct_apply
+from penstock.runtime.inputs import StepInputs
+from penstock.runtime.program import Program
 
 # For `filter`, which with this makes no call of Python.
 requires_grad = attrgetter("requires_grad")
@@ -30,12 +32,17 @@ class StageExecutor:
         self.boundaries = boundaries
         self._below, self._above = boundaries.below, boundaries.above
 
+    def begin(self, program: Program, inputs: StepInputs, states: Sequence[Hashable]) -> None:
+        """Start a step or an evaluation; `states`: see `Boundaries.begin`."""
+        self.boundaries.channels.sends_ahead = program.sends_ahead
+        num_values = [len(values) for values in inputs.plans[0].boundaries] if inputs.plans else []
+        self.boundaries.begin(program.orders, inputs.signatures, num_values, states)
+
     def forward(
         self,
-        plan: Plan,
+        inputs: StepInputs,
         stage: int,
         microbatch: int,
-        inputs: Mapping[str, Any],
         *,
         before_send: Callable[[], bool] | None = None,
         **options: Any,
@@ -43,7 +50,6 @@ class StageExecutor:
         """Receive -> compute -> send of one stage on one microbatch.
 
         Args:
-            plan, inputs: those of the microbatch.
             before_send: called once the stage has been computed; says whether it must be computed again.
             options: for `SplitModel.forward`.
 
@@ -51,9 +57,11 @@ class StageExecutor:
             The model's output (None below the last stage), and what was received and sent.
         """
         received = self._below[stage].recv_forward(microbatch)
-        output, sent = self.split.forward(plan, stage, inputs, received, **options)
+        what = inputs.plans[microbatch], stage, inputs.microbatches[microbatch], received
+        options |= {"criterion": inputs.criterion, "host": inputs.hosts[microbatch]}
+        output, sent = self.split.forward(*what, **options)
         if before_send is not None and before_send():
-            output, sent = self.split.forward(plan, stage, inputs, received, **options)
+            output, sent = self.split.forward(*what, **options)
         if stage in self._above:
             self._above[stage].send_forward(microbatch, sent)
         return output, received, sent

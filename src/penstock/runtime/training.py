@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from penstock.modeling.graph.loss import Criterion
 from penstock.runtime.boundary.boundaries import LOSS_DTYPE
 from penstock.runtime.comm.totals import Totals
 from penstock.runtime.context import RankContext
@@ -35,7 +34,7 @@ from penstock.runtime.gradients.gradients import Gradients
 from penstock.runtime.gradients.precision import autocast_now, multiply_gradients
 from penstock.runtime.gradients.reduction import ReductionReport
 from penstock.runtime.inputs import StepInputs
-from penstock.runtime.labels import labelled, profiling
+from penstock.runtime.labels import numbered
 from penstock.runtime.program import Program
 from penstock.runtime.recorder import Recorder
 from penstock.runtime.report import StepReport
@@ -81,7 +80,6 @@ class TrainingStep:
 
     Args:
         context, stages, gradients, totals: this rank's parts of the engine.
-        seed: the run's, for dropout.
         loss_scale: what losses are multiplied with in the backward.
         own_means: see `Engine`.
     """
@@ -95,8 +93,6 @@ class TrainingStep:
         program: Program,
         inputs: StepInputs,
         *,
-        seed: int = 0,
-        criterion: Criterion | None = None,
         reduce_gradients: bool = True,
         loss_scale: float = 1.0,
         own_means: bool = False,
@@ -109,8 +105,6 @@ class TrainingStep:
         self._program = program
         self._posts = program.posts
         self._inputs = inputs
-        self._seed = seed
-        self._criterion = criterion
         self._reduce = reduce_gradients
         self._anything_shared = self._reducer.active
         # Whether the queues or the reducer want to know which backward is under way.
@@ -161,18 +155,18 @@ class TrainingStep:
         """The model's arguments for `microbatch`."""
         return self._inputs.microbatches[self.microbatch]
 
-    def prepare(self, number: int, recorder: Recorder | None) -> None:
-        """Which training step this is, counted from 0 alike on all ranks (it seeds dropout), and what records it."""
-        self._inputs = replace(self._inputs, number=number)
-        self._recorder = recorder
-
-    def run(self, all_begin: Callable[[], Begun]) -> Generator[Any, None, None]:
+    def run(
+        self, all_begin: Callable[[], Begun], number: int = 0, recorder: Recorder | None = None
+    ) -> Generator[Any, None, None]:
         """Run the step, yielding each microbatch's output when its backward is due.
 
         Args:
             all_begin: waits until all ranks have begun the step; called before the first message. What it raises ends
                 a step that no rank has begun.
+            number: which training step this is, counted from 0 alike on all ranks; it seeds dropout.
+            recorder: notes when what was run.
         """
+        self._inputs, self._recorder = replace(self._inputs, number=number), recorder
         board, interrupts = self._board, self._interrupts
         self._started = time.perf_counter()
         waited = self._channels.seconds_waited
@@ -180,8 +174,7 @@ class TrainingStep:
         name = "training step" if self._reduce else "training step under no_sync()"
         board.position.enter(name, world=True, detail=self)
         try:
-            actions = enumerate(self._program.actions)
-            for position, action in labelled(actions) if profiling() else actions:
+            for position, action in numbered(self._program.actions):
                 kind, stage, microbatch = action.kind, action.stage, action.microbatch
                 self._position = position
                 if self._posts:
@@ -257,19 +250,20 @@ class TrainingStep:
             else:
                 before_send = self._begin
         inputs = self._inputs
-        what: Any = inputs.plans[microbatch], stage, microbatch, inputs.microbatches[microbatch]
-        how: dict[str, Any] = {
-            "before_send": before_send,
-            "seed": inputs.seed(self._seed, microbatch) if self._random else None,
-            "shares": self._shares(microbatch) if last else None,
-            "criterion": self._criterion,
-            "host": inputs.hosts[microbatch],
-        }
+        run = partial(
+            self._stages.forward,
+            inputs,
+            stage,
+            microbatch,
+            before_send=before_send,
+            seed=inputs.seed(microbatch) if self._random else None,
+            shares=inputs.shares(microbatch, self._global_counts()) if last else None,
+        )
         if self._autocasting or not torch.is_grad_enabled():
             with torch.enable_grad(), self._autocast():
-                output, received, sent = self._stages.forward(*what, **how)
+                output, received, sent = run()
         else:
-            output, received, sent = self._stages.forward(*what, **how)
+            output, received, sent = run()
         live = self._live[stage, microbatch] = LiveMicrobatch(received)
         if last:
             live.output, live.loss = output, output.loss
@@ -374,12 +368,6 @@ class TrainingStep:
 
     # -- the loss --------------------------------------------------------------------------------------------------
 
-    def _shares(self, microbatch: int) -> Sequence[float]:
-        """What part of each of the global batch's means this microbatch is."""
-        rule = self._inputs.plans[microbatch].loss
-        assert rule is not None
-        return rule.shares(self._inputs.counts[microbatch], self._global_counts())
-
     def _start_counts(self) -> None:
         """Begin to count the loss's terms over all pipelines, so that none waits until another's first microbatch has
         come to its last stage."""
@@ -407,11 +395,8 @@ class TrainingStep:
             self._board.position.retract()
             raise
         self._begun = True
-        self._channels.sends_ahead = self._program.sends_ahead
         self._gradients.begin(self._loss_scale)
-        inputs = self._inputs
-        num_values = [len(values) for values in inputs.plans[0].boundaries] if inputs.plans else []
-        self._stages.boundaries.begin(self._program.orders, inputs.signatures, num_values, states)
+        self._stages.begin(self._program, self._inputs, states)
         if self._program.top == self._program.last:
             self._start_counts()
         return settled

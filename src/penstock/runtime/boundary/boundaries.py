@@ -105,8 +105,6 @@ class Boundaries:
 class NoBoundary:
     """Below the first stage: nothing comes, and what is sent goes nowhere. Has the methods of `BoundaryBelow`."""
 
-    num_values = 0
-
     def begin(self, order: Sequence[int], num_values: int, state: Hashable) -> None:
         pass
 
@@ -130,14 +128,12 @@ class LocalBoundary:
     """
 
     def __init__(self) -> None:
-        self.num_values = 0
         self._activations: dict[int, Sequence[torch.Tensor]] = {}
         self._gradients: dict[int, Sequence[torch.Tensor]] = {}
         # Microbatches for which gradients are due.
         self._differentiable: set[int] = set()
 
     def begin(self, order: Sequence[int], num_values: int, state: Hashable) -> None:
-        self.num_values = num_values
         self._activations.clear()
         self._gradients.clear()
         self._differentiable.clear()

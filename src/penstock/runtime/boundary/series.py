@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ Specs = Sequence[TensorSpec]
 MAX_REMEMBERED = 4096
 
 
+@dataclass(eq=False, slots=True)
 class Expected:
     """A message whose receive was requested.
 
@@ -37,11 +39,11 @@ class Expected:
         buffers: what it is received into, once its receives are posted.
     """
 
-    __slots__ = ("buffers", "count", "family", "key", "specs")
-
-    def __init__(self, count: int, key: Hashable | None, family: Hashable | None, specs: Specs | None) -> None:
-        self.count, self.key, self.family, self.specs = count, key, family, specs
-        self.buffers: list[torch.Tensor] | None = None
+    count: int
+    key: Hashable | None
+    family: Hashable | None
+    specs: Specs | None
+    buffers: list[torch.Tensor] | None = None
 
 
 class Series:

@@ -1,6 +1,7 @@
 """Tensors of unknown shape between two ranks: a header of fixed size says what follows, then the payload.
 
-Used where shapes are not known beforehand: the first microbatch of a new signature, evaluation, generation.
+Used where shapes are not known beforehand: the first microbatch of a new signature, the first message of a new kind in
+generation.
 """
 
 from __future__ import annotations
@@ -8,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 
 from penstock.modeling.tensor_spec import TensorSpec
 
@@ -63,18 +63,3 @@ CARRIED = frozenset(
 def carried(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor`, contiguous, or a view of its memory of a type that every backend carries."""
     return tensor if tensor.dtype in CARRIED else tensor.reshape(-1).view(torch.uint8)
-
-
-def broadcast_tensor(tensor: torch.Tensor, source: int, group: dist.ProcessGroup) -> None:
-    """Broadcast the global rank `source`'s values of `tensor`, contiguous and of any type, to every rank of `group`."""
-    dist.broadcast(carried(tensor), source, group=group)
-
-
-def broadcast_specs(
-    specs: Sequence[TensorSpec] | None, count: int, source: int, control: dist.ProcessGroup
-) -> list[TensorSpec]:
-    """Every rank of `control`, a group of hosts, gets the `count` specs of the global rank `source`; others give
-    None."""
-    header = header_buffer(count) if specs is None else encode_header(specs)
-    dist.broadcast(header, source, group=control)
-    return list(decode_header(header))

@@ -1,0 +1,249 @@
+"""An engine's parts: what one rank has for as long as the ranks of a layout work together.
+
+They are made when the ranks form their pipelines, and given up when those are dissolved; ranks that form others make
+new ones. What lasts is the engine, the model, and its parameters.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+
+from penstock.modeling.instrumentation import known_of
+from penstock.modeling.stage.split import SplitModel
+from penstock.planning.layout import Layout
+from penstock.runtime.boundary.boundaries import Boundaries
+from penstock.runtime.boundary.p2p import P2PChannels
+from penstock.runtime.comm.collectives import GroupCollectives
+from penstock.runtime.comm.forming import require_layout
+from penstock.runtime.comm.frozen import FrozenParameters, Wish
+from penstock.runtime.comm.groups import Groups
+from penstock.runtime.comm.rollcall import RollCall
+from penstock.runtime.comm.settings import Modes, Settings, autocast_code, bits_of
+from penstock.runtime.comm.totals import Totals
+from penstock.runtime.context import RankContext
+from penstock.runtime.failures.board import FailureBoard
+from penstock.runtime.failures.interrupts import Interrupts
+from penstock.runtime.failures.watcher import interruptible
+from penstock.runtime.gradients.gradients import Gradients
+from penstock.runtime.gradients.ownership import HeldParameter, find_holders
+from penstock.runtime.gradients.updates import UpdateWatch
+from penstock.runtime.gradients.weight_gradients import install, uninstall
+from penstock.runtime.inputs import StepInputs
+from penstock.runtime.loop import OpenStep
+from penstock.runtime.moving import share_changes
+from penstock.runtime.program import Program
+from penstock.runtime.recorder import Recorder
+from penstock.runtime.stages import StageExecutor
+from penstock.schedule import Schedule
+
+# (number of microbatches) -> the schedule of this rank's pipeline
+ScheduleMaker = Callable[[int], Schedule]
+
+
+class Parts:
+    """One rank's parts. All ranks of the layout make theirs together.
+
+    Args:
+        split: has split the model for this rank.
+        timeout: that of the process groups, see `Groups`.
+        patience: how many seconds a rank waits for others before it says so.
+
+    Attributes:
+        make_schedule: gives this pipeline's schedule for a number of microbatches.
+        context: what this rank knows about itself.
+        held: the parameters this rank holds, with the other ranks that do.
+        stages: runs them.
+        totals: what the pipelines sum up.
+        gradients: of what is held.
+        updates: whether the weights have changed since the last step.
+        roll_call: what begins each call on all ranks or on none.
+        open_step: the training step under way.
+        recorder: of the timelines of steps.
+        closed: whether the parts were given up.
+    """
+
+    context: RankContext
+    held: Sequence[HeldParameter]
+    gradients: Gradients
+    updates: UpdateWatch
+
+    def __init__(
+        self,
+        split: SplitModel,
+        layout: Layout,
+        make_schedule: ScheduleMaker,
+        device: torch.device,
+        board: FailureBoard,
+        timeout: datetime.timedelta | None,
+        patience: float,
+    ) -> None:
+        self.make_schedule, self._split = make_schedule, split
+        self._schedules: dict[int, Schedule] = {}
+        self._programs: dict[tuple[int, bool], Program] = {}
+        self.closed = False
+        require_layout(layout, board)
+        shared = self._find_holders(layout)
+        self.context = context = _meet(layout, device, board, shared, timeout)
+        board.patience = patience
+        if split.tensor_parallel is not None:
+            assert context.groups.tensor_parallel is not None
+            collectives = GroupCollectives(context.groups.tensor_parallel, device, board)
+            split.tensor_parallel.region.collectives = collectives
+        self.open_step = OpenStep(context.interrupts)
+        self._channels = P2PChannels(context.groups.p2p_group, context.rank_of, device, board)
+        self.recorder = Recorder(context, self._channels)
+        boundaries = Boundaries(self._channels, context.pipeline.stage_to_rank, context.place.pipeline_rank, device)
+        self.stages = StageExecutor(split, boundaries)
+        self.totals = Totals(context)
+        for give_up in (self.open_step.end, self.totals.clear, self._channels.clear):
+            board.on_abort(give_up)
+        self.roll_call = RollCall(context)
+        self._build_gradients()
+
+    def _find_holders(self, layout: Layout) -> set[tuple[int, ...]]:
+        """Note what this rank holds; returns every set of ranks that hold something together."""
+        split, sharding = self._split, self._split.tensor_parallel
+        self.held, shared = find_holders(
+            layout,
+            layout.place_of(dist.get_rank()).tensor_parallel_rank,
+            split.aliases,
+            dict(split.model.named_parameters(remove_duplicate=False)),
+            sharding.shards if sharding else (),
+            sharding.partial if sharding else (),
+        )
+        return shared
+
+    def _build_gradients(self) -> None:
+        """Make the parts that know the model's parameters and modules."""
+        context, model = self.context, self._split.model
+        self.gradients = Gradients(self.held, context, lambda: known_of(model).stand_in)
+        context.board.on_abort(self.gradients.clear)
+        self._modes = Modes(model, context.layout.units)
+        self._frozen = FrozenParameters(self.held, context.rank, model)
+        self.updates = UpdateWatch([held.parameter for held in self.held])
+        if self.schedule(1).splits_backward:
+            install(model, self.gradients.queues)
+
+    def connect(self) -> None:
+        """Send a first message to everyone that this rank will send any. All ranks call this together."""
+        context = self.context
+        if context.device.type != "cpu":
+            context.groups.warm_up()
+        remote = [boundary for boundary, (a, b) in enumerate(pairwise(context.pipeline.stage_to_rank)) if a != b]
+        self._channels.warm_up(remote, context.stages)
+
+    @contextmanager
+    def renewing(self) -> Iterator[None]:
+        """See `Engine.renewing`."""
+        context = self.context
+        tied = {one.parameter: one.ranks for one in self.held if context.layout.are_of_several_stages(one.ranks)}
+        before = {parameter: parameter.detach().clone() for parameter in tied}
+        self._remove_hooks()
+        try:
+            yield
+            with context.board.guard("sharing tied weights", context.everyone):
+                share_changes(before, tied, context.groups, context.place.pipeline == 0)
+        finally:
+            self._split.renew()
+            self._find_holders(context.layout)
+            self._build_gradients()
+
+    def give_up(self) -> None:
+        """Give up groups, hooks and threads."""
+        if self.closed:
+            return
+        self.closed = True
+        self.context.board.retire()
+        self._remove_hooks()
+        if self._split.tensor_parallel is not None:
+            self._split.tensor_parallel.region.collectives = None
+
+    def _remove_hooks(self) -> None:
+        self.gradients.reducer.remove_hooks()
+        uninstall(self._split.model)
+
+    # -- the schedule ----------------------------------------------------------------------------------------------
+
+    def schedule(self, num_microbatches: int) -> Schedule:
+        """This pipeline's schedule for a number of microbatches; without any there is nothing to do."""
+        if num_microbatches not in self._schedules:
+            made = self.make_schedule(max(1, num_microbatches))
+            if not num_microbatches:
+                made = replace(made, num_microbatches=0, actions=((),) * made.num_ranks)
+            self._schedules[num_microbatches] = made
+        return self._schedules[num_microbatches]
+
+    def program(self, num_microbatches: int, forwards: bool = False) -> Program:
+        """This rank's part of the schedule for a number of microbatches, or of its forwards alone."""
+        key = num_microbatches, forwards
+        if key not in self._programs:
+            schedule = self.schedule(num_microbatches)
+            self._programs[key] = Program.of(
+                schedule.forwards() if forwards else schedule,
+                self.context.place.pipeline_rank,
+                far_ahead=self._channels.receives_ahead > 0,
+            )
+        return self._programs[key]
+
+    # -- what the ranks compare ------------------------------------------------------------------------------------
+
+    def settings(self, digest: int, inputs: StepInputs, loss_scale: float, reduces: bool) -> Settings:
+        """What this rank tells the others at the start of a step or an evaluation; `digest` is that of its batch."""
+        return Settings(
+            digest,
+            len(inputs.microbatches),
+            inputs.plans_checksum(),
+            autocast_code(self.context.device),
+            self._modes.digest(),
+            bits_of(loss_scale),
+            int(reduces),
+            *self._frozen.numbers(),
+        )
+
+    def compare(self, settings: Settings, said: Mapping[int, Sequence[int]]) -> Mapping[int, Sequence[int]]:
+        """Raise, on every rank, if what the ranks said differs.
+
+        Returns:
+            `said`, or what the ranks say after a tied weight that is frozen under one name was frozen under the others.
+        """
+        context = self.context
+        if settings.compare(said, context.layout):
+            return said
+        world, ranks = context.groups.world_control, sorted(said)
+        wishes: list[dict[str, Wish]] = [{} for _ in said]
+        renewed: list[Settings] = [settings for _ in said]
+        with context.board.guard("comparing frozen parameters", ranks):
+            dist.all_gather_object(wishes, self._frozen.described(), group=world)
+        self._frozen.settle(dict(zip(ranks, wishes, strict=True)))
+        frozen, frozen_here, trainable = self._frozen.numbers()
+        own = settings._replace(frozen=frozen, frozen_here=frozen_here, trainable=trainable)
+        with context.board.guard("comparing frozen parameters", ranks):
+            dist.all_gather_object(renewed, own, group=world)
+        return dict(zip(ranks, renewed, strict=True))
+
+
+def _meet(
+    layout: Layout,
+    device: torch.device,
+    board: FailureBoard,
+    shared: set[tuple[int, ...]],
+    timeout: datetime.timedelta | None,
+) -> RankContext:
+    """Make the process groups; `shared` are the sets of ranks that hold something together."""
+    rank, interrupts = dist.get_rank(), Interrupts()
+    with board.guard("making process groups", range(layout.world_size)):
+        groups = interruptible(partial(Groups, layout, rank, device, shared, timeout, board.refuse_if_failed), board)
+    context = RankContext(layout, rank, device, groups, board, interrupts)
+    board.mates = frozenset(context.pipeline_ranks)
+    board.on_end(groups.abort)
+    # First, as it is to be called last: a group closes only when nothing refers to it.
+    board.on_abort(groups.destroy)
+    return context
