@@ -34,8 +34,8 @@ from penstock.runtime.boundary.series import Expected, series_of_results
 from penstock.runtime.comm.forming import adopt_random_state
 from penstock.runtime.context import RankContext
 from penstock.runtime.failures.board import PipelineFailure
-from penstock.runtime.forwards import Forwards
 from penstock.runtime.prefill import Prefill
+from penstock.runtime.single_forwards import Forwards
 from penstock.runtime.stages import StageExecutor
 from penstock.runtime.turns import Stopped, Turns
 
