@@ -158,7 +158,7 @@ class Engine:
         self.run: Any = None
         self._timeout, self._patience = timeout, patience
         self.synchronises = True
-        # While a re-formation is not complete, the values that were here before it, and what lacks them here.
+        # Until a re-formation is complete: the values that were here before it, and the names that lack values here.
         self._had: dict[str, torch.Tensor] | None = None
         self._lacking: set[str] = set()
         self.given: dict[str, torch.Tensor] = {}
@@ -183,7 +183,7 @@ class Engine:
         with board.guard("sharing weights and random numbers before the first step", context.everyone):
             self._parts.connect()
             share_values()
-            # A shuffle without a seed then draws one order on all ranks of a pipeline, as they need the same batches.
+            # A shuffle without a seed then draws the same order on all ranks of a pipeline: they need the same batches.
             if first is None:
                 adopt_random_state(context.pipeline_ranks[0], context.groups.model_parallel_control, self.device)
             else:  # a re-formation: the ranks that come new go on from one that was there

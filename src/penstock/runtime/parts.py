@@ -244,6 +244,6 @@ def _meet(
     context = RankContext(layout, rank, device, groups, board, interrupts)
     board.mates = frozenset(context.pipeline_ranks)
     board.on_end(groups.abort)
-    # First, as it is to be called last: a group closes only when nothing refers to it.
+    # Registered first, to be called last: a group closes only when nothing refers to it.
     board.on_abort(groups.destroy)
     return context
