@@ -123,7 +123,7 @@ def _replicated(options: Options, world: World) -> MemoryEstimate:
 
 
 def _of_stages(options: Options, world: World) -> list[MemoryEstimate]:
-    """Of each device of a pipeline, what it needs: by the planner's profile of the same model with one block."""
+    """What each device of a pipeline needs, from the planner's profile of the same model with one block."""
     found = []
     config = options.config
     assert isinstance(config, GPTConfig)

@@ -31,7 +31,7 @@ class TensorInfo:
 
     @classmethod
     def of(cls, tensor: torch.Tensor, known: int | None = None) -> TensorInfo:
-        """Of a CPU tensor, whose checksum may be known already."""
+        """The description of a CPU tensor, whose checksum may be known already."""
         return cls(tuple(tensor.shape), dtype_name(tensor.dtype), checksum(tensor) if known is None else known)
 
     def fits(self, tensor: torch.Tensor) -> bool:

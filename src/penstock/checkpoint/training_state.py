@@ -231,7 +231,7 @@ class TrainingStateLoad:
         restore_random_state(content["random"][self._generators_of(world_comm.rank)])
 
     def _places(self) -> dict[str, list[Place]]:
-        """Of each parameter the places of the ranks that hold it."""
+        """For each parameter, the places of the ranks that hold it."""
         places: dict[str, list[Place]] = {}
         for holder in self.held:
             for name in holder.names:

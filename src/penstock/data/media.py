@@ -38,7 +38,7 @@ class MediaTokens:
 
     @classmethod
     def of(cls, config: Any) -> MediaTokens:
-        """Those that a model's configuration names."""
+        """The tokens that a model's configuration names."""
         found = {}
         for kind in KINDS.values():
             for name in (f"{kind}_token_id", f"{kind}_token_index"):

@@ -45,7 +45,7 @@ class CandidatePipeline:
     total: float
 
     def schedule(self, microbatches: int) -> Schedule:
-        """Of a step with so many."""
+        """The schedule of a step with this many microbatches."""
         return schedule_of(self.name, len(self.classes), microbatches)
 
     def bound(self, microbatches: int, seconds_per_byte: float = 0.0) -> float:

@@ -115,13 +115,13 @@ class _Pipelines:
         return before[self._ends[:, 1:]] - before[self._ends[:, :-1]]
 
     def seconds(self, microbatches: int) -> float:
-        """Of the fastest pipeline, or a bound: more microbatches take no less."""
+        """The seconds of the fastest pipeline, or a lower bound of them: more microbatches take no less."""
         least = max((seconds for count, (seconds, _) in self.found.items() if count <= microbatches), default=0.0)
         bounds = self._all(microbatches)
         return max(least, float(bounds.min()) if bounds.size else math.inf)
 
     def _all(self, microbatches: int) -> np.ndarray:
-        """Of each order and split a bound of its step; infinite if it fits in no case."""
+        """A lower bound of the step of each order and split; infinite if it fits in no case."""
         if microbatches not in self._bounds:
             rows = []
             classes = self._planner.job.cluster.classes

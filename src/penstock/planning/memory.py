@@ -207,7 +207,7 @@ class _Around:
         return -self._received if self._to_receive < self._activations else 0.0
 
     def backward(self) -> float:
-        """Its gradient has come back. Returns by how much the messages grow."""
+        """The gradient of what was sent has come back. Returns by how much the messages grow."""
         self._to_come_back -= 1
         return -self._sent if self._to_come_back < self._gradients else 0.0
 

@@ -103,7 +103,7 @@ class _Runs:
         self._times = [times_of[device] for device in devices]
 
     def slowest(self) -> float:
-        """Of the best split; infinite if there is none."""
+        """The seconds of the best split's slowest stage; infinite if there is no split."""
         slowest = np.full(self._num_units + 1, np.inf)
         slowest[-1] = 0.0
         for times in reversed(self._times):
@@ -112,7 +112,7 @@ class _Runs:
         return float(slowest[0])
 
     def most_even(self, limit: float) -> tuple[int, ...]:
-        """Of the splits within `limit`, the one with the least sum of squared stage times."""
+        """The split within `limit` that has the least sum of squared stage times."""
         squared = {id(times): np.where(times <= limit, times, np.inf) ** 2 for times in self._times}
         squares = np.full(self._num_units + 1, np.inf)
         squares[-1] = 0.0

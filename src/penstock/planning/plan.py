@@ -81,12 +81,12 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        """Of a step."""
+        """The seconds of a step."""
         return self.simulation.makespan
 
     @property
     def schedule_names(self) -> str:
-        """Of the pipelines of several ranks; a single rank has nothing to overlap, whatever its schedule."""
+        """The schedules of the pipelines of several ranks; a single rank has nothing to overlap, whatever its schedule."""
         names = [pipeline.schedule.name for pipeline in self.pipelines if len(pipeline.devices) > 1]
         return ", ".join(dict.fromkeys(names or [pipeline.schedule.name for pipeline in self.pipelines]))
 
@@ -102,7 +102,7 @@ class Plan:
 
     @cached_property
     def memory(self) -> tuple[MemoryEstimate, ...]:
-        """Of each rank."""
+        """The memory that each rank needs."""
         return tuple(memory for pipeline in self.pipelines for memory in memory_of(pipeline))
 
     @property
@@ -213,7 +213,7 @@ def schedule_of(name: str, num_ranks: int, num_microbatches: int) -> Schedule:
 
 
 def costs_of(stages: Sequence[Sequence[UnitCost]], speeds: Sequence[float]) -> Costs:
-    """Of stages on devices of these speeds, without messages."""
+    """The costs of stages on devices of these speeds, without messages."""
     pairs = zip(stages, speeds, strict=True)
     return Costs.of_stages([[seconds / speed for seconds in sums(stage)] for stage, speed in pairs])
 

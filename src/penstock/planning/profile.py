@@ -148,7 +148,7 @@ def stages_of(parts: Sequence[Sequence[UnitCost]], sizes: Sequence[int]) -> tupl
 
 
 def seconds_of(stages: Iterable[Sequence[UnitCost]]) -> list[float]:
-    """Of each stage, or part, the seconds that a microbatch takes in F, B and W."""
+    """The seconds that a microbatch takes in F, B and W, for each stage or part."""
     return [sum(unit.seconds for unit in units) for units in stages]
 
 

@@ -41,7 +41,7 @@ class Shape:
         return max(self.stage_to_rank) + 1
 
     def seconds(self, microbatches: int) -> float:
-        """Of a step; see `penstock.planning.search`."""
+        """The seconds of a step; see `penstock.planning.search`."""
         return self.total + (microbatches - 1) * self.slowest
 
     def units_of(self, device: int) -> set[str]:

@@ -169,7 +169,7 @@ class Chain:
         self._times: dict[tuple, tuple[np.ndarray, np.ndarray]] = {}
 
     def stage_times(self, device_class: int, live: int, depth: int) -> tuple[np.ndarray, np.ndarray]:
-        """Of every run of parts on a device: its seconds or its message's, if they are longer; and both together."""
+        """For every run of parts on a device: its seconds or its message's, if they are longer; and both together."""
         link = self.cluster.inside if depth <= self._largest_node else self.cluster.between
         key = device_class, live, link
         if key not in self._times:
@@ -198,7 +198,7 @@ _Found = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def _single_best(added: Sequence[int], alternatives: Sequence[_Alternative], width: int) -> _Found | None:
-    """Of each first part the split with the fastest slowest stage, and of equal ones with the least total."""
+    """For each first part, the split with the fastest slowest stage, and among equal ones the least total."""
     best: list[np.ndarray] = []
     rows = np.arange(len(alternatives[0][0]))
     for k, (bottleneck, seconds, slowest, total) in zip(added, alternatives, strict=True):
@@ -222,7 +222,7 @@ def _single_best(added: Sequence[int], alternatives: Sequence[_Alternative], wid
 
 
 def _several_best(added: Sequence[int], alternatives: Sequence[_Alternative], width: int) -> _Found | None:
-    """Of each first part the splits that no other beats in both numbers, at most `width`: fastest stages first.
+    """For each first part, the splits that no other beats in both numbers, at most `width`: fastest stages first.
 
     Numbers are infinite where there are fewer.
     """

@@ -42,7 +42,7 @@ class Program:
 
     @classmethod
     def of(cls, schedule: Schedule, rank: int, far_ahead: bool) -> Program:
-        """That of `rank`, a rank in the pipeline. `far_ahead`: see `posts`."""
+        """The program of `rank`, a rank in the pipeline. `far_ahead`: see `posts`."""
         actions = schedule.actions_of(rank)
         backwards = [i for i, action in enumerate(actions) if action.kind is Kind.B]
         final_weights = {action.stage: i for i, action in enumerate(actions) if action.kind is Kind.W}

@@ -86,7 +86,7 @@ class HostValues(TorchFunctionMode):
         known[key] = weakref.ref(tensor, lambda _: known.pop(key, None)), expression
 
     def _expression_of(self, tensor: Any) -> _Expression | None:
-        """That of a tensor that was not changed in place since."""
+        """The expression of a tensor, if the tensor was not changed in place since."""
         if not isinstance(tensor, torch.Tensor) or tensor.is_cpu:
             return None
         reference, expression = self._known.get(id(tensor), (None, None))

@@ -91,7 +91,7 @@ class ShardKeeper:
         self._watched[_storage(parameter)] = _Watched(parameter, parameter.untyped_storage(), sharding, part)
 
     def shard_of(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """What is kept of a parameter; None if it is not watched.
+        """The kept shard of a parameter; None if it is not watched.
 
         Raises:
             NotImplementedError: it has got other data since, which was not seen.
@@ -299,7 +299,7 @@ class _ShardedSource:
 
 
 def _pairs_of_ties(ties: Mapping[str, str], loaded: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Of names that are tied and were all loaded, each but the first with the first: the source if it is there.
+    """Tied names that were all loaded, each but the first with the first: the source if it is there.
 
     Args:
         ties: from each name to its source.
@@ -313,7 +313,7 @@ def _pairs_of_ties(ties: Mapping[str, str], loaded: Collection[str]) -> Iterator
 def _named(
     model: PreTrainedModel, files: Sequence[str], transforms: Sequence[Any] | None, opened: contextlib.ExitStack
 ) -> Iterator[tuple[str, Any, str, bool]]:
-    """Of each tensor in a checkpoint its name, itself (unread), its name in the model, and whether it is converted.
+    """For each tensor in a checkpoint: its name, itself (unread), its name in the model, and whether it is converted.
 
     Follows transformers' `convert_and_load_state_dict_in_model`, on copies of the transforms, which remember names.
     """

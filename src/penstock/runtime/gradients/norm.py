@@ -95,5 +95,5 @@ class GradientNorm:
 
 
 def _norms(gradients: list[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """Of each gradient: shape (number of gradients,), float64."""
+    """The norm of each gradient: shape (number of gradients,), float64."""
     return torch.stack([norm.to(torch.float64) for norm in torch._foreach_norm(gradients, norm_type)])
