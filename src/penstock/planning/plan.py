@@ -86,7 +86,7 @@ class Plan:
 
     @property
     def schedule_names(self) -> str:
-        """The schedules of the pipelines of several ranks; a single rank has nothing to overlap, whatever its schedule."""
+        """The schedules of pipelines of several ranks; a single rank has nothing to overlap, whatever its schedule."""
         names = [pipeline.schedule.name for pipeline in self.pipelines if len(pipeline.devices) > 1]
         return ", ".join(dict.fromkeys(names or [pipeline.schedule.name for pipeline in self.pipelines]))
 

@@ -200,7 +200,7 @@ class _Queue(WeightGradientQueues):
         self._left.append(deferred)
 
     def num_bytes(self, parameters: list[nn.Parameter]) -> float:
-        """Of what was left; the parameters are there anyway."""
+        """The bytes of what was left, without the parameters, which are there anyway."""
         owned = {parameter.untyped_storage()._cdata for parameter in parameters}
         left = [leaf for entry in self._left for leaf in pytree.tree_leaves(cast(partial[None], entry.compute).args)]
         storages = {
