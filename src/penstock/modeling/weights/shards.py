@@ -104,7 +104,7 @@ class ShardKeeper:
         # transformers copies a head's bias when it ties the head, lest it be shorter than the weight.
         copied = parameter.dim() == 1 or watched.storage._cdata == _storage(parameter)
         if not (same and copied and parameter.dtype == watched.kept.dtype):
-            raise NotImplementedError("the data of a sharded weight is replaced")
+            raise NotImplementedError("a sharded weight got other data instead of its own")
         return watched.kept
 
     def whole(self, tensor: torch.Tensor, overwritten: bool) -> torch.Tensor | None:
