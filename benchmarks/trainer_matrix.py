@@ -57,9 +57,11 @@ The last column is the largest difference of the same runs in single precision. 
 enough for other weights after 30 steps, as Adam divides small gradients by their own size."""
 
 
-def run(pool: Pool, folder: Path, row: str, dtype: torch.dtype, steps: int) -> dict[str, dict[str, float]]:
-    """The differences of each layout's run from the plain trainer's."""
-    case = {row: {**ROWS[row], "dtype": dtype}}
+def run(
+    pool: Pool, folder: Path, row: str, dtype: torch.dtype, steps: int, **options: Any
+) -> dict[str, dict[str, float]]:
+    """The differences of each layout's run from the plain trainer's. `options` are further ones of the script."""
+    case = {row: {**ROWS[row], "dtype": dtype, **options}}
     plain, found = {}, {}
     for layout, (stages, pipelines) in LAYOUTS.items():
         processes = pipelines if "packing" in case[row] else 1

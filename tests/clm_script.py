@@ -24,12 +24,13 @@ class DataArguments:
     model_name_or_path: str = field(metadata={"help": "a folder or a name"})
     train_file: str = field(metadata={"help": "lines of JSON with a text under 'context'"})
     block_size: int = field(default=32, metadata={"help": "tokens in a sample"})
+    cache_dir: str | None = field(default=None, metadata={"help": "where prepared data are kept"})
 
 
 def main() -> None:
     data_args, args = HfArgumentParser((DataArguments, TrainingArguments)).parse_args_into_dataclasses()
     last = get_last_checkpoint(args.output_dir) if os.path.isdir(args.output_dir) else None
-    raw = load_dataset("json", data_files=data_args.train_file, split="train")
+    raw = load_dataset("json", data_files=data_args.train_file, split="train", cache_dir=data_args.cache_dir)
     tokenizer = AutoTokenizer.from_pretrained(data_args.model_name_or_path)
     model = AutoModelForCausalLM.from_pretrained(data_args.model_name_or_path)
 

@@ -148,19 +148,28 @@ def mean(outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor) -
     return torch.nn.functional.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
+@pytest.fixture(scope="module")
+def plain_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    """Of the plain Trainer."""
+    folder = tmp_path_factory.mktemp("plain")
+    return causal(folder), folder
+
+
 @pytest.mark.parametrize(
     "changes",
     [{}, {"loss": focal}, {"loss": mean}, {"label_smoothing_factor": 0.2}],
     ids=["plain", "compute_loss_func", "a mean", "smoothing"],
 )
-def test_the_same_run_with_and_without_pipelines(pool: Pool, tmp_path: Path, changes: dict[str, Any]) -> None:
-    expected = causal(tmp_path / "plain", **changes)
+def test_the_same_run_with_and_without_pipelines(
+    pool: Pool, plain_run: tuple[dict[str, Any], Path], tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    expected, folder = (causal(tmp_path / "plain", **changes), tmp_path / "plain") if changes else plain_run
     runs = pool.run(2, causal, tmp_path / "split", 2, init=False, **changes)
     for run in runs:
         assert_same_log(run["log"], expected["log"])
         for name in ("train_loss", "eval_loss"):
             assert run[name] == pytest.approx(expected[name], abs=TOLERANCE)
-    assert_same_weights(tmp_path / "plain/final", tmp_path / "split/final")
+    assert_same_weights(folder / "final", tmp_path / "split/final")
 
 
 def test_resuming_continues_bit_for_bit_from_the_newest_whole_checkpoint(pool: Pool, tmp_path: Path) -> None:
@@ -337,8 +346,10 @@ def with_replicas(folder: Path) -> tuple[dict[str, Any], dict[str, float]]:
     return {"log": trainer.state.log_history}, trainer.evaluate()
 
 
-def test_several_pipelines_share_out_the_data(pool: Pool, tmp_path: Path) -> None:
-    expected = causal(tmp_path / "plain")
+def test_several_pipelines_share_out_the_data(
+    pool: Pool, plain_run: tuple[dict[str, Any], Path], tmp_path: Path
+) -> None:
+    expected, _ = plain_run
     labels = sum(sum(sample["labels"]) for sample in texts(11))
     for run, evaluated in pool.run(2, with_replicas, tmp_path / "replicas", init=False):
         assert_same_log(run["log"], expected["log"])

@@ -29,28 +29,41 @@ from trainer_runs import NUM_EVALUATED, defaults, differences, metrics, over, sa
 HERE = Path(__file__).parent
 TOLERANCE = 1e-6
 
+FEW: dict[str, Any] = {"sizes": (24, 8)}  # samples: an epoch ends after three steps, an evaluation has two batches
+THREE_LAYERS = {"num_hidden_layers": 3}
 CASES: dict[str, dict[str, Any]] = {
-    "images": {"name": "ViT"},
-    "adapters": {"name": "Llama", "lora": True, "label_smoothing_factor": 0.1},
-    "checkpointing": {"name": "Llama", "gradient_checkpointing": True},
-    "lengths": {"name": "GPT-2", "train_sampling_strategy": "group_by_length"},
-    "stopping": {"name": "BERT", "patience": 1, "metric_for_best_model": "eval_loss", "greater_is_better": False}
-    | {"save_strategy": "steps", "save_steps": 2, "load_best_model_at_end": True},
+    "images": {"name": "ViT", "settings": THREE_LAYERS},
+    "adapters": {"name": "Llama", "settings": THREE_LAYERS, "lora": True, "label_smoothing_factor": 0.1},
+    "checkpointing": {"name": "Llama", "settings": THREE_LAYERS, "gradient_checkpointing": True},
+    "lengths": {"name": "GPT-2", "settings": {"n_layer": 3}, "train_sampling_strategy": "group_by_length"},
+    "stopping": {"name": "BERT", "settings": THREE_LAYERS, "patience": 1, "metric_for_best_model": "eval_loss"}
+    | {"greater_is_better": False, "save_strategy": "steps", "save_steps": 1, "load_best_model_at_end": True}
+    | {"eval_steps": 1},
 }
+CASES = {name: {"eval_steps": 2, **FEW, **case} for name, case in CASES.items()}
+Plain = tuple[dict[str, list[dict[str, float]]], Path]
+
+
+@pytest.fixture(scope="module")
+def plain_runs(tmp_path_factory: pytest.TempPathFactory) -> Plain:
+    """The plain Trainer's, which all layouts are held to."""
+    folder = tmp_path_factory.mktemp("plain")
+    return train_all(folder, 0, 1, 4, CASES), folder
 
 
 @pytest.mark.parametrize(
     ("stages", "pipelines", "cases"), [(3, 1, list(CASES)), (2, 2, ["images", "adapters"])], ids=["stages", "pipelines"]
 )
 def test_the_script_gives_the_same_run(
-    pool: Pool, tmp_path: Path, stages: int, pipelines: int, cases: list[str]
+    pool: Pool, plain_runs: Plain, tmp_path: Path, stages: int, pipelines: int, cases: list[str]
 ) -> None:
     chosen = {case: CASES[case] for case in cases}
-    plain = train_all(tmp_path / "plain", 0, 1, 6, chosen)
-    for run in pool.run(stages * pipelines, train_all, tmp_path, stages, pipelines, 6, chosen, init=False, timeout=240):
+    plain, folder = plain_runs
+    for run in pool.run(stages * pipelines, train_all, tmp_path, stages, pipelines, 4, chosen, init=False, timeout=240):
         for case in cases:
-            assert ["loss" in entry for entry in plain[case]] == [True, True, False] * (2 if case == "stopping" else 3)
-            found = differences((run[case], tmp_path / case), (plain[case], tmp_path / "plain" / case))
+            entries = [True, False] if case == "stopping" else [True, True, False]
+            assert ["loss" in entry for entry in plain[case]] == entries * 2
+            found = differences((run[case], tmp_path / case), (plain[case], folder / case))
             assert {"loss", "grad_norm", "learning_rate", "eval_loss", "eval_labels", "weights"} <= found.keys()
             assert not {name: value for name, value in found.items() if value > TOLERANCE}, case
 
@@ -60,19 +73,21 @@ def test_the_script_gives_the_same_run(
 def test_a_row_of_the_matrix_is_within_its_target_over_stages_and_replicas(
     pool: Pool, tmp_path: Path, row: str
 ) -> None:
-    """A few steps of benchmarks/trainer_matrix.py, over all its layouts."""
-    for layout, found in matrix.run(pool, tmp_path, row, torch.float64, steps=3).items():
+    """Two steps of benchmarks/trainer_matrix.py that change the weights, over all its layouts."""
+    options = {} if "packing" in row else FEW
+    for layout, found in matrix.run(pool, tmp_path, row, torch.float64, steps=2, warmup_steps=0, **options).items():
         assert {"loss", "grad_norm", "eval_loss", "weights"} <= found.keys(), layout
         assert not {name: value for name, value in found.items() if value > matrix.TARGET}, layout
     assert matrix.summed_up({"eval_sum": 2.0, "epoch": 1.0, "weights": 3.0})["metrics"] == 2.0
 
 
 def test_adapters_are_resumed(pool: Pool, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"lora": True, "steps": 6, "save_strategy": "steps", "save_steps": 3}
+    options: dict[str, Any] = {"lora": True, "steps": 4, "save_strategy": "steps", "save_steps": 2, "eval_steps": 4}
+    options |= {"settings": {"n_layer": 2}, **FEW}
     whole = pool.run(2, train, tmp_path / "whole", "GPT-2", 2, init=False, **options)[0]
     for stages, tolerance in ((2, 0.0), (1, TOLERANCE)):
         folder = tmp_path / str(stages)
-        shutil.copytree(tmp_path / "whole/checkpoint-3", folder / "checkpoint-3")
+        shutil.copytree(tmp_path / "whole/checkpoint-2", folder / "checkpoint-2")
         for run in pool.run(stages, train, folder, "GPT-2", stages, init=False, resume=True, **options):
             found = differences((run, folder), (whole, tmp_path / "whole"))
             assert not {name: value for name, value in found.items() if value > tolerance}, stages
@@ -84,11 +99,19 @@ def train_in_bfloat16(folder: Path, stages: int, bf16: bool, num_microbatches: i
     return train(folder, "Llama", stages, steps=3, bf16=bf16, dtype=torch.float32, parallelism=parallelism)
 
 
+@pytest.fixture(scope="module")
+def plain_in_bfloat16(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, float]]]:
+    """The plain Trainer's run, and the same in single precision."""
+    return [train_in_bfloat16(tmp_path_factory.mktemp("plain"), 0, bf16, None) for bf16 in (True, False)]
+
+
 @pytest.mark.parametrize("num_microbatches", [1, None])
-def test_bfloat16_is_that_of_the_plain_trainer(pool: Pool, tmp_path: Path, num_microbatches: int | None) -> None:
+def test_bfloat16_is_that_of_the_plain_trainer(
+    pool: Pool, plain_in_bfloat16: list[list[dict[str, float]]], tmp_path: Path, num_microbatches: int | None
+) -> None:
     """With one microbatch to the last digits until the weights change, with several the losses are; from then on, and
     between sums of gradients, half precision may round neighbours apart."""
-    half, single = (train_in_bfloat16(tmp_path / str(bf16), 0, bf16, None) for bf16 in (True, False))
+    half, single = plain_in_bfloat16
     assert half[0]["loss"] != pytest.approx(single[0]["loss"], abs=5 * TOLERANCE), "bfloat16 changes the losses"
     given = tmp_path / "split", 2, True, num_microbatches
     for run in pool.run(2, train_in_bfloat16, *given, init=False, timeout=120):
@@ -120,9 +143,16 @@ def evaluate_in_half(folder: Path, stages: int, half: str) -> tuple[dict[str, fl
     return {n: evaluated[f"eval_{n}"] for n in chosen}, {n: predicted[f"test_{n}"] for n in chosen}, kind, loss
 
 
+@pytest.fixture(scope="module")
+def evaluated_in_single(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return evaluate_in_half(tmp_path_factory.mktemp("single"), 0, "")
+
+
 @pytest.mark.parametrize("half", ["bf16_full_eval", "fp16_full_eval"])
-def test_evaluation_in_half_precision_is_that_of_the_plain_trainer(pool: Pool, tmp_path: Path, half: str) -> None:
-    expected, single = (evaluate_in_half(tmp_path / (name or "single"), 0, name) for name in (half, ""))
+def test_evaluation_in_half_precision_is_that_of_the_plain_trainer(
+    pool: Pool, evaluated_in_single: Any, tmp_path: Path, half: str
+) -> None:
+    expected, single = evaluate_in_half(tmp_path / "plain", 0, half), evaluated_in_single
     assert expected[0]["loss"] != pytest.approx(single[0]["loss"], abs=5 * TOLERANCE), "half precision changes the loss"
     for ranks, stages in ((2, 2), (2, 1)):
         for found in pool.run(ranks, evaluate_in_half, tmp_path / str(stages), stages, half, init=False, timeout=120):
@@ -133,21 +163,31 @@ def test_evaluation_in_half_precision_is_that_of_the_plain_trainer(pool: Pool, t
                 assert found[3] == pytest.approx(expected[3], abs=1e-3)
 
 
+SMALL: dict[str, Any] = {"eval_steps": 2, "settings": {"num_hidden_layers": 2}}
 TENSOR_PARALLEL: dict[str, dict[str, Any]] = {
-    "Trainer": {"name": "Llama", "settings": {"vocab_size": 98}, "save_strategy": "steps", "save_steps": 2},
-    "SFTTrainer": {"packing": True},
+    "Trainer": {"name": "Llama", "save_strategy": "steps", "save_steps": 2, **FEW, **SMALL}
+    | {"settings": {"num_hidden_layers": 2, "vocab_size": 98}},
+    "SFTTrainer": {"packing": True, **SMALL},
 }
 
 
+@pytest.fixture(scope="module")
+def plain_for_tensor_parallel(tmp_path_factory: pytest.TempPathFactory) -> Plain:
+    folder = tmp_path_factory.mktemp("plain")
+    return train_all(folder, 0, 1, 4, TENSOR_PARALLEL), folder
+
+
 @pytest.mark.parametrize("stages", [1, 2])
-def test_tensor_parallel_stages_give_the_plain_trainers_run(pool: Pool, tmp_path: Path, stages: int) -> None:
-    plain = train_all(tmp_path / "plain", 0, 1, 4, TENSOR_PARALLEL)
+def test_tensor_parallel_stages_give_the_plain_trainers_run(
+    pool: Pool, plain_for_tensor_parallel: Plain, tmp_path: Path, stages: int
+) -> None:
+    plain, folder = plain_for_tensor_parallel
     cases = {name: {**case, "parallelism": {"tensor_parallel_size": 2}} for name, case in TENSOR_PARALLEL.items()}
     given: dict[str, Any] = {"init": False, "timeout": 240}
     whole = pool.run(2 * stages, train_all, tmp_path / "split", stages, 1, 4, cases, **given)
     for run in whole:
         for case in cases:
-            found = differences((run[case], tmp_path / "split" / case), (plain[case], tmp_path / "plain" / case))
+            found = differences((run[case], tmp_path / "split" / case), (plain[case], folder / case))
             assert {"loss", "grad_norm", "learning_rate", "eval_loss", "weights"} <= found.keys()
             assert not {name: value for name, value in found.items() if value > TOLERANCE}, case
     shutil.copytree(tmp_path / "split/Trainer/checkpoint-2", tmp_path / "again/Trainer/checkpoint-2")
@@ -233,16 +273,16 @@ def test_a_script_like_run_clm_needs_two_changes(tmp_path: Path) -> None:
     results = {}
     options = ["--model_name_or_path", "gpt2", "--train_file", "squad/train.jsonl", "--block_size", "16", "--max_steps"]
     options += ["6", "--use_cpu", "--report_to", "none", "--learning_rate", "1e-2", "--logging_steps", "1"]
-    environment = {"HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"}
+    options += ["--cache_dir", str(tmp_path / "cache")]
     options += ["--adam_epsilon", "1e-4", "--per_device_train_batch_size", "8", "--save_steps", "3", "--output_dir"]
     for name, text in (("plain", script), ("pipelined", changed)):
         path = tmp_path / f"{name}.py"
         path.write_text(text)
         arguments = [str(path), *options, name]
         ran = (
-            run_python(*arguments, cwd=tmp_path, environment=environment, timeout=200)
+            run_python(*arguments, cwd=tmp_path, timeout=200)
             if name == "plain"
-            else torchrun(2, *arguments, cwd=tmp_path, environment=environment, timeout=200)
+            else torchrun(2, *arguments, cwd=tmp_path, timeout=200)
         )
         assert ran.returncode == 0, ran.stderr[:8000]
         assert ran.stdout.count("perplexity") == 1, "one rank prints"

@@ -132,12 +132,13 @@ def train(
     dtype: torch.dtype = torch.float64,
     parallelism: Mapping[str, Any] | None = None,
     settings: Mapping[str, Any] | None = None,
+    sizes: tuple[int, int] = (NUM_SAMPLES, NUM_EVALUATED),
     **options: Any,
 ) -> list[dict[str, float]]:
     """The script. Without `stages` it is one for the plain Trainer: only the class and one argument differ.
 
     With `patience`, training stops early: no evaluation is better by what is asked for. `settings` change the model's
-    configuration.
+    configuration; `sizes` are the numbers of samples to train and to evaluate on.
     """
     family, layers = MODELS[name]
     kind, seq2seq = FAMILIES[family].kind, name == "T5"
@@ -150,7 +151,7 @@ def train(
         given = {"predict_with_generate": True, "generation_max_length": 6, **given}
     arguments = Seq2SeqTrainingArguments if seq2seq else TrainingArguments
     plain, split = (Seq2SeqTrainer, PipelineSeq2SeqTrainer) if seq2seq else (Trainer, PipelineTrainer)
-    data = [samples(kind, NUM_SAMPLES, 1), samples(kind, NUM_EVALUATED, 2)]
+    data = [samples(kind, count, seed) for seed, count in enumerate(sizes, start=1)]
     if kind == "images" and dtype != torch.float64:
         data = [[{**one, "pixel_values": one["pixel_values"].to(dtype)} for one in part] for part in data]
     with precisely(dtype):
@@ -176,13 +177,14 @@ def fine_tune(
     dtype: torch.dtype = torch.float64,
     family: str = "llama",
     parallelism: Mapping[str, Any] | None = None,
+    settings: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> list[dict[str, float]]:
     """The same with TRL's SFTTrainer, on sentences of several lengths."""
     given = {**defaults(folder, steps, pipelines), "max_length": 16, "packing": packing, "bf16": False, **options}
     with precisely(dtype):
         trainer: Any = (PipelineSFTTrainer if stages else SFTTrainer)(
-            FAMILIES[family].build(dtype=dtype, vocab_size=62),
+            FAMILIES[family].build(dtype=dtype, vocab_size=62, **(settings or {})),
             SFTConfig(**given),
             train_dataset=sentences(80, 1),
             eval_dataset=sentences(NUM_EVALUATED, 2),
