@@ -5,6 +5,7 @@ Functions here that a worker runs build their model and their data themselves, f
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +21,8 @@ from training import gradients_of, kept_in_double
 
 MICROBATCH_SIZE = 2
 LEARNING_RATE = 0.1
+
+TEMPLATES: dict[tuple[str, str, int], PipelineTemplate] = {}
 
 Sample = dict[str, Any]
 Gradients = dict[str, torch.Tensor | None]
@@ -88,11 +91,19 @@ def make_plugin(
         num_stages_on(ranks, one) if isinstance(one, str) else parse_schedule(one).num_stages
         for (ranks, _), one in zip(shapes, each, strict=True)
     ]
-    templates = [PipelineTemplate.balanced(model, number) for number in stages]
+    templates = [balanced(model, number) for number in stages]
     chosen: Any = dict(zip(templates, each, strict=True)) if isinstance(schedule, tuple) else schedule
     plugin = HeterogeneousParallelPlugin(**{"microbatch_size": MICROBATCH_SIZE, "schedule": chosen, **options})
     plugin.set_pipelines(templates, [count for _, count in shapes])
     return plugin
+
+
+def balanced(model: Any, num_stages: int) -> PipelineTemplate:
+    """The balanced template. Costs are estimated once in a process for all models of a configuration."""
+    key = type(model).__name__, model.config.to_json_string(), num_stages
+    if key not in TEMPLATES:
+        TEMPLATES[key] = PipelineTemplate.balanced(model, num_stages)
+    return TEMPLATES[key]
 
 
 def num_ranks(pipelines: str) -> int:
@@ -144,6 +155,7 @@ def report_of(model: Any) -> dict[str, Any]:
     }
 
 
+@functools.cache
 def unsplit(family: str, number: int, size: int, max_norm: float = 0.0) -> list[Seen]:
     """The oracle: the same epoch with a model that was never split, on whole global batches of `size` samples."""
     model = FAMILIES[family].build()
