@@ -214,5 +214,9 @@ def measure_growth() -> None:
 
 def test_memory_holds_the_stage_and_not_the_model() -> None:
     """In a process of its own: what earlier tests freed would be used again, and not be counted."""
-    result = run_python("-c", "from test_materialize_init import measure_growth; measure_growth()")
+    result = run_python("-m", "test_materialize_init")
     assert result.returncode == 0, result.stderr
+
+
+if __name__ == "__main__":
+    measure_growth()
