@@ -13,8 +13,8 @@ sys.path.insert(0, str(ROOT / "examples"))
 from corpus import END_OF_TEXT, read_texts, train_tokenizer
 
 
-def local_hub(folder: Path, num_layers: int = 4) -> GPT2LMHeadModel:
-    """Make a tiny GPT-2 with its tokenizer in `folder`/gpt2 and 404 lines of text in `folder`/squad."""
+def local_hub(folder: Path, num_layers: int = 4, num_lines: int = 404) -> GPT2LMHeadModel:
+    """Make a tiny GPT-2 with its tokenizer in `folder`/gpt2 and lines of text in `folder`/squad."""
     texts = read_texts(None, 60_000)
     tokenizer = train_tokenizer(texts, 400)
     tokenizer.save_pretrained(folder / "gpt2")
@@ -25,7 +25,7 @@ def local_hub(folder: Path, num_layers: int = 4) -> GPT2LMHeadModel:
     )
     model = GPT2LMHeadModel(config)
     model.save_pretrained(folder / "gpt2")
-    contexts = [line for text in texts for line in text.splitlines() if len(line) > 20][:404]
+    contexts = [line for text in texts for line in text.splitlines() if len(line) > 20][:num_lines]
     (folder / "squad").mkdir()
     rows = [json.dumps({"context": context}) for context in contexts]
     (folder / "squad" / "train.jsonl").write_text("\n".join(rows))

@@ -18,6 +18,7 @@ from pool import Pool
 from test_cli import run
 from training import kept_in_double
 
+MODEL = "test_planning_auto:build"  # for the commands
 IDS = torch.arange(48).reshape(8, 6) % 13 + 3
 
 
@@ -99,9 +100,8 @@ def test_mistakes_are_named(arguments: tuple, message: str) -> None:
 
 
 def test_plan_prints_pipelines_of_all_devices(tmp_path: Path) -> None:
-    build().config.save_pretrained(tmp_path)
     plot = tmp_path / "step.svg"
-    result = run("plan", "GPT2LMHeadModel", "--devices", 5, "--memory", "4GB", "--global-batch", 64, "--plot", plot)
+    result = run("plan", MODEL, "--devices", 5, "--memory", "4GB", "--global-batch", 64, "--plot", plot)
     assert result.exit_code == 0, result.output
     assert "GPT2LMHeadModel on 5 devices: 16 microbatches a step" in result.output
     words = " ".join(result.output.split())
@@ -111,7 +111,7 @@ def test_plan_prints_pipelines_of_all_devices(tmp_path: Path) -> None:
 
 def test_plan_as_json_for_unlike_devices_and_a_measured_profile(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
-    result = run("profile", "test_planning_auto:build", "--batch", 4, "--length", 8, "-o", path, "--device", "cpu")
+    result = run("profile", MODEL, "--batch", 4, "--length", 8, "-o", path, "--device", "cpu")
     assert result.exit_code == 0 and "written to" in result.output, result.output
     result = run("plan", "gpt2", "--profile", path, "--devices", "a:2,b:1", "--speed", "a=1,b=0.5", "--json")
     assert result.exit_code == 0, result.output
@@ -126,7 +126,7 @@ def test_plan_as_json_for_unlike_devices_and_a_measured_profile(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--devices", "t4:2", "--memory", "100MB"], "alone needs"),
+        (["--devices", "t4:2", "--memory", "100KB"], "alone needs"),
         (["--global-batch", "63"], "no whole number of microbatches of 4"),
         (["--schedule", "zb-x"], "unknown schedule 'zb-x': known are auto, gpipe"),
         (["--optimizer", "lion"], "must be one of adam, sgd"),
@@ -134,5 +134,5 @@ def test_plan_as_json_for_unlike_devices_and_a_measured_profile(tmp_path: Path) 
     ],
 )
 def test_mistakes_of_the_command_end_with_one_line(arguments: list[str], message: str) -> None:
-    result = run("plan", "GPT2LMHeadModel", *arguments)
+    result = run("plan", MODEL, *arguments)
     assert result.exit_code == 1 and "error: " in result.output and message in " ".join(result.output.split())
