@@ -11,7 +11,7 @@ from families import FAMILIES, batch
 from pool import Pool
 from training import kept_in_double, parallelize, rows, run_step
 
-STEPS, MICROBATCHES = 3, 4
+STEPS, MICROBATCHES = 2, 4
 
 
 def train_with_dropout(family: str, stages: int, seed: int, **options: Any) -> list[float]:
