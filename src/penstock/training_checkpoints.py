@@ -237,8 +237,9 @@ def _load_newest(
     folder: str, which: str | int, model: PreTrainedModel, state: TrainingState, run: Participants, world: Comm
 ) -> Checkpoint:
     damaged: dict[str, str] = {}
+    place = run.place.pipeline, run.place.pipeline_rank
     for path, fault in _candidates(folder, which, world):
-        weights, training = WeightsLoad(model, path), TrainingStateLoad(model, path, state, pipeline=run.place.pipeline)
+        weights, training = WeightsLoad(model, path), TrainingStateLoad(model, path, state, place=place)
         doing = f"load {path}"
         with closing(weights), closing(training):
             try:
@@ -314,7 +315,6 @@ class Participants:
         if (engine := self.engine).run is not None:
             return None
         return GradientKeeper(
-            place=(engine.place.pipeline, engine.place.pipeline_rank),
             pending=lambda: engine.gradients_pending,
             is_part=engine.is_part_of_gradient,
             note=engine.note_gradients,

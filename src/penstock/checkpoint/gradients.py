@@ -36,13 +36,11 @@ class GradientKeeper:
     are any.
 
     Attributes:
-        place: the rank's.
         pending: whether there may be gradients that no step of the optimizer has used.
         is_part: whether other ranks hold a parameter too, and its gradient is not summed over them yet.
         note: is told which parameters were given gradients that are summed over all holders, and which parts of such.
     """
 
-    place: Place = (0, 0)
     pending: Callable[[], bool] = lambda: True
     is_part: Callable[[torch.Tensor], bool] = lambda parameter: False
     note: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None] = lambda whole, parts: None
@@ -58,7 +56,9 @@ def is_part(key: str) -> bool:
     return is_gradient(key) and _place_of(key) is not None
 
 
-def collect_gradients(model: nn.Module, optimizer: Optimizer, keeper: GradientKeeper) -> dict[str, torch.Tensor]:
+def collect_gradients(
+    model: nn.Module, optimizer: Optimizer, keeper: GradientKeeper, place: Place
+) -> dict[str, torch.Tensor]:
     """This rank's gradients that are pending, of the optimizer's parameters, by their names in a file.
 
     Raises:
@@ -67,7 +67,7 @@ def collect_gradients(model: nn.Module, optimizer: Optimizer, keeper: GradientKe
     found: dict[str, torch.Tensor] = {}
     if not keeper.pending():
         return found
-    where = ".".join(map(str, keeper.place))
+    where = ".".join(map(str, place))
     for name, parameter in parameters_by_name(model, optimizer).items():
         gradient = parameter.grad
         if gradient is None:
@@ -86,6 +86,7 @@ def restore_gradients(
     model: nn.Module,
     optimizer: Optimizer,
     keeper: GradientKeeper,
+    place: Place,
     holders: Mapping[str, Collection[Place]],
     keys: Iterable[str],
     read: Callable[[str], torch.Tensor],
@@ -93,6 +94,7 @@ def restore_gradients(
     """Give the parameters of this rank the gradients that were saved, or none.
 
     Args:
+        place: this rank's.
         holders: of each parameter the places of the ranks that hold it now.
         keys: names of what was saved for the parameters of this rank.
         read: a tensor as this rank holds it.
@@ -113,7 +115,7 @@ def restore_gradients(
         gradient: torch.Tensor | None = None
         if None not in parts and parts.keys() <= set(holders.get(name, ())):
             with_parts.append(parameter)
-            if (own := parts.get(keeper.place)) is not None:
+            if (own := parts.get(place)) is not None:
                 gradient = torch.empty_like(parameter, requires_grad=False).copy_(_fitting(read(own), name, parameter))
         else:
             whole.append(parameter)

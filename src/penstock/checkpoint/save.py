@@ -260,7 +260,8 @@ class _Save:
                 raise CheckpointError(f"was asked for {self._call}, but rank {rank} for {call}")
         needed: list[str] = []
         if self.training_state is not None:
-            self.training = collect_training_state(self.model, self.training_state, self.place.pipeline)
+            place = self.place.pipeline, self.place.pipeline_rank
+            self.training = collect_training_state(self.model, self.training_state, place)
         names = frozenset[str]()
         if self.once:
             tensors = frozenset(self.training.tensors if self.training is not None else ())

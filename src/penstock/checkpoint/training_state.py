@@ -71,14 +71,14 @@ class RankTrainingState:
     tensors: dict[str, torch.Tensor]
 
 
-def collect_training_state(model: nn.Module, state: TrainingState, pipeline: int = 0) -> RankTrainingState:
-    """Read the share of a rank of this pipeline. See `optimizer_state.collect_optimizer` for what is refused."""
-    report: dict[str, Any] = {"random": capture_random_state(), "pipeline": pipeline}
+def collect_training_state(model: nn.Module, state: TrainingState, place: Place) -> RankTrainingState:
+    """Read the share of the rank at this place. See `optimizer_state.collect_optimizer` for what is refused."""
+    report: dict[str, Any] = {"random": capture_random_state(), "pipeline": place[0]}
     if state.optimizer is None:
         return RankTrainingState(report, {})
     collected = collect_optimizer(model, state.optimizer)
     report |= {"groups": collected.groups, "members": collected.members, "values": collected.values}
-    gradients = {} if state.gradients is None else collect_gradients(model, state.optimizer, state.gradients)
+    gradients = {} if state.gradients is None else collect_gradients(model, state.optimizer, state.gradients, place)
     return RankTrainingState(report, collected.tensors | gradients)
 
 
@@ -123,7 +123,7 @@ def load_training_state(
     *,
     world_comm: Comm,
     variant: str | None = None,
-    pipeline: int = 0,
+    place: Place = (0, 0),
 ) -> TrainingState:
     """Load the training state that `save_parallelized(..., training_state=...)` saved, into the objects of `state`.
 
@@ -132,7 +132,7 @@ def load_training_state(
     rank's, or as the first rank's of all if there was no such pipeline.
 
     Args:
-        pipeline: the index of this rank's.
+        place: this rank's pipeline, and pipeline rank.
 
     Returns:
         `state` with the saved `step` and `extra`.
@@ -141,7 +141,7 @@ def load_training_state(
         CheckpointError: a file is missing, truncated or foreign, the optimizer's groups are not the saved ones, or
             something of its state cannot be sharded for another tensor-parallel size.
     """
-    load = TrainingStateLoad(model, directory, state, variant, pipeline)
+    load = TrainingStateLoad(model, directory, state, variant, place)
     doing = f"load {load.directory}"
     try:
         load.held = together(world_comm, doing, "checking the training state", load.check)
@@ -154,10 +154,9 @@ def load_training_state(
 
 @dataclass(frozen=True)
 class Holder:
-    """What a rank that loads tells the others: its pipeline, its pipeline rank, and the parameters in its optimizer."""
+    """What a rank that loads tells the others: its place, and the parameters in its optimizer."""
 
-    pipeline: int
-    pipeline_rank: int
+    place: Place
     names: Sequence[str] = ()
 
 
@@ -174,11 +173,11 @@ class TrainingStateLoad:
         directory: str | os.PathLike[str],
         state: TrainingState,
         variant: str | None = None,
-        pipeline: int = 0,
+        place: Place = (0, 0),
     ) -> None:
         self.directory = os.path.abspath(directory)
         self.held: Sequence[Holder] = ()
-        self._pipeline = pipeline
+        self._place = place
         self._model = model
         self._state = state
         self._variant = variant
@@ -195,7 +194,7 @@ class TrainingStateLoad:
         if missing := sorted(state.objects.keys() - content["objects"].keys() - OPTIONAL):
             raise CheckpointError(f"{directory} has no state for {missing}; it has {sorted(content['objects'])}")
         if state.optimizer is None:
-            return Holder(self._pipeline, 0)
+            return Holder(self._place)
         if content["groups"] is None:
             raise CheckpointError(f"{directory} has no optimizer state")
         self._reader = CheckpointReader(directory, manifest, TRAINING, tensor_parallel_place(model))
@@ -203,7 +202,7 @@ class TrainingStateLoad:
         self._mine = reshardings_of(model, state.optimizer, manifest, saved_shapes)
         self._reader.verify(self._mine)
         names = [name for group in collect_optimizer(model, state.optimizer).members for name in group]
-        return Holder(self._pipeline, 0 if state.gradients is None else state.gradients.place[1], names)
+        return Holder(self._place, names)
 
     def apply(self, world_comm: Comm) -> None:
         """Give everything its saved state."""
@@ -223,8 +222,9 @@ class TrainingStateLoad:
             groups = (content["groups"], content["members"], content["values"])
             restore_optimizer(self._model, state.optimizer, *groups, tensors)
             if (keeper := state.gradients) is not None:
-                holders = self._places()
-                self._note_gradients = restore_gradients(self._model, state.optimizer, keeper, holders, gradients, read)
+                self._note_gradients = restore_gradients(
+                    self._model, state.optimizer, keeper, self._place, self._places(), gradients, read
+                )
         for name, stateful in state.objects.items():
             if name in content["objects"]:
                 restore_object(stateful, content["objects"][name], f"the state of {name!r} in {self.directory}")
@@ -235,17 +235,17 @@ class TrainingStateLoad:
         places: dict[str, list[Place]] = {}
         for holder in self.held:
             for name in holder.names:
-                places.setdefault(name, []).append((holder.pipeline, holder.pipeline_rank))
+                places.setdefault(name, []).append(holder.place)
         return places
 
     def _generators_of(self, rank: int) -> int:
         """The rank of the saving run whose random generators this one continues."""
-        here, saved = [holder.pipeline for holder in self.held], self._content.get("pipelines")
+        here, saved = [holder.place[0] for holder in self.held], self._content.get("pipelines")
         if saved is None:
             saved = here if len(here) == len(self._content["random"]) else [0]
         if saved == here:
             return rank
-        return saved.index(self._pipeline) if self._pipeline in saved else 0
+        return saved.index(self._place[0]) if self._place[0] in saved else 0
 
     @contextlib.contextmanager
     def undone_if_it_fails(self) -> Iterator[None]:
