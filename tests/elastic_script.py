@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-import penstock.elastic.run as elastic_run
+import penstock.elastic.generations as generations
 import penstock.runtime.engine as engine
 from families import FAMILIES, VOCABULARY
 from penstock import Booster, CheckpointManager, Elastic, HeterogeneousParallelPlugin, PipelineTemplate
@@ -77,7 +77,7 @@ def main(store: str, folder: str, steps: int, start: int, *orders: str) -> None:
         plugin = HeterogeneousParallelPlugin(**options)
         plugin.set_pipelines(templates, [GLOBAL_BATCH // MICROBATCH])
     if "FORMING" in os.environ:  # seconds
-        elastic_run.FORMING = datetime.timedelta(seconds=float(os.environ["FORMING"]))
+        generations.FORMING = datetime.timedelta(seconds=float(os.environ["FORMING"]))
     booster = Booster(plugin=plugin)
     done: set[str] = set()
 
@@ -88,7 +88,7 @@ def main(store: str, folder: str, steps: int, start: int, *orders: str) -> None:
             if where in (f"{now}/{place}", f"any/{place}") and order not in done:
                 done.add(order)
                 if action == "await":  # until somebody asks to join
-                    while plugin.run is not None and not plugin.run.asked:
+                    while plugin.run is not None and not plugin.run.generations.membership.asked:
                         time.sleep(0.02)
                 elif action == "sleep":
                     time.sleep(8.0)
@@ -102,7 +102,7 @@ def main(store: str, folder: str, steps: int, start: int, *orders: str) -> None:
         run = plugin.run
         note(
             step=0 if run is None else run.step,
-            generation=0 if run is None or run.decision is None else run.decision.generation,
+            generation=0 if run is None else run.generation,
             pipeline=plugin.pipeline_index,
             samples=[sample["index"] for sample in samples],
         )
@@ -119,8 +119,8 @@ def main(store: str, folder: str, steps: int, start: int, *orders: str) -> None:
         """An object of the user's, whose state is read by the rank that writes a checkpoint."""
 
         def state_dict(self) -> dict[str, int]:
-            if plugin.run is not None and plugin.run.decision is not None:
-                here(f"saving in {plugin.run.decision.generation}")
+            if plugin.run is not None:
+                here(f"saving in {plugin.run.generation}")
             return {}
 
         def load_state_dict(self, state: dict[str, int]) -> None:
@@ -138,13 +138,14 @@ def main(store: str, folder: str, steps: int, start: int, *orders: str) -> None:
             plugin.run.on_layout = lambda new: (here("forming"), here(f"forming {new.generation}"), form(new))[-1]
             adopt = engine.adopt_random_state  # it follows the move
 
-            def moved() -> str:
-                new = plugin.run and plugin.run._deciding
-                return f"moved in {new.generation if new else 0}"
+            def moved(*given: Any) -> Any:
+                here("moved")
+                here(f"moved in {plugin.run.generation}")
+                return adopt(*given)
 
-            engine.adopt_random_state = lambda *given: (here("moved"), here(moved()), adopt(*given))[-1]
+            engine.adopt_random_state = moved
         batches, step, known = iter(loader), booster.step if store else 0, 0
-        note(begins=step, member=0 if not store else plugin.run.number)
+        note(begins=step, member=0 if not store else plugin.run.generations.number)
         manager = None
         if store and (folder_of := os.environ.get("CHECKPOINTS")):
             objects = {"optimizer": wrapped, "lr_scheduler": scheduler, "dataloader": loader, "own": Own()}

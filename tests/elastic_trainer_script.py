@@ -65,7 +65,7 @@ def main(store: str, folder: str, steps: int, start: int, *orders: str) -> None:
             if where in (f"{now}/{place}", f"any/{place}") and order not in done:
                 done.add(order)
                 if action == "await":  # until somebody asks to join
-                    while run is not None and not run.asked:
+                    while run is not None and not run.generations.membership.asked:
                         time.sleep(0.02)
                 else:
                     os.kill(os.getpid(), ACTIONS[action])

@@ -87,7 +87,7 @@ class Booster:
         Raises:
             TypeError: it lacks one of the two. ValueError: the name is taken.
         """
-        self._run().register(name, one)
+        self._run().states.register(name, one)
 
     def leave(self) -> None:
         """With `elastic=`, leave the run at the end of the step: the process then ends with status 0."""

@@ -137,7 +137,7 @@ class CheckpointManager:
     def newest(self) -> tuple[int, str] | None:
         """Step and path of the newest whole checkpoint, as this process sees it; None if there is none."""
         known = [id(one) for one in self._state.values()]
-        objects = {"optimizer": self._state["optimizer"] or self, **self._participants.elastic.objects}
+        objects = {"optimizer": self._state["optimizer"] or self, **self._participants.elastic.states.objects}
         if missing := [name for name, one in objects.items() if id(one) not in known]:
             logger.warning("the run cannot go back to %s, which is without %s", self.folder, ", ".join(missing))
             return None

@@ -10,6 +10,7 @@ import hashlib
 import os
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal, cast
 
 import torch
@@ -21,9 +22,11 @@ from transformers import PreTrainedModel
 
 from penstock.data.loader import HeterogeneousDataLoader
 from penstock.elastic.formations import Formations
+from penstock.elastic.generations import Generations
 from penstock.elastic.protocol import Decision
 from penstock.elastic.run import ElasticRun
 from penstock.elastic.settings import Elastic
+from penstock.elastic.shared_states import SharedStates
 from penstock.modeling.adapters import base_of, is_peft_model
 from penstock.modeling.graph.loss import Criterion
 from penstock.optimizer import PipelineOptimizer
@@ -425,32 +428,29 @@ class HeterogeneousParallelPlugin:
         )  # fmt: skip
         facts = {**facts_of(model), **self._facts(), "the global batch size": self.global_batch_size}
         digest = hashlib.sha256(repr(sorted((name, repr(value)) for name, value in facts.items())).encode())
-        run = self.run = ElasticRun(elastic, formations, self.tp_size, digest.hexdigest())
-        run.on_layout = self._take_layout
-        run.optimizer = optimizer.unwrap() if isinstance(optimizer, PipelineOptimizer) else optimizer
+        states = SharedStates(optimizer.unwrap() if isinstance(optimizer, PipelineOptimizer) else optimizer)
         for name, one in (("dataloader", dataloader), ("lr_scheduler", lr_scheduler)):
             if one is not None:
-                run.register(name, one)
+                states.register(name, one)
         if self.precision == "fp16":
-            run.register("loss scale", self._loss_scale)
-        now = run.enter()
-        self._take_layout(now)
-        with forming(self.time_limit, run.on_board) as board:
-            if run.begins(now):
+            states.register("loss scale", self._loss_scale)
+        generations = Generations(elastic, formations, self.tp_size, digest.hexdigest())
+        now, on_layout = generations.now, partial(self._take_layout, generations)
+        on_layout(now)
+        with forming(self.time_limit, generations.on_board) as board:
+            if now.is_first:
                 require_agreement(facts, board)
-            values = None if run.begins(now) else run.values(now)
+            values = None if now.is_first else states.values(now)
             model = self._parallelise(model, board, criterion, values)
-        run.formed(model.pipeline)
         wrapped = self._wrap(optimizer, model)
-        wrapped.run = run
+        self.run = wrapped.run = ElasticRun(generations, states, model.pipeline, on_layout)
         return model, wrapped, criterion, dataloader, lr_scheduler
 
-    def _take_layout(self, decision: Decision) -> tuple[Layout, Callable[[int], Schedule]]:
+    def _take_layout(self, generations: Generations, decision: Decision) -> tuple[Layout, Callable[[int], Schedule]]:
         """Make a generation's pipelines those of this plugin, and of its loaders."""
-        assert self.run is not None
-        templates, counts = self.run.formations.layout(decision)
+        templates, counts = generations.formations.layout(decision)
         self._set(check_templates(templates), counts)
-        rank = decision.members.index(self.run.number)
+        rank = decision.members.index(generations.number)
         self._on_place(rank, len(decision.members))
         pipeline = self.layout.place_of(rank).pipeline
         for loader in self._loaders:

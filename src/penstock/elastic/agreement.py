@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from penstock.elastic.meeting import Meeting
-from penstock.elastic.membership import Membership, Pulse
+from penstock.elastic.membership import Membership
 from penstock.elastic.protocol import Decision, Move, Report, View, next_move
 
 # Between two looks at the store.
@@ -14,8 +14,6 @@ PAUSE = 0.01
 # A member that lives has so many times the hang timeout for its report: a step may take long, or its program have left
 # the training loop without an end.
 REPORT_PATIENCE = 5
-# Numbers that nobody came with (a process that ended while it came) before the list of members is taken to be over.
-LONGEST_GAP = 16
 
 # (what the decider sees) -> the next generation
 Plan = Callable[[View], Decision]
@@ -25,7 +23,7 @@ class LeftOut(RuntimeError):
     """The other members went on without this one."""
 
 
-def agree(membership: Membership, now: Decision, report: Report, plan: Plan, announce: bool = True) -> Decision:
+def agree(membership: Membership, now: Decision, report: Report, plan: Plan, announce: bool) -> Decision:
     """End a generation and return the next one.
 
     Args:
@@ -79,25 +77,11 @@ def decision(meeting: Meeting, generation: int) -> Decision | None:
     return None if text is None else Decision.from_json(text)
 
 
-def latest(meeting: Meeting, since: int = 0) -> Decision | None:
+def latest(meeting: Meeting) -> Decision | None:
     """The newest generation that was decided on."""
-    found = None
-    while (following := decision(meeting, since)) is not None:
-        found, since = following, since + 1
-    return found
-
-
-def everyone(pulse: Pulse) -> list[int]:
-    """All members that have ever joined."""
-    found: list[int] = []
-    number = missed = 0
-    while missed < LONGEST_GAP:
-        if pulse.record(number) is None:
-            missed += 1
-        else:
-            missed = 0
-            found.append(number)
-        number += 1
+    found, number = None, 0
+    while (following := decision(meeting, number)) is not None:
+        found, number = following, number + 1
     return found
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 
 import torch
 from transformers import PreTrainedModel
 
-from penstock.elastic.membership import Record
-from penstock.elastic.protocol import Decision, Report
+from penstock.elastic.membership import Membership, Record
+from penstock.elastic.protocol import Decision, Report, View, successor
 from penstock.elastic.settings import Elastic
 from penstock.modeling.graph.costs import unit_costs
 from penstock.planning.layout import Layout
@@ -95,53 +96,75 @@ class Formations:
         ]
         return templates, [count for _, count in decision.pipelines]
 
-    def decide(
+    def first(self, members: Sequence[int], record: Callable[[int], Record | None]) -> Decision:
+        """The first generation: of members that came, by what each said of itself."""
+        return self._decide((), members, 0, record)
+
+    def following(
+        self, view: View, now: Decision, membership: Membership, checkpoint: Callable[[], tuple[int, str] | None]
+    ) -> Decision:
+        """The generation after `now`, by what the member that decides sees.
+
+        Args:
+            checkpoint: finds step and path of one to go back to, if nobody has some part of the model, or some member
+                is on its way back.
+        """
+        reports, step, calls, dropped = successor(view)
+        joining = [report.member for report in reports if report.new]
+        going_on = [report for report in reports if not report.new]
+        requests = membership.num_requests()
+        fresh = all(report.ready for report in going_on)
+        if fresh:
+            joining += membership.candidates(now.members)
+        while True:
+            number = now.generation + 1
+            found = self._decide(going_on, joining, number, membership.pulse.record, now, step, checkpoint)
+            if not found.end or not joining:
+                break
+            membership.refuse(joining.pop(), found.end)  # the members go on without the last who came
+        left = tuple(report.member for report in view.reports.values() if report.leaving)
+        return replace(
+            found,
+            calls=0 if fresh or found.restore else calls,
+            dropped=0 if fresh or found.restore else dropped,
+            fresh=fresh,
+            requests=requests if fresh else 0,
+            left=left,
+            lost=tuple(member for member in found.lost if member not in left),
+        )
+
+    def _decide(
         self,
-        generation: int,
         reports: Sequence[Report],
         joining: Sequence[int],
+        generation: int,
         record: Callable[[int], Record | None],
         before: Decision | None = None,
         step: int = 0,
         checkpoint: Callable[[], tuple[int, str] | None] = lambda: None,
     ) -> Decision:
-        """The next generation.
+        """The pipelines of the members that go on, by their reports, and of those that come new.
 
         Args:
-            reports: of those that go on.
-            joining: who comes new.
-            record: what a member said of itself.
             before: the generation that ends, None at the beginning of a run.
-            checkpoint: finds step and path of one to go back to, if nobody has some part of the model, or some member
-                is on its way back.
         """
         started = time.monotonic()
         held = {report.member: report.held for report in reports} | dict.fromkeys(joining, ())
         devices = self._devices(list(held), record)
         members = [member for device in devices for member in device]
         old = () if before is None else before.members
-        left = tuple(member for member in old if member not in members)
+        lost = tuple(member for member in old if member not in members)
         restore = ""
-        missing = [] if not reports else [
-            unit for unit in self.units if not any(unit in held[device[0]] for device in devices)
-        ]  # fmt: skip
         try:
             if not devices:
                 raise Infeasible("no member is left to go on")
-            going_back = any(report.going_back for report in reports)
-            if (missing or going_back) and (found := checkpoint()) is not None:
+            values = [held[device[0]] for device in devices]
+            if reports and (found := self._to_go_back_to(reports, values, checkpoint)) is not None:
                 step, restore = found
-                held = dict.fromkeys(held, ())  # all values come from there
-            elif missing:
-                raise Infeasible(
-                    f"no device that is left has the values of {', '.join(missing[:4])}"
-                    + (f" and {len(missing) - 4} more units" if len(missing) > 4 else "")
-                )
-            elif going_back:
-                raise Infeasible("the checkpoint to go back to is gone")
+                values = [() for _ in devices]  # all of them come from there
             formation = choose(
                 self._shapes,
-                [held[device[0]] for device in devices],
+                values,
                 self._size_of,
                 self._num_microbatches,
                 self._settings.copies,
@@ -151,7 +174,7 @@ class Formations:
             )
         except (Infeasible, ValueError) as error:
             # Those who came new go on waiting, and all others are told.
-            return Decision(generation, tuple(sorted(held)), step=step, end=str(error), lost=left)
+            return Decision(generation, tuple(sorted(held)), step=step, end=str(error), lost=lost)
         ranks = tuple(member for index in formation.devices for member in devices[index])
         pipelines = tuple(
             (shape.stages, count) for shape, count in zip(formation.shapes, formation.microbatches, strict=True)
@@ -162,10 +185,34 @@ class Formations:
             tuple(member for member in joining if member in ranks),
             step,
             pipelines=pipelines,
-            lost=left,
+            lost=lost,
             restore=restore,
             seconds=time.monotonic() - started,
         )
+
+    def _to_go_back_to(
+        self,
+        reports: Sequence[Report],
+        values: Sequence[Collection[str]],
+        checkpoint: Callable[[], tuple[int, str] | None],
+    ) -> tuple[int, str] | None:
+        """The checkpoint that all values come from; None if the devices have them.
+
+        Args:
+            values: for each device the units whose values it has.
+
+        Raises:
+            Infeasible: there is none, but one is needed.
+        """
+        missing = [unit for unit in self.units if not any(unit in has for has in values)]
+        if not missing and not any(report.going_back for report in reports):
+            return None
+        if (found := checkpoint()) is not None:
+            return found
+        if not missing:
+            raise Infeasible("the checkpoint to go back to is gone")
+        more = f" and {len(missing) - 4} more units" if len(missing) > 4 else ""
+        raise Infeasible(f"no device that is left has the values of {', '.join(missing[:4])}{more}")
 
     def _devices(self, members: Sequence[int], record: Callable[[int], Record | None]) -> list[list[int]]:
         """The members of each device: with tensor parallelism the shards of one group, if all are there."""

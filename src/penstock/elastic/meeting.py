@@ -45,6 +45,9 @@ class Meeting(Protocol):
     def clone(self) -> Meeting:
         """The same store by a connection of its own, for another thread."""
 
+    def within(self, prefix: str) -> Meeting:
+        """A part of this store, whose keys are its own."""
+
 
 STORE_ERRORS = (OSError, RuntimeError)  # torch's are RuntimeErrors
 
@@ -152,7 +155,7 @@ def parse_address(address: str) -> tuple[str, int] | Path:
     raise ValueError(f"store must be tcp://host:port or file:///folder, got {address!r}")
 
 
-def meet(address: str, run: str) -> TcpMeeting | FolderMeeting:
+def meet(address: str, run: str) -> Meeting:
     """The store of the run `run` at an address.
 
     Raises:

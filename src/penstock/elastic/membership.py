@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from penstock.elastic.meeting import STORE_ERRORS, Meeting
 from penstock.runtime.failures.ring import has_ended, machine
@@ -27,6 +26,8 @@ logger = logging.getLogger("penstock")
 BEAT_SECONDS = 0.2
 # How long the heartbeat of a member whose connection closed stands still before it is lost.
 STILL_SECONDS = 0.5
+# Numbers that nobody came with (a process that ended while it came) before the list of members is taken to be over.
+LONGEST_GAP = 16
 
 
 @dataclass(frozen=True)
@@ -60,13 +61,13 @@ class Pulse:
     """What this process knows about others' heartbeats, from reading them repeatedly."""
 
     def __init__(self, meeting: Meeting) -> None:
-        self._meeting = meeting
+        self.meeting = meeting
         self._seen: dict[int, tuple[str | None, float]] = {}
         self._records: dict[int, Record] = {}
 
     def still(self, member: int) -> float:
         """How many seconds a member's heartbeat has not changed, counted from the first call."""
-        now, beat = time.monotonic(), self._meeting.get(f"beat/{member}")
+        now, beat = time.monotonic(), self.meeting.get(f"beat/{member}")
         before = self._seen.get(member)
         if before is None or before[0] != beat:
             self._seen[member] = beat, now
@@ -80,18 +81,31 @@ class Pulse:
     def record(self, member: int) -> Record | None:
         """What a member said about itself, or None if it has not yet."""
         if member not in self._records:
-            text = self._meeting.get(f"member/{member}")
+            text = self.meeting.get(f"member/{member}")
             if text is None:
                 return None
             self._records[member] = Record.from_json(text)
         return self._records[member]
+
+    def everyone(self) -> list[int]:
+        """All members that have ever joined."""
+        found: list[int] = []
+        number = missed = 0
+        while missed < LONGEST_GAP:
+            if self.record(number) is None:
+                missed += 1
+            else:
+                missed = 0
+                found.append(number)
+            number += 1
+        return found
 
     def has_ended(self, member: int) -> bool:
         """Whether a member said goodbye, or its process has ended on this machine."""
         record = self.record(member)
         if record is not None and has_ended(record.machine, record.process):
             return True
-        return self._meeting.get(f"gone/{member}") is not None
+        return self.meeting.get(f"gone/{member}") is not None
 
     def lost(self, members: Collection[int], suspects: Collection[int], patience: float) -> set[int]:
         """Those of `members` that are lost; see the top of this file."""
@@ -114,7 +128,7 @@ class Membership:
         id: its number.
         wants_to_leave: whether it was asked to.
         silent: members that were found silent for too long.
-        asked: how many requests to change the members there have been, as far as was heard.
+        asked: how many requests to change the members are known here.
     """
 
     def __init__(self, meeting: Meeting, hang: float, group: str, shard: int, facts: str) -> None:
@@ -127,7 +141,7 @@ class Membership:
         self.asked = 0
         self.silent: set[int] = set()
         self._generation = -1
-        self._watched: Sequence[int] = ()
+        self._watched: int | None = None
         self._fail: Callable[[str, Sequence[int]], None] | None = None
         self._patience = hang
         self._lock = threading.Lock()
@@ -151,38 +165,72 @@ class Membership:
         with self._lock:
             self._fail = None
 
-    def close(self, goodbye: bool = True) -> None:
-        """End the heartbeat. With `goodbye` the others need not wait to find out."""
+    def close(self) -> None:
+        """End the heartbeat, and say so: the others need not wait to find out."""
         if self._closed.is_set():
             return
         self._closed.set()
-        if goodbye:
-            with contextlib.suppress(*STORE_ERRORS):
-                self.meeting.put(f"gone/{self.id}", "1")
+        with contextlib.suppress(*STORE_ERRORS):
+            self.meeting.put(f"gone/{self.id}", "1")
         if threading.current_thread() is not self._thread:
             self._thread.join(2 * BEAT_SECONDS)
 
-    def _after(self, members: Sequence[int]) -> Sequence[int]:
-        """The member that this one looks after."""
+    # -- joining ---------------------------------------------------------------------------------------------------
+
+    def ask_to_join(self) -> None:
+        """Ask the members to take this one in, at the end of a step."""
+        self.meeting.put(f"join/{self.id}", "1")
+        self.meeting.put("requests", str(self.meeting.next_number("request") + 1))
+
+    def num_requests(self) -> int:
+        """How many requests to change the members there have been."""
+        return int(self.meeting.get("requests") or 0)
+
+    def refuse(self, member: int, reason: str) -> None:
+        """Tell a member that asks to join why it may not."""
+        self.meeting.put(f"refused/{member}", reason)
+
+    def refusal(self, member: int) -> str | None:
+        """Why a member was refused; None if it was not."""
+        return self.meeting.get(f"refused/{member}")
+
+    def candidates(self, members: Collection[int]) -> list[int]:
+        """The processes that ask to join `members` and are alive; one with another model or settings is refused."""
+        found = []
+        for member in self.pulse.everyone():
+            if member in members or self.meeting.get(f"join/{member}") is None or self.pulse.has_ended(member):
+                continue
+            record = self.pulse.record(member)
+            assert record is not None
+            if record.facts != self.record.facts:
+                self.refuse(
+                    member, "its model or its settings are not those of the run (member "
+                    f"{member} on {record.host}); every process must be given the same",
+                )  # fmt: skip
+            elif self.refusal(member) is None:
+                found.append(member)
+        return found
+
+    def _after(self, members: Sequence[int]) -> int | None:
+        """The member that this one looks after, if there is another."""
         if self.id not in members or len(members) == 1:
-            return ()
-        return (members[(members.index(self.id) + 1) % len(members)],)
+            return None
+        return members[(members.index(self.id) + 1) % len(members)]
 
     # -- the thread ------------------------------------------------------------------------------------------------
 
     def _live(self) -> None:
-        meeting, pulse, beat = None, None, 0
+        pulse, beat = None, 0
         while not self._closed.wait(BEAT_SECONDS):
             try:
-                if meeting is None or pulse is None:
-                    meeting = self.meeting.clone()
-                    pulse = Pulse(meeting)
+                if pulse is None:
+                    pulse = Pulse(self.meeting.clone())
                 beat += 1
-                meeting.put(f"beat/{self.id}", str(beat))
-                self._listen(meeting, pulse)
+                pulse.meeting.put(f"beat/{self.id}", str(beat))
+                self._listen(pulse)
                 self._warned = False
             except STORE_ERRORS as error:
-                meeting = None
+                pulse = None
                 if not self._warned and not self._closed.is_set():
                     self._warned = True
                     logger.warning(
@@ -191,9 +239,10 @@ class Membership:
                         self.meeting.address, str(error).splitlines()[0][:200],
                     )  # fmt: skip
 
-    def _listen(self, meeting: Meeting, pulse: Pulse) -> None:
+    def _listen(self, pulse: Pulse) -> None:
+        meeting = pulse.meeting
         with self._lock:
-            generation, watched = self._generation, self._watched
+            generation, member = self._generation, self._watched
             fail, patience = self._fail, self._patience
         if fail is None:
             pulse.forget()
@@ -201,14 +250,13 @@ class Membership:
         self.asked = int(meeting.get("requests") or 0)
         if meeting.get(f"ending/{generation}") is not None:
             self._tell(generation, "the members change", ())
-        for member in watched:
-            if meeting.get(f"gone/{member}") is not None:
-                continue
-            if pulse.has_ended(member):
-                self._tell(generation, f"the process of member {member} has ended", (member,))
-            elif pulse.still(member) > patience:
-                self.silent.add(member)
-                self._tell(generation, f"member {member} has been silent for {patience:g} s", (member,))
+        if member is None or meeting.get(f"gone/{member}") is not None:
+            return
+        if pulse.has_ended(member):
+            self._tell(generation, f"the process of member {member} has ended", (member,))
+        elif pulse.still(member) > patience:
+            self.silent.add(member)
+            self._tell(generation, f"member {member} has been silent for {patience:g} s", (member,))
 
     def _tell(self, generation: int, why: str, members: Sequence[int]) -> None:
         with self._lock:
@@ -217,13 +265,3 @@ class Membership:
                 self._fail = None
         if same and fail is not None:
             fail(why, members)
-
-
-def request_change(meeting: Meeting) -> None:
-    """Ask the members to look for who wants to join, at the end of a step."""
-    meeting.put("requests", str(meeting.next_number("request") + 1))
-
-
-def describe(records: Sequence[Any]) -> str:
-    """`3 on node-a, 4 on node-b`."""
-    return ", ".join(f"{record.member} on {record.host}" for record in records if record is not None)

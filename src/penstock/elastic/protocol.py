@@ -90,6 +90,11 @@ class Decision:
     fresh: bool = False
     requests: int = 0
 
+    @property
+    def is_first(self) -> bool:
+        """Whether it begins the run."""
+        return len(self.joining) == len(self.members)
+
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 

@@ -259,7 +259,7 @@ class PluginTraining:
         run = self.plugin.run
         if self.plugin.elastic is None:
             return work()
-        if run is None or run.engine is None:
+        if run is None:
             raise RuntimeError("with elastic= the model is parallelised by train(): call it first")
         if run.performing:
             return work()

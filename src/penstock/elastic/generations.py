@@ -1,0 +1,239 @@
+"""A process's place among the members of a run: it comes, meets the others, and goes with them from one generation to
+the next."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import datetime
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from penstock.elastic.agreement import agree, decision, latest
+from penstock.elastic.formations import Formations
+from penstock.elastic.meeting import STORE_ERRORS, Meeting, meet
+from penstock.elastic.membership import Membership, Pulse
+from penstock.elastic.protocol import Decision, Report
+from penstock.elastic.settings import Elastic
+from penstock.runtime.comm.bootstrap import form_world
+from penstock.runtime.failures.board import FailureBoard, PipelineFailure
+
+logger = logging.getLogger("penstock")
+
+PAUSE = 0.02
+# How long the members of a new generation may take to meet, and a silent one is waited for meanwhile.
+FORMING = datetime.timedelta(seconds=20)
+FORMING_PATIENCE = 10.0
+# How long a failure's details are waited for.
+DETAILS = 0.1
+# How long the members of a run that may be over are looked at before it is taken to be.
+DEAD = 3.0
+# So many changes in a row that no loss explains, without an update in between, are no accident.
+MOST_FRUITLESS = 3
+
+
+class RunEnded(PipelineFailure):
+    """The remaining members cannot go on."""
+
+
+class Generations:
+    """This process as a member of one generation after the other. It waits until the first one takes it in.
+
+    Args:
+        facts: a digest of the model and the settings, the same for all members.
+
+    Attributes:
+        now: the present generation, or the one that is being formed.
+        num_fruitless: how many changes there were in a row that no loss explains.
+        checkpoint: finds step and path of one to go back to, if there is one.
+
+    Raises:
+        RuntimeError: the run has ended. ValueError: the run refuses this process, or the launcher is no good for it.
+    """
+
+    def __init__(self, settings: Elastic, formations: Formations, tp_size: int, facts: str) -> None:
+        self.settings = settings
+        self.formations = formations
+        self.num_fruitless = 0
+        self.checkpoint: Callable[[], tuple[int, str] | None] = lambda: None
+        self._board: FailureBoard | None = None
+        self.membership = _come(settings, tp_size, facts)
+        atexit.register(self.membership.close)
+        self.now = self._enter()
+        if settings.leave_on_sigterm:
+            self._leave_on_sigterm()
+
+    @property
+    def number(self) -> int:
+        """This member's id."""
+        return self.membership.id
+
+    # -- coming ----------------------------------------------------------------------------------------------------
+
+    def _enter(self) -> Decision:
+        """Become part of a generation, the first one or a later one, and meet its other members."""
+        self.now = latest(self.membership.meeting) or self._begin()
+        if self.number not in self.now.members:
+            self.now = self._join(self.now)
+        while True:
+            if self.now.end:
+                raise RunEnded(f"the run cannot begin: {self.now.end}")
+            try:
+                self.meet()
+            except PipelineFailure as error:
+                self.refuse_if_fruitless(error)
+                self.end(Report(self.number, self.now.step, suspects=self.suspects(), new=True))
+            else:
+                return self.now
+
+    def _begin(self) -> Decision:
+        """Meet the other members that begin the run."""
+        settings, meeting, pulse = self.settings, self.membership.meeting, self.membership.pulse
+        known: list[int] = []
+        changed = time.monotonic()
+        while (first := decision(meeting, 0)) is None:
+            here = [m for m in pulse.everyone() if m == self.number or not pulse.lost([m], (), FORMING_PATIENCE)]
+            if here != known:
+                known, changed = here, time.monotonic()
+            waited = time.monotonic() - changed
+            enough = len(here) >= settings.start if settings.start else waited > settings.gather
+            if enough and here and here[0] == self.number:
+                proposal = self.formations.first(here[: settings.start or len(here)], pulse.record)
+                meeting.create("decision/0", proposal.to_json())
+            time.sleep(PAUSE)
+        return first
+
+    def _join(self, now: Decision) -> Decision:
+        """Wait for a generation that takes this member in."""
+        membership, pulse = self.membership, self.membership.pulse
+        membership.ask_to_join()
+        pulse.forget()
+        while self.number not in now.members or now.end:
+            if now.end:
+                raise RunEnded(f"the run that this process was to join has ended: {now.end}")
+            if (reason := membership.refusal(self.number)) is not None:
+                raise ValueError(f"the run does not take this process in: {reason}")
+            if len(pulse.lost(now.members, (), self.settings.hang_timeout)) == len(now.members):
+                raise RunEnded("the run that this process was to join has ended: none of its members is left")
+            time.sleep(PAUSE)
+            now = decision(membership.meeting, now.generation + 1) or now
+        return now
+
+    def _leave_on_sigterm(self) -> None:
+        def leave(signum: int, frame: Any) -> None:
+            if not self.membership.wants_to_leave:
+                logger.warning("member %d leaves the run at the end of this step (SIGTERM)", self.number)
+                self.membership.wants_to_leave = True
+
+        with contextlib.suppress(ValueError):  # not in the main thread
+            signal.signal(signal.SIGTERM, leave)
+
+    # -- from one to the next --------------------------------------------------------------------------------------
+
+    def meet(self) -> None:
+        """Make torch's default process group of the present generation's members."""
+        now = self.now
+        store = self.membership.meeting.clone().process_store(f"generation {now.generation}", FORMING)
+        try:
+            form_world(store, now.members.index(self.number), len(now.members), FORMING, self.on_board)
+        except PipelineFailure:
+            raise
+        except STORE_ERRORS as error:
+            reason = str(error).splitlines()[0][:200]
+            raise PipelineFailure(f"the members of generation {now.generation} did not meet: {reason}") from error
+
+    def on_board(self, board: FailureBoard) -> None:
+        """Failures that this member's heartbeat thread hears of go to `board` from here on."""
+        board.detail_wait = DETAILS
+        self._board = board
+        self._watch(board, FORMING_PATIENCE)
+
+    def formed(self) -> None:
+        """The engine of this generation is formed: from here on a member may be silent for as long as a step takes."""
+        assert self._board is not None
+        self._watch(self._board, self.settings.hang_timeout)
+
+    def _watch(self, board: FailureBoard, patience: float) -> None:
+        now = self.now
+
+        def fail(why: str, members: Sequence[int]) -> None:
+            board.fail(why, suspects=[now.members.index(member) for member in members])
+
+        self.membership.watch(now.generation, now.members, fail, patience)
+
+    def suspects(self) -> tuple[int, ...]:
+        """The members whose loss is on the board, or that were silent for too long."""
+        members = self.now.members
+        lost = () if self._board is None else self._board.lost
+        gone = {members[rank] for rank in lost if rank < len(members)}
+        return tuple(sorted(gone | self.membership.silent & set(members)))
+
+    def end(self, report: Report, announce: bool = True) -> Decision:
+        """End the present generation with this member's last word in it, and agree with the others on the next one.
+
+        Args:
+            announce: whether the others need to be told that the generation ends.
+
+        Raises:
+            LeftOut: this member is not part of it.
+        """
+        self.membership.unwatch()
+        before = self.now
+        following = agree(
+            self.membership,
+            before,
+            report,
+            lambda view: self.formations.following(view, before, self.membership, self.checkpoint),
+            announce,
+        )
+        # To a member that comes itself it explains nothing that somebody does.
+        explained = following.lost or (following.joining and not report.new)
+        self.num_fruitless = 0 if explained else self.num_fruitless + 1
+        self.now = following
+        return following
+
+    def refuse_if_fruitless(self, error: Exception) -> None:
+        """Raise `error` if it follows too many changes that led nowhere."""
+        if self.num_fruitless >= MOST_FRUITLESS:
+            raise error
+
+
+def _come(settings: Elastic, tp_size: int, facts: str) -> Membership:
+    """Make this process a member."""
+    store, number = meet(settings.store, settings.run), 0
+    # A run that is over leaves its keys behind; the next one of that name goes by another number.
+    while (room := store.within(str(number))).get("over") is not None or _is_dead(room):
+        room.put("over", "1")
+        number += 1
+    local = os.environ.get("LOCAL_RANK")
+    if tp_size > 1 and not local:
+        raise ValueError(
+            "with tensor parallelism a launcher must set LOCAL_RANK, as the ranks of a stage are on one node"
+        )
+    node = os.environ.get("TORCHELASTIC_RUN_ID") or str(os.getpid())
+    index, shard = divmod(int(local or 0), tp_size)
+    group = f"{socket.gethostname()} {node} {index}" if local else f"{socket.gethostname()} {os.getpid()}"
+    return Membership(room, settings.hang_timeout, group, shard, facts)
+
+
+def _is_dead(room: Meeting) -> bool:
+    """Whether an earlier run exists that has no living member."""
+    now = latest(room)
+    if now is None:
+        return False
+    pulse, deadline = Pulse(room), time.monotonic() + DEAD
+    while time.monotonic() < deadline:
+        lost = pulse.lost(now.members, (), DEAD / 2)
+        if len(lost) == len(now.members):
+            return True
+        if any(pulse.still(member) == 0.0 for member in now.members if member not in lost) and (
+            time.monotonic() > deadline - DEAD / 2
+        ):
+            return False
+        time.sleep(PAUSE)
+    return False
