@@ -16,7 +16,7 @@ from typing import Any
 
 from penstock.elastic.agreement import agree, decision, latest
 from penstock.elastic.formations import Formations
-from penstock.elastic.meeting import STORE_ERRORS, Meeting, meet
+from penstock.elastic.meeting import STORE_ERRORS, Meeting, in_one_line, meet
 from penstock.elastic.membership import Membership, Pulse
 from penstock.elastic.protocol import Decision, Report
 from penstock.elastic.settings import Elastic
@@ -144,8 +144,9 @@ class Generations:
         except PipelineFailure:
             raise
         except STORE_ERRORS as error:
-            reason = str(error).splitlines()[0][:200]
-            raise PipelineFailure(f"the members of generation {now.generation} did not meet: {reason}") from error
+            raise PipelineFailure(
+                f"the members of generation {now.generation} did not meet: {in_one_line(error)}"
+            ) from error
 
     def on_board(self, board: FailureBoard) -> None:
         """Failures that this member's heartbeat thread hears of go to `board` from here on."""

@@ -52,6 +52,11 @@ class Meeting(Protocol):
 STORE_ERRORS = (OSError, RuntimeError)  # torch's are RuntimeErrors
 
 
+def in_one_line(error: Exception) -> str:
+    """An error of the store without torch's stack."""
+    return str(error).splitlines()[0][:200]
+
+
 class TcpMeeting:
     """A store that `penstock store` serves. `prefix` keeps runs apart."""
 
@@ -63,7 +68,7 @@ class TcpMeeting:
         except STORE_ERRORS as error:
             raise ConnectionError(
                 f"no store answers at {self.address}: start one with `penstock store --port {port}` on {host} before "
-                f"the run ({str(error).splitlines()[0]})"
+                f"the run ({in_one_line(error)})"
             ) from None
         self._store = dist.PrefixStore(prefix, self._client) if prefix else self._client
 

@@ -8,16 +8,16 @@ lost if its process has ended on this machine; or if a connection to it closed a
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
-from penstock.elastic.meeting import STORE_ERRORS, Meeting
+from penstock.elastic.meeting import STORE_ERRORS, Meeting, in_one_line
+from penstock.elastic.protocol import Told
 from penstock.runtime.failures.ring import has_ended, machine
 from penstock.runtime.threads import start_thread
 
@@ -31,7 +31,7 @@ LONGEST_GAP = 16
 
 
 @dataclass(frozen=True)
-class Record:
+class Record(Told):
     """What a member says about itself when it joins.
 
     Attributes:
@@ -48,13 +48,6 @@ class Record:
     host: str
     machine: str
     process: int
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Record:
-        return cls(**json.loads(text))
 
 
 class Pulse:
@@ -236,7 +229,7 @@ class Membership:
                     logger.warning(
                         "the store at %s does not answer (%s). Training goes on; but a lost member cannot be survived "
                         "and nobody can join until it is back",
-                        self.meeting.address, str(error).splitlines()[0][:200],
+                        self.meeting.address, in_one_line(error),
                     )  # fmt: skip
 
     def _listen(self, pulse: Pulse) -> None:

@@ -17,11 +17,28 @@ import json
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, Self
 
 
 @dataclass(frozen=True)
-class Report:
+class Told:
+    """What members tell each other, as JSON. It consists of numbers, strings and tuples of them."""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        return cls(**{name: _in_tuples(value) for name, value in json.loads(text).items()})
+
+
+def _in_tuples(value: Any) -> Any:
+    """JSON has lists for tuples."""
+    return tuple(map(_in_tuples, value)) if isinstance(value, list) else value
+
+
+@dataclass(frozen=True)
+class Report(Told):
     """A member's last report in a generation.
 
     Attributes:
@@ -47,17 +64,9 @@ class Report:
     new: bool = False
     going_back: bool = False
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Report:
-        content = json.loads(text)
-        return cls(**{**content, "suspects": tuple(content["suspects"]), "held": tuple(content["held"])})
-
 
 @dataclass(frozen=True)
-class Decision:
+class Decision(Told):
     """A generation.
 
     Attributes:
@@ -94,19 +103,6 @@ class Decision:
     def is_first(self) -> bool:
         """Whether it begins the run."""
         return len(self.joining) == len(self.members)
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Decision:
-        content: dict[str, Any] = json.loads(text)
-        for name in ("members", "joining", "lost", "left"):
-            content[name] = tuple(content[name])
-        content["pipelines"] = tuple(
-            (tuple(tuple(stage) for stage in stages), count) for stages, count in content["pipelines"]
-        )
-        return cls(**content)
 
 
 class Move(Enum):

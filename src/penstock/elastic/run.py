@@ -20,7 +20,7 @@ from penstock.elastic.agreement import LeftOut
 from penstock.elastic.events import Change
 from penstock.elastic.generations import Generations, RunEnded
 from penstock.elastic.log import Call, Log
-from penstock.elastic.meeting import STORE_ERRORS
+from penstock.elastic.meeting import STORE_ERRORS, in_one_line
 from penstock.elastic.protocol import Decision, Report
 from penstock.elastic.shared_states import SharedStates
 from penstock.modeling.weights.names import unit_of
@@ -273,7 +273,7 @@ class ElasticRun:
         except STORE_ERRORS as error:
             raise RunEnded(
                 f"the members cannot agree how to go on, because the store at {generations.settings.store} "
-                f"does not answer ({str(error).splitlines()[0][:200]}), after this: {cause}"
+                f"does not answer ({in_one_line(error)}), after this: {cause}"
             ) from error
         self._change = self._changed(following, cause, started, failed_at)
         if leaving:
