@@ -53,8 +53,8 @@ STORE_ERRORS = (OSError, RuntimeError)  # torch's are RuntimeErrors
 
 
 def in_one_line(error: Exception) -> str:
-    """An error of the store without torch's stack."""
-    return str(error).splitlines()[0][:200]
+    """An error of the store without torch's stack; its class if it says nothing."""
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
 
 class TcpMeeting:
