@@ -260,7 +260,8 @@ def _units_and_costs(model: nn.Module, board: FailureBoard) -> tuple[list[str], 
         ValueError: on every rank, if the model's forward was followed differently on one.
     """
     units = list_units(model)
-    every = gather_from_all((units, unit_costs(model, units)), board, "planning")
+    estimate = unit_costs(model, units) if dist.get_rank() == 0 else []
+    every = gather_from_all((units, estimate), board, "planning")
     first, costs = every[0]
     for rank, (theirs, _) in enumerate(every):
         if theirs != first:
