@@ -43,8 +43,12 @@ def read_texts(source: str | None, limit: int) -> list[str]:
 
 def _files(folder: Path, pattern: str) -> Iterator[str]:
     unwanted = {"site-packages", "test", "tests", "encodings", "pydoc_data", "__pycache__", ".git"}
-    for path in sorted(folder.rglob(pattern)):
-        if path.is_file() and unwanted.isdisjoint(path.relative_to(folder).parts):
+    for path in sorted(folder.iterdir()):
+        if path.name in unwanted:
+            continue
+        if path.is_dir() and not path.is_symlink():
+            yield from _files(path, pattern)
+        elif path.is_file() and path.match(pattern):
             try:
                 yield path.read_text()
             except UnicodeDecodeError:

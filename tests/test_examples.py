@@ -103,8 +103,9 @@ def test_the_trainers_example_resumes(tmp_path: Path, text: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_fine_tuning_example_resumes_and_leaves_an_adapter(tmp_path: Path) -> None:
+def test_the_fine_tuning_example_resumes_and_leaves_an_adapter(tmp_path: Path, text: Path) -> None:
     arguments = [str(EXAMPLES / "run_sft_lora.py"), "--output", str(tmp_path), "--save-every", "5", "--packing"]
+    arguments += ["--dataset", str(text)]
     for steps, *more in (("5",), ("6", "--resume")):
         result = torchrun(2, *arguments, "--steps", steps, *more, timeout=200)
         assert result.returncode == 0, result.stderr[-4000:]
