@@ -35,7 +35,6 @@ SAMPLE = [
     ("causal-lm", "DeepseekV4ForCausalLM"),  # layers of the cache are of the model's own class
     ("seq2seq-lm", "Qwen2AudioForConditionalGeneration"),  # the loss is over the tokens that the mask leaves
     ("causal-lm", "JetMoeForCausalLM"),  # an attention that cannot run on meta tensors lengthens its cache
-    ("causal-lm", "Gemma3nForCausalLM"),  # samples are the second dimension of hidden states
     ("masked-lm", "PerceiverForMaskedLM"),  # a unit is given the embedding
     ("question-answering", "ReformerForQuestionAnswering"),  # its blocks run inside an autograd function
     ("image-text with images", "LlavaForConditionalGeneration"),  # generate() encodes images before the first forward
@@ -50,6 +49,7 @@ def test_two_stages_are_exact(pool: Pool, task: str, name: str) -> None:
 
 
 def test_keys_and_values_that_later_layers_share_cross_boundaries(pool: Pool) -> None:
+    """Of a model where samples are the second dimension of hidden states."""
     found = worst(pool.run(4, examine, "Gemma3nForCausalLM", "causal-lm", 4, timeout=120))
     assert found == dict.fromkeys(("train", "evaluate", "generate"), "exact"), found
 

@@ -106,7 +106,7 @@ def test_a_plain_process_is_a_pipeline_of_one_stage(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT.replace("STAGES", "1"))
     environment = {name: "" for name in os.environ if name.startswith(LAUNCHERS)}
     arguments = ("script.py", tmp_path / "report")
-    result = run_python(*arguments, timeout=100, environment=environment, cwd=tmp_path, fresh=True)
+    result = run_python(*arguments, timeout=100, environment=environment, cwd=tmp_path)
     assert result.returncode == 0, result.stderr[-3000:]
     assert 3 < float(outcomes(tmp_path, 1)[0][0]) < 6  # about the logarithm of 61
 
