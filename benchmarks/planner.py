@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from measure import RESULTS, Comparison
+from other_systems import RULES
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from penstock.planning.baselines import BASELINES
 from penstock.planning.cluster import Cluster, DeviceClass, Link
 from penstock.planning.plan import Job, Plan
 from penstock.planning.planner import Infeasible, make_plans
@@ -140,11 +140,11 @@ def baselines(cases: int) -> None:
         "the planner, 1f1b only": lambda job, _: _planned(replace(job, schedules=("1f1b",))),
         "the planner": lambda job, _: _planned(job),
     }
-    ratios: dict[str, list[float]] = {name: [] for name in (*BASELINES, *ours)}
+    ratios: dict[str, list[float]] = {name: [] for name in (*RULES, *ours)}
     unplanned = dict.fromkeys(ratios, 0)
     feasible = 0
     for job in _jobs(cases):
-        plans = {name: rule(job, "1f1b") for name, rule in (*BASELINES.items(), *ours.items())}
+        plans = {name: rule(job, "1f1b") for name, rule in (*RULES.items(), *ours.items())}
         reference = plans["the planner, 1f1b only"]
         feasible += plans["the planner"] is not None
         for name, plan in plans.items():
@@ -204,7 +204,7 @@ def measured(steps: int, cases: str) -> None:
         units = tuple(UnitCost(f"blocks.{index}", *[BLOCK_SECONDS] * 3, weights=1.0) for index in range(BLOCKS))
         job = Job(Profile("blocks", units), Cluster(classes), microbatches)
         chosen, *others = make_plans(job, 6)
-        rules = [rule(job, name) for rule in BASELINES.values() for name in ("1f1b", "zb-h1")]
+        rules = [rule(job, name) for rule in RULES.values() for name in ("1f1b", "zb-h1")]
         layouts: dict[str, Plan] = {}
         for plan in (chosen, *others[:1], *(plan for plan in rules if plan is not None)):
             if len(plan.devices) == len(chosen.devices):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from penstock.planning.baselines import BASELINES
 from penstock.planning.candidates import live_microbatches
 from penstock.planning.cluster import Cluster, DeviceClass, Link, parse_devices, parse_nodes
 from penstock.planning.memory import Held, memory_of_ranks, parse_bytes, readable
@@ -18,6 +19,9 @@ from penstock.planning.profile import Profile, UnitCost
 from penstock.planning.search import Chain, find_splits, layouts
 from penstock.schedule import build
 from planning_cases import best_by_brute_force, best_simulated_by_brute_force, random_case
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+from other_systems import RULES
 
 GB = 1e9
 
@@ -232,11 +236,11 @@ def test_a_profile_is_the_same_after_writing_and_reading(tmp_path) -> None:
         Profile.read(tmp_path / "other.json")
 
 
-@pytest.mark.parametrize("rule", BASELINES)
+@pytest.mark.parametrize("rule", RULES)
 def test_no_other_rule_is_predicted_to_be_faster(rule: str) -> None:
     for devices in ("a:5", "a:3,b:2", "a:2,b:4"):
         for memory in ("40GB", "7GB"):
             speed = "a=1,b=0.5" if "b" in devices else None
             job = Job(gpt(head=4.0), cluster(devices, memory, speed), 16, schedules=("1f1b",))
-            theirs = BASELINES[rule](job, "1f1b")
+            theirs = RULES[rule](job, "1f1b")
             assert theirs is None or make_plans(job, 1)[0].seconds <= theirs.seconds * (1 + 1e-9)

@@ -164,9 +164,8 @@ def plan(
 
     Example: penstock plan GPT2LMHeadModel --devices 5 --memory 8GB --global-batch-size 64
     """
-    from penstock.planning.baselines import equal_pipelines
     from penstock.planning.cluster import parse_devices
-    from penstock.planning.planner import make_plans
+    from penstock.planning.planner import equal_pipelines, make_plans
     from penstock.planning.profile import Profile
     from penstock.planning.report import plan_data, plans_table
     from penstock.schedule import write_timeline

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from penstock.planning.baselines import equal_pipelines
 from penstock.planning.cluster import USUAL_INSIDE, Cluster, DeviceClass
 from penstock.planning.plan import Job, Plan
-from penstock.planning.planner import Infeasible, explain, make_plans
+from penstock.planning.planner import Infeasible, equal_pipelines, explain, make_plans
 from penstock.planning.profile import Profile
 from penstock.planning.template import PipelineTemplate
 

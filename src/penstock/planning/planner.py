@@ -1,4 +1,4 @@
-"""The best plans for a job, or why there is none."""
+"""The best plans for a job, or why there is none; and the best equal pipelines, to compare them with."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from heapq import heappop, heappush
 from penstock.planning.candidates import Candidate, Candidates
 from penstock.planning.exact import exact_layouts
 from penstock.planning.memory import Held, readable
-from penstock.planning.plan import Job, Plan
+from penstock.planning.partition import partition, split_into
+from penstock.planning.plan import Job, Plan, PlannedPipeline, evaluate, schedule_of
+from penstock.planning.profile import seconds_of, stages_of
 
 
 class Infeasible(ValueError):
@@ -65,6 +67,42 @@ def make_plans(job: Job, most: int = 5) -> list[Plan]:
     if not plans:
         raise explain(job)
     return plans[:most]
+
+
+def equal_pipelines(job: Job, schedule: str = "1f1b", depth: int | None = None) -> Plan | None:
+    """The fastest of all equal pipelines, or of those of `depth` devices; None if none fits.
+
+    As Megatron and Alpa (Zheng et al. 2022) make them, to compare plans with: each has as many devices, taken in order,
+    and as many microbatches, and units are balanced by cost whatever the devices' speeds.
+    """
+    best: Plan | None = None
+    cluster = job.cluster
+    for ranks in range(1, min(cluster.size, len(job.parts)) + 1) if depth is None else [depth]:
+        count = min(cluster.size // ranks, job.num_microbatches)
+        placed = schedule_of(schedule, ranks, 1)
+        if count < job.copies or placed.num_stages > len(job.parts):
+            continue
+        stages = stages_of(job.parts, partition(job.seconds, [1.0] * placed.num_stages).sizes)
+        each, more = divmod(job.num_microbatches, count)
+        counts = [each + (index < more) for index in range(count)]
+        devices = split_into(range(count * ranks), [ranks] * count)
+        seconds = seconds_of(stages)
+        work = [sum(seconds[stage] for stage in placed.stages_of(rank)) for rank in range(ranks)]
+        without_bubble = max(
+            number * of_rank / cluster.kind_of(device).speed
+            for number, own in zip(counts, devices, strict=True)
+            for of_rank, device in zip(work, own, strict=True)
+        )
+        if best is not None and without_bubble >= best.seconds:
+            continue
+        pipelines = [
+            PlannedPipeline(tuple(own), stages, schedule_of(schedule, ranks, number))
+            for number, own in zip(counts, devices, strict=True)
+        ]
+        plan = evaluate(job, pipelines)
+        if plan is not None and (best is None or plan.seconds < best.seconds):
+            best = plan
+    return best
 
 
 def explain(job: Job) -> Infeasible:

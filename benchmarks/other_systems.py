@@ -1,7 +1,6 @@
-"""What other systems would do with the same devices, to compare plans with. Devices are taken in order.
+"""What other systems' rules make of the same devices, beside the planner. Devices are taken in order.
 
-- Equal pipelines, as Megatron and Alpa (Zheng et al. 2022) make them: the same number of devices and microbatches for
-  each, units balanced by cost whatever the devices' speeds, every depth tried.
+- Equal pipelines, as Megatron and Alpa make them: `penstock.planning.planner.equal_pipelines`.
 - By speed, after Metis (Um et al. 2024): equal depths, but stages balanced by their devices' speeds, and microbatches
   by the pipelines' speeds.
 - Oobleck's rule (Jang et al. 2023): the fewest devices n0 that hold the model, as many such pipelines as there are
@@ -10,26 +9,25 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise
 
 from penstock.planning.candidates import live_microbatches
-from penstock.planning.partition import partition
+from penstock.planning.partition import partition, split_into
 from penstock.planning.plan import Job, Plan, PlannedPipeline, evaluate, schedule_of
+from penstock.planning.planner import equal_pipelines
 from penstock.planning.profile import UnitCost, seconds_of, stages_of
 
 Devices = tuple[int, ...]
 
 
-def equal_pipelines(job: Job, schedule: str = "1f1b", depth: int | None = None) -> Plan | None:
-    """The fastest of all equal pipelines, or of those of `depth` devices; None if none fits."""
-    return _best(job, schedule, _every_depth(job, depth), by_speed=False)
-
-
 def pipelines_by_speed(job: Job, schedule: str = "1f1b") -> Plan | None:
     """The fastest pipelines of equal depth that follow the devices' speeds; None if none fits."""
-    return _best(job, schedule, _every_depth(job), by_speed=True)
+    size, layouts = job.cluster.size, []
+    for depth in range(1, min(size, len(job.parts)) + 1):
+        count = min(size // depth, job.num_microbatches)
+        if count >= job.copies:
+            layouts.append(_consecutive([depth] * count))
+    return _best(job, schedule, layouts)
 
 
 def oobleck_rule(job: Job, schedule: str = "1f1b") -> Plan | None:
@@ -39,40 +37,30 @@ def oobleck_rule(job: Job, schedule: str = "1f1b") -> Plan | None:
         count = min(size // fewest, job.num_microbatches)
         extra = min(size, count * len(job.parts)) - count * fewest
         sizes = [fewest + extra // count + (index < extra % count) for index in range(count)]
-        if (plan := _best(job, schedule, [_consecutive(sizes)], by_speed=True)) is not None:
+        if (plan := _best(job, schedule, [_consecutive(sizes)])) is not None:
             return plan
     return None
 
 
-BASELINES: dict[str, Callable[[Job, str], Plan | None]] = {
+RULES: dict[str, Callable[[Job, str], Plan | None]] = {
     "equal pipelines (Megatron, Alpa)": equal_pipelines,
     "by speed, equal depth (Metis)": pipelines_by_speed,
     "Oobleck's rule": oobleck_rule,
 }
 
 
-def _every_depth(job: Job, only: int | None = None) -> list[list[Devices]]:
-    size = job.cluster.size
-    layouts = []
-    for depth in range(1, min(size, len(job.parts)) + 1):
-        count = min(size // depth, job.num_microbatches)
-        if count >= job.copies and only in (None, depth):
-            layouts.append(_consecutive([depth] * count))
-    return layouts
-
-
 def _consecutive(sizes: Sequence[int]) -> list[Devices]:
-    return [tuple(range(a, b)) for a, b in pairwise(accumulate(sizes, initial=0))]
+    return [tuple(run) for run in split_into(range(sum(sizes)), sizes)]
 
 
-def _best(job: Job, schedule: str, layouts: Sequence[Sequence[Devices]], by_speed: bool) -> Plan | None:
+def _best(job: Job, schedule: str, layouts: Sequence[Sequence[Devices]]) -> Plan | None:
     best = None
     for devices in layouts:
         if any(schedule_of(schedule, len(own), 1).num_stages > len(job.parts) for own in devices):
             continue
-        stages = [_stages(job, own, schedule, by_speed) for own in devices]
+        stages = [_stages(job, own, schedule) for own in devices]
         slowest = [_slowest(job, own, each) for own, each in zip(devices, stages, strict=True)]
-        counts = _shares([1 / seconds if by_speed else 1.0 for seconds in slowest], job.num_microbatches)
+        counts = _shares([1 / seconds for seconds in slowest], job.num_microbatches)
         without_bubble = max(count * seconds for count, seconds in zip(counts, slowest, strict=True))
         if best is not None and without_bubble >= best.seconds:
             continue
@@ -86,19 +74,19 @@ def _best(job: Job, schedule: str, layouts: Sequence[Sequence[Devices]], by_spee
     return best
 
 
-def _stages(job: Job, devices: Devices, schedule: str, by_speed: bool) -> tuple[tuple[UnitCost, ...], ...]:
-    """The units of each stage: balanced, and by speed within the devices' memory, where that can be."""
+def _stages(job: Job, devices: Devices, schedule: str) -> tuple[tuple[UnitCost, ...], ...]:
+    """The units of each stage, balanced by the devices' speeds, and within their memory where that can be."""
     kinds = [job.cluster.kind_of(device) for device in devices]
     depth = len(devices)
     mapping = schedule_of(schedule, depth, 1).stage_to_rank
-    speeds = [kinds[rank].speed if by_speed else 1.0 for rank in mapping]
+    speeds = [kinds[rank].speed for rank in mapping]
     live = max(live_microbatches(schedule, depth, rank, job.num_microbatches) for rank in range(depth))
     needs = [held.state + live * held.kept + held.working for held in job.held]
     limits = [kinds[rank].memory * depth / len(mapping) for rank in mapping]
-    sizes = partition(job.seconds, speeds).sizes
-    if by_speed:
-        with contextlib.suppress(ValueError):
-            sizes = partition(job.seconds, speeds, needs, limits).sizes
+    try:
+        sizes = partition(job.seconds, speeds, needs, limits).sizes
+    except ValueError:
+        sizes = partition(job.seconds, speeds).sizes
     return stages_of(job.parts, sizes)
 
 
