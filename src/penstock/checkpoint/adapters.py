@@ -53,9 +53,9 @@ class AdapterFolder:
         return [], [name for name in state if name in needed]
 
     def plan(self, ranks: Sequence[Mapping[str, Holding]], needed: Collection[str]) -> MergePlan:
-        holders, holdings = first_holders(ranks)
+        sources, holdings = first_holders(ranks)
         shard = Shard(f"{_STEM} of {self.name}", (), tuple(needed), assembler=0)
-        return MergePlan((shard,), holders, holdings, None, {}, {}, 1)
+        return MergePlan((shard,), sources, holdings)
 
     def assemble(self, gathered: dict[str, torch.Tensor], shard: Shard, folder: str) -> None:
         with writing(folder, shard.file_name, sum(tensor.nbytes for tensor in gathered.values())):

@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -69,22 +69,20 @@ class Shard:
 
 @dataclass(frozen=True)
 class MergePlan:
-    """The merged checkpoint. `holders` says from which rank each tensor of the model comes.
+    """The merged checkpoint.
 
-    Of one that is sharded (`slicings`), that rank has the first part, and the ranks after it the others.
+    Attributes:
+        sources: the rank that each tensor of the model comes from; of one that is sharded (`slicings`) those that have
+            its shards, in order.
+        index_name: of the file that says which shard holds which tensor; None if there is one shard.
     """
 
     shards: tuple[Shard, ...]
-    holders: dict[str, int]
+    sources: dict[str, range]
     holdings: dict[str, Holding]
-    index_name: str | None
-    index: dict[str, Any]
-    slicings: Mapping[str, Sharding]
-    num_slices: int
-
-    def sources(self, name: str) -> range:
-        """The ranks that a tensor comes from, in order."""
-        return range(self.holders[name], self.holders[name] + (self.num_slices if name in self.slicings else 1))
+    slicings: Mapping[str, Sharding] = field(default_factory=dict)
+    index_name: str | None = None
+    index: dict[str, Any] = field(default_factory=dict)
 
 
 class MergedFolder(Protocol):
@@ -148,7 +146,8 @@ def plan_merge(model: nn.Module, ranks: Sequence[Mapping[str, Holding]], options
     Raises:
         RuntimeError: from transformers, if weights are tied that the model does not declare as tied.
     """
-    holders, holdings = first_holders(ranks)
+    slicings, (_, num_slices) = shards_of(model), tensor_parallel_place(model)
+    sources, holdings = first_holders(ranks, slicings, num_slices)
     order = {name: place for place, name in enumerate(whole_state(model))}
     names = sorted(holdings, key=lambda name: order.get(name, len(order)))
     total_parameters = _count_parameters(model, holdings)
@@ -176,23 +175,23 @@ def plan_merge(model: nn.Module, ranks: Sequence[Mapping[str, Holding]], options
         needed = frozenset[str]().union(*(origin[name] for name in shard_names))
         held = [0] * len(ranks)
         for name in needed:
-            held[holders[name]] += inputs[name].nbytes
+            held[sources[name].start] += inputs[name].nbytes
         ordered = tuple(name for name in names if name in needed)
         shards.append(Shard(file_name, tuple(shard_names), ordered, held.index(max(held))))
     index = {
         "metadata": {"total_parameters": total_parameters, **split.metadata},
         "weight_map": split.tensor_to_filename,
     }
-    slicings, (_, num_slices) = shards_of(model), tensor_parallel_place(model)
-    return MergePlan(
-        tuple(shards), holders, holdings, index_name if split.is_sharded else None, index, slicings, num_slices
-    )
+    return MergePlan(tuple(shards), sources, holdings, slicings, index_name if split.is_sharded else None, index)
 
 
-def first_holders(ranks: Sequence[Mapping[str, Holding]]) -> tuple[dict[str, int], dict[str, Holding]]:
-    """For each tensor the first rank that holds it, and what it is."""
-    holders = {name: rank for rank in reversed(range(len(ranks))) for name in ranks[rank]}
-    return holders, {name: ranks[rank][name] for name, rank in holders.items()}
+def first_holders(
+    ranks: Sequence[Mapping[str, Holding]], slicings: Collection[str] = (), num_slices: int = 1
+) -> tuple[dict[str, range], dict[str, Holding]]:
+    """For each tensor the first rank that holds it, or of `slicings` the first `num_slices`; and what it is."""
+    first = {name: rank for rank in reversed(range(len(ranks))) for name in ranks[rank]}
+    sources = {name: range(rank, rank + (num_slices if name in slicings else 1)) for name, rank in first.items()}
+    return sources, {name: ranks[rank][name] for name, rank in first.items()}
 
 
 def _saved_names(model: nn.Module, names: Sequence[str]) -> list[str]:
@@ -263,10 +262,10 @@ def _write_shard(
     """
     gathered: dict[str, torch.Tensor] = {}
     for name in shard.inputs:
-        holding, sources, slicing = plan.holdings[name], plan.sources(name), plan.slicings.get(name)
+        holding, sources, slicing = plan.holdings[name], plan.sources[name], plan.slicings.get(name)
         if comm.rank not in (*sources, shard.assembler):
             continue
-        shape = holding.shape if slicing is None else slicing.shape(holding.shape, plan.num_slices)
+        shape = holding.shape if slicing is None else slicing.shape(holding.shape, len(sources))
         slices: list[torch.Tensor] = []
         for source in sources:
             try:
