@@ -117,8 +117,8 @@ def inspect_checkpoint(path: str, values: bool = True) -> dict[str, Any]:
 def _parameters(manifest: Manifest, reader: CheckpointReader) -> Iterator[dict[str, Any]]:
     """Each weight once, in its whole shape, with the states that an optimizer keeps of it."""
     states: dict[str, set[str]] = {}
-    for _, entry in manifest.entries(TRAINING, 0):
-        for key in entry.tensors:
+    for entry in manifest.files.values():
+        for key in entry.tensors if entry.part == TRAINING else ():
             name, _, state = key.partition(SEPARATOR)
             if not is_gradient(key):
                 states.setdefault(name, set()).add(state)

@@ -10,9 +10,7 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from functools import cached_property
 
 from .names import EXTENSIONS, STAGING, check_plain, check_variant, common_file_name, manifest_name, rank_file_name
 from .tensors import DTYPES, TensorInfo
@@ -99,17 +97,6 @@ class Manifest:
             raise CheckpointError(f"{final} is missing; the checkpoint consists of {sorted(self.files)}") from None
         except OSError as error:
             raise CheckpointError(f"cannot read {final}: {type(error).__name__}: {error}") from error
-
-    def entries(self, part: str, tensor_parallel_rank: int) -> Sequence[tuple[str, FileEntry]]:
-        """Names and entries of the files of one part, from one tensor-parallel rank, in order of the pipeline."""
-        return self._grouped.get((part, tensor_parallel_rank), ())
-
-    @cached_property
-    def _grouped(self) -> dict[tuple[str, int], list[tuple[str, FileEntry]]]:
-        groups: dict[tuple[str, int], list[tuple[str, FileEntry]]] = {}
-        for name, entry in sorted(self.files.items(), key=lambda item: item[1].stage):
-            groups.setdefault((entry.part, entry.tensor_parallel_rank), []).append((name, entry))
-        return groups
 
     def check_files(self, directory: str) -> None:
         """Check that every file is there and has its size.

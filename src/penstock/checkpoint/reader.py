@@ -70,7 +70,7 @@ class CheckpointReader:
         self._manifest = manifest
         self._place = place
         self._saved_size = manifest.tensor_parallel_size
-        self._shards = [_locations(manifest, part, rank) for rank in range(self._saved_size)]
+        self._shards = _locations(manifest, part)
         self._open: dict[str, OpenFile] = {}
         self._stack = contextlib.ExitStack()
         self.locations = self._shards[0]
@@ -155,11 +155,13 @@ class CheckpointReader:
         return self._manifest.path_of(self._directory, location.file_name)
 
 
-def _locations(manifest: Manifest, part: str, tensor_parallel_rank: int) -> dict[str, Location]:
-    """Where the files of one tensor-parallel rank have which tensor. What several ranks hold is read from the first of
-    them, by everybody."""
-    found: dict[str, Location] = {}
-    for file_name, entry in manifest.entries(part, tensor_parallel_rank):
-        for name, stored_name in (*zip(entry.tensors, entry.tensors, strict=True), *entry.aliases.items()):
-            found.setdefault(name, Location(file_name, entry.stage, stored_name, entry.tensors[stored_name]))
+def _locations(manifest: Manifest, part: str) -> list[dict[str, Location]]:
+    """Where the files of each tensor-parallel rank have which tensor. What several ranks of a pipeline hold is read
+    from the first of them, by everybody."""
+    found: list[dict[str, Location]] = [{} for _ in range(manifest.tensor_parallel_size)]
+    for file_name, entry in sorted(manifest.files.items(), key=lambda item: item[1].stage):
+        stored = {name: name for name in entry.tensors} | entry.aliases if entry.part == part else {}
+        for name, stored_name in stored.items():
+            location = Location(file_name, entry.stage, stored_name, entry.tensors[stored_name])
+            found[entry.tensor_parallel_rank].setdefault(name, location)
     return found
