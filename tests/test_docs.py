@@ -104,6 +104,7 @@ class Run:
 
     Attributes:
         before, after: code around the blocks: what their reader has by then, and what the page says is true then.
+        num_layers: of the model that is called "gpt2".
     """
 
     page: str
@@ -111,6 +112,7 @@ class Run:
     ranks: int
     before: str = ""
     after: str = ""
+    num_layers: int = 4
 
     def __str__(self) -> str:
         return f"{self.page}: {', '.join(self.headings)}"
@@ -316,6 +318,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
 """,
         after=TRAINED + "assert loss.shape == () and loss.isfinite()\nassert_trained('checkpoint')",
+        num_layers=9,  # its second stage ends after the eleventh module
     ),
     Run(
         "docs/heterogeneous.md",
@@ -440,8 +443,10 @@ scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
         2,
         before=IMPORTS
         + """
+import functools
 from accelerate.state import AcceleratorState
 from penstock import Elastic
+Elastic = functools.partial(Elastic, start=2)  # the run above waits whether more come
 from penstock.integrations.transformers import PipelineTrainer
 from transformers import TrainingArguments
 os.environ["STORE"] = "file://" + os.path.abspath("store")
@@ -594,15 +599,20 @@ def test_every_other_block_is_checked_by_its_language() -> None:
 
 
 @pytest.fixture(scope="module")
-def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Local folders for the names "gpt2" and "squad"."""
-    folder = tmp_path_factory.mktemp("hub")
-    local_hub(folder, num_layers=9)
-    return folder
+def hubs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """Local folders for the names "gpt2" and "squad", for each number of layers."""
+    folders = {}
+    for num_layers in {run.num_layers for run in RUNS}:
+        folders[num_layers] = tmp_path_factory.mktemp("hub")
+        local_hub(folders[num_layers], num_layers)
+    return folders
 
 
 @pytest.mark.parametrize("run", RUNS, ids=str)
-def test_python_blocks_run_and_do_what_the_page_says(run: Run, hub: Path, pool: Pool, tmp_path: Path) -> None:
+def test_python_blocks_run_and_do_what_the_page_says(
+    run: Run, hubs: dict[int, Path], pool: Pool, tmp_path: Path
+) -> None:
+    hub = hubs[run.num_layers]
     for name in ("gpt2", "squad"):
         (tmp_path / name).symlink_to(hub / name)
     for block in blocks_of(ROOT / run.page):
