@@ -28,6 +28,7 @@ from penstock.elastic.run import ElasticRun
 from penstock.elastic.settings import Elastic
 from penstock.elastic.shared_states import SharedStates
 from penstock.modeling.adapters import base_of, is_peft_model
+from penstock.modeling.graph.costs import unit_costs
 from penstock.modeling.graph.loss import Criterion
 from penstock.optimizer import PipelineOptimizer
 from penstock.pipeline_model import USED_NAMES, PipelineModel, attach
@@ -47,7 +48,7 @@ from penstock.planning.profile import Profile
 from penstock.planning.template import PipelineTemplate
 from penstock.runtime.comm.bootstrap import rank_and_world_size
 from penstock.runtime.comm.devices import device_memory
-from penstock.runtime.comm.forming import facts_of, forming, require_agreement
+from penstock.runtime.comm.forming import facts_of, forming, gather_from_all, require_agreement
 from penstock.runtime.engine import Values, parallelize
 from penstock.runtime.failures.board import PATIENCE_SECONDS, FailureBoard
 from penstock.runtime.gradients.precision import LossScale
@@ -389,9 +390,11 @@ class HeterogeneousParallelPlugin:
             template.validate(model, modules)
         if dataloader is not None:
             self.check_dataloader(dataloader)
-        self._description = self._describe(model)
         with forming(self.time_limit) as board:
             require_agreement({**facts_of(model), **self._facts()}, board)
+            estimate = unit_costs(model, layout.units) if dist.get_rank() == 0 else []
+            costs = gather_from_all(estimate, board, "planning")[0]
+            self._description = self._describe(model, costs)
             if dist.get_rank() == 0:
                 schedules = [schedule.name for schedule in self._schedules]
                 split = [f"{count} microbatches of {self.microbatch_size}" for count in self.num_microbatches]
@@ -490,8 +493,8 @@ class HeterogeneousParallelPlugin:
         scale = self._loss_scale if self.precision == "fp16" else None
         return PipelineOptimizer(inner, model.pipeline, self.max_norm, scale)
 
-    def _describe(self, model: nn.Module | None) -> LayoutDescription:
+    def _describe(self, model: nn.Module | None, costs: Sequence[float] | None = None) -> LayoutDescription:
         layout, schedules, size = self.layout, self._schedules, self.microbatch_size
         if model is None or isinstance(model, PipelineModel):
             return LayoutDescription(self.pipelines[0].model_name, layout, schedules, size)
-        return describe_layout(model, layout, schedules, size)
+        return describe_layout(model, layout, schedules, size, costs)

@@ -223,16 +223,25 @@ def describe_pipelines(
 
 
 def describe_layout(
-    model: PreTrainedModel, layout: Layout, schedules: tuple[Schedule, ...], microbatch_size: int
+    model: PreTrainedModel,
+    layout: Layout,
+    schedules: tuple[Schedule, ...],
+    microbatch_size: int,
+    costs: Sequence[float] | None = None,
 ) -> LayoutDescription:
-    """What a layout looks like for a whole model, with its parameters and costs."""
+    """What a layout looks like for a whole model, with its parameters and costs.
+
+    Args:
+        costs: of each unit of the layout; None estimates them.
+    """
     # Here, because this file is usable without torch.
     from penstock.modeling.graph.costs import unit_costs
     from penstock.modeling.weights.names import stage_sizes
 
     sizes = [stage_sizes(model, pipeline.stages) for pipeline in layout.pipelines]
-    costs = dict(zip(layout.units, unit_costs(model, layout.units), strict=True))
-    return LayoutDescription(type(model).__name__, layout, schedules, microbatch_size, sizes, costs)
+    costs = unit_costs(model, layout.units) if costs is None else costs
+    by_unit = dict(zip(layout.units, costs, strict=True))
+    return LayoutDescription(type(model).__name__, layout, schedules, microbatch_size, sizes, by_unit)
 
 
 def announce(
