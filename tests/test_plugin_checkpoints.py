@@ -79,6 +79,26 @@ def test_a_run_goes_on_also_on_other_pipelines(
         torch.testing.assert_close(parameter, expected.get_parameter(name), atol=2e-2, rtol=0)
 
 
+def random_numbers_of_the_user(folder: str, pipelines: str) -> tuple[list[float], list[float]]:
+    """What this rank's own generator gives after a save, and after the load of it."""
+    model: Any = FAMILIES["gpt2"].build(dtype=torch.float32)
+    booster = Booster(plugin=make_plugin(model, pipelines))
+    model, optimizer, *_ = booster.boost(model, torch.optim.Adam(model.parameters(), lr=1e-2))
+    torch.manual_seed(100 + torch.distributed.get_rank())
+    booster.save_optimizer(optimizer, folder)
+    expected = torch.rand(2).tolist()
+    torch.manual_seed(7)
+    booster.load_optimizer(optimizer, folder)
+    return expected, torch.rand(2).tolist()
+
+
+@pytest.mark.parametrize("pipelines", ["1x1,1x1", "1x2,1x1"])
+def test_each_rank_goes_on_with_its_own_random_numbers(pool: Pool, tmp_path: Path, pipelines: str) -> None:
+    found = pool.run(num_ranks(pipelines), random_numbers_of_the_user, str(tmp_path), pipelines)
+    assert all(expected == again for expected, again in found)
+    assert len({tuple(expected) for expected, _ in found}) == len(found)
+
+
 def loads(folder: str) -> list[str]:
     """Loading what is no checkpoint of this model is refused by name on all ranks; a parallel one is taken."""
     model: Any = FAMILIES["gpt2"].build(dtype=torch.float32)

@@ -212,11 +212,13 @@ def load_optimizer_state(optimizer: Any, pipeline: Engine, folder: str | os.Path
     Raises:
         CheckpointError: the folder holds no optimizer state of this model.
     """
+    place = pipeline.place
     with pipeline.together(RollCall.LOAD_OPTIMIZER):
         state = load_training_state(
             pipeline.split.model,
             folder,
             TrainingState(unwrapped(optimizer)),
+            place=(place.pipeline, place.pipeline_rank),
             world_comm=checkpoint_comms(pipeline)[0],
             variant=TRAINING_VARIANT,
         )
