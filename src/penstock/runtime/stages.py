@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers.utils import ModelOutput
 
-from penstock.modeling.graph.loss import set_field
+from penstock.modeling.graph.loss import set_loss
 from penstock.modeling.graph.plan import Plan
 from penstock.modeling.stage.split import SplitModel
 from penstock.runtime.boundary.boundaries import Boundaries
@@ -146,7 +146,7 @@ class StageOutput(ModelOutput):
         self.__dict__["_others"] = others
         # ModelOutput's own method takes ten times as long, for any number of fields.
         if loss is not None:
-            set_field(self, "loss", loss)
+            set_loss(self, loss)
 
     def __getattr__(self, name: str) -> None:
         if name in self.__dict__.get("_others", ()):

@@ -270,10 +270,11 @@ def _is_scalar(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() == 0 and value.is_floating_point()
 
 
-def set_field(output: ModelOutput, name: str, value: Any) -> None:
-    """Set a field of an output to something that is not None.
+def set_loss(output: ModelOutput, loss: torch.Tensor) -> None:
+    """Set the loss of an output.
 
-    `setattr` does the same, but looks through the class's fields twice, and this is done for every microbatch.
+    `output.loss = loss` does the same, but looks through the class's fields twice, and this is done for every
+    microbatch.
     """
-    output.__dict__[name] = value
-    OrderedDict.__setitem__(output, name, value)
+    output.__dict__["loss"] = loss
+    OrderedDict.__setitem__(output, "loss", loss)

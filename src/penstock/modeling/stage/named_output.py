@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache
 from transformers.utils import ModelOutput
 
-from penstock.modeling.graph.loss import loss_of, set_field
+from penstock.modeling.graph.loss import loss_of, set_loss
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def named_output(output: Any) -> Any:
 def output_with_loss(output: Any, loss: torch.Tensor) -> ModelOutput:
     """An output with named fields, and this loss."""
     if isinstance(output, ModelOutput):
-        set_field(output, "loss", loss)
+        set_loss(output, loss)
         return output
     named = named_output(output)
     if named.form.kind is None:
