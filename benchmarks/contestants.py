@@ -157,7 +157,7 @@ def penstock_step(model: Any, ids: torch.Tensor) -> Step:
 
 
 class TorchStage(nn.Module):
-    """The same cut for torch.distributed.pipelining: whole blocks, embeddings first, norm and head last."""
+    """The same split for torch.distributed.pipelining: whole blocks, embeddings first, norm and head last."""
 
     def __init__(self, model: GPT2LMHeadModel, first: int, last: int):
         super().__init__()

@@ -117,7 +117,7 @@ def by_hand(arguments: dict[str, Any]) -> Step:
     """The same calls of torch, one after the other: buffers, messages, forwards, gates, backwards."""
     schedule, rank = _schedule(arguments)
     stage, top, last = Stage(schedule.num_stages - 1), schedule.top_stage(rank), schedule.num_stages - 1
-    local = [schedule.is_local(cut, cut + 1) for cut in range(last)]
+    local = [schedule.is_local(boundary, boundary + 1) for boundary in range(last)]
     group = dist.group.WORLD
     at_end = torch.autograd.Variable._execution_engine.queue_callback
 

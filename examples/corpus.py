@@ -84,7 +84,7 @@ def train_tokenizer(texts: list[str], vocabulary_size: int) -> PreTrainedTokeniz
 
 
 def token_blocks(tokenizer: PreTrainedTokenizerFast, texts: list[str], length: int) -> torch.Tensor:
-    """All texts, each followed by the end-of-text token, cut into rows: [rows, length], the rest dropped."""
+    """All texts, each followed by the end-of-text token, split into rows: [rows, length], the rest dropped."""
     tokens = [token for ids in tokenizer(texts)["input_ids"] for token in [*ids, tokenizer.eos_token_id]]
     num_rows = len(tokens) // length
     return torch.tensor(tokens[: num_rows * length]).view(num_rows, length)

@@ -12,7 +12,7 @@ from penstock.bench.measure import model_flops
 from penstock.bench.models import (
     GPT,
     POLICIES,
-    Partition,
+    DeviceLayers,
     apply_policy,
     fill,
     layer_costs,
@@ -99,7 +99,7 @@ def test_an_unknown_model_names_those_that_are_known() -> None:
 def test_the_sequence_is_the_whole_model(tied: bool, num_devices: int) -> None:
     config, ids = tiny(tie_embeddings=tied), tokens()
     whole, parts = GPT(config, "cpu"), sequential_gpt(config, ["cpu"] * num_devices)
-    assert len(parts) == num_devices and all(isinstance(part, Partition) for part in parts)
+    assert len(parts) == num_devices and all(isinstance(part, DeviceLayers) for part in parts)
     assert torch.equal(parts(ids), whole(ids).logits)
     assert sum(parameter.numel() for parameter in parts.parameters()) == config.num_parameters
 

@@ -17,7 +17,7 @@ Pair = collections.namedtuple("Pair", "left right")
 @given(st.integers(1, 200), st.integers(1, 50))
 def test_sizes_are_even_and_make_up_the_batch(batch_size, num_microbatches):
     if num_microbatches > batch_size:
-        with pytest.raises(ValueError, match=f"{batch_size} samples cannot be cut into {num_microbatches}"):
+        with pytest.raises(ValueError, match=f"{batch_size} samples cannot be split into {num_microbatches}"):
             microbatch_sizes(batch_size, num_microbatches)
         num_microbatches = len(microbatch_sizes(batch_size, default=num_microbatches))
         assert num_microbatches == batch_size
@@ -133,7 +133,7 @@ def test_gradients_of_an_input_add_up_over_microbatches():
 @pytest.mark.parametrize(
     ("batch", "text"),
     [
-        ({}, "holds no tensors to cut into microbatches .its inputs: none at all.. Give at least input_ids"),
+        ({}, "holds no tensors to split into microbatches .its inputs: none at all.. Give at least input_ids"),
         ({"input_ids": [[1, 2]], "use_cache": False}, "its inputs: input_ids, use_cache"),
         ({"temperature": torch.tensor(1.0)}, "holds no tensors"),
         ({"input_ids": torch.zeros(0, 5)}, r"empty: input_ids has shape \(0, 5\)"),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from penstock.elastic.log import Call, Log
+from penstock.elastic.log import Log, LoggedCall
 
 # What a program is made of: a training step, clipping on each rank, a save, and dropped gradients.
 TRAIN, CLIP, SAVE, DROP = "train", "clip", "save", "drop"
@@ -28,7 +28,7 @@ class Rank:
     def __post_init__(self) -> None:
         self.log.begin(self.next_step)
 
-    def call(self, position: int) -> Call:
+    def call(self, position: int) -> LoggedCall:
         kind = self.program[position]
 
         def run() -> None:
@@ -40,7 +40,7 @@ class Rank:
             if kind != CLIP:
                 self.made.append(f"{kind} {position}")
 
-        return Call(run, trains=kind != SAVE, local=kind == CLIP)
+        return LoggedCall(run, trains=kind != SAVE, local=kind == CLIP)
 
     def step(self, others: list[Rank]) -> None:
         """As far as the next moment at which it might wait."""
@@ -104,7 +104,7 @@ def test_ranks_repeat_what_brings_them_to_the_same_place(seed: int) -> None:
 def test_a_rank_that_went_on_to_the_next_step_saves_again_with_one_that_did_not_see_the_save_end() -> None:
     done: list[str] = []
     ahead, behind = Log(), Log()
-    ahead.add(Call(lambda: done.append("save"), trains=False))
+    ahead.add(LoggedCall(lambda: done.append("save"), trains=False))
     ahead.drop(3)
     calls, dropped = min(ahead.num_calls, behind.num_calls), min(ahead.dropped, behind.dropped)
     for call in ahead.to_repeat(calls, dropped, lambda: done.append("drop"))[0]:
@@ -116,11 +116,11 @@ def test_a_rank_that_went_on_to_the_next_step_saves_again_with_one_that_did_not_
 def test_only_calls_that_may_be_repeated_are_kept() -> None:
     log = Log()
     for _ in range(50):
-        log.add(Call(lambda: None, trains=False))
+        log.add(LoggedCall(lambda: None, trains=False))
     assert log.num_calls == 50 and list(log.calls) == [49]
     for _ in range(3):
-        log.add(Call(lambda: None, trains=True))
+        log.add(LoggedCall(lambda: None, trains=True))
     log.drop(3)
     assert list(log.calls) == [50, 51, 52]
-    log.add(Call(lambda: None, trains=False))
+    log.add(LoggedCall(lambda: None, trains=False))
     assert list(log.calls) == [53]

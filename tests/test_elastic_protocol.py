@@ -14,7 +14,7 @@ from itertools import combinations
 
 import pytest
 
-from penstock.elastic.protocol import Decision, Move, Report, View, next_move, successor
+from penstock.elastic.protocol import Decision, MemberReport, Move, View, next_move, successor
 
 GOAL = 2
 
@@ -40,7 +40,7 @@ class Member:
 class World:
     members: tuple[Member, ...]
     decisions: tuple[Decision, ...]
-    reports: frozenset[tuple[int, Report]] = frozenset()
+    reports: frozenset[tuple[int, MemberReport]] = frozenset()
     # (generation, update, member) of all whose gradients were complete then.
     votes: frozenset[tuple[int, int, int]] = frozenset()
     crashes: int = 0
@@ -116,7 +116,7 @@ def changes(world: World, number: int) -> Iterator[World]:
                 move = next_move(view)
                 left = world.mistakes - len(mistaken)
                 if move is Move.REPORT:
-                    report = Report(number, member.committed)
+                    report = MemberReport(number, member.committed)
                     yield replace(world, reports=world.reports | {(member.generation, report)})
                     return
                 if move is Move.ENTER:

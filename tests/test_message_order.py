@@ -173,7 +173,7 @@ def test_a_group_of_an_accelerator_line_joins_two_ranks_and_one_direction() -> N
             if event.do is Do.SEND and not event.on_host:
                 assert len(event.members) == 2
                 directions.setdefault(event.group, set()).add((rank, event.peer))
-    assert len(directions) == 2 * 4, "one for each cut between ranks and direction"
+    assert len(directions) == 2 * 4, "one for each boundary between ranks and direction"
     assert all(len(ways) == 1 for ways in directions.values())
 
 
@@ -200,7 +200,9 @@ def test_receives_are_posted_ahead_but_not_more_than_needed(name: str) -> None:
             assert max(held.values(), default=0) <= POSTED_AHEAD
             if (action.kind, action.stage) in held:
                 held[action.kind, action.stage] -= 1
-    num_messages = 2 * 16 * sum(not schedule.is_local(cut, cut + 1) for cut in range(schedule.num_stages - 1))
+    num_messages = (
+        2 * 16 * sum(not schedule.is_local(boundary, boundary + 1) for boundary in range(schedule.num_stages - 1))
+    )
     assert len(leads) == num_messages
     # Neighbours in 1F1B's steady state wait for each other: only one of them can post before it computes.
     assert sum(lead > 0 for lead in leads) / num_messages >= (0.4 if name == "1f1b" else 0.5)

@@ -61,6 +61,15 @@ def imported_rooms(tree: ast.AST, file: Path) -> Iterator[str]:
             todo += ast.iter_child_nodes(node)
 
 
+def test_no_two_classes_share_a_name() -> None:
+    files: dict[str, list[str]] = {}
+    for file in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                files.setdefault(node.name, []).append(str(file.relative_to(PACKAGE)))
+    assert {name: where for name, where in files.items() if len(where) > 1} == {}
+
+
 def test_imports_point_one_way() -> None:
     seen = set()
     for room, below in BELOW.items():

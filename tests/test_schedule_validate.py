@@ -151,8 +151,10 @@ def test_communication_is_a_send_and_a_receive_per_message_with_the_compute_unch
         for direction in Direction
     }
     assert sides[Direction.SEND] == sides[Direction.RECEIVE]
-    num_remote_cuts = sum(not schedule.is_local(cut, cut + 1) for cut in range(schedule.num_stages - 1))
-    assert len(sides[Direction.SEND]) == 2 * num_remote_cuts * schedule.num_microbatches
+    num_remote_boundaries = sum(
+        not schedule.is_local(boundary, boundary + 1) for boundary in range(schedule.num_stages - 1)
+    )
+    assert len(sides[Direction.SEND]) == 2 * num_remote_boundaries * schedule.num_microbatches
     for row in operations:
         for position, op in enumerate(row):
             if isinstance(op, Transfer) and op.direction is Direction.SEND:

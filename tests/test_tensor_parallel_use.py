@@ -69,7 +69,7 @@ def test_a_run_goes_on_with_another_tensor_parallel_size(pool: Pool, tmp_path: P
 
 def test_a_state_that_cannot_be_cut_is_named(pool: Pool, tmp_path: Path) -> None:
     for message in pool.run(2, a_state_that_cannot_be_cut, str(tmp_path)):
-        assert "cannot cut the state lm_head.weight//row_var for tensor_parallel_size 2" in message
+        assert "cannot shard the state lm_head.weight//row_var for tensor_parallel_size 2" in message
 
 
 def test_a_registered_plan_is_followed(pool: Pool) -> None:

@@ -26,7 +26,7 @@ from penstock.checkpoint import (
 from penstock.data.batch import MicrobatchedBatch
 from penstock.data.loader import Batches, HeterogeneousDataLoader
 from penstock.elastic.events import Change
-from penstock.elastic.log import Call
+from penstock.elastic.log import LoggedCall
 from penstock.elastic.run import ElasticRun
 from penstock.modeling.graph.loss import Criterion
 from penstock.modeling.instrumentation import record_of
@@ -163,7 +163,7 @@ class Booster:
                     position = data_iter.position
                     return step(next(data_iter))
 
-        result: dict[str, Any] = run.perform(Call(execute, trains))
+        result: dict[str, Any] = run.perform(LoggedCall(execute, trains))
         return result
 
     def _step(

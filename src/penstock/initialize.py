@@ -168,7 +168,10 @@ def from_config(
         return kind._from_config(model_config, **kwargs)
     return _make_in_stages(
         lambda: meta_model(kind, model_config, **kwargs),
-        lambda stages, local, cut: (init_stage(kind, model_config, stages, local, seed, cut, **kwargs), NOTHING_LOADED),
+        lambda stages, local, sharding: (
+            init_stage(kind, model_config, stages, local, seed, sharding, **kwargs),
+            NOTHING_LOADED,
+        ),
         configuration,
         criterion,
         example_inputs,
@@ -186,19 +189,19 @@ def _make_in_stages(
 
     Args:
         make_skeleton: gives the whole model on the meta device.
-        make: of the units of each stage, the stages that this rank holds, and how the whole model's weights are cut for
-            tensor parallelism, gives the model with this rank's weights.
+        make: of the units of each stage, the stages that this rank holds, and how tensor parallelism shards the whole
+            model's weights, gives the model with this rank's weights.
     """
     with forming(configuration.time_limit) as board:
         skeleton = make_skeleton()
         remember_example_inputs(skeleton, example_inputs)
         layout = choose_layout(skeleton, configuration, board)
-        place, size, cut = layout.place_of(dist.get_rank()), layout.tensor_parallel_size, None
+        place, size, sharding = layout.place_of(dist.get_rank()), layout.tensor_parallel_size, None
         if size > 1:
-            cut = TensorParallel(skeleton, place.tensor_parallel_rank, size, alias_groups(skeleton))
+            sharding = TensorParallel(skeleton, place.tensor_parallel_rank, size, alias_groups(skeleton))
         mine = layout.pipelines[place.pipeline]
         local_stages = mine.stages_of(place.pipeline_rank)
-        model, untied = _on_every_rank(board, lambda: make(mine.stages, local_stages, cut))
+        model, untied = _on_every_rank(board, lambda: make(mine.stages, local_stages, sharding))
         forget_ties(model, untied)
         return distribute(model, layout, configuration, board, criterion)
 

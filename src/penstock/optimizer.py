@@ -22,10 +22,10 @@ from penstock.checkpoint import (
     restore_object,
     save_training_state,
 )
-from penstock.elastic.log import Call
+from penstock.elastic.log import LoggedCall
 from penstock.elastic.run import ElasticRun
 from penstock.pipeline_model import checkpoint_comms, saving_ranks
-from penstock.runtime.comm.rollcall import Call as RollCall
+from penstock.runtime.comm.rollcall import Call
 from penstock.runtime.engine import Engine
 from penstock.runtime.gradients.precision import LossScale
 
@@ -119,7 +119,7 @@ class PipelineOptimizer(Optimizer):
 
     def _together(self, change: Callable[[], Any], local: bool = False) -> Any:
         """Change the gradients; the change is repeated if they are computed again."""
-        return change() if self.run is None else self.run.perform(Call(change, trains=True, local=local))
+        return change() if self.run is None else self.run.perform(LoggedCall(change, trains=True, local=local))
 
     def get_grad_norm(self) -> float | None:
         """The norm of the whole model's gradients before the last `step`; None if it did not need to know."""
@@ -202,7 +202,7 @@ def save_optimizer_state(optimizer: Any, pipeline: Engine, folder: str | os.Path
     scale, ranks = LossScaleState.of(optimizer), saving_ranks(pipeline)
     extra = {} if scale is None else {"loss_scale": scale.state_dict()}
     state = TrainingState(unwrapped(optimizer), step=pipeline.step_number, extra=extra)
-    with pipeline.saving(RollCall.SAVE_OPTIMIZER):
+    with pipeline.saving(Call.SAVE_OPTIMIZER):
         save_training_state(pipeline.split.model, folder, state, **ranks)
 
 
@@ -213,7 +213,7 @@ def load_optimizer_state(optimizer: Any, pipeline: Engine, folder: str | os.Path
         CheckpointError: the folder holds no optimizer state of this model.
     """
     place = pipeline.place
-    with pipeline.together(RollCall.LOAD_OPTIMIZER):
+    with pipeline.together(Call.LOAD_OPTIMIZER):
         state = load_training_state(
             pipeline.split.model,
             folder,

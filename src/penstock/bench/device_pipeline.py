@@ -15,7 +15,7 @@ from torch import nn
 from torch.func import functional_call
 
 from penstock.bench.measure import Stopwatch
-from penstock.bench.models import Partition
+from penstock.bench.models import DeviceLayers
 
 # (output of the last partition, the microbatch's targets) -> its loss, shape ()
 Criterion = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -40,7 +40,7 @@ class DevicePipeline(nn.Module):
         self.num_microbatches = num_microbatches
         self._criterion = criterion
         self._stages = [
-            _Stage(cast(Partition, partition), criterion if index == len(partitions) - 1 else None)
+            _Stage(cast(DeviceLayers, partition), criterion if index == len(partitions) - 1 else None)
             for index, partition in enumerate(partitions)
         ]
 
@@ -75,7 +75,7 @@ class DevicePipeline(nn.Module):
 class _Stage:
     """One partition, its thread, and what it keeps of each microbatch between forward and backward."""
 
-    def __init__(self, partition: Partition, criterion: Criterion | None) -> None:
+    def __init__(self, partition: DeviceLayers, criterion: Criterion | None) -> None:
         self.partition = partition
         self.parameters = list(partition.parameters())
         self.watch = Stopwatch(partition.device)

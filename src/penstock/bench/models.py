@@ -127,7 +127,7 @@ class Head(nn.Module):
         return functional.linear(self.ln_f(hidden), self.weight.to(hidden.device))
 
 
-class Partition(nn.Sequential):
+class DeviceLayers(nn.Sequential):
     """The layers on one device; takes its input from any."""
 
     def __init__(self, device: torch.device, layers: Sequence[nn.Module]) -> None:
@@ -141,7 +141,7 @@ class Partition(nn.Sequential):
 def sequential_gpt(
     config: GPTConfig, devices: Sequence[Device], dtype: torch.dtype | None = None, seed: int = 0
 ) -> nn.Sequential:
-    """The GPT as an `nn.Sequential` of one `Partition` per device, balanced by cost. Token ids -> logits.
+    """The GPT as an `nn.Sequential` of one `DeviceLayers` per device, balanced by cost. Token ids -> logits.
 
     Raises:
         ValueError: there are more devices than layers.
@@ -156,7 +156,7 @@ def sequential_gpt(
             gpt.materialize_part(name, place, seed)
     gpt.tie_weights()
     layers: list[nn.Module] = [Embedding(gpt), *gpt.transformer.h, Head(gpt)]
-    return nn.Sequential(*map(Partition, places, split_into(layers, sizes)))
+    return nn.Sequential(*map(DeviceLayers, places, split_into(layers, sizes)))
 
 
 def layer_costs(config: GPTConfig) -> list[float]:

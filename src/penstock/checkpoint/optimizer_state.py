@@ -198,7 +198,7 @@ def reshardings_of(
             found[key] = sharding
         else:
             raise CheckpointError(
-                f"cannot cut the state {key} for tensor_parallel_size {size}: it was saved with "
+                f"cannot shard the state {key} for tensor_parallel_size {size}: it was saved with "
                 f"{manifest.tensor_parallel_size} and the shape {list(shape)}, where the parameter has {list(part)}"
             )
     return found

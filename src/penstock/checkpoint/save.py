@@ -23,7 +23,7 @@ from .manifest import MODEL, TRAINING, FileEntry, Manifest
 from .merge import MergedFolder, MergePlan, ModelFolder, describe_holdings, write_merged
 from .rank_files import parallel_operations, warn_of_drift, write_rank_files
 from .save_pretrained import SaveOptions, refuse_unsupported
-from .saving_ranks import Report, SavingRank, names_to_write, places_in_files, writers_of
+from .saving_ranks import SavingRank, SavingReport, names_to_write, places_in_files, writers_of
 from .staging import commit, discard, prepare
 from .tensors import held_state, shards_of, tensor_parallel_place, tied_groups
 from .training_state import RankTrainingState, TrainingState, collect_training_state, common_content
@@ -124,7 +124,7 @@ def save_checkpoint(
 ) -> PendingSave | None:
     """Save the model and the training state in safetensors files, each weight and each state of it once.
 
-    Plain transformers loads the folder as it is, unless tensor parallelism has cut the weights. Else as
+    Plain transformers loads the folder as it is, unless tensor parallelism has sharded the weights. Else as
     `save_parallelized`.
 
     Args:
@@ -203,7 +203,7 @@ class _Save:
             self._together("copying to host memory", copy, self._intact)
         return PendingSave(self.directory, partial(self._finish_alone, staging, reports, given_up))
 
-    def _finish_alone(self, staging: str, reports: list[Report], given_up: Callable[[], str | None]) -> None:
+    def _finish_alone(self, staging: str, reports: list[SavingReport], given_up: Callable[[], str | None]) -> None:
         places = places_in_files(reports)
         if self.place not in places:
             return
@@ -223,7 +223,7 @@ class _Save:
             self.state, self.training, self.common = {}, None, None
 
     @contextlib.contextmanager
-    def _staged(self) -> Iterator[tuple[str, list[Report]]]:
+    def _staged(self) -> Iterator[tuple[str, list[SavingReport]]]:
         """A staging folder, and what every rank is going to save; the folder is removed if the save fails."""
         prepared = self._together("preparing the folder", self._prepare, self._intact)
         staging = next(name for _, name in prepared if name is not None)
@@ -254,7 +254,7 @@ class _Save:
     def _prepare(self) -> tuple[Any, str | None]:
         return self._call, prepare(self.directory) if self.place.is_leader else None
 
-    def _describe(self, folder: str, calls: list[Any]) -> Report:
+    def _describe(self, folder: str, calls: list[Any]) -> SavingReport:
         for rank, call in enumerate(calls):
             if call != self._call:
                 raise CheckpointError(f"was asked for {self._call}, but rank {rank} for {call}")
@@ -275,9 +275,9 @@ class _Save:
         holdings = describe_holdings(self.model, self.state) if self.form else {}
         names |= frozenset(self.state) if self.once else frozenset()
         training = None if self.training is None else self.training.report
-        return Report(self.place, needed, holdings, training, names)
+        return SavingReport(self.place, needed, holdings, training, names)
 
-    def _collect(self, reports: list[Report]) -> None:
+    def _collect(self, reports: list[SavingReport]) -> None:
         """Settle what this rank writes."""
         if self.once:
             own = names_to_write(self.model, reports, self.place)
@@ -290,7 +290,7 @@ class _Save:
             pipeline = [report.training or {} for report in writers_of(reports)]
             self.common = common_content(self.training_state, every, pipeline)
 
-    def _write(self, folder: str, reports: list[Report]) -> dict[str, FileEntry]:
+    def _write(self, folder: str, reports: list[SavingReport]) -> dict[str, FileEntry]:
         places = places_in_files(reports)
         if self.place not in places:
             return {}

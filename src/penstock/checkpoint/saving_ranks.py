@@ -38,7 +38,7 @@ class SavingRank:
 
 
 @dataclass(frozen=True)
-class Report:
+class SavingReport:
     """What a rank tells the others before the writing starts."""
 
     place: SavingRank
@@ -48,13 +48,13 @@ class Report:
     names: frozenset[str]
 
 
-def writers_of(reports: Sequence[Report]) -> list[Report]:
+def writers_of(reports: Sequence[SavingReport]) -> list[SavingReport]:
     """The reports of the ranks that write, in order of pipeline rank, then of tensor-parallel rank."""
     writers = [report for report in reports if report.place.is_writer]
     return sorted(writers, key=lambda report: (report.place.pipeline_rank, report.place.tensor_parallel_rank))
 
 
-def places_in_files(reports: Sequence[Report]) -> dict[SavingRank, int]:
+def places_in_files(reports: Sequence[SavingReport]) -> dict[SavingRank, int]:
     """The ranks that write files, and the number that each has in their names in the place of its pipeline rank.
 
     That is its pipeline rank in the pipeline that writes the model. Ranks of others, which have parts of gradients to
@@ -67,7 +67,7 @@ def places_in_files(reports: Sequence[Report]) -> dict[SavingRank, int]:
     return places | {place: first + stages.index((place.pipeline, place.pipeline_rank)) for place in others}
 
 
-def names_to_write(model: nn.Module, reports: Sequence[Report], place: SavingRank) -> set[str]:
+def names_to_write(model: nn.Module, reports: Sequence[SavingReport], place: SavingRank) -> set[str]:
     """Of the tensors and states that a rank has to write, those that no rank before it writes.
 
     Of what is sharded, each tensor-parallel rank holds another part.

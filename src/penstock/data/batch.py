@@ -106,19 +106,19 @@ def microbatches_of(
     tokens stand, if `media` tells these. Raises ValueError and TypeError like `batch_size_of`, `microbatch_sizes`,
     `split_batch` and `rows_of_media`.
     """
-    cut = {name: value for name, value in inputs.items() if isinstance(value, PerMicrobatch)}
-    if not cut:
+    given = {name: value for name, value in inputs.items() if isinstance(value, PerMicrobatch)}
+    if not given:
         rows = _rows_of_media(inputs, media)
         batch_size = batch_size_of(inputs, main_input_name, rows)
         sizes = microbatch_sizes(batch_size, num_microbatches, micro_batch_size, default)
         return split_batch(inputs, batch_size, sizes, rows), sizes
-    counts = {name: len(value) for name, value in cut.items()}
+    counts = {name: len(value) for name, value in given.items()}
     count = next(iter(counts.values()))
     if any(other != count for other in counts.values()):
         raise ValueError(f"The inputs come from batches with different numbers of microbatches: {counts}.")
-    microbatches = [{name: value[index] for name, value in cut.items()} for index in range(count)]
+    microbatches = [{name: value[index] for name, value in given.items()} for index in range(count)]
     sizes = [batch_size_of(part, main_input_name, _rows_of_media(part, media)) for part in microbatches]
-    whole = {name: value for name, value in inputs.items() if name not in cut}
+    whole = {name: value for name, value in inputs.items() if name not in given}
     if whole and count:
         parts = split_batch(whole, sum(sizes), sizes)
         microbatches = [microbatch | part for microbatch, part in zip(microbatches, parts, strict=True)]

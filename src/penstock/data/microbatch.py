@@ -21,7 +21,7 @@ MAIN_INPUTS = (
     "decoder_inputs_embeds",
 )
 
-# Inputs of transformers models whose dim 0 is a length, a layer or a count: never cut, even where it happens to equal
+# Inputs of transformers models whose dim 0 is a length, a layer or a count: never split, even where it happens to equal
 # the batch size.
 WITHOUT_BATCH = frozenset(
     {
@@ -57,7 +57,7 @@ def microbatch_sizes(
     batch.
     """
     if batch_size < 1:
-        raise ValueError(f"The batch has {batch_size} samples, so there is nothing to cut into microbatches.")
+        raise ValueError(f"The batch has {batch_size} samples, so there is nothing to split into microbatches.")
     for name, value in (("num_microbatches", num_microbatches), ("micro_batch_size", micro_batch_size)):
         if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1, but is {value}.")
@@ -73,7 +73,7 @@ def microbatch_sizes(
         num_microbatches = min(max(default or 1, 1), batch_size)
     elif num_microbatches > batch_size:
         raise ValueError(
-            f"A batch of {batch_size} samples cannot be cut into {num_microbatches} microbatches: "
+            f"A batch of {batch_size} samples cannot be split into {num_microbatches} microbatches: "
             f"give batches of at least {num_microbatches} samples, or set num_microbatches to at most {batch_size}, "
             "or set micro_batch_size instead."
         )
@@ -96,7 +96,7 @@ def batch_size_of(inputs: Mapping[str, Any], main_input_name: str | None = None,
     if main is None:
         names = ", ".join(map(str, inputs)) or "none at all"
         raise ValueError(
-            f"The batch holds no tensors to cut into microbatches (its inputs: {names}). "
+            f"The batch holds no tensors to split into microbatches (its inputs: {names}). "
             f"Give at least {main_input_name or MAIN_INPUTS[0]} as a tensor of shape (batch, ...)."
         )
     batch_size = inputs[main].shape[0]
@@ -123,9 +123,9 @@ def split_batch(
 ) -> list[dict[str, Any]]:
     """Split a batch of model inputs into microbatches of the given sizes, in order.
 
-    Tensors with `batch_size` rows are cut along dim 0 (views, no copies), also inside tuples, lists and mappings, and
+    Tensors with `batch_size` rows are split along dim 0 (views, no copies), also inside tuples, lists and mappings, and
     so are lists of `batch_size` mappings (one annotation per sample). `position_ids` of shape (axes, batch, length) are
-    cut along dim 1. Everything else is handed to every microbatch as it is.
+    split along dim 1. Everything else is handed to every microbatch as it is.
 
     `media` says, for some inputs, how many of their rows belong to each sample; a microbatch without any gets None.
 

@@ -1,6 +1,6 @@
 """Packed rows: several sequences one after the other in a single row, told apart by their positions.
 
-Such a batch has one sample. It is cut between its sequences, which do not see each other, so that the pieces together
+Such a batch has one sample. It is split between its sequences, which do not see each other, so that the pieces together
 compute what the row does.
 """
 

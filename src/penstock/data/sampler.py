@@ -30,7 +30,7 @@ def share_sizes(num_samples: int, num_microbatches: Sequence[int], microbatch_si
     """Return for each pipeline the sizes of its microbatches in a global batch of `num_samples`.
 
     A full global batch (`sum(num_microbatches) * microbatch_size` samples) gives pipeline k its `num_microbatches[k]`
-    microbatches of `microbatch_size`. A smaller one is cut into as few microbatches as hold it, but one per pipeline
+    microbatches of `microbatch_size`. A smaller one is split into as few microbatches as hold it, but one per pipeline
     if there are samples enough, of sizes that differ by at most one. They are given out one at a time, first one
     each, then to the pipeline that will be the least busy relative to its full share; this minimises the longest
     pipeline, as times grow with the number of microbatches. With fewer samples than pipelines, the pipelines with the
@@ -63,7 +63,7 @@ def epoch_order(num_samples: int, shuffle: bool, seed: int, epoch: int) -> np.nd
 class HeterogeneousSampler:
     """One pipeline's shares of the global batches of an epoch. Over all pipelines every sample comes exactly once.
 
-    The order is a permutation of all samples by `seed` and `epoch`, cut into global batches, each cut into the shares
+    The order is a permutation of all samples by `seed` and `epoch`, split into global batches and these into the shares
     of `share_sizes`. So the global batches do not depend on how they are shared out, and all ranks of a pipeline agree.
     `drop_last` leaves out an incomplete last global batch. Iterating begins after the first `start` samples of the
     epoch, so that a run can be continued, also with other pipelines than before.

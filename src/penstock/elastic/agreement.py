@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from penstock.elastic.meeting import Meeting
 from penstock.elastic.membership import Membership
-from penstock.elastic.protocol import Decision, Move, Report, View, next_move
+from penstock.elastic.protocol import Decision, MemberReport, Move, View, next_move
 
 # Between two looks at the store.
 PAUSE = 0.01
@@ -23,7 +23,7 @@ class LeftOut(RuntimeError):
     """The other members went on without this one."""
 
 
-def agree(membership: Membership, now: Decision, report: Report, plan: Plan, announce: bool) -> Decision:
+def agree(membership: Membership, now: Decision, report: MemberReport, plan: Plan, announce: bool) -> Decision:
     """End a generation and return the next one.
 
     Args:
@@ -37,7 +37,7 @@ def agree(membership: Membership, now: Decision, report: Report, plan: Plan, ann
     """
     meeting, pulse = membership.meeting, membership.pulse
     pulse.forget()
-    reports: dict[int, Report] = {}
+    reports: dict[int, MemberReport] = {}
     lost: set[int] = set()
     deadline = time.monotonic() + REPORT_PATIENCE * membership.hang
     while True:
@@ -85,9 +85,9 @@ def latest(meeting: Meeting) -> Decision | None:
     return found
 
 
-def _read_reports(meeting: Meeting, now: Decision, reports: dict[int, Report]) -> None:
+def _read_reports(meeting: Meeting, now: Decision, reports: dict[int, MemberReport]) -> None:
     for member in now.members:
         if member not in reports:
             text = meeting.get(f"report/{now.generation}/{member}")
             if text is not None:
-                reports[member] = Report.from_json(text)
+                reports[member] = MemberReport.from_json(text)

@@ -11,8 +11,8 @@ from functools import cached_property
 import torch
 from transformers import PreTrainedModel
 
-from penstock.elastic.membership import Membership, Record
-from penstock.elastic.protocol import Decision, Report, View, successor
+from penstock.elastic.membership import MemberRecord, Membership
+from penstock.elastic.protocol import Decision, MemberReport, View, successor
 from penstock.elastic.settings import Elastic
 from penstock.modeling.graph.costs import unit_costs
 from penstock.planning.layout import Layout
@@ -96,7 +96,7 @@ class Formations:
         ]
         return templates, [count for _, count in decision.pipelines]
 
-    def first(self, members: Sequence[int], record: Callable[[int], Record | None]) -> Decision:
+    def first(self, members: Sequence[int], record: Callable[[int], MemberRecord | None]) -> Decision:
         """The first generation: of members that came, by what each said of itself."""
         return self._decide((), members, 0, record)
 
@@ -135,10 +135,10 @@ class Formations:
 
     def _decide(
         self,
-        reports: Sequence[Report],
+        reports: Sequence[MemberReport],
         joining: Sequence[int],
         generation: int,
-        record: Callable[[int], Record | None],
+        record: Callable[[int], MemberRecord | None],
         before: Decision | None = None,
         step: int = 0,
         checkpoint: Callable[[], tuple[int, str] | None] = lambda: None,
@@ -192,7 +192,7 @@ class Formations:
 
     def _to_go_back_to(
         self,
-        reports: Sequence[Report],
+        reports: Sequence[MemberReport],
         values: Sequence[Collection[str]],
         checkpoint: Callable[[], tuple[int, str] | None],
     ) -> tuple[int, str] | None:
@@ -214,7 +214,7 @@ class Formations:
         more = f" and {len(missing) - 4} more units" if len(missing) > 4 else ""
         raise Infeasible(f"no device that is left has the values of {', '.join(missing[:4])}{more}")
 
-    def _devices(self, members: Sequence[int], record: Callable[[int], Record | None]) -> list[list[int]]:
+    def _devices(self, members: Sequence[int], record: Callable[[int], MemberRecord | None]) -> list[list[int]]:
         """The members of each device: with tensor parallelism the shards of one group, if all are there."""
         groups: dict[str, dict[int, int]] = {}
         for member in sorted(members):

@@ -18,7 +18,7 @@ from penstock.elastic.agreement import agree, decision, latest
 from penstock.elastic.formations import Formations
 from penstock.elastic.meeting import STORE_ERRORS, Meeting, in_one_line, meet
 from penstock.elastic.membership import Membership, Pulse
-from penstock.elastic.protocol import Decision, Report
+from penstock.elastic.protocol import Decision, MemberReport
 from penstock.elastic.settings import Elastic
 from penstock.runtime.comm.bootstrap import form_world
 from penstock.runtime.failures.board import FailureBoard, PipelineFailure
@@ -87,7 +87,7 @@ class Generations:
                 self.meet()
             except PipelineFailure as error:
                 self.refuse_if_fruitless(error)
-                self.end(Report(self.number, self.now.step, suspects=self.suspects(), new=True))
+                self.end(MemberReport(self.number, self.now.step, suspects=self.suspects(), new=True))
             else:
                 return self.now
 
@@ -174,7 +174,7 @@ class Generations:
         gone = {members[rank] for rank in lost if rank < len(members)}
         return tuple(sorted(gone | self.membership.silent & set(members)))
 
-    def end(self, report: Report, announce: bool = True) -> Decision:
+    def end(self, report: MemberReport, announce: bool = True) -> Decision:
         """End the present generation with this member's last word in it, and agree with the others on the next one.
 
         Args:

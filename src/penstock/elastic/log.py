@@ -14,7 +14,7 @@ from typing import Any
 
 
 @dataclass
-class Call:
+class LoggedCall:
     """Something that all ranks do.
 
     Attributes:
@@ -41,7 +41,7 @@ class Log:
 
     def __init__(self) -> None:
         self.num_calls = 0
-        self.calls: dict[int, Call] = {}
+        self.calls: dict[int, LoggedCall] = {}
         # When gradients were dropped here that others may still have: how many calls there had been, and the number of
         # the next training step. The first is where all ranks have been.
         self._drops = [(0, 0)]
@@ -61,7 +61,7 @@ class Log:
         """Whether there are gradients."""
         return any(call.trains for number, call in self.calls.items() if number >= self.dropped)
 
-    def add(self, call: Call) -> None:
+    def add(self, call: LoggedCall) -> None:
         """A call is completed."""
         if not call.local:  # so all ranks have completed those before it, and dropped what was dropped before it
             self._drops = self._drops[-1:]
@@ -78,7 +78,7 @@ class Log:
         kept = [call for number, call in self.calls.items() if call.trains and number >= self.dropped]
         self.num_calls, self.calls, self._drops = len(kept), dict(enumerate(kept)), [(0, next_step)]
 
-    def to_repeat(self, calls: int, dropped: int, drop: Callable[[], None]) -> tuple[list[Call], int]:
+    def to_repeat(self, calls: int, dropped: int, drop: Callable[[], None]) -> tuple[list[LoggedCall], int]:
         """What this rank repeats, and the number of the training step with which it begins.
 
         Args:
@@ -89,5 +89,5 @@ class Log:
         before = [one for number, one in kept.items() if number < self.dropped]
         after = [one for number, one in kept.items() if number >= self.dropped]
         if before:
-            before.append(Call(drop, trains=False, local=True))
+            before.append(LoggedCall(drop, trains=False, local=True))
         return before + after, dict(self._drops)[dropped]

@@ -31,7 +31,7 @@ LONGEST_GAP = 16
 
 
 @dataclass(frozen=True)
-class Record(Told):
+class MemberRecord(Told):
     """What a member says about itself when it joins.
 
     Attributes:
@@ -56,7 +56,7 @@ class Pulse:
     def __init__(self, meeting: Meeting) -> None:
         self.meeting = meeting
         self._seen: dict[int, tuple[str | None, float]] = {}
-        self._records: dict[int, Record] = {}
+        self._records: dict[int, MemberRecord] = {}
 
     def still(self, member: int) -> float:
         """How many seconds a member's heartbeat has not changed, counted from the first call."""
@@ -71,13 +71,13 @@ class Pulse:
         """Forget heartbeats that were not read for a while: they say nothing."""
         self._seen.clear()
 
-    def record(self, member: int) -> Record | None:
+    def record(self, member: int) -> MemberRecord | None:
         """What a member said about itself, or None if it has not yet."""
         if member not in self._records:
             text = self.meeting.get(f"member/{member}")
             if text is None:
                 return None
-            self._records[member] = Record.from_json(text)
+            self._records[member] = MemberRecord.from_json(text)
         return self._records[member]
 
     def everyone(self) -> list[int]:
@@ -128,7 +128,7 @@ class Membership:
         self.meeting = meeting
         self.hang = hang
         self.id = meeting.next_number("members")
-        self.record = Record(self.id, group, shard, facts, socket.gethostname(), machine(), os.getpid())
+        self.record = MemberRecord(self.id, group, shard, facts, socket.gethostname(), machine(), os.getpid())
         self.pulse = Pulse(meeting)
         self.wants_to_leave = False
         self.asked = 0

@@ -38,7 +38,7 @@ def _in_tuples(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Report(Told):
+class MemberReport(Told):
     """A member's last report in a generation.
 
     Attributes:
@@ -128,7 +128,7 @@ class View:
 
     me: int
     members: tuple[int, ...]
-    reports: Mapping[int, Report] = field(default_factory=dict)
+    reports: Mapping[int, MemberReport] = field(default_factory=dict)
     lost: Collection[int] = ()
     decided: Decision | None = None
 
@@ -145,7 +145,7 @@ def next_move(view: View) -> Move:
     return Move.DECIDE
 
 
-def successor(view: View) -> tuple[list[Report], int, int, int]:
+def successor(view: View) -> tuple[list[MemberReport], int, int, int]:
     """Who goes on, by their reports, and what all of them have in common then: the updates that they will have made,
     how many calls since then they have completed, and of how many of these they have dropped the gradients."""
     going_on = [

@@ -19,14 +19,14 @@ import torch.distributed as dist
 from penstock.elastic.agreement import LeftOut
 from penstock.elastic.events import Change
 from penstock.elastic.generations import Generations, RunEnded
-from penstock.elastic.log import Call, Log
+from penstock.elastic.log import Log, LoggedCall
 from penstock.elastic.meeting import STORE_ERRORS, in_one_line
-from penstock.elastic.protocol import Decision, Report
+from penstock.elastic.protocol import Decision, MemberReport
 from penstock.elastic.shared_states import SharedStates
 from penstock.modeling.weights.names import unit_of
 from penstock.planning.layout import Layout
 from penstock.runtime.comm.bootstrap import leave_world
-from penstock.runtime.comm.rollcall import Call as RollCallName
+from penstock.runtime.comm.rollcall import Call
 from penstock.runtime.engine import Engine, ScheduleMaker, Values
 from penstock.runtime.failures.board import PipelineFailure, is_transport_error
 from penstock.runtime.moving import from_elsewhere, hand_over
@@ -80,7 +80,7 @@ class ElasticRun:
         self._restoring = self._going_back = False
         self._num_updates = 0
         self._log = Log()
-        self._todo: list[Call] = []
+        self._todo: list[LoggedCall] = []
         self._update: Callable[[], Any] | None = None
         self._updated: Any = None
         self._change_due = False
@@ -108,7 +108,7 @@ class ElasticRun:
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
-    def perform(self, call: Call) -> Any:
+    def perform(self, call: LoggedCall) -> Any:
         """Do something that all ranks do, however many are lost meanwhile.
 
         Raises:
@@ -152,7 +152,7 @@ class ElasticRun:
                 f"values were lost meanwhile, and the run went back to step {self.step}. {self.engine.board.advice()}"
             )
 
-        call = Call(unless_stale, trains=False)
+        call = LoggedCall(unless_stale, trains=False)
         return self.perform(call)
 
     def load(self, load: Callable[[], int | None]) -> None:
@@ -214,7 +214,7 @@ class ElasticRun:
         """Once this returns on any rank, all ranks have their gradients. Returns whether the members are to change."""
         membership = self.generations.membership
         wishes = [int(membership.asked > self._handled or membership.wants_to_leave)]
-        with self.engine.together(RollCallName.UPDATE, wishes) as said:
+        with self.engine.together(Call.UPDATE, wishes) as said:
             return any(facts[0] for facts in said.values())
 
     def _repeat(self) -> None:
@@ -255,7 +255,7 @@ class ElasticRun:
         started, failed_at = time.time(), engine.board.failed_at
         generations.membership.unwatch()
         engine.dissolve()
-        report = Report(
+        report = MemberReport(
             generations.number,
             self.step,
             self._log.num_calls,

@@ -198,7 +198,7 @@ class PipelinePeftModel(PipelineModel, PeftModel):
         base, tuner = self.base, self.base_model
         tied = getattr(base.config, "tie_word_embeddings", None)
         with self.pipeline.renewing(), _unmerged_ghosts(base), warnings.catch_warnings():
-            # A rank that has one side of a tie only looks to PEFT as if the tie was cut.
+            # A rank that has one side of a tie only looks to PEFT as if the weights were not tied.
             warnings.filterwarnings("ignore", message="Input and output embeddings are no longer tied")
             getattr(tuner, how)(*args)
         if tied:

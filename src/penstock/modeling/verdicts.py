@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 from penstock.modeling.graph.dummy_images import with_dummy_images
 from penstock.modeling.graph.forwards import entries_of_generation, named_arguments
-from penstock.modeling.graph.plan import Plan, StageCall
+from penstock.modeling.graph.plan import ForwardPlan, StageCall
 from penstock.modeling.graph.shapes import flatten
 from penstock.modeling.graph.trace import Untraceable
 from penstock.modeling.instrumentation import Intercepted, OnAnotherStage
@@ -126,7 +126,7 @@ class _Pipeline:
         split.stage_run = _DryRun
         return split
 
-    def forward(self, inputs: Mapping[str, Any], training: bool) -> Plan:
+    def forward(self, inputs: Mapping[str, Any], training: bool) -> ForwardPlan:
         """Run both stages; returns the plan. Raises whatever there is to refuse, or the model's code raises."""
         sent: Sequence[torch.Tensor] = ()
         plans = []

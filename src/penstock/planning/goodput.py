@@ -91,7 +91,7 @@ def goodput(operation: Operation, strategy: str, failures: Sequence[float], hori
     """
     if strategy not in STRATEGIES:
         raise ValueError(f"unknown strategy {strategy!r}: known are {', '.join(STRATEGIES)}")
-    run = _Run(operation, strategy)
+    run = _SimulatedRun(operation, strategy)
     for time in failures:
         if time >= horizon:
             break
@@ -101,7 +101,7 @@ def goodput(operation: Operation, strategy: str, failures: Sequence[float], hori
     return (run.saved + run.unsaved) / horizon
 
 
-class _Run:
+class _SimulatedRun:
     """The state of a simulated run: the work it has done, and when it works again."""
 
     def __init__(self, operation: Operation, strategy: str) -> None:

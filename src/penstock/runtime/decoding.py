@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache
 
-from penstock.modeling.graph.plan import Plan
+from penstock.modeling.graph.plan import ForwardPlan
 from penstock.modeling.graph.units import refusal
 from penstock.modeling.tensor_spec import TensorSpec
 from penstock.random_state import generators_of, set_states
@@ -35,7 +35,7 @@ from penstock.runtime.comm.forming import adopt_random_state
 from penstock.runtime.context import RankContext
 from penstock.runtime.failures.board import PipelineFailure
 from penstock.runtime.prefill import Prefill
-from penstock.runtime.single_forwards import Forwards
+from penstock.runtime.single_forwards import SingleForwards
 from penstock.runtime.stages import StageExecutor
 from penstock.runtime.turns import Stopped, Turns
 
@@ -99,7 +99,7 @@ class Decoding:
         self._split = stages.split
         self._channels = stages.boundaries.channels
         self._results = series_of_results(self._channels, context)
-        self._forwards = Forwards(context, stages)
+        self._forwards = SingleForwards(context, stages)
         self._begin = begin
         self._turns: Turns | None = None
         self._num_sessions = 0
@@ -391,7 +391,7 @@ class Decoding:
             fields["logits"] = logits[:, -1:]
         return pytree.tree_flatten(fields)
 
-    def _offer(self, leaves: Sequence[Any], plan: Plan, choosing: bool) -> Expected | None:
+    def _offer(self, leaves: Sequence[Any], plan: ForwardPlan, choosing: bool) -> Expected | None:
         """Send the last stage's tensors to the other ranks, whose own are placeholders of the same shapes."""
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if not tensors or not self._results.needed:

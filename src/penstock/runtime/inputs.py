@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from penstock.modeling.graph.loss import Criterion, read_counts
-from penstock.modeling.graph.plan import Plan
+from penstock.modeling.graph.plan import ForwardPlan
 
 # Odd multipliers keep seeds of neighbouring steps and microbatches far apart and distinct for long.
 STEP_STRIDE, MICROBATCH_STRIDE = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F
@@ -40,7 +40,7 @@ class StepInputs:
     """
 
     microbatches: Sequence[Mapping[str, Any]]
-    plans: Sequence[Plan]
+    plans: Sequence[ForwardPlan]
     signatures: Sequence[Any]
     counts: Sequence[Sequence[int]]
     sizes: Sequence[int]
@@ -54,7 +54,7 @@ class StepInputs:
     def of(
         cls,
         microbatches: Sequence[Mapping[str, Any]],
-        plan_of: Callable[..., Plan],
+        plan_of: Callable[..., ForwardPlan],
         sizes: Sequence[int],
         first_microbatch: int,
         number: int,
@@ -70,7 +70,7 @@ class StepInputs:
             with_counts: on the last stage, which weighs the loss.
         """
         hosts = microbatches if hosts is None else hosts
-        plans: list[Plan] = []
+        plans: list[ForwardPlan] = []
         signatures: list[Any] = []
         previous: Any = None
         for microbatch in microbatches:
@@ -168,7 +168,9 @@ def _first(value: Any) -> Any:
     return value
 
 
-def _plan(plan_of: Callable[..., Plan], microbatch: Mapping[str, Any], criterion: Criterion | None) -> Plan:
+def _plan(
+    plan_of: Callable[..., ForwardPlan], microbatch: Mapping[str, Any], criterion: Criterion | None
+) -> ForwardPlan:
     """The plan, or a ValueError if labels of an unusual type are why there is none."""
     try:
         return plan_of(microbatch, criterion=criterion)

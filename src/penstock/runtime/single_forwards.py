@@ -15,7 +15,7 @@ import torch
 from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
-from penstock.modeling.graph.plan import Plan
+from penstock.modeling.graph.plan import ForwardPlan
 from penstock.modeling.placeholders.caches import past_length
 from penstock.modeling.randomness import mixed
 from penstock.modeling.stage.caches import StageCaches
@@ -34,7 +34,7 @@ class Forward:
         incoming: what was asked for, by stage.
     """
 
-    plan: Plan
+    plan: ForwardPlan
     inputs: Mapping[str, Any]
     key: Hashable
     family: Hashable | None
@@ -46,7 +46,7 @@ class Forward:
             series.give(tensors, self.key, self.family)
 
 
-class Forwards:
+class SingleForwards:
     """Runs single forwards over the stages of one rank.
 
     Attributes:
@@ -71,7 +71,7 @@ class Forwards:
         for series in (*self._below.values(), *self._above.values()):
             context.board.on_abort(series.clear)
 
-    def begin(self, plan: Plan, inputs: Mapping[str, Any]) -> Forward:
+    def begin(self, plan: ForwardPlan, inputs: Mapping[str, Any]) -> Forward:
         """Begin a forward with these inputs: post receives for what this rank's stages receive in it.
 
         On an accelerator that is asked for only when the stage is to run: a receive that is posted holds up what is
@@ -141,7 +141,7 @@ def _shapes(inputs: Mapping[str, Any]) -> Iterator[Hashable]:
             )
 
 
-def _family(plan: Plan, inputs: Mapping[str, Any]) -> Hashable | None:
+def _family(plan: ForwardPlan, inputs: Mapping[str, Any]) -> Hashable | None:
     """What forwards of one more token each have in common, whatever was cached before; None for other forwards."""
     cache = next((value for value in inputs.values() if isinstance(value, Cache)), None)
     new = next((inputs[name] for name in ("decoder_input_ids", "input_ids") if inputs.get(name) is not None), None)

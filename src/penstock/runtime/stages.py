@@ -11,7 +11,7 @@ import torch
 from transformers.utils import ModelOutput
 
 from penstock.modeling.graph.loss import set_loss
-from penstock.modeling.graph.plan import Plan
+from penstock.modeling.graph.plan import ForwardPlan
 from penstock.modeling.stage.split import SplitModel
 from penstock.runtime.boundary.boundaries import Boundaries
 from penstock.runtime.gradients.weight_gradients import direct_apply
@@ -68,7 +68,7 @@ class StageExecutor:
 
     def walk(
         self,
-        plan: Plan,
+        plan: ForwardPlan,
         stage: int,
         inputs: Mapping[str, Any],
         receive: Callable[[], Sequence[torch.Tensor]],

@@ -216,7 +216,7 @@ def _selectors(func: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
 _READS = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__}
 
 
-class Watch(TorchFunctionMode):
+class ReadObserver(TorchFunctionMode):
     """Sees what the dispatcher does not: data read by Python on the CPU, and calls of the functions in `observers`.
 
     Args:

@@ -56,7 +56,7 @@ class LossTrace:
         self._made_of: list[Sources] = []
 
     def observers(self) -> dict[Callable[..., Any], Callable[..., None]]:
-        """For `Watch`: the functions to observe, and what to call for each."""
+        """For `ReadObserver`: the functions to observe, and what to call for each."""
         return dict.fromkeys(LOSS_FUNCTIONS, self._observe)
 
     def _observe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:

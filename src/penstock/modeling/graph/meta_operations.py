@@ -54,7 +54,7 @@ class RememberedOperations(TorchDispatchMode):
 class KnownValues(TorchDispatchMode):
     """Allows a few tensors with values in a run on meta tensors: results computed only from them have values, too.
 
-    So a module's code may ask how large each image is, say, and cut its meta tensors accordingly.
+    So a module's code may ask how large each image is, say, and slice its meta tensors accordingly.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -35,7 +35,7 @@ class PlannedCall:
 
 
 @dataclass(frozen=True)
-class Plan(ForwardFacts):
+class ForwardPlan(ForwardFacts):
     """What every stage does in one kind of forward. The same on every rank.
 
     Attributes:
@@ -69,7 +69,7 @@ def make_plan(
     num_stages: int,
     entry: str = "forward",
     defaults: tuple[tuple[str, Any], ...] = (),
-) -> Plan:
+) -> ForwardPlan:
     """Place the calls of a trace on stages.
 
     Args:
@@ -107,7 +107,7 @@ def make_plan(
     for stage in range(1, num_stages):
         crossing = {v for needed in needs[stage:] for v in needed if stages[v.unit, v.call] < stage}
         boundaries.append(tuple(sorted(crossing, key=lambda v: (order[v.unit, v.call], *_leaf_order(v.leaf)))))
-    plan = Plan(
+    plan = ForwardPlan(
         entry=entry,
         num_stages=num_stages,
         calls=calls,
@@ -224,7 +224,7 @@ class StagePlan:
     idle: bool
 
 
-def make_stage_plan(plan: Plan, stage: int) -> StagePlan:
+def make_stage_plan(plan: ForwardPlan, stage: int) -> StagePlan:
     """The part of `plan` that concerns one stage."""
     last_stage = stage == plan.num_stages - 1
     incoming = {value: position for position, value in enumerate(plan.boundaries[stage - 1] if stage else ())}

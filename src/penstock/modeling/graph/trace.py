@@ -27,9 +27,9 @@ from penstock.modeling.graph.dataflow import (
     Inside,
     Outside,
     ReachedInside,
+    ReadObserver,
     Sources,
     Value,
-    Watch,
 )
 from penstock.modeling.graph.loss import CriterionError, LossRule, loss_by
 from penstock.modeling.graph.loss_trace import LossTrace, label_placeholder
@@ -181,7 +181,7 @@ def trace(
         losses = LossTrace(arguments, flow)
         interceptor.handler = planner
         try:
-            with flow, Watch(flow, losses.observers()):
+            with flow, ReadObserver(flow, losses.observers()):
                 output = (call or model)(**{n: value for n, value in arguments.items() if n not in for_criterion})
                 loss = loss_by(criterion, output, arguments)
         except (ReachedInside, CriterionError):

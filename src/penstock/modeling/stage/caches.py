@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
-from penstock.modeling.graph.plan import Plan
+from penstock.modeling.graph.plan import ForwardPlan
 from penstock.modeling.placeholders.caches import decoder_part, narrow_copy
 
 
@@ -26,7 +26,7 @@ class StageCaches:
         inputs: arguments of the forward, of which at most one is a cache.
     """
 
-    def __init__(self, plan: Plan, stages: Sequence[int], inputs: Mapping[str, Any]) -> None:
+    def __init__(self, plan: ForwardPlan, stages: Sequence[int], inputs: Mapping[str, Any]) -> None:
         self._inputs = inputs
         self._stages = stages
         self._name = next((name for name, value in inputs.items() if isinstance(value, Cache)), None)

@@ -12,7 +12,7 @@ from torch import nn
 
 from penstock.modeling.graph.forwards import Forwards, TracedForward
 from penstock.modeling.graph.loss import Criterion, loss_by
-from penstock.modeling.graph.plan import Plan, StagePlan, make_plan, make_stage_plan
+from penstock.modeling.graph.plan import ForwardPlan, StagePlan, make_plan, make_stage_plan
 from penstock.modeling.graph.trace import real_outside
 from penstock.modeling.graph.units import refusal
 from penstock.modeling.instrumentation import record_of
@@ -158,7 +158,7 @@ class SplitModel:
         self.local_stages = tuple(sorted(set(local_stages)))
         self.num_stages = len(self.stages)
         self._stage_of = placement
-        self._plans: dict[TracedForward, Plan] = {}
+        self._plans: dict[TracedForward, ForwardPlan] = {}
         self.released: dict[str, nn.Parameter] = {}
         self.taken: dict[str, torch.Tensor] = {}
         device = self.device
@@ -226,7 +226,7 @@ class SplitModel:
         inputs: Mapping[str, Any],
         call: Callable[..., Any] | None = None,
         criterion: Criterion | None = None,
-    ) -> Plan:
+    ) -> ForwardPlan:
         """What each stage does with inputs of this kind (see `Forwards`); cached, and found without communication.
 
         Args:
@@ -263,7 +263,7 @@ class SplitModel:
         return self._forwards.follow(given).trace.output_shapes
 
     def shapes_received(
-        self, plan: Plan, stage: int, inputs: Mapping[str, Any], call: Callable[..., Any] | None = None
+        self, plan: ForwardPlan, stage: int, inputs: Mapping[str, Any], call: Callable[..., Any] | None = None
     ) -> list[TensorSpec]:
         """The shapes of what a stage receives for `inputs`, found without computing it. Raises what `plan` raises."""
         if not stage:
@@ -277,7 +277,7 @@ class SplitModel:
 
     def forward(
         self,
-        plan: Plan,
+        plan: ForwardPlan,
         stage: int,
         inputs: Mapping[str, Any],
         received: Sequence[torch.Tensor],
@@ -378,7 +378,7 @@ class SplitModel:
 
     def _evaluate(
         self,
-        plan: Plan,
+        plan: ForwardPlan,
         function: Any,
         arguments: Any,
         inputs: Any,
