@@ -150,7 +150,7 @@ def test_unusable_batches_are_refused_on_every_rank_and_the_next_step_is_exact(p
         "float ids": ["input_ids is of torch.float64", "ids are integers"],
         "texts": ["input_ids is ['one', 'two'", "tokenizer(texts"],
         "text labels": ["labels is ['one', 'two'", "tokenizer(texts"],
-        "list labels": ["labels is [[", "no tensor"],
+        "list labels": ["labels is [[", "not a tensor"],
         "float labels": ["labels is of torch.float64", "torch.int64"],
     }
     model = build()
