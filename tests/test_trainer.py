@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
     BertConfig,
@@ -25,6 +26,7 @@ from transformers import (
     TrainingArguments,
 )
 
+from own_models import MappedRegression
 from penstock.integrations.transformers import PipelineTrainer, PipelineTrainerMixin
 from pool import Pool
 
@@ -329,6 +331,35 @@ def test_losses_that_training_would_not_call_are_refused(tmp_path: Path) -> None
         PipelineTrainer(gpt2(), arguments(tmp_path))
     with pytest.raises(ValueError, match=r"unknown key 'pipeline_size'"):
         PipelineTrainer(gpt2(), arguments(tmp_path), parallelism={"pipeline_size": 2})
+
+
+def train_a_module_of_ones_own(folder: Path, stages: int = 0) -> Path:
+    """A module that is no model of transformers; returns where it was saved."""
+    torch.manual_seed(0)
+    model: Any = MappedRegression()
+    model.dummy_inputs = {"x": torch.zeros(2, 6), "y": torch.zeros(2, 6)}
+    rows = torch.randn(8, 2, 6, generator=torch.Generator().manual_seed(1))
+    arguments = TrainingArguments(
+        output_dir=str(folder), per_device_train_batch_size=4, max_steps=2, save_steps=1, label_names=["y"], use_cpu=True,
+        report_to=[], disable_tqdm=True,
+    )  # fmt: skip
+    kind: Any = PipelineTrainer if stages else Trainer
+    options = {"parallelism": {"pipeline_parallel_size": stages, "num_microbatches": 2}} if stages else {}
+    trainer = kind(model=model, args=arguments, train_dataset=[{"x": x, "y": y} for x, y in rows], **options)
+    trainer.train()
+    trainer.save_model(str(folder / "final"))
+    return folder / "final"
+
+
+def test_a_module_of_ones_own_is_saved_whole(pool: Pool, tmp_path: Path) -> None:
+    plain = train_a_module_of_ones_own(tmp_path / "plain")
+    pool.run(2, train_a_module_of_ones_own, tmp_path / "split", 2, init=False)
+    for name in ("final", "checkpoint-1"):
+        expected = load_file(plain.parent / name / "model.safetensors")
+        found = load_file(tmp_path / "split" / name / "model.safetensors")
+        assert found.keys() == expected.keys() and len(found) == 8
+        for key, value in expected.items():
+            torch.testing.assert_close(found[key], value, rtol=1e-5, atol=1e-6)
 
 
 def with_replicas(folder: Path) -> tuple[dict[str, Any], dict[str, float]]:

@@ -135,7 +135,7 @@ class Booster:
             PipelineFailure: a rank of the job was lost or failed; names the rank and its cause.
         """
         pipeline, run = _pipeline_of(model), self.plugin.run
-        step = partial(self._step, pipeline, criterion, return_loss, return_outputs)
+        step = partial(self._step, pipeline, criterion, optimizer, return_loss, return_outputs)
         if run is None:
             return step(next(data_iter))
         if not isinstance(data_iter, Batches):
@@ -167,7 +167,13 @@ class Booster:
         return result
 
     def _step(
-        self, pipeline: Engine, criterion: Criterion | None, return_loss: bool, return_outputs: bool, batch: Any
+        self,
+        pipeline: Engine,
+        criterion: Criterion | None,
+        optimizer: PipelineOptimizer | None,
+        return_loss: bool,
+        return_outputs: bool,
+        batch: Any,
     ) -> dict[str, Any]:
         """`execute_pipeline` on a batch."""
         if not isinstance(batch, MicrobatchedBatch):
@@ -183,7 +189,7 @@ class Booster:
         else:
             kept = []
             for output in pipeline.train(self._inputs(batch), criterion):
-                self.backward(output.loss)
+                self.backward(output.loss, optimizer)
                 if return_outputs and pipeline.holds_output:
                     kept.append(without_graph(output))
             outputs = merge_outputs(kept, pipeline.microbatches(batch)[1]) if kept else None

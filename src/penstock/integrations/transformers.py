@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import Trainer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 
 from penstock.checkpoint import TRAINING_VARIANT, restore_object
 from penstock.checkpoint.files import load_data
@@ -361,10 +361,14 @@ class PipelineTrainerMixin(Trainer):
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Write an ordinary folder of the whole model; all ranks take part."""
         folder = self.args.output_dir if output_dir is None else output_dir
-        if self.args.should_save:
-            super()._save(folder, state_dict)  # which calls save_pretrained, too
-        else:
-            self.model.save_pretrained(folder)
+        # Not by the Trainer's own method: of a module of the user's it would write this rank's stages alone.
+        self.model.save_parallelized(folder, merge_checkpoints=True, safe_serialization=True)
+        if not self.args.should_save:
+            return
+        processing_class = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        if processing_class is not None:
+            processing_class.save_pretrained(folder)
+        torch.save(self.args, os.path.join(folder, TRAINING_ARGS_NAME))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Write the optimizer's state in one file for each stage, and the scheduler's as the Trainer does."""
