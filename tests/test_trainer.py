@@ -340,8 +340,8 @@ def train_a_module_of_ones_own(folder: Path, stages: int = 0) -> Path:
     model.dummy_inputs = {"x": torch.zeros(2, 6), "y": torch.zeros(2, 6)}
     rows = torch.randn(8, 2, 6, generator=torch.Generator().manual_seed(1))
     arguments = TrainingArguments(
-        output_dir=str(folder), per_device_train_batch_size=4, max_steps=2, save_steps=1, label_names=["y"], use_cpu=True,
-        report_to=[], disable_tqdm=True,
+        output_dir=str(folder), per_device_train_batch_size=4, max_steps=2, save_steps=1, label_names=["y"],
+        use_cpu=True, report_to=[], disable_tqdm=True,
     )  # fmt: skip
     kind: Any = PipelineTrainer if stages else Trainer
     options = {"parallelism": {"pipeline_parallel_size": stages, "num_microbatches": 2}} if stages else {}
