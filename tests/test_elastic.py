@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import signal
+import threading
 from functools import cache
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +22,9 @@ from penstock import (
     load_checkpoint,
     save_checkpoint,
 )
+from penstock import plugin as plugin_module
 from penstock.checkpoint import find_checkpoints
+from penstock.elastic.generations import Generations
 from penstock.runtime.comm.bootstrap import leave_world
 from pool import Pool
 
@@ -190,6 +194,48 @@ def test_saves_that_an_elastic_run_could_not_repeat_are_refused(pool: Pool, tmp_
     assert "asynchronous=True is not possible" in asynchronous
     assert "the step is booster.step, which is 2, got 7" in numbered
     assert step == 2
+
+
+def configure_after_a_failure(store: str, where: str) -> str:
+    """A process fails as it `meets` the others or as it `forms` the engine, and begins the run again.
+
+    Returns what it is told if it tries with the same plugin.
+    """
+
+    def configure(plugin: HeterogeneousParallelPlugin) -> None:
+        model = FAMILIES["gpt2"].build()
+        plugin.configure(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    templates = [PipelineTemplate.balanced(FAMILIES["gpt2"].build(), 1)]
+    elastic = Elastic(store, start=1, copies=1, templates=templates, leave_on_sigterm=False)
+    failed, another = (HeterogeneousParallelPlugin(elastic=elastic, global_batch_size=4) for _ in range(2))
+    owner, name = {"meets": (Generations, "meet"), "forms": (plugin_module, "parallelize")}[where]
+    with (
+        mock.patch.object(owner, name, side_effect=MemoryError("no memory is left")),
+        pytest.raises(MemoryError, match="no memory is left"),
+    ):
+        configure(failed)
+    for thread in threading.enumerate():
+        if thread.name == "penstock-member":
+            thread.join(10)
+            assert not thread.is_alive()
+    with pytest.raises(ValueError) as caught:
+        configure(failed)
+    leave_world()
+    configure(another)
+    assert another.run is not None and not another.run.joined
+    another.run.close()
+    leave_world()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("where", ["meets", "forms"])
+def test_a_process_that_fails_to_begin_is_no_member_and_its_plugin_is_used_up(
+    pool: Pool, tmp_path: Path, where: str
+) -> None:
+    store = tmp_path.joinpath("store").as_uri()
+    (refused,) = pool.run(1, configure_after_a_failure, store, where, init=False, timeout=60)
+    assert refused == "with elastic= a plugin configures one whole model, once"
 
 
 def test_a_process_killed_in_a_save_leaves_the_others_a_whole_checkpoint(tmp_path: Path) -> None:

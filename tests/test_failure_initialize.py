@@ -1,15 +1,19 @@
-"""A rank that is killed while the ranks form their pipelines: the others end with an error that names it."""
+"""A rank that is killed, or fails alone, while the ranks form their pipelines: the others end with an error that names
+it."""
 
 from __future__ import annotations
 
 import importlib
 import os
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from ended import LIMIT, kill_self, run_ranks
 from families import FAMILIES, batch
+from hetero import make_plugin
+from pool import Pool
 from training import parallelize, run_step
 
 
@@ -61,3 +65,25 @@ def test_a_rank_killed_in_initialize_is_named_by_all_others(
         assert end.kind == "PipelineFailure", f"{end.kind}: {end.text} {end.value}"
         assert f"rank {victim} was lost" in end.text
         assert end.at - killed.at < LIMIT
+
+
+def fail_to_estimate(face: str) -> None:
+    """Rank 0 fails as it estimates what the units cost, and its process goes on."""
+    model = FAMILIES["gpt2"].build()
+    plugin = make_plugin(model, "2x2")
+    # The name `penstock.initialize` is the function's.
+    module = importlib.import_module(face)
+    failing = mock.Mock(side_effect=MemoryError("no memory is left"))
+    with mock.patch.object(module, "unit_costs", failing if os.environ["RANK"] == "0" else module.unit_costs):
+        if face == "penstock.plugin":
+            plugin.configure(model)
+        else:
+            parallelize(model, 2)
+
+
+@pytest.mark.parametrize("face", ["penstock.initialize", "penstock.plugin"])
+def test_an_error_in_the_estimate_of_rank_0_is_one_on_every_rank(pool: Pool, face: str) -> None:
+    first, second = pool.run(2, fail_to_estimate, face, outcomes=True, timeout=30)
+    assert isinstance(first, MemoryError) and str(first) == "no memory is left"
+    assert isinstance(second, RuntimeError) and str(second).startswith("rank 0 could not "), second
+    assert str(second).endswith("costs: MemoryError: no memory is left")

@@ -28,7 +28,7 @@ from penstock.planning.layout import Layout
 from penstock.planning.partition import partition, split_into
 from penstock.planning.template import chosen_stages, split_stages
 from penstock.runtime.comm.devices import device_memory
-from penstock.runtime.comm.forming import facts_of, forming, gather_from_all, require_agreement
+from penstock.runtime.comm.forming import facts_of, failing_together, forming, gather_from_all, require_agreement
 from penstock.runtime.engine import DEFAULT_MICROBATCHES_PER_STAGE, parallelize
 from penstock.runtime.failures.board import FailureBoard
 from penstock.schedule import Schedule
@@ -201,8 +201,10 @@ def _make_in_stages(
             sharding = TensorParallel(skeleton, place.tensor_parallel_rank, size, alias_groups(skeleton))
         mine = layout.pipelines[place.pipeline]
         local_stages = mine.stages_of(place.pipeline_rank)
-        model, untied = _on_every_rank(board, lambda: make(mine.stages, local_stages, sharding))
-        forget_ties(model, untied)
+        doing = "making the stages' weights"
+        with failing_together(board, doing, "make its part of the model"):
+            model, found = make(mine.stages, local_stages, sharding)
+        forget_ties(model, set().union(*gather_from_all(found.untied, board, doing)))
         return distribute(model, layout, configuration, board, criterion)
 
 
@@ -261,9 +263,11 @@ def _units_and_costs(model: nn.Module, board: FailureBoard) -> tuple[list[str], 
 
     Raises:
         ValueError: on every rank, if the model's forward was followed differently on one.
+        RuntimeError: another rank could not follow it, or rank 0 could not estimate the costs.
     """
-    units = list_units(model)
-    estimate = unit_costs(model, units) if dist.get_rank() == 0 else []
+    with failing_together(board, "planning", "find the model's units and their costs"):
+        units = list_units(model)
+        estimate = unit_costs(model, units) if dist.get_rank() == 0 else []
     every = gather_from_all((units, estimate), board, "planning")
     first, costs = every[0]
     for rank, (theirs, _) in enumerate(every):
@@ -302,29 +306,6 @@ def _with_size(model: nn.Module, configuration: Configuration, board: FailureBoa
         min(limits, default=None),
     )
     return replace(configuration, pipeline_parallel_size=gather_from_all(size, board, "planning")[0])
-
-
-def _on_every_rank(board: FailureBoard, make: Callable[[], Made]) -> tuple[PreTrainedModel, set[str]]:
-    """The model that `make` makes here, and the weights that are not tied on some rank. All ranks call this together.
-
-    Raises:
-        what `make` raises here; RuntimeError if it failed on another rank only.
-    """
-    made: Made | None = None
-    failure: Exception | None = None
-    try:
-        made = make()
-    except Exception as error:
-        failure = error
-    message = None if failure is None else f"{type(failure).__name__}: {failure}"
-    told = gather_from_all((message, made[1].untied if made else ()), board, "making the stages' weights")
-    if made is None:
-        assert failure is not None
-        raise failure
-    for rank, (message, _) in enumerate(told):
-        if message is not None:
-            raise RuntimeError(f"rank {rank} could not make its part of the model: {message}")
-    return made[0], {name for _, untied in told for name in untied}
 
 
 def plan_stages(

@@ -48,7 +48,7 @@ from penstock.planning.profile import Profile
 from penstock.planning.template import PipelineTemplate
 from penstock.runtime.comm.bootstrap import rank_and_world_size
 from penstock.runtime.comm.devices import device_memory
-from penstock.runtime.comm.forming import facts_of, forming, gather_from_all, require_agreement
+from penstock.runtime.comm.forming import facts_of, failing_together, forming, gather_from_all, require_agreement
 from penstock.runtime.engine import Values, parallelize
 from penstock.runtime.failures.board import PATIENCE_SECONDS, FailureBoard
 from penstock.runtime.gradients.precision import LossScale
@@ -145,7 +145,9 @@ class HeterogeneousParallelPlugin:
         self._check_elastic(elastic, global_batch_size)
         self.elastic = elastic
         self._global_batch_size = global_batch_size
-        # With elastic=, this process's part in the run, once there is one; and the loaders that follow the pipelines.
+        # With elastic=, this process as a member, once it has come; its part in the run, once the first engine stands;
+        # and the loaders that follow the pipelines.
+        self._generations: Generations | None = None
         self.run: ElasticRun | None = None
         self._loaders: weakref.WeakSet[HeterogeneousDataLoader] = weakref.WeakSet()
         # For the Trainer's integration: what else all processes of an elastic run must have been given alike, by name;
@@ -392,7 +394,8 @@ class HeterogeneousParallelPlugin:
             self.check_dataloader(dataloader)
         with forming(self.time_limit) as board:
             require_agreement({**facts_of(model), **self._facts()}, board)
-            estimate = unit_costs(model, layout.units) if dist.get_rank() == 0 else []
+            with failing_together(board, "planning", "estimate the model's costs"):
+                estimate = unit_costs(model, layout.units) if dist.get_rank() == 0 else []
             costs = gather_from_all(estimate, board, "planning")[0]
             self._description = self._describe(model, costs)
             if dist.get_rank() == 0:
@@ -417,7 +420,7 @@ class HeterogeneousParallelPlugin:
             raise TypeError(
                 f"with elastic= configure() takes a transformers PreTrainedModel, got {type(model).__name__}"
             )
-        if isinstance(model, PipelineModel) or self.run is not None:
+        if isinstance(model, PipelineModel) or self._generations is not None:
             raise ValueError("with elastic= a plugin configures one whole model, once")
         if optimizer is None:
             raise ValueError(
@@ -437,16 +440,20 @@ class HeterogeneousParallelPlugin:
                 states.register(name, one)
         if self.precision == "fp16":
             states.register("loss scale", self._loss_scale)
-        generations = Generations(elastic, formations, self.tp_size, digest.hexdigest())
-        now, on_layout = generations.now, partial(self._take_layout, generations)
-        on_layout(now)
-        with forming(self.time_limit, generations.on_board) as board:
-            if now.is_first:
-                require_agreement(facts, board)
-            values = None if now.is_first else states.values(now)
-            model = self._parallelise(model, board, criterion, values)
-        wrapped = self._wrap(optimizer, model)
-        self.run = wrapped.run = ElasticRun(generations, states, model.pipeline, on_layout)
+        generations = self._generations = Generations(elastic, formations, self.tp_size, digest.hexdigest())
+        try:
+            now, on_layout = generations.enter(), partial(self._take_layout, generations)
+            on_layout(now)
+            with forming(self.time_limit, generations.on_board) as board:
+                if now.is_first:
+                    require_agreement(facts, board)
+                values = None if now.is_first else states.values(now)
+                model = self._parallelise(model, board, criterion, values)
+            wrapped = self._wrap(optimizer, model)
+            self.run = wrapped.run = ElasticRun(generations, states, model.pipeline, on_layout)
+        except BaseException:
+            generations.close()  # the others must not count on this process
+            raise
         return model, wrapped, criterion, dataloader, lr_scheduler
 
     def _take_layout(self, generations: Generations, decision: Decision) -> tuple[Layout, Callable[[int], Schedule]]:

@@ -42,7 +42,7 @@ class RunEnded(PipelineFailure):
 
 
 class Generations:
-    """This process as a member of one generation after the other. It waits until the first one takes it in.
+    """This process as a member of one generation after the other, from `enter` on until `close`.
 
     Args:
         facts: a digest of the model and the settings, the same for all members.
@@ -53,8 +53,10 @@ class Generations:
         checkpoint: finds step and path of one to go back to, if there is one.
 
     Raises:
-        RuntimeError: the run has ended. ValueError: the run refuses this process, or the launcher is no good for it.
+        ValueError: the launcher is no good for the run.
     """
+
+    now: Decision
 
     def __init__(self, settings: Elastic, formations: Formations, tp_size: int, facts: str) -> None:
         self.settings = settings
@@ -64,19 +66,25 @@ class Generations:
         self._board: FailureBoard | None = None
         self.membership = _come(settings, tp_size, facts)
         atexit.register(self.membership.close)
-        self.now = self._enter()
-        if settings.leave_on_sigterm:
-            self._leave_on_sigterm()
 
     @property
     def number(self) -> int:
         """This member's id."""
         return self.membership.id
 
+    def close(self) -> None:
+        """End this process's membership, and its heartbeat."""
+        self.membership.close()
+        atexit.unregister(self.membership.close)
+
     # -- coming ----------------------------------------------------------------------------------------------------
 
-    def _enter(self) -> Decision:
-        """Become part of a generation, the first one or a later one, and meet its other members."""
+    def enter(self) -> Decision:
+        """Wait until this member is part of a generation, the first one or a later one, and meet its other members.
+
+        Raises:
+            RuntimeError: the run has ended. ValueError: the run refuses this process.
+        """
         self.now = latest(self.membership.meeting) or self._begin()
         if self.number not in self.now.members:
             self.now = self._join(self.now)
@@ -89,7 +97,10 @@ class Generations:
                 self.refuse_if_fruitless(error)
                 self.end(MemberReport(self.number, self.now.step, suspects=self.suspects(), new=True))
             else:
-                return self.now
+                break
+        if self.settings.leave_on_sigterm:
+            self._leave_on_sigterm()
+        return self.now
 
     def _begin(self) -> Decision:
         """Meet the other members that begin the run."""

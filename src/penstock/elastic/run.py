@@ -104,7 +104,7 @@ class ElasticRun:
 
     def close(self) -> None:
         """End this process's part, after the last step."""
-        self.generations.membership.close()
+        self.generations.close()
 
     # -- steps -----------------------------------------------------------------------------------------------------
 

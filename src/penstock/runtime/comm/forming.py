@@ -95,6 +95,30 @@ def gather_from_all(mine: Any, board: FailureBoard, doing: str) -> list[Any]:
     return every
 
 
+@contextmanager
+def failing_together(board: FailureBoard, doing: str, task: str) -> Iterator[None]:
+    """Around what each rank does alone, and may fail in alone: then all raise. Every rank of the world calls this.
+
+    Args:
+        doing: for the error if a rank is lost meanwhile, such as "planning".
+        task: for the error of the others, after "rank 1 could not".
+
+    Raises:
+        what failed here; RuntimeError if it failed on another rank only.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    messages = gather_from_all(None if failure is None else f"{type(failure).__name__}: {failure}", board, doing)
+    if failure is not None:
+        raise failure
+    for rank, message in enumerate(messages):
+        if message is not None:
+            raise RuntimeError(f"rank {rank} could not {task}: {message}")
+
+
 def require_agreement(facts: Mapping[str, Any], board: FailureBoard) -> None:
     """Compare what every rank of the world was given.
 
