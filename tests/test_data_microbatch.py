@@ -80,6 +80,23 @@ def test_microbatches_joined_again_are_the_batch(batch_size, data):
     assert all(type(part["pair"]) is Pair and part["pair"].right == "text" for part in parts)
 
 
+def test_other_lists_and_tuples_become_plain_ones():
+    class Several(list):
+        def __init__(self, *items):
+            super().__init__(items)
+
+    class Between(tuple):
+        def __new__(cls, first, last):
+            return super().__new__(cls, (first, last))
+
+    ids = torch.arange(4)
+    parts = split_batch({"input_ids": ids, "list": Several(ids, ids), "tuple": Between(ids, ids)}, 4, [1, 3])
+    for part, expected in zip(parts, ids.split([1, 3]), strict=True):
+        for name, kind in (("list", list), ("tuple", tuple)):
+            assert type(part[name]) is kind and len(part[name]) == 2
+            assert all(torch.equal(item, expected) for item in part[name])
+
+
 def test_microbatches_are_views():
     ids = torch.zeros(4, 3)
     split_batch({"input_ids": ids}, 4, [2, 2])[1]["input_ids"].fill_(7)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
+from transformers.cache_utils import Cache, LinearAttentionAndFullAttentionLayer
 
 from families import FAMILIES, batch
+from penstock.modeling.stage.caches import StageCaches
 from penstock.modeling.stage.split import SplitModel
 from stage_driver import split
 
@@ -119,3 +122,27 @@ def test_beams_reorder_every_stages_cache() -> None:
     expected = model(input_ids=ids[:, :1], past_key_values=expected_cache)
     output = walk(splits, [{"input_ids": ids[:, :1], "past_key_values": own, "use_cache": True} for own in caches])
     torch.testing.assert_close(output.logits, expected.logits, rtol=0, atol=1e-10)
+
+
+def test_the_stages_of_a_rank_share_the_states_of_all_layers() -> None:
+    cache = Cache(layers=[LinearAttentionAndFullAttentionLayer() for _ in range(2)])
+    for index in range(2):
+        cache.update(torch.rand(1, 4, 3, 8), torch.rand(1, 4, 3, 8), index)
+        cache.update_conv_state(torch.rand(1, 16, 4), index)
+        cache.update_recurrent_state(torch.rand(1, 4, 8, 8), index)
+    calls = [
+        SimpleNamespace(stage=stage, output=SimpleNamespace(cache=SimpleNamespace(layers=[stage]))) for stage in (0, 1)
+    ]
+    plan: Any = SimpleNamespace(calls=calls)
+    caches = StageCaches(plan, [0, 1], {"past_key_values": cache})
+    for stage in (0, 1):
+        own, other = (caches.inputs(stage)["past_key_values"].layers[index] for index in (stage, 1 - stage))
+        real = cache.layers[1 - stage]
+        assert own is cache.layers[stage]
+        # Of a layer of the other stage only the length is kept: no copy of its states is made for each forward.
+        assert other.keys.shape == other.values.shape == (1, 1, 3, 1)
+        assert other.recurrent_states[0] is real.recurrent_states[0]
+        assert other.conv_states[0] is real.conv_states[0]
+        # What a walk notes there, the owner's walk does not see.
+        other.has_previous_state[0] = False
+        assert real.has_previous_state[0]

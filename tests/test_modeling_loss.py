@@ -251,6 +251,53 @@ def test_labels_selected_by_a_mask() -> None:
     assert rule.counts(inputs) == (int(counted.sum()),)
 
 
+class ProbabilitiesSelectedByMask(transformers.GPT2LMHeadModel):
+    """Its labels are probabilities of all classes, `[batch, tokens, classes]` as its mask; it selects by the mask."""
+
+    def forward(self, input_ids, class_mask, labels=None):  # type: ignore[no-untyped-def]
+        logits = self.lm_head(self.transformer.h[0](self.transformer.wte(input_ids)))
+        loss = None
+        if labels is not None:
+            chosen, classes = class_mask != 0, logits.shape[-1]
+            loss = nn.functional.cross_entropy(logits[chosen].view(-1, classes), labels[chosen].view(-1, classes))
+        return transformers.modeling_outputs.CausalLMOutput(loss=loss, logits=logits)
+
+
+def test_probabilities_selected_by_a_mask() -> None:
+    config = transformers.GPT2Config(**FAMILIES["gpt2"].settings, attn_pdrop=0.0, resid_pdrop=0.0)
+    model = ProbabilitiesSelectedByMask(config).double()
+    ids = batch("causal", size=4)["input_ids"]
+    mask = torch.ones_like(ids)
+    mask[1, 3:] = mask[2, 5:] = 0
+    inputs = {
+        "input_ids": ids,
+        "class_mask": mask[..., None].repeat(1, 1, config.vocab_size),
+        "labels": torch.rand(*ids.shape, config.vocab_size, dtype=torch.float64).softmax(-1),
+    }
+    rule = check_shares(model, inputs, [1, 3])
+    assert rule.counts(inputs) == (int(mask.sum()) * config.vocab_size,)
+
+
+class ProbabilitiesSelectedByValue(transformers.GPT2LMHeadModel):
+    """Its loss is over the samples that have a label at all, chosen by the probabilities given."""
+
+    def forward(self, input_ids, labels=None):  # type: ignore[no-untyped-def]
+        logits = self.lm_head(self.transformer.h[0](self.transformer.wte(input_ids)))
+        loss = None
+        if labels is not None:
+            chosen = labels.sum(-1) > 0
+            loss = nn.functional.cross_entropy(logits[chosen], labels[chosen])
+        return transformers.modeling_outputs.CausalLMOutput(loss=loss, logits=logits)
+
+
+def test_probabilities_selected_by_their_values_are_inexact_even_if_all_of_the_first_are_chosen() -> None:
+    config = transformers.GPT2Config(**FAMILIES["gpt2"].settings, attn_pdrop=0.0, resid_pdrop=0.0)
+    ids = batch("causal", size=2)["input_ids"]
+    labels = torch.rand(*ids.shape, config.vocab_size, dtype=torch.float64).softmax(-1)
+    rule = rule_of(ProbabilitiesSelectedByValue(config).double(), {"input_ids": ids, "labels": labels})
+    assert not rule.exact and "selected by their values" in rule.reason
+
+
 def test_router_losses_are_exact_against_accumulating_the_same_microbatches() -> None:
     model = FAMILIES["mixtral"].build()
     inputs = batch("causal", size=5)

@@ -206,10 +206,12 @@ def _split_nested(value: Any, batch_size: int, sizes: Sequence[int], dim: int = 
 
 
 def with_items(value: Any, items: Sequence[Any]) -> Any:
-    """A mapping, a tuple or a list like `value`, with other values in it."""
+    """A mapping, a tuple or a list like `value`, with other values in it; of subclasses, only data classes and named
+    tuples keep their class."""
     if isinstance(value, Mapping):
         content = dict(zip(value, items, strict=True))
         # A ModelOutput (encoder_outputs) must keep its class: models ask for its fields.
         return type(value)(**content) if dataclasses.is_dataclass(value) else content
-    # A named tuple takes its fields one by one.
-    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if hasattr(value, "_fields"):  # a named tuple takes its fields one by one
+        return type(value)(*items)
+    return tuple(items) if isinstance(value, tuple) else list(items)

@@ -131,9 +131,10 @@ class LossTrace:
         if func is functional.ctc_loss:  # each sample's by the length of its target, and of these the mean
             return LossTerm("samples"), ""
         prediction, target = _operands(arguments)
-        if func in CLASS_LOSSES and not target.is_floating_point():
+        selected = any(isinstance(source, Selected) for source in self._flow.sources((prediction, target)))
+        if func in CLASS_LOSSES and (selected or not target.is_floating_point()):
             return self._class_term(label, arguments.get("ignore_index", -100), prediction, target)
-        if any(isinstance(source, Selected) for source in self._flow.sources((prediction, target))):
+        if selected:
             return LossTerm("samples"), _SELECTED.format(label)
         if func is functional.kl_div and reduction == "mean":
             return LossTerm("samples"), ""
@@ -147,13 +148,14 @@ class LossTrace:
         """The term of a loss that is given classes: the labels, shifted or not, maybe only where a mask is 1.
 
         The elements that count may have been selected before: by the mask, or by nothing but the labels. Which labels
-        are valid then cannot be seen, but whether every non-negative one is: the placeholders have no others.
+        are valid then cannot be seen, but whether every non-negative one is: the placeholders have no others. Targets
+        that are probabilities have no such placeholder: of them, only a mask's selection is known.
         """
         of_target, of_both = self._flow.sources(target), self._flow.sources((prediction, target))
         selected = any(isinstance(source, Selected) for source in of_both)
         given, labels = _given(of_target), list(filter(is_label, _given(of_target)))
         by_labels = labels == _given(of_both) and len(labels) == 1 and any(isinstance(s, Selected) for s in of_target)
-        if by_labels:
+        if by_labels and not target.is_floating_point():
             ignore_index, selected = None, False
         by_mask = selected and labels == list(filter(is_label, _given(of_both)))
         if not given and not selected:

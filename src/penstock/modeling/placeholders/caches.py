@@ -265,15 +265,29 @@ def past_length(cache: Cache) -> int:
     return int(cache.get_seq_length())
 
 
-def narrow_copy(cached: Any) -> Any:
-    """A copy of a cache, or of one of its layers, of the same lengths, whose keys and values have one head and one
-    dimension: what is done to it leaves the real one as it is, and does not double its memory."""
-    parts = [cached]
-    if isinstance(cached, EncoderDecoderCache):
-        parts = [cached.self_attention_cache, cached.cross_attention_cache]
-    layers = [layer for part in parts for layer in getattr(part, "layers", [part])]
-    wide = [tensor for layer in layers for tensor in _keys_and_values(layer).values()]
-    return copy.deepcopy(cached, {id(tensor): tensor[:, :1, :, :1].clone() for tensor in wide})
+def narrow_copy(cache: Cache) -> Any:
+    """A copy of a cache of the same lengths, whose keys and values have one head and one dimension: what is done to it
+    leaves the real one as it is, and does not double the memory of its keys and values."""
+    parts = [cache]
+    if isinstance(cache, EncoderDecoderCache):
+        parts = [cache.self_attention_cache, cache.cross_attention_cache]
+    wide = [tensor for part in parts for layer in part.layers for tensor in _keys_and_values(layer).values()]
+    return copy.deepcopy(cache, {id(tensor): tensor[:, :1, :, :1].clone() for tensor in wide})
+
+
+def layer_placeholder(layer: Any) -> Any:
+    """A copy of a layer of the same length, whose keys and values have one head and one dimension.
+
+    It is made in every forward, so it is cheap: it has its own flags, but the tensors of its convolution's and
+    recurrence's states are the layer's, since only the layer's owner reads or writes them.
+    """
+    small, wide = copy.copy(layer), _keys_and_values(layer)
+    for name, value in vars(layer).items():
+        if isinstance(value, torch.Tensor):
+            setattr(small, name, (value[:, :1, :, :1] if name in wide else value).clone())
+        elif isinstance(value, dict):
+            setattr(small, name, value.copy())
+    return small
 
 
 def _keys_and_values(layer: Any) -> dict[str, torch.Tensor]:

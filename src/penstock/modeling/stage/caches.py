@@ -14,7 +14,7 @@ from typing import Any
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from penstock.modeling.graph.plan import ForwardPlan
-from penstock.modeling.placeholders.caches import decoder_part, narrow_copy
+from penstock.modeling.placeholders.caches import decoder_part, layer_placeholder
 
 
 class StageCaches:
@@ -76,7 +76,7 @@ class StageCaches:
         last = stage == self._stages[-1]
         view = copy.copy(whole)
         view.layers = [
-            layer if self._is_real(index, stage, last) else narrow_copy(layer)
+            layer if self._is_real(index, stage, last) else layer_placeholder(layer)
             for index, layer in enumerate(whole.layers)
         ]
         return view
