@@ -210,12 +210,13 @@ def configure_after_a_failure(store: str, where: str) -> str:
     elastic = Elastic(store, start=1, copies=1, templates=templates, leave_on_sigterm=False)
     failed, another = (HeterogeneousParallelPlugin(elastic=elastic, global_batch_size=4) for _ in range(2))
     owner, name = {"meets": (Generations, "meet"), "forms": (plugin_module, "parallelize")}[where]
+    before = set(threading.enumerate())
     with (
         mock.patch.object(owner, name, side_effect=MemoryError("no memory is left")),
         pytest.raises(MemoryError, match="no memory is left"),
     ):
         configure(failed)
-    for thread in threading.enumerate():
+    for thread in set(threading.enumerate()) - before:
         if thread.name == "penstock-member":
             thread.join(10)
             assert not thread.is_alive()
