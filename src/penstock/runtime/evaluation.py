@@ -52,13 +52,8 @@ def evaluate(
             stage, microbatch = action.stage, action.microbatch
             if program.posts:
                 stages.boundaries.post(program.posts[position].before)
-            output, _, _ = stages.forward(
-                inputs,
-                stage,
-                microbatch,
-                seed=inputs.seed(microbatch),
-                shares=inputs.shares(microbatch, totals) if stage == last else None,
-            )
+            shares = inputs.shares(microbatch, totals) if stage == last else None
+            output, _, _ = stages.forward(inputs, stage, microbatch, inputs.seed(microbatch), shares)
             if stage == last:
                 outputs[microbatch] = named_output(output)
         stages.boundaries.channels.flush()

@@ -43,28 +43,40 @@ class StageExecutor:
         inputs: StepInputs,
         stage: int,
         microbatch: int,
-        *,
+        seed: int | None = None,
+        shares: Sequence[float] | None = None,
         before_send: Callable[[], bool] | None = None,
-        **options: Any,
     ) -> tuple[Any, list[torch.Tensor], Sequence[torch.Tensor]]:
         """Receive -> compute -> send of one stage on one microbatch.
 
         Args:
+            seed, shares: see `SplitModel.forward`.
             before_send: called once the stage has been computed; says whether it must be computed again.
-            options: for `SplitModel.forward`.
 
         Returns:
             The model's output (None below the last stage), and what was received and sent.
         """
         received = self._below[stage].recv_forward(microbatch)
-        what = inputs.plans[microbatch], stage, inputs.microbatches[microbatch], received
-        options |= {"criterion": inputs.criterion, "host": inputs.hosts[microbatch]}
-        output, sent = self.split.forward(*what, **options)
+        output, sent = self._compute(inputs, stage, microbatch, received, seed, shares)
         if before_send is not None and before_send():
-            output, sent = self.split.forward(*what, **options)
+            output, sent = self._compute(inputs, stage, microbatch, received, seed, shares)
         if stage in self._above:
             self._above[stage].send_forward(microbatch, sent)
         return output, received, sent
+
+    def _compute(
+        self,
+        inputs: StepInputs,
+        stage: int,
+        microbatch: int,
+        received: Sequence[torch.Tensor],
+        seed: int | None,
+        shares: Sequence[float] | None,
+    ) -> tuple[Any, tuple[torch.Tensor, ...]]:
+        plan, arguments, host = inputs.plans[microbatch], inputs.microbatches[microbatch], inputs.hosts[microbatch]
+        return self.split.forward(
+            plan, stage, arguments, received, seed=seed, shares=shares, criterion=inputs.criterion, host=host
+        )
 
     def walk(
         self,

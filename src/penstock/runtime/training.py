@@ -250,20 +250,14 @@ class TrainingStep:
             else:
                 before_send = self._begin
         inputs = self._inputs
-        run = partial(
-            self._stages.forward,
-            inputs,
-            stage,
-            microbatch,
-            before_send=before_send,
-            seed=inputs.seed(microbatch) if self._random else None,
-            shares=inputs.shares(microbatch, self._global_counts()) if last else None,
-        )
+        seed = inputs.seed(microbatch) if self._random else None
+        shares = inputs.shares(microbatch, self._global_counts()) if last else None
+        what = inputs, stage, microbatch, seed, shares, before_send
         if self._autocasting or not torch.is_grad_enabled():
             with torch.enable_grad(), self._autocast():
-                output, received, sent = run()
+                output, received, sent = self._stages.forward(*what)
         else:
-            output, received, sent = run()
+            output, received, sent = self._stages.forward(*what)
         live = self._live[stage, microbatch] = LiveMicrobatch(received)
         if last:
             live.output, live.loss = output, output.loss
