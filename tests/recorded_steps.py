@@ -105,6 +105,7 @@ class World:
             "get_world_size": lambda group: len(group.ranks),
             "get_group_rank": lambda group, peer: group.ranks.index(peer),
             "get_process_group_ranks": lambda group: list(group.ranks),
+            "all_gather": self.all_gather,
             "all_reduce": self.all_reduce,
             "broadcast": self.broadcast,
             "barrier": lambda group: self.all_reduce(torch.zeros(1), group=group),
@@ -120,6 +121,12 @@ class World:
     def all_reduce(self, tensor: torch.Tensor, op: Any = None, group: Any = None, async_op: bool = False) -> Any:
         work = group.allreduce([tensor])
         return work if async_op else work.wait()
+
+    def all_gather(self, gathered: list[torch.Tensor], tensor: torch.Tensor, group: Any) -> None:
+        """All ranks seem to have what this one has."""
+        for each in gathered:
+            each.copy_(tensor)
+        group._event(Do.COLLECTIVE, tensor, tag="all_gather").wait()
 
     def broadcast(self, tensor: torch.Tensor, source: int, group: Any) -> None:
         group._event(Do.COLLECTIVE, tensor, tag="broadcast").wait()
@@ -179,6 +186,7 @@ class Stages(nn.Module):
             num_stages=len(self._stages),
             controlled=False,
             digest=0,
+            checksum=0,
             calls=(),
         )
 

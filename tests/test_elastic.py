@@ -207,10 +207,10 @@ def configure_after_a_failure(store: str, where: str) -> str:
         plugin.configure(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
     templates = [PipelineTemplate.balanced(FAMILIES["gpt2"].build(), 1)]
-    elastic = Elastic(store, start=1, copies=1, templates=templates, leave_on_sigterm=False)
+    elastic = Elastic(store, start=1, copies=1, templates=templates)
     failed, another = (HeterogeneousParallelPlugin(elastic=elastic, global_batch_size=4) for _ in range(2))
     owner, name = {"meets": (Generations, "meet"), "forms": (plugin_module, "parallelize")}[where]
-    before = set(threading.enumerate())
+    before, on_sigterm = set(threading.enumerate()), signal.getsignal(signal.SIGTERM)
     with (
         mock.patch.object(owner, name, side_effect=MemoryError("no memory is left")),
         pytest.raises(MemoryError, match="no memory is left"),
@@ -220,12 +220,15 @@ def configure_after_a_failure(store: str, where: str) -> str:
         if thread.name == "penstock-member":
             thread.join(10)
             assert not thread.is_alive()
+    assert signal.getsignal(signal.SIGTERM) == on_sigterm
     with pytest.raises(ValueError) as caught:
         configure(failed)
     leave_world()
     configure(another)
     assert another.run is not None and not another.run.joined
+    assert signal.getsignal(signal.SIGTERM) != on_sigterm
     another.run.close()
+    assert signal.getsignal(signal.SIGTERM) == on_sigterm
     leave_world()
     return str(caught.value)
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers import GPT2LMHeadModel
 
 import penstock
 from families import FAMILIES, batch
@@ -199,6 +200,34 @@ def step_of_repeats() -> str:
 def test_a_forward_that_goes_another_way_on_one_rank_is_refused(pool: Pool) -> None:
     for text in pool.run(2, step_of_repeats):
         assert text.startswith("SettingsMismatch: the ranks of a pipeline followed the model's forward in different")
+
+
+class Detour(GPT2LMHeadModel):
+    """Calls its head once more on rank 1."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        if dist.get_rank():
+            self.lm_head(torch.zeros(1, 1, self.config.n_embd))
+        return output
+
+
+def generate_with_a_detour(groups: int) -> list[str]:
+    model: Any = parallelize(Detour(FAMILIES["gpt2"].build().config), 2)
+    texts = []
+    for _ in range(2):
+        with pytest.raises(RuntimeError) as caught:
+            model.generate(batch("causal", 4)["input_ids"], max_new_tokens=2, generation_groups=groups)
+        texts.append(f"{type(caught.value).__name__}: {caught.value}")
+    return texts
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_generation_that_goes_another_way_on_one_rank_is_refused(pool: Pool, groups: int) -> None:
+    for texts in pool.run(2, generate_with_a_detour, groups):
+        assert len(texts) == 2
+        for text in texts:
+            assert text.startswith("SettingsMismatch: the ranks of a pipeline followed the model's forward in different")
 
 
 def do_different_things(folder: str) -> tuple[str, list[float]]:

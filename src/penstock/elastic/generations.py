@@ -64,6 +64,8 @@ class Generations:
         self.num_fruitless = 0
         self.checkpoint: Callable[[], tuple[int, str] | None] = lambda: None
         self._board: FailureBoard | None = None
+        # What SIGTERM does in this process when it is no member.
+        self._on_sigterm: Any = None
         self.membership = _come(settings, tp_size, facts)
         atexit.register(self.membership.close)
 
@@ -73,9 +75,12 @@ class Generations:
         return self.membership.id
 
     def close(self) -> None:
-        """End this process's membership, and its heartbeat."""
+        """End this process's membership, and its heartbeat. SIGTERM means what it did before."""
         self.membership.close()
         atexit.unregister(self.membership.close)
+        with contextlib.suppress(ValueError):  # not in the main thread
+            if signal.getsignal(signal.SIGTERM) == self._leave:
+                signal.signal(signal.SIGTERM, self._on_sigterm or signal.SIG_DFL)
 
     # -- coming ----------------------------------------------------------------------------------------------------
 
@@ -99,7 +104,8 @@ class Generations:
             else:
                 break
         if self.settings.leave_on_sigterm:
-            self._leave_on_sigterm()
+            with contextlib.suppress(ValueError):  # not in the main thread
+                self._on_sigterm = signal.signal(signal.SIGTERM, self._leave)
         return self.now
 
     def _begin(self) -> Decision:
@@ -135,14 +141,11 @@ class Generations:
             now = decision(membership.meeting, now.generation + 1) or now
         return now
 
-    def _leave_on_sigterm(self) -> None:
-        def leave(signum: int, frame: Any) -> None:
-            if not self.membership.wants_to_leave:
-                logger.warning("member %d leaves the run at the end of this step (SIGTERM)", self.number)
-                self.membership.wants_to_leave = True
-
-        with contextlib.suppress(ValueError):  # not in the main thread
-            signal.signal(signal.SIGTERM, leave)
+    def _leave(self, signum: int, frame: Any) -> None:
+        """Handles SIGTERM while this process is a member."""
+        if not self.membership.wants_to_leave:
+            logger.warning("member %d leaves the run at the end of this step (SIGTERM)", self.number)
+            self.membership.wants_to_leave = True
 
     # -- from one to the next --------------------------------------------------------------------------------------
 

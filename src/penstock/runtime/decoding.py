@@ -32,6 +32,7 @@ from penstock.modeling.tensor_spec import TensorSpec
 from penstock.random_state import generators_of, set_states
 from penstock.runtime.boundary.series import Expected, series_of_results
 from penstock.runtime.comm.forming import adopt_random_state
+from penstock.runtime.comm.settings import compare_plans
 from penstock.runtime.context import RankContext
 from penstock.runtime.failures.board import PipelineFailure
 from penstock.runtime.prefill import Prefill
@@ -103,6 +104,8 @@ class Decoding:
         self._begin = begin
         self._turns: Turns | None = None
         self._num_sessions = 0
+        # Plans that all ranks have alike.
+        self._compared: set[str] = set()
         self._board.on_abort(self._results.clear)
 
     # -- the code that all ranks run -------------------------------------------------------------------------------
@@ -269,6 +272,7 @@ class Decoding:
 
         Raises:
             NotImplementedError: these inputs cannot be run on these stages; says why.
+            SettingsMismatch: the ranks planned different forwards.
             PipelineFailure: a rank was lost or failed.
         """
         choosing = self.group.tokens_only and call is None
@@ -279,6 +283,8 @@ class Decoding:
             self.inside = False
         if plan.controlled:
             raise refusal(self._split.model, "what its code does next depends on values that one stage alone has")
+        if plan.digest not in self._compared:
+            self._compare(plan)
         prefill = None if self._turns is None or call is not None else self._prefill(inputs)
         with self._exchange("exchanging values in generation"):
             parts = [self._forwards.begin(plan, part) for part in ([inputs] if prefill is None else prefill.parts)]
@@ -308,6 +314,13 @@ class Decoding:
         for name, value in pytree.tree_unflatten(leaves, structure).items():
             output[name] = value
         return output
+
+    def _compare(self, plan: ForwardPlan) -> None:
+        """Raise SettingsMismatch, on every rank, if the others' plan is another one."""
+        if len(self.ranks) > 1:
+            every = self.gather([plan.checksum])
+            compare_plans({rank: checksum for rank, (checksum,) in zip(self.ranks, every, strict=True)})
+        self._compared.add(plan.digest)
 
     def tokens(self, chosen: torch.Tensor) -> torch.Tensor:
         """After a forward with `tokens_only`: the tokens that the rank of the last stage has chosen.

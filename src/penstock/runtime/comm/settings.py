@@ -87,14 +87,7 @@ class Settings(NamedTuple):
                 "the ranks compute under different settings, but all must have the same: " + "; ".join(differences)
             )
         for pipeline in layout.pipelines:
-            values = {rank: every[rank].plans for rank in pipeline.ranks() if rank in every}
-            if len(set(values.values())) > 1:
-                raise SettingsMismatch(
-                    "the ranks of a pipeline followed the model's forward in different ways: "
-                    f"{in_words(values, '{:x}'.format)} (checksums of what each stage computes and sends): use the "
-                    "same versions of Penstock, torch and transformers on all ranks, and make no choice by rank in the "
-                    "model's code"
-                )
+            compare_plans({rank: every[rank].plans for rank in pipeline.ranks() if rank in every})
         if len(every) < layout.world_size:
             return True
         together: dict[tuple[int, int], set[int]] = {}
@@ -103,6 +96,20 @@ class Settings(NamedTuple):
             together.setdefault((place.pipeline, place.pipeline_rank), set()).add(settings.frozen_here)
         frozen = sum(settings.frozen for settings in every.values()) % MODULUS
         return frozen == 0 and all(len(digests) == 1 for digests in together.values())
+
+
+def compare_plans(checksums: Mapping[int, int]) -> None:
+    """Raise SettingsMismatch, on every rank, if ranks of one pipeline planned different forwards.
+
+    Args:
+        checksums: of each rank's plan or plans.
+    """
+    if len(set(checksums.values())) > 1:
+        raise SettingsMismatch(
+            "the ranks of a pipeline followed the model's forward in different ways: "
+            f"{in_words(checksums, '{:x}'.format)} (checksums of what each stage computes and sends): use the same "
+            "versions of Penstock, torch and transformers on all ranks, and make no choice by rank in the model's code"
+        )
 
 
 def states_of_stages(said: Mapping[int, Sequence[int]], context: RankContext, training: bool) -> list[Hashable]:
