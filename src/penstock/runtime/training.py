@@ -433,8 +433,8 @@ class TrainingStep:
         totals, reducer, report = self._totals, self._reducer, None
         if self._reduce:
             reducer.launch_rest()
-        nothing = torch.zeros((), dtype=LOSS_DTYPE, device=self._context.device)
-        own = loss = torch.stack(self._losses).sum() if self._losses else nothing
+        losses = self._losses or [torch.zeros((), dtype=LOSS_DTYPE, device=self._context.device)]
+        own = loss = torch.stack(losses).sum()
         num_left, sizes = int(left), (sum(self._inputs.sizes), self._inputs.num_tokens())
         if totals.shared:
             # Behind every bucket, which is one order on all ranks, and under way while they are waited for.

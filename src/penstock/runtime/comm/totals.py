@@ -49,8 +49,7 @@ class Totals:
                 f"this loss is a sum of {len(counts)} means, but over several pipelines it may be of {MAX_LOSS_TERMS} "
                 "at most"
             )
-        self._counts = torch.zeros(max(MAX_LOSS_TERMS, len(counts)), dtype=torch.int64)
-        self._counts[: len(counts)] = torch.tensor(counts, dtype=torch.int64)
+        self._counts = torch.tensor([*counts, *[0] * (MAX_LOSS_TERMS - len(counts))], dtype=torch.int64)
         self._num_counts = len(counts)
         if self._several:
             with self._counting():
