@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +84,7 @@ class DataFlow(TorchDispatchMode):
 
     Attributes:
         paused: operations are not followed (a unit's shape function, say).
+        observer: sees what this mode does not, and pauses with it.
         controls: for every time a marked value decided what Python does next, what `position()` returned then, and
             the value's sources.
         asks_inputs: whether values of the arguments alone were asked for.
@@ -94,6 +95,7 @@ class DataFlow(TorchDispatchMode):
     def __init__(self, position: Callable[[], int]) -> None:
         super().__init__()
         self.paused = False
+        self.observer: ReadObserver | None = None
         self.controls: list[tuple[int, Sources]] = []
         self.asks_inputs = False
         self.written: set[Value] = set()
@@ -148,9 +150,19 @@ class DataFlow(TorchDispatchMode):
     @contextmanager
     def pause(self) -> Iterator[None]:
         before, self.paused = self.paused, True
+        # Both modes are taken off if no other was entered since: one that does nothing takes its time, too.
+        modes: list[TorchDispatchMode | TorchFunctionMode] = []
+        if self.observer is not None and _get_current_function_mode() is self.observer:
+            modes.append(self.observer)
+        if _get_current_dispatch_mode() is self:
+            modes.append(self)
+        for mode in modes:
+            mode.__exit__(None, None, None)
         try:
             yield
         finally:
+            for mode in modes:
+                mode.__enter__()
             self.paused = before
 
     def __torch_dispatch__(
@@ -228,6 +240,7 @@ class ReadObserver(TorchFunctionMode):
         super().__init__()
         self._flow = flow
         self._observers = observers
+        flow.observer = self
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
