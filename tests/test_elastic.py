@@ -92,7 +92,8 @@ def test_a_process_killed_when_the_others_have_what_they_need_costs_no_optimizer
 
 def test_a_part_of_the_model_that_nobody_holds_any_more_is_named(tmp_path: Path) -> None:
     run = elastic_runs.Run(tmp_path, STEPS, 2, DEPTHS="2", COPIES="1")
-    members = [run.start("kill@2/loop"), run.start("kill@99/loop")]
+    # After a step in which the other one took part, so that it has made the update before.
+    members = [run.start("kill@2/between"), run.start("kill@99/loop")]
     run.wait()
     survivor = members[1]
     assert survivor.status == 1
