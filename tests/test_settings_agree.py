@@ -22,7 +22,9 @@ from penstock.modeling.graph.units import list_units
 from penstock.planning.layout import Layout
 from penstock.planning.partition import partition
 from penstock.runtime import engine
+from penstock.runtime import parts as parts_module
 from penstock.runtime.comm import rollcall
+from penstock.runtime.comm.forming import digest_of
 from penstock.schedule.generators import build
 from pool import Pool
 from training import (
@@ -173,6 +175,30 @@ def form_another_layout(what: str) -> str:
 def test_ranks_with_different_layouts_are_refused(pool: Pool, what: str, words: str) -> None:
     for text in pool.run(2, form_another_layout, what):
         assert re.search(words, text), text
+
+
+def form_with_a_maker_that_fails() -> None:
+    model = FAMILIES["gpt2"].build()
+    units = list_units(model)
+    layout = Layout.place([[units[:2], units[2:]]], [(0, 1)])
+
+    def fail(num_microbatches: int) -> Any:
+        raise KeyError("no such schedule")
+
+    meeting = mock.patch.object(parts_module, "_meet", side_effect=AssertionError("groups were made"))
+    with meeting, pytest.raises(KeyError, match="no such schedule"):
+        engine.parallelize(model, layout, fail)
+
+
+def test_a_schedule_that_cannot_be_made_is_refused_before_groups_are(pool: Pool) -> None:
+    pool.run(2, form_with_a_maker_that_fails)
+
+
+def test_the_digest_of_what_must_be_alike_does_not_know_the_order_of_mappings() -> None:
+    facts: dict[str, Any] = {"scaling": {"factor": 2.0, "type": "linear"}, "heads": {0, 1}}
+    turned = {"heads": {1, 0}, "scaling": {"type": "linear", "factor": 2.0}}
+    assert digest_of(facts) == digest_of(turned)
+    assert digest_of(facts) != digest_of(facts | {"heads": {0, 2}})
 
 
 class Repeats(nn.Module):

@@ -6,7 +6,6 @@ It is one class, whose methods are what a script calls, in that order; that make
 from __future__ import annotations
 
 import datetime
-import hashlib
 import os
 import weakref
 from collections.abc import Callable, Sequence
@@ -48,7 +47,14 @@ from penstock.planning.profile import Profile
 from penstock.planning.template import PipelineTemplate
 from penstock.runtime.comm.bootstrap import rank_and_world_size
 from penstock.runtime.comm.devices import device_memory
-from penstock.runtime.comm.forming import facts_of, failing_together, forming, gather_from_all, require_agreement
+from penstock.runtime.comm.forming import (
+    digest_of,
+    facts_of,
+    failing_together,
+    forming,
+    gather_from_all,
+    require_agreement,
+)
 from penstock.runtime.engine import Values, parallelize
 from penstock.runtime.failures.board import PATIENCE_SECONDS, FailureBoard
 from penstock.runtime.gradients.precision import LossScale
@@ -433,14 +439,13 @@ class HeterogeneousParallelPlugin:
             model, elastic, self.schedule, num_microbatches, self.microbatch_size, self.tp_size
         )  # fmt: skip
         facts = {**facts_of(model), **self._facts(), "the global batch size": self.global_batch_size}
-        digest = hashlib.sha256(repr(sorted((name, repr(value)) for name, value in facts.items())).encode())
         states = SharedStates(optimizer.unwrap() if isinstance(optimizer, PipelineOptimizer) else optimizer)
         for name, one in (("dataloader", dataloader), ("lr_scheduler", lr_scheduler)):
             if one is not None:
                 states.register(name, one)
         if self.precision == "fp16":
             states.register("loss scale", self._loss_scale)
-        generations = self._generations = Generations(elastic, formations, self.tp_size, digest.hexdigest())
+        generations = self._generations = Generations(elastic, formations, self.tp_size, digest_of(facts))
         try:
             now, on_layout = generations.enter(), partial(self._take_layout, generations)
             on_layout(now)

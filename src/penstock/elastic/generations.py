@@ -48,7 +48,7 @@ class Generations:
         facts: a digest of the model and the settings, the same for all members.
 
     Attributes:
-        now: the present generation, or the one that is being formed.
+        now: the present generation, the one that is being formed, or the one that says why the run has ended.
         num_fruitless: how many changes there were in a row that no loss explains.
         checkpoint: finds step and path of one to go back to, if there is one.
 

@@ -95,9 +95,15 @@ class Pulse:
 
     def has_ended(self, member: int) -> bool:
         """Whether a member said goodbye, or its process has ended on this machine."""
+        return self.process_has_ended(member) or self.has_left(member)
+
+    def process_has_ended(self, member: int) -> bool:
+        """Whether a member's process has ended on this machine."""
         record = self.record(member)
-        if record is not None and has_ended(record.machine, record.process):
-            return True
+        return record is not None and has_ended(record.machine, record.process)
+
+    def has_left(self, member: int) -> bool:
+        """Whether a member said goodbye."""
         return self.meeting.get(f"gone/{member}") is not None
 
     def lost(self, members: Collection[int], suspects: Collection[int], patience: float) -> set[int]:
@@ -243,9 +249,9 @@ class Membership:
         self.asked = int(meeting.get("requests") or 0)
         if meeting.get(f"ending/{generation}") is not None:
             self._tell(generation, "the members change", ())
-        if member is None or meeting.get(f"gone/{member}") is not None:
+        if member is None or pulse.has_left(member):
             return
-        if pulse.has_ended(member):
+        if pulse.process_has_ended(member):
             self._tell(generation, f"the process of member {member} has ended", (member,))
         elif pulse.still(member) > patience:
             self.silent.add(member)

@@ -90,6 +90,7 @@ class Parts:
         self._programs: dict[tuple[int, bool], Program] = {}
         self.closed = False
         require_layout(layout, board)
+        self.schedule(1)  # what the maker refuses, it refuses before anything is made
         shared = self._find_holders(layout)
         self.context = context = _meet(layout, device, board, shared, timeout)
         board.patience = patience
@@ -107,6 +108,7 @@ class Parts:
             board.on_abort(give_up)
         self.roll_call = RollCall(context)
         self._build_gradients()
+        board.on_abort(lambda: self.gradients.clear())  # those of that moment: they may be built anew
 
     def _find_holders(self, layout: Layout) -> set[tuple[int, ...]]:
         """Note what this rank holds; returns every set of ranks that hold something together."""
@@ -125,7 +127,6 @@ class Parts:
         """Make the parts that know the model's parameters and modules."""
         context, model = self.context, self._split.model
         self.gradients = Gradients(self.held, context, lambda: known_of(model).stand_in)
-        context.board.on_abort(self.gradients.clear)
         self._modes = Modes(model, context.layout.units)
         self._frozen = FrozenParameters(self.held, context.rank, model)
         self.updates = UpdateWatch([held.parameter for held in self.held])

@@ -150,7 +150,7 @@ class DataFlow(TorchDispatchMode):
     @contextmanager
     def pause(self) -> Iterator[None]:
         before, self.paused = self.paused, True
-        # Both modes are taken off if no other was entered since: one that does nothing takes its time, too.
+        # Each mode is taken off if it is the innermost of its kind: one that does nothing takes its time, too.
         modes: list[TorchDispatchMode | TorchFunctionMode] = []
         if self.observer is not None and _get_current_function_mode() is self.observer:
             modes.append(self.observer)

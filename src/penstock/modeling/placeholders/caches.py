@@ -285,7 +285,7 @@ def layer_placeholder(layer: Any) -> Any:
     for name, value in vars(layer).items():
         if isinstance(value, torch.Tensor):
             setattr(small, name, (value[:, :1, :, :1] if name in wide else value).clone())
-        elif isinstance(value, dict):
+        elif isinstance(value, (dict, list)):
             setattr(small, name, value.copy())
     return small
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -169,6 +170,11 @@ def require_layout(layout: Layout, board: FailureBoard) -> None:
         else:
             what = f"pipeline {index} has its stages on its ranks {places} on rank 0, on {their_places} on rank {other}"
     raise ValueError(f"the ranks have different layouts: {what}; give all ranks the same templates or stages")
+
+
+def digest_of(facts: Mapping[str, Any]) -> str:
+    """The same for all processes whose facts `require_agreement` finds alike."""
+    return hashlib.sha256(_told(facts).encode()).hexdigest()
 
 
 def _told(value: Any) -> str:
