@@ -1,6 +1,6 @@
-"""The benchmark's models; see `penstock.bench.models`."""
+"""The benchmark's models; see `kinds.models`."""
 
-from penstock.bench.configs import (
+from kinds.configs import (
     GPT1TConfig,
     GPT13BConfig,
     GPT175BConfig,
@@ -14,7 +14,7 @@ from penstock.bench.configs import (
     GPTXXXLConfig,
     ResNetSize,
 )
-from penstock.bench.models import GPT, ShardedGPT, resnet, sequential_gpt, sharded_resnet
+from kinds.models import GPT, ShardedGPT, resnet, sequential_gpt, sharded_resnet
 
 __all__ = [
     "GPT",

@@ -1,6 +1,6 @@
-"""The benchmark's entry point for torchrun; see `penstock.bench.trainer`, or `--help`."""
+"""The benchmark's entry point for torchrun; see `kinds.trainer`, or `--help`."""
 
-from penstock.bench.trainer import run
+from kinds.trainer import run
 
 if __name__ == "__main__":
     run()

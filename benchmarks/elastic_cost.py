@@ -32,12 +32,12 @@ from measure import table_of, write_result
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from penstock import Booster, CheckpointManager, Elastic, HeterogeneousParallelPlugin, PipelineTemplate
+from penstock.elastic.moving import from_live_ranks
+from penstock.layout.layout import Layout
 from penstock.modeling.graph.units import list_units
 from penstock.pipeline_model import attach
-from penstock.planning.layout import Layout
 from penstock.runtime.comm.forming import forming
 from penstock.runtime.engine import parallelize
-from penstock.runtime.moving import from_live_ranks
 from penstock.schedule import build
 
 # Of a step that is timed, and of a run that loses a process.

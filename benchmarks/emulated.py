@@ -20,7 +20,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from turns import Figures, Step, barrier, serve
 
 import penstock
-from penstock.planning.partition import split_into
+from penstock.layout.partition import split_into
 from penstock.runtime.gradients.weight_gradients import Deferred, WeightGradientQueues
 from penstock.schedule import build
 

@@ -19,8 +19,8 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from turns import Figures, Step, serve
 
+from penstock.layout.layout import Layout
 from penstock.modeling.tensor_spec import TensorSpec
-from penstock.planning.layout import Layout
 from penstock.runtime.boundary.boundaries import LOSS_DTYPE, Boundaries
 from penstock.runtime.boundary.p2p import Message, P2PChannel, P2PChannels
 from penstock.runtime.boundary.tensors import encode_header

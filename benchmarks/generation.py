@@ -31,7 +31,9 @@ from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, PreTrainedMo
 from turns import Figures, Step, barrier, serve
 
 import penstock
-from penstock.bench.result_files import environment, write_json
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmark"))
+from kinds.result_files import environment, write_json
 
 PROMPT = 32
 ONE, APART, BY_HAND = "one process", "two apart, half the batch each", "two processes, by hand"

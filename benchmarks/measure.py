@@ -6,12 +6,14 @@ import json
 import math
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.bench.result_files import environment, write_json
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmark"))
+from kinds.result_files import environment, write_json
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -268,7 +268,7 @@ def memory() -> None:
     import test_planning_memory as test
     from penstock.planning.memory import memory_of_ranks, readable
     from penstock.planning.profile import held_by_stages
-    from penstock.runtime.profiling import profile_model
+    from penstock.planning.profiling import profile_model
     from penstock.schedule import build
     from pool import Pool
 

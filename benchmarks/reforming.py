@@ -26,9 +26,9 @@ import torch.distributed as dist
 from measure import table_of, write_result
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from penstock.layout.layout import Layout
 from penstock.modeling.graph.units import list_units
 from penstock.pipeline_model import attach
-from penstock.planning.layout import Layout
 from penstock.runtime.comm.forming import forming
 from penstock.runtime.engine import parallelize
 from penstock.schedule import build

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PretrainedConfig
 from transformers.models.auto import modeling_auto
 
-from penstock.modeling.graph.dummy_images import forms_of_images
+from penstock.checking.dummy_images import forms_of_images
 
 VOCABULARY = 96
 NUM_SAMPLES = 9

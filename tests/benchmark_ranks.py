@@ -1,8 +1,8 @@
 """What the ranks of the benchmark's tests run."""
 
-from penstock.bench.measure import Clock
-from penstock.bench.options import World, read_options
-from penstock.bench.trainer import build_contestant, build_optimizer, choose_devices, make_batch, train_step
+from kinds.measure import Clock
+from kinds.options import World, read_options
+from kinds.trainer import build_contestant, build_optimizer, choose_devices, make_batch, train_step
 
 TINY = "--vocab_size 61 --block_size 16 --n_layer 4 --n_head 2 --n_embd 32"
 

@@ -21,6 +21,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import penstock
 from families import FAMILIES, batch
+from penstock.generation.decoding import decoding_of
 from penstock.runtime.boundary.p2p import P2PChannel
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
@@ -90,7 +91,7 @@ def in_groups(
     """A rank's results in as many groups as stages, and why any of them was not."""
     model = parallel(build(family), num_stages)
     found = with_states(model, family, cases, size, generation_groups=num_stages)
-    return found, sorted(model.pipeline.decoding.told)
+    return found, sorted(decoding_of(model.pipeline).told)
 
 
 # Options with which a batch stays in one group.
@@ -128,7 +129,7 @@ def numbers_of_groups(cases: list[tuple[int, Any, str, int]]) -> tuple[list[tupl
         found.clear()
         for size, wanted, name, _ in cases:
             tokens = watched(model, size, WATCHED[name] if name else {}, generation_groups=wanted)
-            found.append((tokens, len(model.pipeline.decoding.groups)))
+            found.append((tokens, len(decoding_of(model.pipeline).groups)))
     logger.removeHandler(handler)
     logger.setLevel(level)
     return found, said
@@ -138,7 +139,7 @@ def messages_of_tokens(few: int, many: int) -> dict[str, int]:
     """How many messages of each kind this rank sends for so many tokens more."""
     model = parallel(build("gpt2"), 3)
     found = [messages(model, 6, number, generation_groups=3) for number in (few, many)]
-    assert len(model.pipeline.decoding.groups) == 3
+    assert len(decoding_of(model.pipeline).groups) == 3
     return {name: number - found[0][name] for name, number in found[1].items() if number != found[0][name]}
 
 
@@ -321,7 +322,7 @@ def fail_in_a_group(model: Any, group: int, act: Callable[[], None]) -> None:
     original = model.prepare_inputs_for_generation
 
     def prepare(input_ids: torch.Tensor, **kwargs: Any) -> Any:
-        if model.pipeline.decoding.number == group and input_ids.shape[1] == 12:
+        if decoding_of(model.pipeline).number == group and input_ids.shape[1] == 12:
             act()
         return original(input_ids, **kwargs)
 

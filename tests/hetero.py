@@ -15,7 +15,7 @@ from torch import nn
 
 from families import FAMILIES, VOCABULARY
 from penstock import Booster, HeterogeneousParallelPlugin, PipelineTemplate
-from penstock.planning.pipelines import num_stages_on, parse_pipelines
+from penstock.layout.pipelines import num_stages_on, parse_pipelines
 from penstock.schedule import DEFAULT_SCHEDULE, parse_schedule
 from training import gradients_of, kept_in_double
 

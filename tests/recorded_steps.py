@@ -19,15 +19,15 @@ import torch.distributed as dist
 from torch import nn
 
 from device_order import Do, Event
+from penstock.generation.decoding import Decoding
+from penstock.layout.layout import Layout
 from penstock.modeling.tensor_spec import TensorSpec
-from penstock.planning.layout import Layout
 from penstock.runtime.boundary.boundaries import Boundaries
 from penstock.runtime.boundary.p2p import TAGS_PER_CHANNEL, Message, P2PChannels
 from penstock.runtime.boundary.tensors import encode_header
 from penstock.runtime.comm.groups import Groups
 from penstock.runtime.comm.totals import Totals
 from penstock.runtime.context import RankContext
-from penstock.runtime.decoding import Decoding
 from penstock.runtime.evaluation import evaluate
 from penstock.runtime.failures.board import FailureBoard
 from penstock.runtime.failures.interrupts import Interrupts

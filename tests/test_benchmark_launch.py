@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kinds.options import World, read_options
 from torch.distributed.run import get_args_parser
 
 from launch import ROOT, free_port, run_command
-from penstock.bench.options import World, read_options
 
 FOLDER = ROOT / "benchmark"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]

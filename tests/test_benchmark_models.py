@@ -2,14 +2,10 @@
 
 import pytest
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
-from transformers import ResNetForImageClassification
-
-from penstock.bench.configs import GPT_CONFIGS, MODEL_NAMES, GPTConfig, ResNetSize, canonical_name
-from penstock.bench.device_pipeline import DevicePipeline
-from penstock.bench.measure import model_flops
-from penstock.bench.models import (
+from kinds.configs import GPT_CONFIGS, MODEL_NAMES, GPTConfig, ResNetSize, canonical_name
+from kinds.device_pipeline import DevicePipeline
+from kinds.measure import model_flops
+from kinds.models import (
     GPT,
     POLICIES,
     DeviceLayers,
@@ -19,7 +15,11 @@ from penstock.bench.models import (
     next_token_loss,
     sequential_gpt,
 )
-from penstock.bench.modes import blocks_of
+from kinds.modes import blocks_of
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import ResNetForImageClassification
+
 from penstock.modeling.graph.units import list_units
 from penstock.modeling.stage.split import SplitModel
 

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from kinds.configs import GPTConfig
+from kinds.models import GPT
+from kinds.options import World, read_options
+from kinds.trainer import HALF_EPSILON, LEARNING_RATE, make_batch
 
 from benchmark_ranks import TINY, losses_of
-from penstock.bench.configs import GPTConfig
-from penstock.bench.models import GPT
-from penstock.bench.options import World, read_options
-from penstock.bench.trainer import HALF_EPSILON, LEARNING_RATE, make_batch
 from pool import Pool
 
 

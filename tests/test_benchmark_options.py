@@ -4,16 +4,16 @@ import re
 
 import pytest
 import torch
+from kinds.configs import GPTConfig
+from kinds.memory import check_memory, estimate
+from kinds.models import GPT, apply_policy, layer_costs
+from kinds.modes import blocks_of
+from kinds.options import OptionError, Options, World, build_parser, read_options
 
-from penstock.bench.configs import GPTConfig
-from penstock.bench.memory import check_memory, estimate
-from penstock.bench.models import GPT, apply_policy, layer_costs
-from penstock.bench.modes import blocks_of
-from penstock.bench.options import OptionError, Options, World, build_parser, read_options
+from penstock.layout.partition import partition
 from penstock.planning.memory import memory_of_ranks, readable
-from penstock.planning.partition import partition
 from penstock.planning.profile import held_by_stages
-from penstock.runtime.profiling import profile_model
+from penstock.planning.profiling import profile_model
 from penstock.schedule import build
 
 

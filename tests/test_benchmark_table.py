@@ -11,18 +11,18 @@ from typing import Any
 
 import pytest
 import torch
+from kinds.figures import RankFigures, Sample, assemble, summary
+from kinds.measure import Clock, Stopwatch, matmul_peak
+from kinds.options import World, read_options
+from kinds.report import comparison, tables_of, write_plots
+from kinds.result_files import read_runs, write_csv
+from kinds.suite import Entry, combine, compare_losses, default_modes, entries_of, run_suite
 from rich.console import Console
 from typer.testing import CliRunner
 
-from penstock.bench.figures import RankFigures, Sample, assemble, summary
-from penstock.bench.measure import Clock, Stopwatch, matmul_peak
-from penstock.bench.options import World, read_options
-from penstock.bench.report import comparison, tables_of, write_plots
-from penstock.bench.result_files import read_runs, write_csv
-from penstock.bench.suite import Entry, combine, compare_losses, default_modes, entries_of, run_suite
 from penstock.cli import app
+from penstock.layout.pipelines import parse_pipelines
 from penstock.planning.memory import MemoryEstimate
-from penstock.planning.pipelines import parse_pipelines
 
 
 def result(mode: str = "ddp", seconds: tuple[float, ...] = (0.1, 0.2, 0.4), slowdown: float = 1.0) -> dict[str, Any]:
@@ -169,7 +169,7 @@ def test_options_that_one_mode_refuses_are_refused_before_the_others_start(monke
         started.append(entry.name)
         return result(entry.name)
 
-    monkeypatch.setattr("penstock.bench.suite.run_entry", run_entry)
+    monkeypatch.setattr("kinds.suite.run_entry", run_entry)
     found = run_suite(entries_of(["ddp", "pp"], 2), 2, ["--model", "ResNet18"], say=lambda text: None)
     assert started == ["ddp"] and list(found["runs"]) == ["ddp"]
     assert "ResNet18 has no meaning with --mode pp" in found["failures"]["pp"]

@@ -12,9 +12,9 @@ from typer.testing import CliRunner, Result
 
 import penstock
 from penstock import PipelineTemplate
+from penstock.checking.check import BoundaryReport, BoundaryValue, Report, UnitReport
 from penstock.cli import app
-from penstock.modeling.check import BoundaryReport, BoundaryValue, Report, UnitReport
-from penstock.planning.tables import compact
+from penstock.layout.announce import compact
 from penstock.schedule import build, schedule_names
 from penstock.schedule.text import format_schedule
 from pool import Pool

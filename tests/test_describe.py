@@ -10,10 +10,11 @@ from typer.testing import CliRunner, Result
 from families import FAMILIES
 from hetero import make_plugin
 from penstock.cli import app
+from penstock.layout.announce import compact
+from penstock.layout.layout import Layout
 from penstock.modeling.weights.names import stage_sizes
-from penstock.planning.describe import LayoutDescription, describe_pipelines
-from penstock.planning.layout import Layout
-from penstock.planning.tables import compact
+from penstock.pictures.describe import LayoutDescription
+from penstock.pictures.model_layout import describe_pipelines
 from penstock.schedule import build
 from pool import Pool
 

@@ -20,11 +20,11 @@ from pathlib import Path
 
 import pytest
 import typer
+from kinds.options import build_parser
 from torch.distributed.run import get_args_parser
 
 from launch import ROOT
 from local_hub import local_hub
-from penstock.bench.options import build_parser
 from penstock.cli import app
 from penstock.config import Configuration
 from penstock.schedule import schedule_names

@@ -22,12 +22,12 @@ from families import FAMILIES
 from launch import run_python
 from penstock.modeling.graph.units import list_units
 from penstock.modeling.stage.split import SplitModel
-from penstock.modeling.tensor_parallel import Sharding, TensorParallel
-from penstock.modeling.weights import shards as slice_loading
 from penstock.modeling.weights.initialise import init_stage, meta_model
 from penstock.modeling.weights.load import load_stage
 from penstock.modeling.weights.names import alias_groups
-from penstock.modeling.weights.shards import ShardKeeper, _pairs_of_ties
+from penstock.tensor_parallel import Sharding, TensorParallel
+from penstock.tensor_parallel import loading as slice_loading
+from penstock.tensor_parallel.loading import ShardKeeper, _pairs_of_ties
 from pool import Pool
 from stage_driver import cut
 from tensor_parallel_ranks import SETTINGS, VOCABULARY, from_config_against_unsplit
@@ -57,7 +57,7 @@ def assert_is_slice_of(model: nn.Module, whole: nn.Module, stages: Any, stage: i
     for name, parameter in model.named_parameters(remove_duplicate=False):
         assert parameter.is_meta == (name in cut.shards), name
         assert parameter.shape == expected[name].shape, name
-    SplitModel(model, stages, [stage], cut.index, cut.size)
+    SplitModel(model, stages, [stage], cut)
     found = dict(model.named_parameters(remove_duplicate=False))
     assert found
     for name, parameter in found.items():

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from device_order import EVERYWHERE, RULES, Do, Event, OrderError, Rules, hanging_points, run
-from penstock.planning.layout import Layout
+from penstock.layout.layout import Layout
 from penstock.runtime.boundary.boundaries import refuse_elsewhere
 from penstock.runtime.boundary.p2p import Message, P2PChannels
 from penstock.schedule import Action, Kind, Schedule, build, parse_schedule, schedule_names, validate

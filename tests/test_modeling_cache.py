@@ -12,7 +12,7 @@ from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 from transformers.cache_utils import Cache, LinearAttentionAndFullAttentionLayer
 
 from families import FAMILIES, batch
-from penstock.modeling.stage.caches import StageCaches
+from penstock.generation.stage_caches import StageCaches
 from penstock.modeling.stage.split import SplitModel
 from stage_driver import split
 

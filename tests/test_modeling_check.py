@@ -11,8 +11,8 @@ import transformers
 from torch import nn
 
 from families import FAMILIES
-from penstock.modeling.check import check
-from penstock.modeling.verdicts import ACCUMULATED, EXACT, NOT_TRIED, REFUSED
+from penstock.checking.check import check
+from penstock.checking.verdicts import ACCUMULATED, EXACT, NOT_TRIED, REFUSED
 
 
 def test_a_report_names_units_cuts_and_ties() -> None:

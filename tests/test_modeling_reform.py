@@ -15,9 +15,17 @@ from families import FAMILIES, batch
 from penstock.modeling.graph.units import list_units
 from penstock.modeling.placeholders.ghosts import is_ghost
 from penstock.modeling.stage.split import SplitModel
+from penstock.modeling.weights.names import alias_groups
+from penstock.tensor_parallel import TensorParallel
 from stage_driver import cut, gradients, largest_difference, split_gradients, step, tied
 
 Ranks = Sequence[Sequence[int]]
+
+
+def sharded(model, stages, local):
+    """Shard 1 of 2 of some stages."""
+    aliases = alias_groups(model)
+    return SplitModel(model, stages, local, TensorParallel(model, 1, 2, aliases), aliases)
 
 
 def fill(part: SplitModel, whole: nn.Module) -> None:
@@ -185,10 +193,10 @@ def test_a_model_made_for_one_stage_takes_up_others() -> None:
 def test_under_tensor_parallelism_a_unit_comes_back_as_it_would_have_been_split(family: str) -> None:
     whole = FAMILIES[family].build(vocab_size=100)
     units = list_units(whole)
-    part = SplitModel(copy.deepcopy(whole), cut(units, 2), [0], 1, 2)
+    part = sharded(copy.deepcopy(whole), cut(units, 2), [0])
     for stages, local in ((cut(units, 3), [1]), (cut(units, 2), [1]), (cut(units, 2), [0])):
         part.reform(stages, local, 1, 2)
-        fresh = SplitModel(copy.deepcopy(whole), stages, local, 1, 2)
+        fresh = sharded(copy.deepcopy(whole), stages, local)
         found = dict(part.model.named_parameters(remove_duplicate=False))
         expected = dict(fresh.model.named_parameters(remove_duplicate=False))
         assert {n: tuple(p.shape) for n, p in found.items()} == {n: tuple(p.shape) for n, p in expected.items()}

@@ -11,14 +11,20 @@ from launch import run_python
 PACKAGE = Path(penstock.__file__).parent
 # What each room may import of the others. `random_state.py` lies below all that import torch. Any other file is a face,
 # which may import all of them.
+CORE = {"schedule", "layout", "data", "modeling", "runtime", "random_state"}
 BELOW = {
     "schedule": set[str](),
-    "planning": {"schedule"},
+    "layout": {"schedule"},
     "data": {"random_state"},
-    "modeling": {"planning", "random_state"},
-    "checkpoint": {"modeling", "random_state"},
-    "runtime": {"data", "modeling", "planning", "schedule", "random_state"},
-    "elastic": {"modeling", "planning", "runtime"},
+    "modeling": {"layout", "random_state"},
+    "runtime": CORE,
+    "tensor_parallel": CORE,
+    "generation": CORE,
+    "checkpoint": CORE | {"tensor_parallel", "pipeline_model", "optimizer"},
+    "pictures": CORE | {"pipeline_template"},
+    "checking": CORE | {"pictures", "tensor_parallel"},
+    "planning": CORE | {"pictures", "checking", "pipeline_template"},
+    "elastic": CORE | {"planning", "pipeline_template"},
 }
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from penstock.layout.layout import Layout, Place
 from penstock.modeling.weights.names import unit_of
-from penstock.planning.layout import Layout, Place
 from penstock.runtime.gradients.ownership import find_holders
 
 UNITS = [f"u.{index}" for index in range(6)]

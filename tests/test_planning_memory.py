@@ -11,13 +11,13 @@ import torch
 import penstock
 from families import FAMILIES
 from hetero import balanced
+from penstock.layout.pipelines import num_stages_on
 from penstock.planning import memory
 from penstock.planning.memory import Held, memory_of_ranks
-from penstock.planning.pipelines import num_stages_on
 from penstock.planning.profile import Profile, held_by_stages
+from penstock.planning.profiling import profile_model
+from penstock.planning.unit_cost import LiveBytes
 from penstock.runtime.boundary import boundaries, p2p
-from penstock.runtime.profiling import profile_model
-from penstock.runtime.unit_cost import LiveBytes
 from penstock.schedule import build
 from pool import Pool
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from families import FAMILIES
 from hetero import batch_size, make_plugin, pad, samples
 from penstock import Booster, HeterogeneousParallelPlugin, PipelineFailure, PipelineTemplate
-from penstock.planning.pipelines import parse_pipelines
+from penstock.layout.pipelines import parse_pipelines
 from pool import Pool, WorkerDied
 
 MODULES = ["embedding", "h.0", "h.1", "head"]

@@ -20,14 +20,14 @@ from torch import nn
 
 import penstock
 from families import FAMILIES, batch
+from penstock.elastic.moving import _Transfers, from_live_ranks
+from penstock.layout.layout import Layout
 from penstock.modeling.graph.units import list_units
 from penstock.modeling.tensor_spec import TensorSpec
 from penstock.pipeline_model import attach
-from penstock.planning.layout import Layout
 from penstock.runtime.comm.bootstrap import form_world
 from penstock.runtime.comm.forming import forming
 from penstock.runtime.engine import parallelize
-from penstock.runtime.moving import _Transfers, from_live_ranks
 from penstock.schedule import build
 from pool import Pool
 from training import EXACT, gradients_of, kept_in_double, rows, run_step
@@ -160,7 +160,7 @@ def reform_often(times: int) -> list[tuple[int, int, int, int]]:
                 engine = parallelize(model, layout, make_schedule, board, num_microbatches=MICROBATCHES)
             attach(model, engine)
         else:
-            engine.reform(layout, make_schedule)
+            engine.reform(layout, make_schedule, values=from_live_ranks())
         run_step(model, batch("causal", 4))
         del layout
         gc.collect()
@@ -216,7 +216,7 @@ def lost_values() -> str:
         return "no rank has the values of"
     dist.init_process_group("gloo", store=dist.PrefixStore("alone", world.store), rank=0, world_size=1)
     try:
-        engine.reform(place(units, (1,)), partial(build, "1f1b", 1))
+        engine.reform(place(units, (1,)), partial(build, "1f1b", 1), values=from_live_ranks())
     except RuntimeError as error:
         return str(error)
     return "nothing"
@@ -270,7 +270,7 @@ def refused() -> list[str]:
     messages = []
     for layout in wrong:
         with pytest.raises(ValueError) as caught:
-            model.pipeline.reform(layout)
+            model.pipeline.reform(layout, values=from_live_ranks())
         messages.append(str(caught.value))
     run_step(model, batch("causal", 8))  # as before
     return messages

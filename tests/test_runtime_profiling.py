@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from families import FAMILIES
 from penstock.modeling.graph.units import list_units
-from penstock.runtime.profiling import profile_model
+from penstock.planning.profiling import profile_model
 from pool import Pool
 
 BATCH, LENGTH = 2, 24
@@ -76,7 +76,7 @@ def test_the_model_is_left_as_it_was() -> None:
 
 
 def links() -> tuple:
-    from penstock.runtime.links import measure_links
+    from penstock.planning.links import measure_links
 
     return measure_links()
 

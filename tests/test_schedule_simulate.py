@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.pictures.events import TimedEvent, bubble_fractions, with_waits
 from penstock.planning import Reduction, simulate_layout
 from penstock.schedule import (
     Action,
@@ -24,7 +25,6 @@ from penstock.schedule import (
     schedule_names,
     simulate,
 )
-from penstock.schedule.events import TimedEvent, bubble_fractions, with_waits
 
 
 def recursive_ends(schedule: Schedule, costs: Costs) -> dict[Action, float]:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from penstock.pictures.gantt import COLOURS
 from penstock.schedule import Costs, EventKind, TimedEvent, build, chrome_trace, gantt_svg, simulate, write_timeline
-from penstock.schedule.gantt import COLOURS
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -15,7 +15,7 @@ from penstock.schedule.communication import (
     insert_communication,
     sufficient_window,
 )
-from penstock.schedule.validate import check_rendezvous
+from penstock.schedule.validation import check_rendezvous
 
 SMALL = st.builds(
     build, st.sampled_from(schedule_names()), num_ranks=st.integers(1, 5), num_microbatches=st.integers(1, 6)

@@ -18,9 +18,9 @@ from transformers import GPT2LMHeadModel
 
 import penstock
 from families import FAMILIES, batch
+from penstock.layout.layout import Layout
+from penstock.layout.partition import partition
 from penstock.modeling.graph.units import list_units
-from penstock.planning.layout import Layout
-from penstock.planning.partition import partition
 from penstock.runtime import engine
 from penstock.runtime import parts as parts_module
 from penstock.runtime.comm import rollcall

@@ -7,7 +7,8 @@ import sys
 import pytest
 from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel
 
-from penstock.planning.template import PipelineTemplate, end_modules
+from penstock.layout.template import end_modules
+from penstock.pipeline_template import PipelineTemplate
 
 NAME = "GPT2LMHeadModel"
 FIRST = ["transformer.wte", "transformer.wpe", "transformer.drop"]

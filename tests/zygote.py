@@ -41,7 +41,7 @@ from pathlib import Path
 from forked import REFUSED, Process, Refused, kill_group, receive
 
 ROOT = Path(__file__).resolve().parents[1]
-PATHS = [str(ROOT / folder) for folder in ("src", "tests", "tests/emulated_gpu", "examples")]
+PATHS = [str(ROOT / folder) for folder in ("src", "tests", "tests/emulated_gpu", "examples", "benchmark")]
 NUM_ZYGOTES = 2
 PRELOADED = (
     "torch.distributed.run",

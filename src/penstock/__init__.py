@@ -10,17 +10,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from penstock.booster import Booster
     from penstock.checkpoint import CheckpointError
-    from penstock.checkpoint_manager import CheckpointManager
+    from penstock.checkpoint.checkpoint_manager import CheckpointManager
+    from penstock.checkpoint.training_checkpoints import Checkpoint, finish_saving, load_checkpoint, save_checkpoint
     from penstock.config import Configuration, ConfigurationError
     from penstock.elastic.settings import Elastic
-    from penstock.initialize import from_config, from_pretrained, initialize
-    from penstock.modeling.tensor_parallel import TensorParallelPlan, register_tensor_parallel_plan
+    from penstock.from_pretrained import from_config, from_pretrained
+    from penstock.initialize import initialize
     from penstock.optimizer import PipelineOptimizer
     from penstock.pipeline_model import PipelineModel
-    from penstock.planning.template import PipelineTemplate
+    from penstock.pipeline_template import PipelineTemplate
     from penstock.plugin import HeterogeneousParallelPlugin
     from penstock.runtime.failures.board import PipelineFailure
-    from penstock.training_checkpoints import Checkpoint, finish_saving, load_checkpoint, save_checkpoint
+    from penstock.tensor_parallel import TensorParallelPlan, register_tensor_parallel_plan
 
 __version__ = "0.1.0.dev0"
 
@@ -51,9 +52,9 @@ __all__ = [
 # line shall start without torch and transformers.
 _HOMES = {
     "Booster": "penstock.booster",
-    "Checkpoint": "penstock.training_checkpoints",
+    "Checkpoint": "penstock.checkpoint.training_checkpoints",
     "CheckpointError": "penstock.checkpoint",
-    "CheckpointManager": "penstock.checkpoint_manager",
+    "CheckpointManager": "penstock.checkpoint.checkpoint_manager",
     "Configuration": "penstock.config",
     "ConfigurationError": "penstock.config",
     "Elastic": "penstock.elastic.settings",
@@ -61,15 +62,15 @@ _HOMES = {
     "PipelineFailure": "penstock.runtime.failures.board",
     "PipelineModel": "penstock.pipeline_model",
     "PipelineOptimizer": "penstock.optimizer",
-    "PipelineTemplate": "penstock.planning.template",
-    "TensorParallelPlan": "penstock.modeling.tensor_parallel",
-    "finish_saving": "penstock.training_checkpoints",
-    "from_config": "penstock.initialize",
-    "from_pretrained": "penstock.initialize",
+    "PipelineTemplate": "penstock.pipeline_template",
+    "TensorParallelPlan": "penstock.tensor_parallel",
+    "finish_saving": "penstock.checkpoint.training_checkpoints",
+    "from_config": "penstock.from_pretrained",
+    "from_pretrained": "penstock.from_pretrained",
     "initialize": "penstock.initialize",
-    "load_checkpoint": "penstock.training_checkpoints",
-    "register_tensor_parallel_plan": "penstock.modeling.tensor_parallel",
-    "save_checkpoint": "penstock.training_checkpoints",
+    "load_checkpoint": "penstock.checkpoint.training_checkpoints",
+    "register_tensor_parallel_plan": "penstock.tensor_parallel",
+    "save_checkpoint": "penstock.checkpoint.training_checkpoints",
 }
 
 

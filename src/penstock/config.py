@@ -13,7 +13,7 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal
 
-from penstock.schedule import DEFAULT_SCHEDULE, schedule_names
+from penstock.schedule.generators import DEFAULT_SCHEDULE, schedule_names
 
 SECTION = "model_parallelism"
 

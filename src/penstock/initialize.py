@@ -3,43 +3,36 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from penstock.config import SECTION, Configuration, ConfigurationError
+from penstock.layout.announce import announce
+from penstock.layout.layout import Layout
+from penstock.layout.partition import partition, split_into
+from penstock.layout.template import chosen_stages, split_stages
 from penstock.modeling.adapters import is_peft_model
 from penstock.modeling.graph.costs import unit_costs
 from penstock.modeling.graph.loss import Criterion
 from penstock.modeling.graph.units import list_units
-from penstock.modeling.tensor_parallel import TensorParallel
-from penstock.modeling.weights.initialise import init_stage, meta_model, resolve_model_class
-from penstock.modeling.weights.load import StageLoadingInfo, forget_ties, load_config, load_stage
 from penstock.modeling.weights.names import alias_groups
 from penstock.pipeline_model import USED_NAMES, PipelineModel, attach
-from penstock.planning.auto import auto_pipeline_size
-from penstock.planning.describe import announce
-from penstock.planning.layout import Layout
-from penstock.planning.partition import partition, split_into
-from penstock.planning.template import chosen_stages, split_stages
+from penstock.rooms import room, sharding_of
 from penstock.runtime.comm.devices import device_memory
 from penstock.runtime.comm.forming import facts_of, failing_together, forming, gather_from_all, require_agreement
 from penstock.runtime.engine import DEFAULT_MICROBATCHES_PER_STAGE, parallelize
 from penstock.runtime.failures.board import FailureBoard
-from penstock.schedule import Schedule
+from penstock.schedule.actions import Schedule
 from penstock.schedule.text import own_or_named, summary, written_schedule
 from penstock.whole_model import check_whole_model, remember_example_inputs
 
 Model = TypeVar("Model", bound=nn.Module)
 ConfigLike = Configuration | Mapping[str, Any] | str | os.PathLike[str]
-# A model with this rank's weights, and what was found where they were loaded.
-Made = tuple[PreTrainedModel, StageLoadingInfo]
-NOTHING_LOADED = StageLoadingInfo((), (), (), ())
 
 
 def initialize(
@@ -82,9 +75,9 @@ def initialize(
         return model
     known: Any = model
     if is_peft_model(known):
-        from penstock.integrations.peft import initialize_peft
-
-        initialize_peft(known, lambda base: initialize(base, configuration, criterion, example_inputs=example_inputs))
+        room("initialize_peft")(
+            known, lambda base: initialize(base, configuration, criterion, example_inputs=example_inputs)
+        )
         return model
     if isinstance(known, PipelineModel):
         if known.configuration == configuration:
@@ -94,118 +87,6 @@ def initialize(
     remember_example_inputs(model, example_inputs)
     with forming(configuration.time_limit) as board:
         return distribute(model, choose_layout(model, configuration, board), configuration, board, criterion)
-
-
-def from_pretrained(
-    path_or_name: str,
-    *,
-    config: ConfigLike,
-    model_class: type | None = None,
-    criterion: Criterion | None = None,
-    stages: Sequence[Sequence[str]] | None = None,
-    split_points: Sequence[str] | None = None,
-    example_inputs: Any = None,
-    **kwargs: Any,
-) -> PreTrainedModel:
-    """Load a model straight into its stages: each rank reads and holds only its own stage's weights.
-
-    Args:
-        path_or_name: as for transformers' `from_pretrained`: a local folder or a name on a hub.
-        config: see `initialize`.
-        model_class: a model class or an auto class such as `AutoModelForCausalLM`; by default the class that wrote the
-            checkpoint.
-        criterion, stages, split_points, example_inputs: see `initialize`.
-        kwargs: as for `from_pretrained` (`dtype`, `revision`, `attn_implementation`, ...).
-
-    Raises:
-        what `initialize` and `from_pretrained` raise; ValueError for an argument that cannot be combined with stages.
-    """
-    configuration = read_configuration(config, stages, split_points)
-    kind = resolve_model_class(load_config(path_or_name, **kwargs), model_class)
-    if not configuration.enable:
-        return kind.from_pretrained(path_or_name, **kwargs)
-    return _make_in_stages(
-        lambda: meta_model(kind, load_config(path_or_name, **kwargs)),
-        lambda *part: load_stage(kind, path_or_name, *part, **kwargs),
-        configuration,
-        criterion,
-        example_inputs,
-    )
-
-
-def from_config(
-    model_config: PretrainedConfig,
-    *,
-    config: ConfigLike,
-    model_class: type | None = None,
-    seed: int | None = None,
-    criterion: Criterion | None = None,
-    stages: Sequence[Sequence[str]] | None = None,
-    split_points: Sequence[str] | None = None,
-    example_inputs: Any = None,
-    **kwargs: Any,
-) -> PreTrainedModel:
-    """Initialise a model at random straight into its stages: each rank makes only its own stage's weights.
-
-    Its weights equal, bit for bit, those of the unsplit model built after `torch.manual_seed(seed)`.
-
-    Args:
-        model_config: the model's configuration.
-        config: see `initialize`.
-        model_class: a model class or an auto class; by default the first of `model_config.architectures`.
-        seed: all ranks must use the same; None continues torch's generator, whose state must be the same on all ranks.
-        criterion, stages, split_points, example_inputs: see `initialize`.
-        kwargs: as for an auto class's `from_config` (`dtype`, `attn_implementation`).
-
-    Raises:
-        what `initialize` raises; NotImplementedError for a model whose weights cannot be made in parts.
-    """
-    configuration = read_configuration(config, stages, split_points)
-    kind = resolve_model_class(model_config, model_class)
-    if not configuration.enable:
-        if seed is not None:
-            torch.manual_seed(seed)
-        return kind._from_config(model_config, **kwargs)
-    return _make_in_stages(
-        lambda: meta_model(kind, model_config, **kwargs),
-        lambda stages, local, sharding: (
-            init_stage(kind, model_config, stages, local, seed, sharding, **kwargs),
-            NOTHING_LOADED,
-        ),
-        configuration,
-        criterion,
-        example_inputs,
-    )
-
-
-def _make_in_stages(
-    make_skeleton: Callable[[], PreTrainedModel],
-    make: Callable[[Sequence[Sequence[str]], Sequence[int], TensorParallel | None], Made],
-    configuration: Configuration,
-    criterion: Criterion | None,
-    example_inputs: Any,
-) -> PreTrainedModel:
-    """A model whose weights are made where they are held.
-
-    Args:
-        make_skeleton: gives the whole model on the meta device.
-        make: of the units of each stage, the stages that this rank holds, and how tensor parallelism shards the whole
-            model's weights, gives the model with this rank's weights.
-    """
-    with forming(configuration.time_limit) as board:
-        skeleton = make_skeleton()
-        remember_example_inputs(skeleton, example_inputs)
-        layout = choose_layout(skeleton, configuration, board)
-        place, size, sharding = layout.place_of(dist.get_rank()), layout.tensor_parallel_size, None
-        if size > 1:
-            sharding = TensorParallel(skeleton, place.tensor_parallel_rank, size, alias_groups(skeleton))
-        mine = layout.pipelines[place.pipeline]
-        local_stages = mine.stages_of(place.pipeline_rank)
-        doing = "making the stages' weights"
-        with failing_together(board, doing, "make its part of the model"):
-            model, found = make(mine.stages, local_stages, sharding)
-        forget_ties(model, set().union(*gather_from_all(found.untied, board, doing)))
-        return distribute(model, layout, configuration, board, criterion)
 
 
 def read_configuration(
@@ -247,7 +128,7 @@ def choose_layout(model: nn.Module, configuration: Configuration, board: Failure
                 f"{SECTION}.tensor_parallel_size needs a model of transformers, and {type(model).__name__} is none"
             )
         try:
-            TensorParallel(model, 0, size, alias_groups(model))
+            room("TensorParallel")(model, 0, size, alias_groups(model))
         except ValueError as error:
             raise ConfigurationError(f"model_parallelism.{error}") from error
     layout = Layout.place([stages] * num_pipelines, [stage_to_rank] * num_pipelines, size)
@@ -297,7 +178,7 @@ def _with_size(model: nn.Module, configuration: Configuration, board: FailureBoa
             f'{SECTION}.pipeline_parallel_size "auto" needs a schedule by name: one that is written out has its ranks'
         )
     limits = [limit for limit in gather_from_all(device_memory(), board, "planning") if limit is not None]
-    size = auto_pipeline_size(
+    size = room("auto_pipeline_size")(
         model,
         dist.get_world_size() // configuration.tensor_parallel_size,
         configuration.num_microbatches,
@@ -387,5 +268,6 @@ def distribute(
         trace_steps=configuration.trace_steps,
         timeout=configuration.time_limit,
         patience=float(configuration.patience),
+        make_sharding=sharding_of(layout),
     )
     return attach(model, pipeline, configuration, criterion)

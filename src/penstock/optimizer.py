@@ -22,9 +22,9 @@ from penstock.checkpoint import (
     restore_object,
     save_training_state,
 )
+from penstock.checkpoint.model_methods import checkpoint_comms, saving_ranks
 from penstock.elastic.log import LoggedCall
 from penstock.elastic.run import ElasticRun
-from penstock.pipeline_model import checkpoint_comms, saving_ranks
 from penstock.runtime.comm.rollcall import Call
 from penstock.runtime.engine import Engine
 from penstock.runtime.gradients.precision import LossScale

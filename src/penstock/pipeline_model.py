@@ -15,28 +15,15 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedModel
 
-from penstock.checkpoint import (
-    AdapterFolder,
-    GroupComm,
-    SavingRank,
-    from_parallelized,
-    load_ordinary,
-    save_adapter,
-    save_parallelized,
-)
-from penstock.checkpoint.adapters import load_adapters
-from penstock.checkpoint.comm import OnceLost
-from penstock.checkpoint.save_pretrained import SaveOptions
-from penstock.checkpoint.tensors import whole_shape, whole_state
 from penstock.config import Configuration
-from penstock.data.loader import prepare_dataloader
-from penstock.generation import generate
 from penstock.modeling.adapters import base_of
 from penstock.modeling.graph.dummy_inputs import arguments_by_name
 from penstock.modeling.graph.loss import Criterion
 from penstock.modeling.instrumentation import known_of, mix_in, original_class, record_of
 from penstock.modeling.placeholders.ghosts import absent_parameters
 from penstock.modeling.stage.named_output import NamedOutput
+from penstock.modeling.weights.whole import whole_shape, whole_state
+from penstock.rooms import room
 from penstock.runtime.comm.rollcall import Call
 from penstock.runtime.engine import Engine
 from penstock.runtime.gradients.weight_gradients import uninstall
@@ -100,8 +87,8 @@ class PipelineModel(torch.nn.Module):
         """
         if torch.compiler.is_dynamo_compiling():
             refuse_compilation(type(self).__name__)
-        if self.pipeline.decoding.running:
-            return self.pipeline.decoding.forward(self._bind(args, kwargs))
+        if (forward := self.pipeline.forward) is not None:
+            return forward(self._bind(args, kwargs))
         criterion = record_of(self).criterion
         if "criterion" in kwargs and (kwargs["criterion"] is None or callable(kwargs["criterion"])):
             criterion = kwargs.pop("criterion")
@@ -152,9 +139,10 @@ class PipelineModel(torch.nn.Module):
     def prepare_dataloader(self, dataset: Dataset, batch_size: int, **options: Any) -> DataLoader:
         """A loader of this pipeline's own batches of `batch_size` samples: every sample once per epoch over all
         pipelines."""
-        return prepare_dataloader(
+        loader: DataLoader = room("prepare_dataloader")(
             dataset, batch_size, num_replicas=self.data_parallel_size, rank=self.data_parallel_rank, **options
         )
+        return loader
 
     def save_parallelized(
         self, save_directory: str | os.PathLike[str], merge_checkpoints: bool = False, **kwargs: Any
@@ -163,15 +151,8 @@ class PipelineModel(torch.nn.Module):
 
         Takes `save_pretrained`'s arguments. Every rank calls it. See `penstock.checkpoint.save_parallelized`.
         """
-        pipeline = self.pipeline
-        if merge_checkpoints and _has_injected(self):
-            self._save_injected(save_directory, kwargs)
-            return
-        ranks = saving_ranks(pipeline)
-        with pipeline.saving():
-            save_parallelized(self, save_directory, **ranks, merge_checkpoints=merge_checkpoints, **kwargs)
-        how = "penstock.from_pretrained({!r}, config=...)" if merge_checkpoints else "model.from_parallelized({!r})"
-        pipeline.board.resume["model"] = how.format(os.fspath(save_directory))
+        own: Any = getattr(super(), "save_pretrained", None)
+        room("model_checkpoints").save_model(self, save_directory, merge_checkpoints, own, kwargs)
 
     def save_pretrained(
         self, save_directory: str | os.PathLike[str], is_main_process: bool = True, **kwargs: Any
@@ -195,23 +176,7 @@ class PipelineModel(torch.nn.Module):
         write: Callable[[str, Mapping[str, torch.Tensor]], None],
     ) -> None:
         """Save one adapter as one ordinary folder; see `penstock.checkpoint.AdapterFolder`. Every rank calls it."""
-        ranks, model = saving_ranks(self.pipeline), cast(PreTrainedModel, self)
-        with self.pipeline.saving():
-            save_adapter(model, save_directory, AdapterFolder(model, name, select, write), **ranks)
-
-    def _save_injected(self, save_directory: str | os.PathLike[str], arguments: dict[str, Any]) -> None:
-        """Save the active adapter of transformers' `add_adapter`, as transformers' `save_pretrained` does."""
-        SaveOptions.parse({name: value for name, value in arguments.items() if name != "state_dict"})
-        model: Any = self
-        if len(active := model.active_adapters()) != 1:
-            raise ValueError(f"one adapter is saved at a time, but {', '.join(active) or 'none'} are active")
-
-        def write(folder: str, state: Mapping[str, torch.Tensor]) -> None:
-            super(PipelineModel, self).save_pretrained(folder, state_dict=dict(state), **arguments)  # type: ignore[misc]  # transformers'
-
-        self.save_adapter(
-            save_directory, active[0], lambda state: model.get_adapter_state_dict(state_dict=dict(state)), write
-        )
+        room("model_checkpoints").save_one_adapter(self, save_directory, name, select, write)
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> str:
         """Refused: the weights are on several ranks.
@@ -247,26 +212,18 @@ class PipelineModel(torch.nn.Module):
         Raises:
             CheckpointError: the folder holds no checkpoint of this model. No weight has changed then.
         """
-        pipeline, model = self.pipeline, cast(Any, self)
-        comm, _ = checkpoint_comms(pipeline)
-        with pipeline.together(Call.LOAD_MODEL):
-            if folders := self._adapter_folders(os.fspath(directory)):
-                load_adapters(model, folders, world_comm=comm, strict=strict)
-                return
-            stages, local = pipeline.split.stages, pipeline.split.local_stages
-            load_ordinary(model, directory, original_class(type(model)), stages, local, world_comm=comm, strict=strict)
+        room("model_checkpoints").load_model(self, directory, strict)
 
     def _adapter_folders(self, directory: str) -> dict[str, str]:
         """Where in `directory` each adapter is that an ordinary checkpoint of this model consists of."""
         model: Any = self
-        return dict.fromkeys(model.active_adapters(), directory) if _has_injected(model) else {}
+        injected = getattr(model, "_hf_peft_config_loaded", False)
+        return dict.fromkeys(model.active_adapters(), directory) if injected else {}
 
     def from_parallelized(self, directory: str | os.PathLike[str], variant: str | None = None) -> PipelineModel:
         """Load what `save_parallelized` wrote, from any number of stages and tensor-parallel ranks, into this model;
         returns it. `variant` is the one it was saved with."""
-        comm, _ = checkpoint_comms(self.pipeline)
-        with self.pipeline.together(Call.LOAD):
-            from_parallelized(base_of(self), directory, world_comm=comm, variant=variant)
+        room("model_checkpoints").load_parallelized(self, directory, variant)
         return self
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
@@ -350,7 +307,7 @@ class PipelinePreTrainedModel(PipelineModel):
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """transformers' `generate`, over stages: on every rank the result of the unsplit model."""
-        return generate(self, super().generate, *args, **kwargs)  # type: ignore[misc]  # the model class's own
+        return room("generate")(self, super().generate, *args, **kwargs)  # type: ignore[misc]  # the model class's own
 
     def num_parameters(
         self, only_trainable: bool = False, exclude_embeddings: bool = False, *, whole: bool = False
@@ -388,11 +345,6 @@ def refuse_compilation(name: str) -> None:
     )
 
 
-def _has_injected(model: Any) -> bool:
-    """Whether a model has adapters of transformers' `add_adapter`."""
-    return getattr(model, "_hf_peft_config_loaded", False)
-
-
 STAND_IN = "nothing_to_train_on_this_rank"
 
 
@@ -405,32 +357,6 @@ def stand_in_of(model: Any) -> torch.nn.Parameter | None:
         record.stand_in = torch.nn.Parameter(torch.zeros(1, device=record.engine.device))
     record.stand_in.requires_grad_(True)
     return record.stand_in
-
-
-def checkpoint_comms(pipeline: Engine) -> tuple[GroupComm, GroupComm]:
-    """How all ranks, and the ranks of this pipeline, talk about checkpoints."""
-    pipeline.check_open()
-    guard = OnceLost(pipeline.board.guard)
-    return GroupComm(pipeline.groups.world_control, guard), GroupComm(pipeline.groups.model_parallel_control, guard)
-
-
-def saving_rank(pipeline: Engine) -> SavingRank:
-    """Where this rank stands among those that save."""
-    place = pipeline.place
-    return SavingRank(
-        place.pipeline_rank,
-        pipeline.context.pipeline.num_ranks,
-        is_writer=place.pipeline == 0,
-        pipeline=place.pipeline,
-        tensor_parallel_rank=place.tensor_parallel_rank,
-        tensor_parallel_size=pipeline.layout.tensor_parallel_size,
-    )
-
-
-def saving_ranks(pipeline: Engine) -> dict[str, Any]:
-    """What every save is told of the ranks, by its names in `penstock.checkpoint`."""
-    world, ranks = checkpoint_comms(pipeline)
-    return {"place": saving_rank(pipeline), "world_comm": world, "pipeline_comm": ranks}
 
 
 def loss_tensor(pipeline: Engine, loss: float) -> torch.Tensor:
@@ -451,6 +377,7 @@ def attach(
     mix_in(model, PipelinePreTrainedModel if isinstance(model, PreTrainedModel) else PipelineModel)
     record = record_of(model)
     record.engine, record.configuration, record.criterion = pipeline, configuration, criterion
+    pipeline.make_recorder = lambda context, channels: room("Recorder")(context, channels)
     return model
 
 

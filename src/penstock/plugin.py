@@ -26,15 +26,9 @@ from penstock.elastic.protocol import Decision
 from penstock.elastic.run import ElasticRun
 from penstock.elastic.settings import Elastic
 from penstock.elastic.shared_states import SharedStates
-from penstock.modeling.adapters import base_of, is_peft_model
-from penstock.modeling.graph.costs import unit_costs
-from penstock.modeling.graph.loss import Criterion
-from penstock.optimizer import PipelineOptimizer
-from penstock.pipeline_model import USED_NAMES, PipelineModel, attach
-from penstock.planning.auto import auto_pipelines
-from penstock.planning.describe import LayoutDescription, announce, describe_layout
-from penstock.planning.layout import Layout
-from penstock.planning.pipelines import (
+from penstock.layout.announce import announce
+from penstock.layout.layout import Layout
+from penstock.layout.pipelines import (
     Microbatches,
     Schedules,
     check_microbatches,
@@ -43,8 +37,17 @@ from penstock.planning.pipelines import (
     check_templates,
     schedule_maker,
 )
+from penstock.modeling.adapters import base_of, is_peft_model
+from penstock.modeling.graph.costs import unit_costs
+from penstock.modeling.graph.loss import Criterion
+from penstock.optimizer import PipelineOptimizer
+from penstock.pictures.describe import LayoutDescription
+from penstock.pictures.model_layout import describe_layout
+from penstock.pipeline_model import USED_NAMES, PipelineModel, attach
+from penstock.pipeline_template import PipelineTemplate
+from penstock.planning.auto import auto_pipelines
 from penstock.planning.profile import Profile
-from penstock.planning.template import PipelineTemplate
+from penstock.rooms import room, sharding_of
 from penstock.runtime.comm.bootstrap import rank_and_world_size
 from penstock.runtime.comm.devices import device_memory
 from penstock.runtime.comm.forming import (
@@ -58,8 +61,10 @@ from penstock.runtime.comm.forming import (
 from penstock.runtime.engine import Values, parallelize
 from penstock.runtime.failures.board import PATIENCE_SECONDS, FailureBoard
 from penstock.runtime.gradients.precision import LossScale
-from penstock.schedule import DEFAULT_SCHEDULE, Schedule, check_trains
+from penstock.schedule.actions import Schedule
+from penstock.schedule.generators import DEFAULT_SCHEDULE
 from penstock.schedule.text import summary
+from penstock.schedule.validation import check_trains
 from penstock.whole_model import check_whole_model
 
 # How long a transfer of an elastic run may take: a rank that writes a checkpoint lets the others wait. One that stands
@@ -380,10 +385,8 @@ class HeterogeneousParallelPlugin:
                 prepared by this plugin.
         """
         if is_peft_model(model):
-            from penstock.integrations.peft import initialize_peft
-
             given = optimizer, criterion, dataloader, lr_scheduler
-            _, *configured = initialize_peft(model, lambda base: self.configure(base, *given))
+            _, *configured = room("initialize_peft")(model, lambda base: self.configure(base, *given))
             return (model, *configured)
         if self.elastic is not None:
             return self._configure_elastic(self.elastic, model, optimizer, criterion, dataloader, lr_scheduler)
@@ -495,6 +498,7 @@ class HeterogeneousParallelPlugin:
             timeout=self.time_limit or (None if self.elastic is None else ELASTIC_TIMEOUT),
             patience=self.patience,
             values=values,
+            make_sharding=sharding_of(self.layout),
         )
         pipeline.autocast = PRECISIONS[self.precision]
         self._model = attach(model, pipeline, criterion=criterion)

@@ -15,6 +15,7 @@ from emulated_device import host_waits
 
 from families import FAMILIES, batch
 from penstock import HeterogeneousParallelPlugin, PipelineTemplate
+from penstock.generation.decoding import decoding_of
 from penstock.modeling.placeholders.ghosts import is_ghost
 from penstock.random_state import generators_of
 from training import Step, kept_in_double, parallelize, rows, unsplit_step
@@ -153,7 +154,7 @@ def evaluate_and_generate(case: Case) -> tuple[float, torch.Tensor, list[tuple[i
         for options in GENERATIONS:
             torch.manual_seed(3)
             tokens = model.generate(**prompt, max_new_tokens=5, **options, **wanted).cpu()
-            number = len(model.pipeline.decoding.groups) if "RANK" in os.environ else 1
+            number = len(decoding_of(model.pipeline).groups) if "RANK" in os.environ else 1
             found.append((number, tokens, generators_of(device)[-1].get_state()))
     return float(output.loss), output.logits.cpu(), found
 

@@ -21,7 +21,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from penstock.modeling.graph.dataflow import DataFlow, Given
-from penstock.modeling.tensor_parallel import Sharding
+from penstock.tensor_parallel import Sharding
 
 from .comm import Comm
 from .files import write_bytes, write_tensors

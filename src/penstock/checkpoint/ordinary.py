@@ -14,14 +14,15 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from penstock.modeling.tensor_parallel import take_shards
 from penstock.modeling.weights.load import load_stage
+from penstock.modeling.weights.whole import tensor_parallel_of
 from penstock.random_state import restored
+from penstock.tensor_parallel import take_shards
 
 from .comm import Comm, together
 from .files import check_archive, open_tensors
 from .names import EXTENSIONS, STAGING, check_plain, weight_file_names
-from .tensors import held_state, tensor_parallel_of, tied_groups
+from .tensors import held_state, tied_groups
 from .untrusted import CheckpointError, cannot_read, is_directory, kind_of, locate, open_plain, read_json
 
 # Names in an error.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from penstock.modeling.tensor_parallel import Sharding
+from penstock.tensor_parallel import Sharding
 
 from .files import OpenFile, open_tensors
 from .manifest import Manifest

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,14 +36,15 @@ def bench(
 ) -> None:
     """Train one model in every mode, in fresh processes, and print one table; write JSON, CSV and a plot.
 
-    Other options are the trainer's (python -m penstock.bench.trainer --help) and hold for all modes. The status is
+    Other options are the trainer's (python -m kinds.trainer --help) and hold for all modes. The status is
     1 if a run fails or if the modes did not compute the same losses.
 
     Example: penstock bench --devices 2 --model GPTSmall --batch-size 8 --block-size 256 --iterations 10
     """
-    from penstock.bench.report import comparison, tables_of, write_plots
-    from penstock.bench.result_files import read_runs, write_csv, write_json
-    from penstock.bench.suite import default_modes, entries_of, run_suite
+    _find()
+    from kinds.report import comparison, tables_of, write_plots
+    from kinds.result_files import read_runs, write_csv, write_json
+    from kinds.suite import default_modes, entries_of, run_suite
 
     console = Console()
     if compare is not None:
@@ -83,3 +85,13 @@ def _default_devices() -> int:
     import torch
 
     return torch.cuda.device_count() or min(2, len(os.sched_getaffinity(0)))
+
+
+def _find() -> None:
+    """Make the benchmark's folder importable. It belongs to the sources, not to an installed package."""
+    folder = Path(__file__).parents[3] / "benchmark"
+    if not (folder / "kinds").is_dir():
+        raise typer.BadParameter("the benchmark is not installed: run it from a clone of the sources")
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))

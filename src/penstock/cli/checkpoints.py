@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from penstock.planning.tables import wrapped
+from penstock.pictures.tables import wrapped
 
 _SHOWN = 12
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rich.table import Column, Table
 
+from penstock.pictures.tables import as_text
 from penstock.planning.goodput import (
     STRATEGIES,
     Operation,
@@ -18,7 +19,6 @@ from penstock.planning.goodput import (
     random_failures,
     read_failures,
 )
-from penstock.planning.tables import as_text
 
 HOUR, DAY = 3600.0, 86400.0
 # Of the picture: mean times between failures, as parts of the one asked for.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from penstock.modeling.check import UnitReport
+    from penstock.checking.check import UnitReport
 
 
 def check(
@@ -44,9 +44,9 @@ def check(
 
     Example: penstock check GPT2LMHeadModel --stages 4
     """
-    from penstock.modeling.check import check as check_model
-    from penstock.modeling.check import wrapped
-    from penstock.planning.partition import partition, split_into
+    from penstock.checking.check import check as check_model
+    from penstock.checking.check import wrapped
+    from penstock.layout.partition import partition, split_into
 
     report = check_model(subject_of(model), trust_remote_code=trust_remote_code)
     spread: list[Sequence[UnitReport]] = []

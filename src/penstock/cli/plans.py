@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.cli.models import subject_of
-from penstock.schedule import DEFAULT_SCHEDULE, schedule_names
+from penstock.schedule.generators import DEFAULT_SCHEDULE, schedule_names
 
 if TYPE_CHECKING:
     from penstock.planning.plan import Job
@@ -56,9 +56,9 @@ def describe(
 
     Example: penstock describe GPT2LMHeadModel --pipelines 1x2,3x6 --plot layout.svg
     """
-    from penstock.modeling.check import build_on_meta
-    from penstock.planning.describe import describe_pipelines
-    from penstock.planning.pipelines import parse_pipelines
+    from penstock.checking.check import build_on_meta
+    from penstock.layout.pipelines import parse_pipelines
+    from penstock.pictures.model_layout import describe_pipelines
 
     found = subject_of(model)
     whole = build_on_meta(found) if isinstance(found, str | type) else found
@@ -90,16 +90,16 @@ def profile(
 
     import torch
 
+    from penstock.pictures.tables import wrapped
     from penstock.planning.memory import readable
-    from penstock.planning.tables import wrapped
+    from penstock.planning.profiling import profile_model
     from penstock.runtime.comm.bootstrap import ensure_process_group, find_place
     from penstock.runtime.comm.devices import local_device
-    from penstock.runtime.profiling import profile_model
 
     inside = between = None
     rank = 0
     if find_place(os.environ) is not None:
-        from penstock.runtime.links import measure_links
+        from penstock.planning.links import measure_links
 
         ensure_process_group()
         rank = torch.distributed.get_rank()
@@ -164,11 +164,11 @@ def plan(
 
     Example: penstock plan GPT2LMHeadModel --devices 5 --memory 8GB --global-batch-size 64
     """
+    from penstock.pictures.timeline import write_timeline
     from penstock.planning.cluster import parse_devices
     from penstock.planning.planner import equal_pipelines, make_plans
     from penstock.planning.profile import Profile
     from penstock.planning.report import plan_data, plans_table
-    from penstock.schedule import write_timeline
 
     classes = parse_devices(devices, memory, speed)
     if profile is not None:
@@ -215,7 +215,7 @@ def _job(
 
 def _estimate(model: str, microbatch: int, length: int, dtype: str, optimizer: str, names: list[str]) -> Profile:
     from penstock.planning.cluster import KNOWN_DEVICES
-    from penstock.runtime.profiling import profile_model
+    from penstock.planning.profiling import profile_model
 
     fastest = max((KNOWN_DEVICES[name][0] for name in names if name in KNOWN_DEVICES), default=312e12)
     return profile_model(

@@ -11,18 +11,14 @@ import typer
 from rich.console import Console
 from rich.table import Column, Table
 
-from penstock.planning.tables import wrapped
-from penstock.schedule import (
-    Costs,
-    Schedule,
-    divide_over_stages,
-    load_schedule,
-    lower_bound,
-    resolve_schedule,
-    schedule_names,
-    write_timeline,
-)
-from penstock.schedule import simulate as simulate_schedule
+from penstock.pictures.bounds import lower_bound
+from penstock.pictures.costs import Costs, divide_over_stages
+from penstock.pictures.simulate import simulate as simulate_schedule
+from penstock.pictures.tables import wrapped
+from penstock.pictures.timeline import write_timeline
+from penstock.schedule.actions import Schedule
+from penstock.schedule.generators import schedule_names
+from penstock.schedule.text import load_schedule, resolve_schedule
 
 SCHEDULE = f"{', '.join(schedule_names())}, or a .csv file in torch's text form (0F0,0F1,0B0,...)"
 Ranks = Annotated[int | None, typer.Option("--ranks", "-p", help="Ranks of the pipeline (default: 4, or the file's).")]

@@ -13,16 +13,16 @@ from transformers import PreTrainedModel
 
 from penstock.elastic.membership import MemberRecord, Membership
 from penstock.elastic.protocol import Decision, MemberReport, View, successor
+from penstock.elastic.reshape import Shape, best_shapes, choose, shape_of
 from penstock.elastic.settings import Elastic
+from penstock.layout.layout import Layout
+from penstock.layout.pipelines import Schedules, num_stages_on, schedule_maker
 from penstock.modeling.graph.costs import unit_costs
-from penstock.planning.layout import Layout
-from penstock.planning.pipelines import Schedules, num_stages_on, schedule_maker
+from penstock.pipeline_template import PipelineTemplate
 from penstock.planning.planner import Infeasible
 from penstock.planning.profile import Profile, UnitCost
-from penstock.planning.reshape import Shape, best_shapes, choose, shape_of
-from penstock.planning.template import PipelineTemplate
+from penstock.planning.profiling import profile_model
 from penstock.runtime.comm.devices import device_memory
-from penstock.runtime.profiling import profile_model
 
 # Beside the weights, numbers of each parameter that an optimizer keeps: Adam's two.
 STATES = 2

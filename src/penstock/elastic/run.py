@@ -21,15 +21,15 @@ from penstock.elastic.events import Change
 from penstock.elastic.generations import Generations, RunEnded
 from penstock.elastic.log import Log, LoggedCall
 from penstock.elastic.meeting import STORE_ERRORS, in_one_line
+from penstock.elastic.moving import from_elsewhere, hand_over
 from penstock.elastic.protocol import Decision, MemberReport
 from penstock.elastic.shared_states import SharedStates
+from penstock.layout.layout import Layout
 from penstock.modeling.weights.names import unit_of
-from penstock.planning.layout import Layout
 from penstock.runtime.comm.bootstrap import leave_world
 from penstock.runtime.comm.rollcall import Call
 from penstock.runtime.engine import Engine, ScheduleMaker, Values
 from penstock.runtime.failures.board import PipelineFailure, is_transport_error
-from penstock.runtime.moving import from_elsewhere, hand_over
 
 logger = logging.getLogger("penstock")
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.elastic.meeting import parse_address
-from penstock.planning.template import PipelineTemplate
+from penstock.pipeline_template import PipelineTemplate
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from typing import Any
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from penstock.elastic.moving import from_live_ranks
 from penstock.elastic.protocol import Decision
 from penstock.runtime.engine import Engine, Values
-from penstock.runtime.moving import from_live_ranks
 
 
 class SharedStates:

@@ -16,8 +16,8 @@ from torch.overrides import TorchFunctionMode
 from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StopStringCriteria
 
+from penstock.generation.decoding import Decoding
 from penstock.random_state import generators_of
-from penstock.runtime.decoding import Decoding
 
 # Criteria that depend only on the tokens, and so agree on every rank.
 AGREEING_CRITERIA = (MaxLengthCriteria, EosTokenCriteria, StopStringCriteria)

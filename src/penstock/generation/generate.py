@@ -24,11 +24,11 @@ from penstock.data.fingerprint import fingerprint
 from penstock.data.microbatch import MAIN_INPUTS
 from penstock.generation import groups
 from penstock.generation.choosing import Choosing, RowsOfBatch
+from penstock.generation.decoding import Decoding, decoding_of
 from penstock.generation.groups import MANY_POSITIONS, setting
 from penstock.modeling.graph.forwards import entries_of_generation, named_arguments
 from penstock.modeling.instrumentation import OnAnotherStage
 from penstock.modeling.placeholders.caches import past_length
-from penstock.runtime.decoding import Decoding
 
 # Arguments in which the ranks may differ.
 INDIVIDUAL_ARGUMENTS = ("streamer", "stopping_criteria")
@@ -68,10 +68,10 @@ def generate(
         NotImplementedError: the way of decoding cannot work on stages.
         PipelineFailure: a rank was lost or failed.
     """
-    decoding = model.pipeline.decoding
+    decoding = decoding_of(model.pipeline)
     if decoding.running:  # called by a generate() that goes on: long-form Whisper, token healing
         return original(*args, **kwargs)
-    with decoding.session():
+    with decoding.session(), _calls_mean(model.pipeline, decoding.forward):
         arguments = named_arguments(inspect.signature(original), args, kwargs)
         options = {"generation_groups": generation_groups, "stream_on_all_ranks": bool(stream_on_all_ranks)}
         of_streamers, of_criteria = _compare(arguments, options, decoding)
@@ -97,7 +97,7 @@ def _run(
     model: Any, original: Callable[..., Any], arguments: dict[str, Any], number: int, size: int, watched: bool
 ) -> Any:
     """The generation, in `number` groups of a batch of `size`."""
-    decoding, device = model.pipeline.decoding, model.pipeline.device
+    decoding, device = decoding_of(model.pipeline), model.pipeline.device
     choosing = Choosing(model, decoding, watched)
     with _over_stages(model, decoding, choosing):
         if number == 1:
@@ -235,3 +235,13 @@ def _over_all_stages(decoding: Decoding, original: Callable[..., Any]) -> Callab
         return decoding.forward(named_arguments(signature, args, kwargs), call=original)
 
     return forward
+
+
+@contextmanager
+def _calls_mean(engine: Any, forward: Callable[..., Any]) -> Iterator[None]:
+    """Inside, a call of the model is `forward`."""
+    engine.forward = forward
+    try:
+        yield
+    finally:
+        engine.forward = None

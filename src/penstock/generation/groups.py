@@ -17,7 +17,8 @@ from transformers import GenerationConfig, GenerationMixin
 from transformers.cache_utils import Cache
 
 from penstock.data.microbatch import batch_size_of, microbatch_sizes, split_batch
-from penstock.runtime.turns import refusal_of_threads
+from penstock.generation.decoding import decoding_of
+from penstock.generation.turns import refusal_of_threads
 
 # With fewer samples for each stage, the groups would read all weights for too few tokens.
 LEAST_SAMPLES = 2
@@ -96,7 +97,7 @@ def number_of_groups(wanted: Any, arguments: Mapping[str, Any], model: Any, watc
         reason = f"it has fewer than {LEAST_SAMPLES} samples for each of {num_ranks} ranks"
     if reason is None:
         return number, size
-    told = pipeline.decoding.told
+    told = decoding_of(pipeline).told
     if pipeline.rank == 0 and reason not in told:  # the log is one rank's, also with several pipelines
         told.add(reason)
         logger.info("generate() decodes the batch in one group, so that one stage works at a time: %s", reason)

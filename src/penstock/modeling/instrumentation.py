@@ -154,6 +154,16 @@ def original_class(cls: type) -> type:
     return _originals.get(cls, cls)
 
 
+class KeepsForward:
+    """Marks what is mixed into a layer and leaves its class's own forward as it is, such as a tensor-parallel call."""
+
+
+def plain_class(module: nn.Module) -> type:
+    """The class of a module; of one with a mixin that keeps its forward, the class that this was made from."""
+    cls = type(module)
+    return original_class(cls) if issubclass(cls, KeepsForward) else cls
+
+
 # -- interception --------------------------------------------------------------------------------------------------
 
 

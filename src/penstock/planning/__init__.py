@@ -1,16 +1,14 @@
 """Which pipelines a run has and what they cost: templates, layouts, partitions, plans. Pure Python, no torch."""
 
-from penstock.planning.layout import Layout, PipelineLayout
-from penstock.planning.partition import Partition, partition, split_microbatches
-from penstock.planning.simulate import LayoutSimulation, Reduction, simulate_layout
-from penstock.planning.template import PipelineTemplate
+from penstock.layout.layout import Layout, PipelineLayout
+from penstock.layout.partition import Partition, partition, split_microbatches
+from penstock.pictures.layout_simulation import LayoutSimulation, Reduction, simulate_layout
 
 __all__ = [
     "Layout",
     "LayoutSimulation",
     "Partition",
     "PipelineLayout",
-    "PipelineTemplate",
     "Reduction",
     "partition",
     "simulate_layout",

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from penstock.pipeline_template import PipelineTemplate
 from penstock.planning.cluster import USUAL_INSIDE, Cluster, DeviceClass
 from penstock.planning.plan import Job, Plan
 from penstock.planning.planner import Infeasible, equal_pipelines, explain, make_plans
 from penstock.planning.profile import Profile
-from penstock.planning.template import PipelineTemplate
+from penstock.planning.profiling import profile_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -95,8 +96,6 @@ def auto_pipeline_size(
 
 
 def _estimate(model: PreTrainedModel, microbatch_size: int) -> Profile:
-    from penstock.runtime.profiling import profile_model  # here, because this room is usable without torch
-
     return profile_model(model, microbatch_size)
 
 

@@ -6,14 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
+from penstock.layout.partition import partition, split_into, split_microbatches
+from penstock.pictures.costs import Costs
+from penstock.pictures.layout_simulation import gradients_ready
+from penstock.pictures.simulate import simulate
 from penstock.planning.cluster import Link
 from penstock.planning.memory import Held
-from penstock.planning.partition import partition, split_into, split_microbatches
 from penstock.planning.plan import Job, Plan, PlannedPipeline, costs_of, evaluate, place, schedule_of
 from penstock.planning.profile import UnitCost, stages_of
 from penstock.planning.search import Chain, Split, Template, find_splits, layouts
-from penstock.planning.simulate import gradients_ready
-from penstock.schedule import Costs, Schedule, simulate
+from penstock.schedule.actions import Schedule
 
 # With so many microbatches for each rank a step is as much later than by formula as with any more.
 STEADY = 2

@@ -15,9 +15,9 @@ from itertools import combinations, pairwise, product
 
 import numpy as np
 
+from penstock.layout.partition import ROUNDING, split_microbatches
 from penstock.planning.candidates import Candidate, CandidatePipeline, Candidates
 from penstock.planning.memory import memory_of_ranks
-from penstock.planning.partition import ROUNDING, split_microbatches
 from penstock.planning.plan import schedule_of
 from penstock.planning.profile import held_by_stages, sums
 

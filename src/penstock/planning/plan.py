@@ -7,11 +7,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import groupby, pairwise
 
+from penstock.pictures.costs import Costs
+from penstock.pictures.layout_simulation import LayoutSimulation, Reduction, simulate_layout
 from penstock.planning.cluster import Cluster
 from penstock.planning.memory import Held, MemoryEstimate, memory_of_ranks
 from penstock.planning.profile import Profile, UnitCost, held_by_stages, seconds_of, sums
-from penstock.planning.simulate import LayoutSimulation, Reduction, simulate_layout
-from penstock.schedule import Costs, Schedule, build, schedule_names
+from penstock.schedule.actions import Schedule
+from penstock.schedule.generators import build, schedule_names
 
 # GPipe takes as long as 1F1B and holds more.
 SCHEDULES = tuple(name for name in schedule_names() if name != "gpipe")

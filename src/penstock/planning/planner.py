@@ -8,10 +8,10 @@ from collections import Counter
 from dataclasses import replace
 from heapq import heappop, heappush
 
+from penstock.layout.partition import partition, split_into
 from penstock.planning.candidates import Candidate, Candidates
 from penstock.planning.exact import exact_layouts
 from penstock.planning.memory import Held, readable
-from penstock.planning.partition import partition, split_into
 from penstock.planning.plan import Job, Plan, PlannedPipeline, evaluate, schedule_of
 from penstock.planning.profile import seconds_of, stages_of
 

@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import chain
 from pathlib import Path
 
+from penstock.layout.partition import split_into
+from penstock.layout.template import end_modules
 from penstock.planning.cluster import Link
 from penstock.planning.memory import Held
-from penstock.planning.partition import split_into
-from penstock.planning.template import end_modules
 
 FORMAT = "penstock profile 1"
 

@@ -9,10 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.planning.partition import partition, split_into
+from penstock.layout.announce import compact
+from penstock.layout.partition import partition, split_into
+from penstock.pictures.costs import Costs
+from penstock.pictures.simulate import simulate
 from penstock.planning.profile import Profile, UnitCost, seconds_of, stages_of
-from penstock.planning.tables import compact
-from penstock.schedule import Action, Costs, Kind, Schedule, simulate
+from penstock.schedule.actions import Action, Kind, Schedule
 
 
 @dataclass(frozen=True)

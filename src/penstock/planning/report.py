@@ -9,9 +9,10 @@ from typing import Any
 
 from rich.table import Column, Table
 
+from penstock.layout.announce import compact
+from penstock.pictures.tables import as_text
 from penstock.planning.memory import readable
 from penstock.planning.plan import Plan, PlannedPipeline
-from penstock.planning.tables import as_text, compact
 
 
 def plans_table(plans: Sequence[Plan], equal: Plan | None) -> str:

@@ -23,9 +23,9 @@ from itertools import product
 
 import numpy as np
 
+from penstock.layout.partition import ROUNDING, run_sums, split_microbatches
 from penstock.planning.cluster import Cluster, Link
 from penstock.planning.memory import Held, messages_at_most
-from penstock.planning.partition import ROUNDING, run_sums, split_microbatches
 from penstock.planning.profile import UnitCost, seconds_of
 
 Counts = tuple[int, ...]

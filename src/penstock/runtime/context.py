@@ -8,7 +8,7 @@ from functools import cached_property
 
 import torch
 
-from penstock.planning.layout import Layout, PipelineLayout, Place
+from penstock.layout.layout import Layout, PipelineLayout, Place
 from penstock.runtime.comm.groups import Groups
 from penstock.runtime.failures.board import FailureBoard
 from penstock.runtime.failures.interrupts import Interrupts

@@ -14,7 +14,7 @@ import os
 import warnings
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,17 +24,18 @@ from penstock.data.batch import PerMicrobatch, microbatches_of
 from penstock.data.fingerprint import fingerprint
 from penstock.data.media import MediaTokens
 from penstock.data.placing import place
+from penstock.layout.layout import Layout, Place
 from penstock.modeling.graph.loss import Criterion
 from penstock.modeling.stage.named_output import Form
 from penstock.modeling.stage.split import SplitModel, refuse_moved
-from penstock.planning.layout import Layout, Place
+from penstock.modeling.weights.names import alias_groups
+from penstock.runtime.boundary.p2p import P2PChannels
 from penstock.runtime.comm.devices import local_device
 from penstock.runtime.comm.forming import adopt_random_state, forming, job_board, shared_progress
 from penstock.runtime.comm.groups import Groups
 from penstock.runtime.comm.rollcall import Call
 from penstock.runtime.comm.settings import Settings, SettingsMismatch, bits_of, settings_in_words, states_of_stages
 from penstock.runtime.context import RankContext
-from penstock.runtime.decoding import Decoding
 from penstock.runtime.evaluation import evaluate, share_output
 from penstock.runtime.failures.board import PATIENCE_SECONDS, FailureBoard
 from penstock.runtime.gradients.ownership import HeldParameter
@@ -49,11 +50,12 @@ from penstock.runtime.inputs import (
     warn_of_inexact_loss,
 )
 from penstock.runtime.loop import TrainingLoop
-from penstock.runtime.moving import copy_from_first_holders, from_live_ranks, had_by
 from penstock.runtime.parts import Parts, ScheduleMaker
-from penstock.runtime.report import StepReport
+from penstock.runtime.replicas import copy_from_first_holders
+from penstock.runtime.report import StepRecorder, StepReport
+from penstock.runtime.stages import StageExecutor
 from penstock.runtime.training import Begun, TrainingStep
-from penstock.schedule import check_trains
+from penstock.schedule.validation import check_trains
 
 # Fills in what a rank holds newly after a re-formation: given the engine, these parameters and buffers by their unsplit
 # names, and the values that the rank had before, which are nobody's any more afterwards. What it adds to the latter
@@ -64,6 +66,9 @@ DEFAULT_MICROBATCHES_PER_STAGE = 4
 COMPUTING = frozenset({Call.GENERATE, Call.CLIP, Call.NORM})
 
 
+T = TypeVar("T")
+
+
 def parallelize(
     model: nn.Module,
     layout: Layout,
@@ -71,6 +76,7 @@ def parallelize(
     board: FailureBoard | None = None,
     *,
     make_weights: Callable[[torch.device], Any] | None = None,
+    make_sharding: Callable[..., Any] | None = None,
     **options: Any,
 ) -> Engine:
     """Split `model` for this rank's place in `layout`, move it to this rank's device, and form the engine.
@@ -81,13 +87,20 @@ def parallelize(
         model: a whole model, or one whose foreign units are ghosts already; it is shrunk in place.
         make_schedule: gives this rank's pipeline's schedule for a number of microbatches.
         board: where failures are recorded, from `forming()`; by default a new one.
+        make_sharding: of a whole model, this rank's index and number among those that share its stages, and what is
+            tied, makes what shards its weights, such as `TensorParallel`; for a layout of several such ranks.
         make_weights: makes those of this rank's stages on a device, of a model on the meta device.
         options: see `Engine`.
     """
     place = layout.place_of(dist.get_rank())
     mine = layout.pipelines[place.pipeline]
     own = mine.stages_of(place.pipeline_rank)
-    split = SplitModel(model, mine.stages, own, place.tensor_parallel_rank, layout.tensor_parallel_size)
+    aliases, sharding = alias_groups(model), None
+    if layout.tensor_parallel_size > 1:
+        if make_sharding is None:
+            raise TypeError(f"a layout of tensor_parallel_size {layout.tensor_parallel_size} needs make_sharding")
+        sharding = make_sharding(model, place.tensor_parallel_rank, layout.tensor_parallel_size, aliases)
+    split = SplitModel(model, mine.stages, own, sharding, aliases)
     device = local_device()
     (make_weights or model.to)(device)
     return Engine(split, layout, make_schedule, device, board=board, **options)
@@ -120,12 +133,11 @@ class Engine:
         synchronises: whether a step now would sum its gradients over their holders: False under `no_sync`.
         known: every parameter of the model, by its unsplit name, with or without storage here.
         given: what this rank does not hold, but has the values of until the next re-formation; see `moving.hand_over`.
-        decoding: single forwards, for generation.
+        forward: while it is set, a call of the model means it: generation's single forwards.
+        make_recorder: makes what records the timeline of a step for `trace`; None records nothing.
         on_board: is given the failure board of each re-formation when that begins.
         run: the elastic run that it is part of, if any.
     """
-
-    decoding: Decoding
 
     def __init__(
         self,
@@ -156,6 +168,8 @@ class Engine:
         self.seed: int | None = None
         self.on_board: Callable[[FailureBoard], object] = lambda board: None
         self.run: Any = None
+        self.forward: Callable[[dict[str, Any]], Any] | None = None
+        self.make_recorder: Callable[[RankContext, P2PChannels], StepRecorder] | None = None
         self._timeout, self._patience = timeout, patience
         self.synchronises = True
         # Until a re-formation is complete: the values that were here before it, and the names that lack values here.
@@ -176,8 +190,8 @@ class Engine:
         """Meet the other ranks of `layout`, build all that depends on it, and start alike."""
         self._parts = Parts(self.split, layout, make_schedule, self.device, board, self._timeout, self._patience)
         self._note_known()
+        self._of_formation: dict[Any, Any] = {}
         context = self.context
-        self.decoding = Decoding(context, self._parts.stages, partial(self.together, Call.GENERATE, everyone=False))
         with board.guard("agreeing on the run's seed", context.everyone):
             first, self.seed, self.step_number = shared_progress(context.groups, self.seed, self.step_number)
         with board.guard("sharing weights and random numbers before the first step", context.everyone):
@@ -191,6 +205,21 @@ class Engine:
 
     def _note_known(self) -> None:
         self.known.update((one.name, one.parameter) for one in self.held)
+
+    def of_formation(self, make: Callable[[Engine], T]) -> T:
+        """What a room above keeps for as long as the ranks work together as now: made when it is first asked for."""
+        if make not in self._of_formation:
+            self._of_formation[make] = make(self)
+        made: T = self._of_formation[make]
+        return made
+
+    @property
+    def stages(self) -> StageExecutor:
+        """Runs the stages of this rank."""
+        return self._parts.stages
+
+    def _recorder(self) -> StepRecorder | None:
+        return None if self.make_recorder is None else self.of_formation(_new_recorder)
 
     @contextlib.contextmanager
     def renewing(self) -> Iterator[None]:
@@ -210,9 +239,7 @@ class Engine:
         """Give up the present formation: groups, hooks, threads. The model keeps its weights; `reform` goes on."""
         self._parts.give_up()
 
-    def reform(
-        self, layout: Layout, make_schedule: ScheduleMaker | None = None, *, values: Values | None = None
-    ) -> None:
+    def reform(self, layout: Layout, make_schedule: ScheduleMaker | None = None, *, values: Values) -> None:
         """Take up another layout with the same model, the same parameters and the same optimizer.
 
         The ranks that remain of the old layout call this together, after `dissolve()`, `destroy_process_group()` and a
@@ -222,8 +249,8 @@ class Engine:
         Args:
             layout: of all ranks; its tensor-parallel size is the one before.
             make_schedule: for this rank's pipeline; by default the present one, if it fits.
-            values: fills in what is held newly, see `Values`: from a checkpoint, or `from_live_ranks(optimizer)`. By
-                default they come from the ranks that have them, without an optimizer's state.
+            values: fills in what is held newly, see `Values`: from a checkpoint, or
+                `elastic.moving.from_live_ranks(optimizer)`, from the ranks that have them.
 
         Raises:
             ValueError: the layout does not fit the model or the world; nothing has changed then.
@@ -247,7 +274,7 @@ class Engine:
             board.resume.update(saved)
             # If the last attempt failed, what is held may have no values: those that were there before it count.
             if self._had is None:
-                self._had = had_by(self) | self.given
+                self._had = self.values_here() | self.given
             self.split.reform(
                 mine.stages,
                 mine.stages_of(place.pipeline_rank),
@@ -256,13 +283,13 @@ class Engine:
             )
             self._lacking |= set(self.split.taken)
             make_schedule = make_schedule or self._parts.make_schedule
-            self._form(layout, make_schedule, board, partial(self._fill, values or from_live_ranks()))
+            self._form(layout, make_schedule, board, partial(self._fill, values))
 
     def _fill(self, values: Values) -> None:
         """After a re-formation: fill in the values of everything that is held and lacks them."""
         had = self._had
         assert had is not None
-        lacking = {name: tensor for name, tensor in had_by(self).items() if name in self._lacking}
+        lacking = {name: tensor for name, tensor in self.values_here().items() if name in self._lacking}
         with torch.no_grad():
             for name in list(lacking):
                 if name in had:  # it was released by an attempt that failed
@@ -276,7 +303,7 @@ class Engine:
         if values is None:
             copy_from_first_holders(self.held, self.groups)
         else:
-            values(self, had_by(self), {})
+            values(self, self.values_here(), {})
 
     def for_copy(self, model: nn.Module) -> Engine:
         """An engine of the same layout for a copy of the model. All ranks of the layout call this together.
@@ -347,10 +374,14 @@ class Engine:
         """Whether this rank holds the pipeline's last stage, which has the model's output."""
         return self.context.holds_output
 
+    def values_here(self) -> dict[str, torch.Tensor]:
+        """The values that this rank has, by unsplit name; they last until the result is dropped."""
+        return {one.name: one.parameter.detach() for one in self.held} | dict(self.split.model.named_buffers())
+
     @property
     def value_names(self) -> Collection[str]:
         """The unsplit names of what this rank has the values of, also while a re-formation is not complete."""
-        return had_by(self) | self.given if self._had is None else self._had
+        return self.values_here() | self.given if self._had is None else self._had
 
     @property
     def weight_gradients(self) -> WeightGradientQueues:
@@ -416,7 +447,7 @@ class Engine:
 
     def _run(self, step: TrainingStep, settings: Settings) -> Generator[Any, None, None]:
         number, steps = self.step_number, self.trace_steps
-        recorder = self._parts.recorder if self.trace and (steps is None or steps[0] <= number <= steps[1]) else None
+        recorder = self._recorder() if self.trace and (steps is None or steps[0] <= number <= steps[1]) else None
         roll_call = self._parts.roll_call.begin(Call.TRAIN, settings)
 
         def all_begin() -> Begun:
@@ -617,3 +648,8 @@ class Engine:
             microbatches, self.split.plan, sizes, first_microbatch, self.step_number,
             with_counts=self.holds_output, hosts=hosts, run_seed=self.seed, criterion=criterion,
         )  # fmt: skip
+
+
+def _new_recorder(engine: Engine) -> StepRecorder:
+    assert engine.make_recorder is not None
+    return engine.make_recorder(engine.context, engine.stages.boundaries.channels)

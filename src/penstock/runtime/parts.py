@@ -16,12 +16,11 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 
+from penstock.layout.layout import Layout
 from penstock.modeling.instrumentation import known_of
 from penstock.modeling.stage.split import SplitModel
-from penstock.planning.layout import Layout
 from penstock.runtime.boundary.boundaries import Boundaries
 from penstock.runtime.boundary.p2p import P2PChannels
-from penstock.runtime.comm.collectives import GroupCollectives
 from penstock.runtime.comm.forming import require_layout
 from penstock.runtime.comm.frozen import FrozenParameters, Wish
 from penstock.runtime.comm.groups import Groups
@@ -38,11 +37,10 @@ from penstock.runtime.gradients.updates import UpdateWatch
 from penstock.runtime.gradients.weight_gradients import install, uninstall
 from penstock.runtime.inputs import StepInputs
 from penstock.runtime.loop import OpenStep
-from penstock.runtime.moving import share_changes
 from penstock.runtime.program import Program
-from penstock.runtime.recorder import Recorder
+from penstock.runtime.replicas import share_changes
 from penstock.runtime.stages import StageExecutor
-from penstock.schedule import Schedule
+from penstock.schedule.actions import Schedule
 
 # (number of microbatches) -> the schedule of this rank's pipeline
 ScheduleMaker = Callable[[int], Schedule]
@@ -66,7 +64,6 @@ class Parts:
         updates: whether the weights have changed since the last step.
         roll_call: what begins each call on all ranks or on none.
         open_step: the training step under way.
-        recorder: of the timelines of steps.
         closed: whether the parts were given up.
     """
 
@@ -96,11 +93,9 @@ class Parts:
         board.patience = patience
         if split.tensor_parallel is not None:
             assert context.groups.tensor_parallel is not None
-            collectives = GroupCollectives(context.groups.tensor_parallel, device, board)
-            split.tensor_parallel.region.collectives = collectives
+            split.tensor_parallel.connect(context.groups.tensor_parallel, device, board)
         self.open_step = OpenStep(context.interrupts)
         self._channels = P2PChannels(context.groups.p2p_group, context.rank_of, device, board)
-        self.recorder = Recorder(context, self._channels)
         boundaries = Boundaries(self._channels, context.pipeline.stage_to_rank, context.place.pipeline_rank, device)
         self.stages = StageExecutor(split, boundaries)
         self.totals = Totals(context)
@@ -165,7 +160,7 @@ class Parts:
         self.context.board.retire()
         self._remove_hooks()
         if self._split.tensor_parallel is not None:
-            self._split.tensor_parallel.region.collectives = None
+            self._split.tensor_parallel.disconnect()
 
     def _remove_hooks(self) -> None:
         self.gradients.reducer.remove_hooks()

@@ -36,8 +36,7 @@ from penstock.runtime.gradients.reduction import ReductionReport
 from penstock.runtime.inputs import StepInputs
 from penstock.runtime.labels import numbered
 from penstock.runtime.program import Program
-from penstock.runtime.recorder import Recorder
-from penstock.runtime.report import StepReport
+from penstock.runtime.report import StepRecorder, StepReport
 from penstock.runtime.stages import (
     LiveMicrobatch,
     StageExecutor,
@@ -111,7 +110,7 @@ class TrainingStep:
         self._marks_backwards = program.splits_backward or self._anything_shared
         self._loss_scale = loss_scale
         self._own_means = own_means
-        self._recorder: Recorder | None = None
+        self._recorder: StepRecorder | None = None
         self._live: dict[tuple[int, int], LiveMicrobatch] = {}
         self._total_counts: Sequence[int] | None = None
         self._counting = False
@@ -156,7 +155,7 @@ class TrainingStep:
         return self._inputs.microbatches[self.microbatch]
 
     def run(
-        self, all_begin: Callable[[], Begun], number: int = 0, recorder: Recorder | None = None
+        self, all_begin: Callable[[], Begun], number: int = 0, recorder: StepRecorder | None = None
     ) -> Generator[Any, None, None]:
         """Run the step, yielding each microbatch's output when its backward is due.
 

@@ -1,15 +1,10 @@
-"""What runs when: schedules as data, their generation, validation, simulation and drawing. Pure Python."""
+"""What runs when: schedules as data, their generation, order of messages, validation, text form. Pure Python.
 
-from penstock.schedule.actions import Action, Kind, Schedule
-from penstock.schedule.bounds import lower_bound
-from penstock.schedule.costs import Costs, divide_over_stages
-from penstock.schedule.events import EventKind, TimedEvent
-from penstock.schedule.gantt import gantt_svg
-from penstock.schedule.generators import DEFAULT_SCHEDULE, build, default_stages_per_rank, schedule_names
-from penstock.schedule.simulate import Simulation, simulate
-from penstock.schedule.text import format_schedule, load_schedule, parse_schedule, resolve_schedule
-from penstock.schedule.timeline import chrome_trace, write_timeline
-from penstock.schedule.validate import ScheduleError, check_trains, validate
+Simulation and drawing are in `penstock.pictures`; their names are found here too, when they are first used.
+"""
+
+import importlib
+from typing import Any
 
 __all__ = [
     "DEFAULT_SCHEDULE",
@@ -37,3 +32,37 @@ __all__ = [
     "validate",
     "write_timeline",
 ]
+
+# Public name: the module that defines it.
+_HOMES = {
+    "Action": "penstock.schedule.actions",
+    "Kind": "penstock.schedule.actions",
+    "Schedule": "penstock.schedule.actions",
+    "DEFAULT_SCHEDULE": "penstock.schedule.generators",
+    "build": "penstock.schedule.generators",
+    "default_stages_per_rank": "penstock.schedule.generators",
+    "schedule_names": "penstock.schedule.generators",
+    "format_schedule": "penstock.schedule.text",
+    "load_schedule": "penstock.schedule.text",
+    "parse_schedule": "penstock.schedule.text",
+    "resolve_schedule": "penstock.schedule.text",
+    "ScheduleError": "penstock.schedule.validation",
+    "check_trains": "penstock.schedule.validation",
+    "validate": "penstock.schedule.validation",
+    "Costs": "penstock.pictures.costs",
+    "EventKind": "penstock.pictures.events",
+    "Simulation": "penstock.pictures.simulate",
+    "TimedEvent": "penstock.pictures.events",
+    "chrome_trace": "penstock.pictures.timeline",
+    "divide_over_stages": "penstock.pictures.costs",
+    "gantt_svg": "penstock.pictures.gantt",
+    "lower_bound": "penstock.pictures.bounds",
+    "simulate": "penstock.pictures.simulate",
+    "write_timeline": "penstock.pictures.timeline",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

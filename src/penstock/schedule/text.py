@@ -18,7 +18,7 @@ from pathlib import Path
 
 from penstock.schedule.actions import Action, Kind, Schedule
 from penstock.schedule.generators import build, schedule_names
-from penstock.schedule.validate import ScheduleError, validate
+from penstock.schedule.validation import ScheduleError, validate
 
 _PASSED_OVER = re.compile(r"|\d+REDUCE_GRAD")
 _CELL = re.compile(r"(\d+)([FBIW])(\d+)")

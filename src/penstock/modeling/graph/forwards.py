@@ -14,10 +14,11 @@ from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache
 
 from penstock.modeling.graph.dataflow import ReachedInside
+from penstock.modeling.graph.floating import floating_modules
 from penstock.modeling.graph.loss import Criterion
+from penstock.modeling.graph.plan import refusal
 from penstock.modeling.graph.shapes import ShapeFunctions, flatten
 from penstock.modeling.graph.trace import Trace, Untraceable, trace
-from penstock.modeling.graph.units import floating_modules, refusal
 from penstock.modeling.instrumentation import Interceptor, original_class
 from penstock.modeling.placeholders.caches import cache_kind
 

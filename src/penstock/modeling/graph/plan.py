@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from torch import nn
+
 from penstock.modeling.graph.dataflow import Altered, Drawn, Sources, Value
 from penstock.modeling.graph.shapes import OutputShape
 from penstock.modeling.graph.trace import ForwardFacts, Trace
@@ -260,3 +262,8 @@ def _values_of_call(call: PlannedCall) -> list[Value]:
     leaves: list[int | str] = [i for i, leaf in enumerate(call.output.leaves) if isinstance(leaf, TensorSpec)]
     leaves += [entry.leaf for entry in call.output.captured if isinstance(entry.leaf, str)]
     return [Value(call.unit, call.index, leaf) for leaf in leaves]
+
+
+def refusal(model: nn.Module, reason: str) -> NotImplementedError:
+    """The error for a model that cannot be split."""
+    return NotImplementedError(f"Auto policy for {type(model).__name__} is not implemented... {reason}.")

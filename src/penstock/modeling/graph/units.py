@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from transformers import PreTrainedModel
 from penstock.modeling.adapters import base_of, is_adapter_layer, modules_inside
 from penstock.modeling.graph.dataflow import ReachedInside
 from penstock.modeling.graph.dummy_inputs import dummy_inputs
+from penstock.modeling.graph.floating import floating_modules
+from penstock.modeling.graph.plan import refusal
 from penstock.modeling.graph.shapes import ShapeFunctions
 from penstock.modeling.graph.trace import Enclosed, Trace, Untraceable, trace
 from penstock.modeling.instrumentation import Interceptor, known_of
@@ -110,29 +112,6 @@ def trace_units(
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def floating_modules(model: nn.Module, units: Iterable[str]) -> dict[str, nn.Module]:
-    """Dropout modules between units, by name. They hold nothing, so each call runs where its input is."""
-    prefixes = tuple(f"{unit}." for unit in units)
-    names = set(units)
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if name not in names and not name.startswith(prefixes) and _is_dropout(module)
-    }
-
-
-def _is_dropout(module: nn.Module) -> bool:
-    if isinstance(module, nn.modules.dropout._DropoutNd):
-        return True
-    name = type(module).__name__
-    return name.endswith(("Dropout", "DropPath")) and not any(True for _ in (*module.parameters(), *module.buffers()))
-
-
-def refusal(model: nn.Module, reason: str) -> NotImplementedError:
-    """The error for a model that cannot be split."""
-    return NotImplementedError(f"Auto policy for {type(model).__name__} is not implemented... {reason}.")
 
 
 def _candidates(model: nn.Module) -> list[str]:

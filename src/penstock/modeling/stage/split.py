@@ -12,9 +12,8 @@ from torch import nn
 
 from penstock.modeling.graph.forwards import Forwards, TracedForward
 from penstock.modeling.graph.loss import Criterion, loss_by
-from penstock.modeling.graph.plan import ForwardPlan, StagePlan, make_plan, make_stage_plan
+from penstock.modeling.graph.plan import ForwardPlan, StagePlan, make_plan, make_stage_plan, refusal
 from penstock.modeling.graph.trace import real_outside
-from penstock.modeling.graph.units import refusal
 from penstock.modeling.instrumentation import record_of
 from penstock.modeling.placeholders.ghosts import (
     absent_parameters,
@@ -30,7 +29,6 @@ from penstock.modeling.stage.host_values import HostValues
 from penstock.modeling.stage.named_output import output_with_loss
 from penstock.modeling.stage.outputs import Shapes
 from penstock.modeling.stage.run import StageDone, StageRun
-from penstock.modeling.tensor_parallel import TensorParallel
 from penstock.modeling.tensor_spec import TensorSpec
 from penstock.modeling.weights.names import alias_groups, alias_groups_by_identity
 from penstock.random_state import generators_of, restored, seed_all
@@ -48,8 +46,8 @@ class SplitModel:
         model: a whole model, one whose foreign units are ghosts already, or one on the meta device.
         stages: for each stage of the pipeline the names of its units, as `list_units(model)` gives them.
         local_stages: the stages that this rank holds; more than one with interleaved schedules.
-        tensor_parallel_rank, tensor_parallel_size: this rank's place among those that share its stages, of whose
-            weights it keeps a shard.
+        sharding: how the weights are sharded among the ranks that share this one's stages, such as a `TensorParallel`
+            of the whole model; None if they are not.
         aliases: of a model whose foreign units are ghosts, what is tied in the whole one, if it is known.
 
     Attributes:
@@ -62,10 +60,9 @@ class SplitModel:
         taken: the parameters and buffers that the last placement gave storage, named likewise, to be filled by the
             caller. Buffers that no checkpoint holds have their values already and are not among them.
         random: whether the model draws random numbers in training (dropout), so that `seed` has an effect.
-        tensor_parallel: how the weights are sharded; None with `tensor_parallel_size` 1.
+        tensor_parallel: how the weights are sharded, if they are.
 
     Raises:
-        NotImplementedError, ValueError: there is no tensor-parallel plan for the model, or the size does not fit it.
         ValueError: a unit is unknown, placed twice or inside another, or a local stage does not exist.
     """
 
@@ -74,8 +71,7 @@ class SplitModel:
         model: nn.Module,
         stages: Sequence[Sequence[str]],
         local_stages: Collection[int],
-        tensor_parallel_rank: int = 0,
-        tensor_parallel_size: int = 1,
+        sharding: Any = None,
         aliases: list[tuple[str, ...]] | None = None,
     ) -> None:
         self.model = model
@@ -84,9 +80,7 @@ class SplitModel:
         # For saving: from here on no rank can see by itself what is tied on other stages.
         record_of(model).aliases = self.aliases
         self.random = draws_random_numbers(model)
-        self.tensor_parallel: TensorParallel | None = None
-        if tensor_parallel_size > 1:
-            self.tensor_parallel = TensorParallel(model, tensor_parallel_rank, tensor_parallel_size, self.aliases)
+        self.tensor_parallel = sharding
         # Of whole units: what crosses between units is whole, however a unit computes it.
         self._forwards = Forwards(model, {name: model.get_submodule(name) for name in placement})
         self._stage_plans: dict[tuple[str, int], StagePlan] = {}

@@ -19,9 +19,32 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PretrainedConfig, PreTrainedModel, initialization
 from transformers.models.auto.auto_factory import _get_model_class
 
-from penstock.modeling.tensor_parallel import Sharding, TensorParallel, leave_shards
 from penstock.modeling.weights.names import held_names, strip_foreign
-from penstock.modeling.weights.shards import DRAWN_IN_PLACE, Scratch, ShardKeeper
+from penstock.modeling.weights.shard import Sharding, leave_shards
+
+
+class Scratch:
+    """One block of memory in which every temporary is made in turn.
+
+    Temporaries of every size between weights that stay would leave the allocator's heap full of holes.
+    """
+
+    def __init__(self) -> None:
+        self._block = torch.empty(0, dtype=torch.uint8)
+
+    def like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Memory laid out like `tensor`: how many numbers a kernel draws, and in what order, depends on the layout."""
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        num_bytes = (last + 1) * tensor.element_size() if tensor.numel() else 0
+        if num_bytes > self._block.numel():
+            self._block = torch.empty(num_bytes, dtype=torch.uint8)
+        return self._block[:num_bytes].view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+
+
+# Random operations in place. The shape says how many numbers they draw. (A Poisson number takes as many as it takes.)
+DRAWN_IN_PLACE = frozenset(
+    ["uniform_", "normal_", "exponential_", "cauchy_", "log_normal_", "geometric_", "random_", "bernoulli_"]
+)
 
 
 def resolve_model_class(config: PretrainedConfig, model_class: type | None = None) -> type[PreTrainedModel]:
@@ -69,7 +92,7 @@ def init_stage(
     stages: Sequence[Sequence[str]],
     local_stages: Collection[int],
     seed: int | None = None,
-    tensor_parallel: TensorParallel | None = None,
+    tensor_parallel: Any = None,
     **kwargs: Any,
 ) -> PreTrainedModel:
     """A randomly initialised model that holds the weights of `local_stages` only; other units are ghosts.
@@ -99,7 +122,7 @@ def init_stage(
     held = held_names(made, stages, local_stages)
     sharded, keeper = {}, None
     if tensor_parallel is not None:
-        shards, keeper = tensor_parallel.shards, ShardKeeper(tensor_parallel.index, tensor_parallel.size)
+        shards, keeper = tensor_parallel.shards, tensor_parallel.shard_keeper()
         sharded = {made[name]: shards[name] for name in held if name in shards}
     keep = {made[name] for name in held} - sharded.keys()
     del skeleton, numbering
@@ -136,7 +159,7 @@ _DRAWN_BY_SHAPE = DRAWN_IN_PLACE.union(
 class _DrawForMeta(TorchDispatchMode):
     """Random operations on meta tensors draw what they would draw on real ones."""
 
-    def __init__(self, scratch: Scratch, keeper: ShardKeeper | None) -> None:
+    def __init__(self, scratch: Scratch, keeper: Any) -> None:
         super().__init__()
         self._scratch = scratch
         self._keeper = keeper
@@ -172,9 +195,7 @@ def _touches_meta(args: Any, kwargs: Any) -> bool:
     )
 
 
-def _draw_into(
-    scratch: Scratch, keeper: ShardKeeper | None, function: Callable[..., Any], random: bool
-) -> Callable[..., Any]:
+def _draw_into(scratch: Scratch, keeper: Any, function: Callable[..., Any], random: bool) -> Callable[..., Any]:
     """On meta tensors `torch.nn.init` returns early, and some of it draws by value (trunc_normal_): run it for real."""
 
     def initialize(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -189,7 +210,7 @@ def _draw_into(
 
 
 @contextlib.contextmanager
-def drawing_for_meta(keeper: ShardKeeper | None = None) -> Iterator[None]:
+def drawing_for_meta(keeper: Any = None) -> Iterator[None]:
     """Inside, initialising a meta tensor draws from the CPU's generator what initialising a real one would.
 
     Args:
@@ -246,7 +267,7 @@ class Numbering:
 def numbering_parameters(
     keep: Collection[int] | None = None,
     sharded: Mapping[int, Sharding] | None = None,
-    keeper: ShardKeeper | None = None,
+    keeper: Any = None,
 ) -> Iterator[Numbering]:
     """Inside, parameters are numbered as they are registered.
 

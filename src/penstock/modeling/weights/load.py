@@ -18,10 +18,8 @@ from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from penstock.modeling.tensor_parallel import TensorParallel
 from penstock.modeling.weights.initialise import drawing_for_meta
 from penstock.modeling.weights.names import held_names, strip_foreign
-from penstock.modeling.weights.shards import ShardLoading
 
 # What spreads a model over devices in another way, or needs every weight to be present.
 _REFUSED = (
@@ -53,7 +51,7 @@ def load_stage(
     path_or_name: str,
     stages: Sequence[Sequence[str]],
     local_stages: Collection[int],
-    tensor_parallel: TensorParallel | None = None,
+    tensor_parallel: Any = None,
     **kwargs: Any,
 ) -> tuple[PreTrainedModel, StageLoadingInfo]:
     """Load a model that holds the weights of `local_stages` only; other units are ghosts.
@@ -125,14 +123,14 @@ def _stage_class(
     model_class: type[PreTrainedModel],
     stages: Sequence[Sequence[str]],
     local_stages: Collection[int],
-    tensor_parallel: TensorParallel | None,
+    tensor_parallel: Any,
 ) -> Any:
     """A subclass of `model_class` whose `from_pretrained` reads only the tensors of `local_stages`."""
 
     class Stage(model_class):
         # What this rank must read. None: show every name.
         _held: frozenset[str] | None = None
-        _shards: ShardLoading | None = None
+        _shards: Any = None
 
         def state_dict(self, *args: Any, **kwargs: Any) -> Any:
             state = super().state_dict(*args, **kwargs)
@@ -149,7 +147,7 @@ def _stage_class(
             model._declared_ties = set(model.all_tied_weights_keys)
             with contextlib.ExitStack() as opened:
                 if tensor_parallel is not None:
-                    model._shards = ShardLoading(model, model._held, tensor_parallel)
+                    model._shards = tensor_parallel.shard_loading(model, model._held)
                     sources = model._shards.sources(model, checkpoint_files, load_config.weight_mapping)
                     state_dict = opened.enter_context(sources)
                     # Without sharded ones: transformers would reserve an accelerator's memory for each as a whole.

@@ -9,11 +9,13 @@ import time
 import torch
 import torch.distributed as dist
 
-from penstock.planning.cluster import USABLE
 from penstock.runtime.failures.board import FailureBoard, ranks_in_words
 
 # Between two looks at the store, seconds.
 _PAUSE = 0.02
+
+# The part of a device's memory that a run may use; `planning.cluster.USABLE` for the devices that it knows by name.
+USABLE = 0.9
 
 
 def accelerator() -> torch.device | None:

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PretrainedConfig
 
+from penstock.layout.layout import Layout
 from penstock.modeling.instrumentation import known_of
-from penstock.planning.layout import Layout
 from penstock.random_state import generators_of, set_states, states_of
 from penstock.runtime.comm.bootstrap import default_store, ensure_process_group
 from penstock.runtime.comm.devices import refuse_shared_devices

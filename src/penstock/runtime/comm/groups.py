@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from penstock.planning.layout import Layout, PipelineLayout
+from penstock.layout.layout import Layout, PipelineLayout
 from penstock.runtime.boundary.p2p import Message
 from penstock.runtime.comm.devices import default_timeout, transport
 from penstock.runtime.threads import start_thread

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from penstock.planning.layout import Layout
+from penstock.layout.layout import Layout
 from penstock.runtime.boundary.tensors import DTYPES
 from penstock.runtime.context import RankContext
 from penstock.runtime.failures.board import ranks_in_words

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 KILLED = "its process ended without a word, as one that is killed does (by hand, by the system for want of memory)"
 LEFT = "its program had ended"
@@ -81,3 +82,30 @@ class Endings:
         if rank in self.lost:
             return f"{KILLED}; "
         return f"{LEFT}; " if rank in self.left else ""
+
+
+class Watching(Protocol):
+    """What a failure board and its inquiries need of this process's watcher."""
+
+    rank: int
+    world_size: int
+    endings: Endings
+    store: Any
+
+    def tell(self, news: dict[str, Any]) -> None:
+        """Tell the other ranks."""
+
+    def wait(self, known: Callable[[], bool], seconds: float) -> bool:
+        """Wait up to `seconds` until `known()`."""
+
+    def hold(self) -> None:
+        """Go on at least until `release`."""
+
+    def release(self) -> None:
+        """End a `hold`."""
+
+    def add(self, board: Any) -> None:
+        """Tell `board` of failures."""
+
+    def remove(self, board: Any) -> None:
+        """Stop telling `board`."""

@@ -16,16 +16,13 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
-from penstock.runtime.failures.account import Account, Endings
+from penstock.runtime.failures.account import Account, Endings, Watching
 from penstock.runtime.failures.position import Position
 from penstock.runtime.failures.ring import peek
-
-if TYPE_CHECKING:
-    from penstock.runtime.failures.watcher import Watch
 
 # How long a rank that learned of a failure waits to learn more: which rank was lost, what a failing rank's own
 # interpreter says. It gives that rank the time to show its error first.
@@ -75,7 +72,7 @@ class FailureBoard:
         store: dist.Store | None,
         rank: int,
         name: str,
-        watch: Watch | None = None,
+        watch: Watching | None = None,
         mates: Collection[int] = (),
     ):
         self.name = name

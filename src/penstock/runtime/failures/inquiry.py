@@ -7,13 +7,11 @@ import logging
 import time
 import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from penstock.runtime.failures.account import Watching
 from penstock.runtime.failures.board import FailureBoard
 from penstock.runtime.failures.position import difference
-
-if TYPE_CHECKING:
-    from penstock.runtime.failures.watcher import Watch
 
 logger = logging.getLogger("penstock")
 
@@ -33,7 +31,7 @@ class _Wait:
 class Inquiries:
     """The questions of this rank's watcher, one at a time."""
 
-    def __init__(self, watch: Watch):
+    def __init__(self, watch: Watching):
         self._watch = watch
         self._waits: weakref.WeakKeyDictionary[FailureBoard, _Wait] = weakref.WeakKeyDictionary()
         # Of the latest question: its number, who asked, when, and what each rank answered.

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from penstock.layout.layout import Layout
 from penstock.modeling.weights.names import unit_of
-from penstock.planning.layout import Layout
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
-from penstock.modeling.tensor_parallel.layers import plain_class
+from penstock.modeling.instrumentation import plain_class
 
 
 def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:

@@ -1,0 +1,294 @@
+"""Whether a model can be split, into what units, what crosses each boundary, and which weights are tied; or why not."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import textwrap
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+from penstock.checking.verdicts import Verdict, verdicts
+from penstock.layout.announce import compact
+from penstock.modeling.graph.costs import unit_costs
+from penstock.modeling.graph.plan import make_plan
+from penstock.modeling.graph.trace import Trace
+from penstock.modeling.graph.units import traced_units
+from penstock.modeling.weights.initialise import meta_model, resolve_model_class
+from penstock.modeling.weights.names import alias_groups, unit_of
+from penstock.pictures.tables import WIDTH
+
+
+@dataclass(frozen=True)
+class UnitReport:
+    """One unit.
+
+    Attributes:
+        name: its name, as in a pipeline template.
+        kind: its class.
+        parameters: elements of its parameters; a tied one counts at each holder.
+        cost: its relative cost, 1.0 on average.
+    """
+
+    name: str
+    kind: str
+    parameters: int
+    cost: float
+
+
+@dataclass(frozen=True)
+class BoundaryValue:
+    """One value that crosses a boundary: where it comes from, and its shape and dtype for the shown inputs."""
+
+    origin: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{self.origin} {str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+
+@dataclass(frozen=True)
+class BoundaryReport:
+    """The boundary between two neighbouring units.
+
+    Attributes:
+        before: the unit before the boundary.
+        crossing: what crosses it in two stages, empty if impossible.
+        reason: why no stage can end here, empty if one can.
+    """
+
+    before: str
+    crossing: tuple[BoundaryValue, ...]
+    reason: str = ""
+
+    def in_words(self) -> str:
+        return f"no boundary: {self.reason}" if self.reason else "; ".join(map(str, self.crossing)) or "nothing"
+
+
+@dataclass(frozen=True)
+class Report:
+    """The result of `check`.
+
+    Attributes:
+        model: the model's class.
+        parameters: elements of all parameters, tied ones once.
+        inputs: name and shape of the arguments that the boundaries were found with.
+        units: in forward order; empty if the model cannot be split.
+        boundaries: one between each two units.
+        ties: names of each parameter that several units hold.
+        everywhere: names of the parameters outside of units, which every stage holds.
+        reason: why the model cannot be split, empty if it can.
+        verdicts: what training, evaluation and generate() on two stages will be.
+    """
+
+    model: str
+    parameters: int
+    inputs: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    units: tuple[UnitReport, ...] = ()
+    boundaries: tuple[BoundaryReport, ...] = ()
+    ties: tuple[tuple[str, ...], ...] = ()
+    everywhere: tuple[str, ...] = ()
+    reason: str = ""
+    verdicts: tuple[Verdict, ...] = ()
+
+    def data(self) -> dict[str, Any]:
+        """The report for JSON."""
+        return {
+            "model": self.model,
+            "splittable": self.splittable,
+            "reason": self.reason,
+            "parameters": self.parameters,
+            "inputs": {name: list(shape) for name, shape in self.inputs},
+            "units": [asdict(unit) for unit in self.units],
+            "boundaries": [
+                {
+                    "after": boundary.before,
+                    "reason": boundary.reason,
+                    "crossing": [
+                        {
+                            "value": value.origin,
+                            "dtype": str(value.dtype).removeprefix("torch."),
+                            "shape": list(value.shape),
+                            "bytes": value.num_bytes,
+                        }
+                        for value in boundary.crossing
+                    ],
+                }
+                for boundary in self.boundaries
+            ],
+            "tied": [list(names) for names in self.ties],
+            "on_every_stage": list(self.everywhere),
+            "on_2_stages": [asdict(verdict) for verdict in self.verdicts],
+        }
+
+    @property
+    def splittable(self) -> bool:
+        return not self.reason and any(not boundary.reason for boundary in self.boundaries)
+
+    def render(self) -> str:
+        """The report as plain text."""
+        lines = [f"{self.model}: {self.parameters:,} parameters"]
+        if self.reason:
+            return "\n".join([*lines, *wrapped(f"cannot be split: {self.reason}")])
+        shown = ", ".join(f"{name}{list(shape)}" for name, shape in self.inputs)
+        lines += wrapped(f"{len(self.units)} units; boundaries shown for {shown}")
+        groups = self._alike()
+        names = [compact([unit.name for unit in units]) for units, _ in groups]
+        width = max(map(len, names))
+        kinds = max(len(unit.kind) for unit in self.units)
+        for name, (units, below) in zip(names, groups, strict=True):
+            first, each = units[0], f"{len(units)} x " if len(units) > 1 else ""
+            figures = f"{each + format(first.parameters, ','):>18}  cost {each + format(first.cost, '.2f'):>10}"
+            line = f"  {name:<{width}}  {first.kind:<{kinds}}  {figures}"
+            lines += [line] if len(line) <= WIDTH else [f"  {name}", f"    {first.kind:<{WIDTH - 45}}{figures}"]
+            if below is not None:
+                lines += wrapped(("each " if len(units) > 1 else "") + below, "    | ")
+        for holders in self.ties:
+            lines += wrapped(f"tied: {' = '.join(holders)}")
+        if self.everywhere:
+            lines += wrapped(f"on every stage: {', '.join(self.everywhere)}")
+        for verdict in self.verdicts:
+            lines += wrapped(f"on 2 stages, {verdict}")
+        return "\n".join(lines)
+
+    def _alike(self) -> list[tuple[list[UnitReport], str | None]]:
+        """Units, those that follow each other in a list and are equal together, with what crosses after each."""
+        groups: list[tuple[list[UnitReport], str | None]] = []
+        for unit, boundary in zip(self.units, [*self.boundaries, None], strict=True):
+            below = None if boundary is None else boundary.in_words()
+            if groups and _follows(groups[-1][0][-1], unit):
+                before, alike = groups[-1]
+                if _generic(below, unit) == _generic(alike, before[-1] if len(before) == 1 else None):
+                    groups[-1] = [*before, unit], _generic(alike, before[-1] if len(before) == 1 else None)
+                    continue
+            groups.append(([unit], below))
+        return groups
+
+
+def _follows(unit: UnitReport, after: UnitReport) -> bool:
+    """Whether `after` is the next entry of the same list, of the same kind, size and cost."""
+    (head, _, number), (other, _, later) = unit.name.rpartition("."), after.name.rpartition(".")
+    follows = number.isdigit() and later.isdigit() and head == other and int(later) == int(number) + 1
+    figures = ((one.kind, one.parameters, f"{one.cost:.2f}") for one in (unit, after))
+    return follows and next(figures) == next(figures)
+
+
+def _generic(words: str | None, unit: UnitReport | None) -> str | None:
+    """What crosses after a unit, with N for its number."""
+    if words is None or unit is None:
+        return words
+    return re.sub(rf"{re.escape(unit.name)}(?![\w.])", unit.name.rpartition(".")[0] + ".N", words)
+
+
+def wrapped(text: str, indent: str = "") -> list[str]:
+    """`text` in lines that fit a terminal."""
+    rest = " " * (len(indent) or 2)
+    return textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=rest, break_on_hyphens=False)
+
+
+def check(
+    subject: nn.Module | type | PretrainedConfig | str,
+    inputs: dict[str, Any] | None = None,
+    *,
+    trust_remote_code: bool = False,
+) -> Report:
+    """Find out how a model can be split, and what it will do on two stages. Nothing is computed, no weights are loaded.
+
+    Args:
+        subject: a model; a model class of transformers, or its name, with its default configuration; a configuration;
+            or the path or name of a checkpoint, of which only the configuration is read.
+        inputs: arguments of a forward, for a model that does not run on inputs made from its configuration.
+        trust_remote_code: whether code that comes with a checkpoint, in files beside its configuration, may be run.
+
+    Raises:
+        ValueError: `subject` names no model.
+        OSError: a checkpoint was not found.
+    """
+    try:
+        model = subject if isinstance(subject, nn.Module) else build_on_meta(subject, trust_remote_code)
+    except (ValueError, OSError, ImportError):
+        raise
+    except Exception as error:  # of a model's own code
+        said = f"{type(error).__name__}: {error}" if not isinstance(error, AssertionError) else str(error)
+        return Report(str(getattr(subject, "__name__", subject)), 0, reason=f"it cannot be built: {said}")
+    aliases = alias_groups(model)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    name = type(model).__name__
+    try:
+        units, found, used = traced_units(model, inputs)
+    except NotImplementedError as error:
+        return Report(name, parameters, reason=str(error).partition("is not implemented... ")[2] or str(error))
+    except Exception as error:  # whatever a model's own code raises
+        return Report(name, parameters, reason=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
+    modules = [model.get_submodule(unit) for unit in units]
+    sizes = [sum(parameter.numel() for parameter in module.parameters()) for module in modules]
+    costs = unit_costs(model, units, inputs=inputs)
+    holders = {names: {unit_of(each, units) for each in names} for names in aliases}
+    return Report(
+        model=name,
+        parameters=parameters,
+        inputs=tuple((key, tuple(value.shape)) for key, value in used.items() if isinstance(value, torch.Tensor)),
+        units=tuple(
+            UnitReport(unit, type(module).__name__, size, cost)
+            for unit, module, size, cost in zip(units, modules, sizes, costs, strict=True)
+        ),
+        boundaries=tuple(_boundary(found, units, index) for index in range(1, len(units))),
+        ties=tuple(names for names, stages in holders.items() if len(stages) > 1),
+        everywhere=tuple(names[0] for names, stages in holders.items() if None in stages),
+        verdicts=verdicts(model, units, costs, used) if len(units) > 1 else (),
+    )
+
+
+def _boundary(found: Trace, units: list[str], index: int) -> BoundaryReport:
+    """What crosses the boundary before the unit `index`."""
+    stage_of = {unit: int(place >= index) for place, unit in enumerate(units)}
+    try:
+        plan = make_plan(found, stage_of, 2)
+    except NotImplementedError as error:
+        return BoundaryReport(units[index - 1], (), str(error))
+    crossing = []
+    for value in plan.boundaries[0]:
+        origin = value.unit + (f" (call {value.call + 1})" if value.call else "")
+        origin += f" {value.leaf}" if isinstance(value.leaf, str) else f" output {value.leaf}" if value.leaf else ""
+        shape = found.shapes[value]
+        crossing.append(BoundaryValue(origin, shape.shape, shape.dtype))
+    return BoundaryReport(units[index - 1], tuple(crossing))
+
+
+def build_on_meta(subject: type | PretrainedConfig | str, trust_remote_code: bool = False) -> nn.Module:
+    """The model on the meta device."""
+    if isinstance(subject, str) and not os.path.exists(subject):
+        named = getattr(transformers, subject, None) if subject.isidentifier() else None
+        if isinstance(named, type):
+            subject = named
+    if isinstance(subject, str):
+        config = AutoConfig.from_pretrained(subject, trust_remote_code=trust_remote_code)
+        return meta_model(_class_beside(config, subject) or resolve_model_class(config), config)
+    if isinstance(subject, PretrainedConfig):
+        return meta_model(resolve_model_class(subject), subject)
+    config_class = getattr(subject, "config_class", None)
+    if isinstance(subject, type) and issubclass(subject, PreTrainedModel) and config_class is not None:
+        return meta_model(subject, config_class())
+    raise ValueError(f"{subject!r} is no model, model class, configuration, or checkpoint")
+
+
+def _class_beside(config: PretrainedConfig, checkpoint: str) -> type[PreTrainedModel] | None:
+    """The model class in a file beside a checkpoint, by what its configuration says; None if there is none."""
+    wrote = (config.architectures or [None])[0]
+    for reference in (getattr(config, "auto_map", None) or {}).values():
+        if isinstance(reference, str) and wrote is not None and reference.endswith(f".{wrote}"):
+            found: type[PreTrainedModel] = get_class_from_dynamic_module(reference, checkpoint)
+            return found
+    return None

@@ -1,0 +1,228 @@
+"""Checkpoints for a training loop: every so many steps, and when the job is told to end; and resuming from them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from collections.abc import Mapping
+from types import FrameType, TracebackType
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from penstock.checkpoint import CheckpointError, find_checkpoints
+from penstock.checkpoint.training_checkpoints import (
+    Checkpoint,
+    Participants,
+    finish_saving,
+    has_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+)
+from penstock.data.loader import HeterogeneousDataLoader
+from penstock.modeling.adapters import base_of
+
+logger = logging.getLogger(__name__)
+
+# What schedulers and clouds send before they take a machine away.
+SIGNALS = ("SIGTERM", "SIGUSR1")
+# sysexits.h: EX_TEMPFAIL, "the user is invited to retry". Any status but 0 makes torchrun --max-restarts start again.
+EXIT_CODE = 75
+
+
+class CheckpointManager:
+    """Save a run every so many steps, and resume it. Every rank makes a manager and calls the same methods.
+
+    ```python
+    manager = penstock.CheckpointManager("run", model=model, optimizer=optimizer, dataloader=loader, every=100)
+    for step in range(manager.resume() + 1, num_steps + 1):
+        ...  # a training step
+        manager.save(step)
+    ```
+
+    Args:
+        folder: see `save_checkpoint`.
+        model, optimizer, lr_scheduler, dataloader, scaler, objects: what is saved and loaded, see `save_checkpoint`.
+        every: steps between two checkpoints; None saves only when `on_signal` asks for it.
+        keep_last: how many checkpoints to keep; None for all of them.
+        asynchronous: write files while training goes on; not possible with `elastic=`.
+        on_signal: after a SIGTERM or SIGUSR1 to any rank, the next `save` saves on all ranks and ends the program with
+            status `EXIT_CODE`, 75. Make the manager in the main thread then.
+
+    With `elastic=` the run goes back to the newest checkpoint if every copy of some values is lost.
+
+    Attributes:
+        last: what `resume` has loaded; None if there was nothing.
+
+    Raises:
+        ValueError: `every` or `keep_last` is below 1. TypeError: something that cannot be saved.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        model: PreTrainedModel,
+        optimizer: Any = None,
+        lr_scheduler: Any = None,
+        dataloader: Any = None,
+        scaler: Any = None,
+        every: int | None = None,
+        keep_last: int | None = None,
+        asynchronous: bool = False,
+        on_signal: bool = False,
+        **objects: Any,
+    ) -> None:
+        for name, value in (("every", every), ("keep_last", keep_last)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        self.folder = os.path.abspath(folder)
+        self.last: Checkpoint | None = None
+        self._model = model
+        self._state = {
+            "optimizer": optimizer,
+            "lr_scheduler": lr_scheduler,
+            "dataloader": dataloader,
+            "scaler": scaler,
+            **objects,
+        }
+        self._participants = Participants(base_of(model))
+        if (elastic := self._participants.elastic) is not None:
+            if on_signal:
+                raise ValueError("with elastic= a process that gets a SIGTERM leaves the run: leave on_signal out")
+            elastic.last_resort = self
+        self._every, self._keep_last, self._asynchronous = every, keep_last, asynchronous
+        self._on_signal = on_signal
+        self._signalled = 0
+        self._handlers: dict[int, Any] = {}
+        if on_signal:
+            self._listen()
+
+    def resume(self) -> int:
+        """Load the newest whole checkpoint. Returns its step, or 0 if there is none and a new run begins.
+
+        Raises:
+            CheckpointError: there are checkpoints, but none of them can be loaded.
+        """
+        if (elastic := self._participants.elastic) is not None:
+            return self._resume_elastic(elastic)
+        if not has_checkpoint(self.folder, self._model):
+            return 0
+        self.last = load_checkpoint(self.folder, model=self._model, **self._state)
+        return self.last.step
+
+    def _resume_elastic(self, run: Any) -> int:
+        """As `resume`. A process that joins a run gets its state from the others, and does not load anything."""
+        errors: list[CheckpointError] = []
+
+        def load() -> int | None:
+            errors.clear()
+            try:
+                if not has_checkpoint(self.folder, self._model):
+                    return None
+                self.last = load_checkpoint(self.folder, model=self._model, **self._state)
+            except CheckpointError as error:
+                errors.append(error)
+                return None
+            return self.last.step
+
+        if not run.joined:
+            run.load(load)
+        if errors:
+            raise errors[0]
+        return int(run.step)
+
+    def newest(self) -> tuple[int, str] | None:
+        """Step and path of the newest whole checkpoint, as this process sees it; None if there is none."""
+        known = [id(one) for one in self._state.values()]
+        objects = {"optimizer": self._state["optimizer"] or self, **self._participants.elastic.states.objects}
+        if missing := [name for name, one in objects.items() if id(one) not in known]:
+            logger.warning("the run cannot go back to %s, which is without %s", self.folder, ", ".join(missing))
+            return None
+        if not os.path.isdir(self.folder):
+            return None
+        found = (one for one in find_checkpoints(self.folder) if one.fault is None and one.step is not None)
+        return next(((one.step or 0, one.path) for one in found), None)
+
+    def go_back(self, step: int) -> None:
+        """Load the checkpoint of a step into a run under way; iterations of its loader go back as well.
+
+        Raises:
+            ValueError: it cannot be loaded.
+        """
+        try:
+            self.last = load_checkpoint(self.folder, step, model=self._model, **self._state)
+        except CheckpointError as error:
+            raise ValueError(str(error)) from error
+        if isinstance(loader := self._state["dataloader"], HeterogeneousDataLoader):
+            loader.rewind()
+
+    def save(self, step: int, extra: Mapping[str, Any] | None = None) -> bool:
+        """After step number `step` (counted from 1): save if it is time to, or if the job was told to end.
+
+        Returns:
+            whether it has saved.
+
+        Raises:
+            SystemExit: with status `EXIT_CODE`, on all ranks, after a signal to any of them. Everything is saved.
+            CheckpointError: as `save_checkpoint`.
+        """
+        signalled = self._anyone_signalled(step) if self._on_signal else None
+        if signalled is None and (self._every is None or step % self._every):
+            return False
+        save_checkpoint(
+            self.folder,
+            model=self._model,
+            step=step,
+            extra=extra,
+            keep_last=self._keep_last,
+            asynchronous=self._asynchronous and signalled is None,
+            **self._state,
+        )
+        if signalled is not None:
+            rank, number = signalled
+            name = signal.Signals(number).name
+            logger.warning("rank %d got %s: step %d is saved in %s, and all ranks end", rank, name, step, self.folder)
+            self.close()
+            raise SystemExit(EXIT_CODE)
+        return True
+
+    def finish(self) -> None:
+        """Wait for what is being written. Raises CheckpointError if some rank could not write."""
+        finish_saving(self._model)
+
+    def close(self) -> None:
+        """Restore the signals' handlers."""
+        for number, handler in self._handlers.items():
+            if signal.getsignal(number) == self._note:
+                signal.signal(number, handler)
+        self._handlers.clear()
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self.close()
+        if kind is None:
+            self.finish()
+
+    def _listen(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise ValueError("on_signal=True: only the main thread can listen to signals, so make the manager there")
+        for name in SIGNALS:
+            if (number := getattr(signal, name, None)) is not None:
+                self._handlers[number] = signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._signalled = self._signalled or number
+
+    def _anyone_signalled(self, step: int) -> tuple[int, int] | None:
+        """The first rank that was signalled, and the signal's number; the same on all ranks."""
+        said = self._participants.compare(step, self._signalled)
+        if len(steps := {theirs for theirs, _ in said.values()}) > 1:
+            raise ValueError(f"the ranks are at different steps: {sorted(steps)}; every rank must save the same one")
+        return next(((rank, number) for rank, (_, number) in sorted(said.items()) if number), None)

@@ -1,0 +1,389 @@
+"""The whole state of a training run, saved by all ranks together and resumed on any layout."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+from transformers import PreTrainedModel
+
+from penstock.checkpoint import (
+    CheckpointError,
+    Comm,
+    GradientKeeper,
+    HostMemory,
+    PendingSave,
+    Run,
+    SavingRank,
+    SoloComm,
+    TrainingState,
+    TrainingStateLoad,
+    WeightsLoad,
+    find_checkpoints,
+    remove_older,
+    step_folder,
+)
+from penstock.checkpoint import save_checkpoint as save_to
+from penstock.checkpoint.comm import together
+from penstock.checkpoint.model_methods import checkpoint_comms, saving_rank
+from penstock.checkpoint.training_state import LOSS_SCALE
+from penstock.modeling.adapters import base_of
+from penstock.modeling.instrumentation import record_of
+from penstock.optimizer import LossScaleState, unwrapped
+from penstock.pipeline_model import PipelineModel
+from penstock.runtime.comm.rollcall import Call
+from penstock.runtime.engine import Engine
+
+logger = logging.getLogger(__name__)
+
+PathLike = str | os.PathLike[str]
+LATEST = "latest"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What `load_checkpoint` loaded.
+
+    Attributes:
+        path: the folder of the checkpoint itself.
+        step: the step it was saved at.
+        extra: the values of your own that were saved with it.
+        damaged: newer checkpoints that could not be loaded, each with what is wrong with it.
+    """
+
+    path: str
+    step: int
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    damaged: Mapping[str, str] = field(default_factory=dict)
+
+
+def save_checkpoint(
+    folder: PathLike,
+    *,
+    model: PreTrainedModel,
+    optimizer: Any = None,
+    lr_scheduler: Any = None,
+    dataloader: Any = None,
+    scaler: Any = None,
+    step: int | None = None,
+    extra: Mapping[str, Any] | None = None,
+    keep_last: int | None = None,
+    asynchronous: bool = False,
+    **objects: Any,
+) -> str:
+    """Save everything that a run needs to go on, in the folder `step-<step>` of `folder`. Every rank calls it.
+
+    Weights and optimizer are saved by the unsplit model's names, each once, so that any layout can load them; random
+    generators and the run's dropout as well. If anything fails, or the job is killed, earlier checkpoints are as they
+    were, and this one is whole or not there.
+
+    Args:
+        folder: on a file system that all ranks share; it may hold checkpoints of other steps.
+        model: from `initialize`, `from_pretrained`, `from_config` or `Booster.boost`; or, in one process, a plain one.
+        optimizer: as in the loop.
+        lr_scheduler, dataloader, scaler: objects with `state_dict` and `load_state_dict`; the same on all ranks.
+        step: number of steps done; by default how many training steps this model has begun.
+        extra: numbers, text, tensors and containers of them, which `load_checkpoint` returns.
+        keep_last: once this checkpoint is whole, remove older ones, so that this many are left.
+        asynchronous: return once everything is copied to host memory, and write the files while training goes on. What
+            goes wrong with that is raised by the next save or load, by `finish_saving`, or at the program's end.
+        objects: anything else of yours with `state_dict` and `load_state_dict`, alike on all ranks.
+
+    Returns:
+        the checkpoint's own folder.
+
+    Raises:
+        TypeError, ValueError: an argument that cannot be saved; before any communication.
+        CheckpointError: some rank could not write, now or in the asynchronous save before; names the rank and the path.
+        PipelineFailure: a rank was lost.
+    """
+    if keep_last is not None and keep_last < 1:
+        raise ValueError(f"keep_last must be at least 1, got {keep_last}")
+    model = base_of(model)
+    run = Participants(model)
+    if (elastic := run.elastic) is not None and not elastic.performing:
+        if asynchronous:
+            raise ValueError("with elastic= asynchronous=True is not possible: the ranks that write may be lost")
+        if elastic.accumulating:
+            raise ValueError(
+                "with elastic= gradients are not saved: call save_checkpoint after optimizer.step(), not in the middle "
+                "of an accumulation"
+            )
+        if step not in (None, elastic.step):
+            raise ValueError(f"with elastic= the step is booster.step, which is {elastic.step}, got {step!r}")
+        objects |= {"lr_scheduler": lr_scheduler, "dataloader": dataloader, "scaler": scaler}
+        save = partial(save_checkpoint, folder, model=model, optimizer=optimizer, step=elastic.step, extra=extra)
+        path = step_folder(folder, elastic.step)
+        return str(elastic.do(partial(save, keep_last=keep_last, **objects), stale=lambda: path))
+    number = run.steps_begun if step is None else step
+    if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+        raise ValueError(f"step must be a whole number of steps done, got {number!r}")
+    state = TrainingState(
+        unwrapped(optimizer),
+        _objects(optimizer, lr_scheduler=lr_scheduler, dataloader=dataloader, scaler=scaler, **objects),
+        step=number,
+        extra=dict(extra or {}),
+        run=run.progress,
+        gradients=run.gradients,
+    )
+    path = step_folder(folder, number)
+    saver = _saver_of(model)
+    with run.saving():
+        world, ranks = run.comms()
+        saver.finish(world)
+        saver.pending = save_to(
+            model,
+            path,
+            state,
+            place=run.place,
+            world_comm=world,
+            pipeline_comm=ranks,
+            memory=saver.memory if asynchronous else None,
+            given_up=run.lost,
+            afterwards=lambda: None if keep_last is None else remove_older(folder, keep_last),
+        )
+    run.advise(folder)
+    return path
+
+
+def load_checkpoint(
+    folder: PathLike,
+    which: str | int = LATEST,
+    *,
+    model: PreTrainedModel,
+    optimizer: Any = None,
+    lr_scheduler: Any = None,
+    dataloader: Any = None,
+    scaler: Any = None,
+    **objects: Any,
+) -> Checkpoint:
+    """Load what `save_checkpoint` saved: bit for bit on the same layout, within rounding on another.
+
+    Pipelines, stages and tensor-parallel ranks may be other ones than in the run that saved, also a single process.
+    Every rank calls it, and reads only what it needs. Nothing in a file is run. Values go into the objects that are
+    given, which stay the same objects; what is not given is not loaded.
+
+    Args:
+        folder: as given to `save_checkpoint`, or the folder of one of its checkpoints.
+        which: "latest", the newest one that is whole; or the number of a step.
+        model, optimizer, lr_scheduler, dataloader, scaler, objects: as for `save_checkpoint`.
+
+    Raises:
+        TypeError: an argument that cannot be loaded into; before any communication.
+        CheckpointError: there is none that can be loaded; says why of each. Nothing has changed then.
+        PipelineFailure: a rank was lost.
+    """
+    model = base_of(model)
+    run = Participants(model)
+    if which != LATEST and (isinstance(which, bool) or not isinstance(which, int)):
+        raise ValueError(f'which must be "latest" or the number of a step, got {which!r}')
+    state = TrainingState(
+        unwrapped(optimizer),
+        _objects(optimizer, lr_scheduler=lr_scheduler, dataloader=dataloader, scaler=scaler, **objects),
+        gradients=run.gradients,
+    )
+    with run.loading():
+        world, _ = run.comms()
+        _saver_of(model).finish(world)
+        loaded = _load_newest(os.path.abspath(folder), which, model, state, run, world)
+    run.advise(folder)
+    return loaded
+
+
+def finish_saving(model: PreTrainedModel) -> None:
+    """Wait for what `save_checkpoint(..., asynchronous=True)` writes. Every rank calls it.
+
+    Raises:
+        CheckpointError: some rank could not write.
+    """
+    model = base_of(model)
+    run, saver = Participants(model), _saver_of(model)
+    with run.saving():
+        saver.finish(run.comms()[0])
+
+
+def has_checkpoint(folder: PathLike, model: PreTrainedModel) -> bool:
+    """Whether `folder` holds anything that `load_checkpoint` would try to load, as the first rank sees it.
+
+    Checkpoints whose save did not finish do not count. Every rank calls it.
+    """
+    run = Participants(base_of(model))
+    with run.loading():
+        return bool(_candidates(os.path.abspath(folder), LATEST, run.comms()[0]))
+
+
+# -- loading -----------------------------------------------------------------------------------------------------------
+
+
+def _candidates(folder: str, which: str | int, world: Comm) -> list[tuple[str, str | None]]:
+    """Paths of checkpoints, the newest first, and what is wrong with each as far as the first rank sees."""
+
+    def look() -> list[tuple[str, str | None]]:
+        if world.rank or not os.path.isdir(folder):
+            return []
+        found = find_checkpoints(folder)
+        return [(one.path, one.fault) for one in found if not one.unfinished and which in (LATEST, one.step)]
+
+    return together(world, f"load from {folder}", "looking for checkpoints", look)[0]
+
+
+def _load_newest(
+    folder: str, which: str | int, model: PreTrainedModel, state: TrainingState, run: Participants, world: Comm
+) -> Checkpoint:
+    damaged: dict[str, str] = {}
+    place = run.place.pipeline, run.place.pipeline_rank
+    for path, fault in _candidates(folder, which, world):
+        weights, training = WeightsLoad(model, path), TrainingStateLoad(model, path, state, place=place)
+        doing = f"load {path}"
+        with closing(weights), closing(training):
+            try:
+                if fault is not None:
+                    raise CheckpointError(fault)
+                together(world, doing, "checking the weights", weights.check)
+                training.held = together(world, doing, "checking the training state", training.check)
+            except CheckpointError as error:
+                damaged[path] = str(error)
+                continue
+            with training.undone_if_it_fails():
+                together(world, doing, "restoring the training state", partial(training.apply, world))
+                together(world, doing, "copying the weights", weights.apply)
+        for other, reason in damaged.items() if world.rank == 0 else ():
+            logger.warning("passed over the checkpoint %s: %s", other, reason)
+        found = training.result()
+        run.go_on(found.run)
+        return Checkpoint(path, found.step, found.extra, damaged)
+    if damaged:
+        reasons = "; ".join(f"{path}: {reason}" for path, reason in damaged.items())
+        raise CheckpointError(f"no checkpoint in {folder} can be loaded: {reasons}")
+    wanted = "no whole checkpoint" if which == LATEST else f"no checkpoint of step {which}"
+    raise CheckpointError(f"{folder} holds {wanted}")
+
+
+# -- who takes part ----------------------------------------------------------------------------------------------------
+
+
+class Participants:
+    """The ranks that save or load a model's run: those of its pipelines, or a single process."""
+
+    def __init__(self, model: Any) -> None:
+        if not isinstance(model, PreTrainedModel):
+            raise TypeError(f"model must be a transformers model, got {type(model).__name__}")
+        self.engine: Engine | None = model.pipeline if isinstance(model, PipelineModel) else None
+        if self.engine is None and dist.is_initialized() and dist.get_world_size() > 1:
+            raise ValueError(
+                "the model is not parallelised, but there are several processes: give the model that "
+                "penstock.initialize() or booster.boost() returned"
+            )
+
+    def saving(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self.engine is None else self.engine.saving(Call.SAVE_CHECKPOINT)
+
+    def loading(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self.engine is None else self.engine.together(Call.LOAD_CHECKPOINT)
+
+    def compare(self, *numbers: int) -> Mapping[int, Sequence[int]]:
+        """Every rank's numbers."""
+        if self.engine is None:
+            return {0: numbers}
+        with self.engine.together(Call.COMPARE_STEPS, numbers) as said:
+            return {rank: list(facts[: len(numbers)]) for rank, facts in said.items()}
+
+    def comms(self) -> tuple[Comm, Comm]:
+        return (SoloComm(), SoloComm()) if self.engine is None else checkpoint_comms(self.engine)
+
+    @property
+    def elastic(self) -> Any:
+        """The elastic run that they are part of, or None."""
+        return None if self.engine is None else self.engine.run
+
+    @property
+    def place(self) -> SavingRank:
+        return SavingRank(0, 1) if self.engine is None else saving_rank(self.engine)
+
+    @property
+    def gradients(self) -> GradientKeeper | None:
+        """What knows of gradients that no step of the optimizer has used. An elastic run has such only between its own
+        calls, which it repeats after a loss."""
+        if self.engine is None:
+            return GradientKeeper()
+        if (engine := self.engine).run is not None:
+            return None
+        return GradientKeeper(
+            pending=lambda: engine.gradients_pending,
+            is_part=engine.is_part_of_gradient,
+            note=engine.note_gradients,
+        )
+
+    @property
+    def steps_begun(self) -> int:
+        return 0 if self.engine is None else self.engine.step_number
+
+    @property
+    def progress(self) -> Run | None:
+        if self.engine is None or self.engine.seed is None:
+            return None
+        return {"seed": self.engine.seed, "steps_begun": self.engine.step_number}
+
+    def go_on(self, run: Run | None) -> None:
+        if self.engine is not None and run is not None:
+            self.engine.seed, self.engine.step_number = run["seed"], run["steps_begun"]
+
+    def lost(self) -> str | None:
+        """Why a rank will not finish its save, or None."""
+        board = None if self.engine is None else self.engine.board
+        return None if board is None or board.failed is None else str(board.failed)
+
+    def advise(self, folder: PathLike) -> None:
+        """What an error about a lost rank says about going on."""
+        if self.engine is not None:
+            self.engine.board.resume.clear()
+            self.engine.board.resume["checkpoint"] = f"penstock.load_checkpoint({os.fspath(folder)!r}, ...)"
+
+
+class _Saver:
+    """State of a model's asynchronous saves: the host memory, and the save under way."""
+
+    def __init__(self) -> None:
+        self.memory = HostMemory()
+        self.pending: PendingSave | None = None
+
+    def finish(self, world: Comm) -> None:
+        """Wait for the save under way on all ranks; raises on all of them what went wrong on any."""
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            together(world, f"save to {pending.directory}", "writing the files", pending.finish)
+
+
+def _saver_of(model: PreTrainedModel) -> _Saver:
+    record = record_of(model)
+    if record.saver is None:
+        record.saver = _Saver()
+    saver: _Saver = record.saver
+    return saver
+
+
+def _objects(optimizer: Any, **given: Any) -> dict[str, Any]:
+    """What has a state besides the optimizer, by name.
+
+    Raises:
+        TypeError: something given has none.
+    """
+    objects = {name: value for name, value in given.items() if value is not None}
+    for name, value in objects.items():
+        if not (callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))):
+            advice = (
+                "make it with model.prepare_dataloader or plugin.prepare_dataloader, whose loaders know their position"
+                if isinstance(value, DataLoader)
+                else "give it state_dict() and load_state_dict(), or save its values with extra={...}"
+            )
+            raise TypeError(f"{name} cannot be saved or loaded: a {type(value).__name__} has no state; {advice}")
+    if (scale := LossScaleState.of(optimizer)) is not None:
+        objects[LOSS_SCALE] = scale
+    return objects

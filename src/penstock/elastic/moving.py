@@ -1,0 +1,235 @@
+"""Values that move between ranks when a pipeline is formed anew: weights, buffers and an optimizer's state."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, MutableMapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from penstock.modeling.tensor_spec import TensorSpec
+
+if TYPE_CHECKING:
+    from penstock.runtime.engine import Engine, Values
+
+
+class _Told(NamedTuple):
+    """What a rank reports: what it needs, and of which parameters it has the optimizer's state.
+
+    Of tensors in a state the others are told their specs, of anything else the value.
+    """
+
+    tensor_parallel_rank: int
+    needs: list[str]
+    has: dict[str, dict[str, Any]]
+
+
+def from_live_ranks(optimizer: Optimizer | None = None, *, also: Callable[[Engine], None] | None = None) -> Values:
+    """What fills in newly held values from ranks that have them, point to point, spread over all that do.
+
+    Args:
+        optimizer: of the model's parameters, or what wraps one. Its state moves along; parameters that it does not know
+            join its first group, and the state of those that are held no longer is dropped, once every rank has what it
+            needs.
+        also: moves something else between all ranks.
+
+    The function it returns raises RuntimeError, on every rank, if nobody has a value that somebody needs.
+    """
+
+    def fill(engine: Engine, taken: Mapping[str, torch.Tensor], had: MutableMapping[str, torch.Tensor]) -> None:
+        own = getattr(optimizer, "optim", optimizer)
+        _exchange(engine, taken, had, {} if own is None else own.state)
+        if also is not None:
+            also(engine)
+        dist.all_reduce(torch.zeros(1), group=engine.context.groups.world_control)
+        if own is not None:
+            _fit(own, engine)
+
+    return fill
+
+
+def from_elsewhere(optimizer: Optimizer) -> Values:
+    """Leaves newly held values to what is loaded afterwards, and makes the optimizer that of what is held."""
+
+    def fill(engine: Engine, taken: Mapping[str, torch.Tensor], had: MutableMapping[str, torch.Tensor]) -> None:
+        _fit(getattr(optimizer, "optim", optimizer), engine)
+
+    return fill
+
+
+def hand_over(engine: Engine, optimizer: Optimizer, leaving: bool) -> None:
+    """Give the values that only ranks which leave have to ranks that stay. All ranks of the engine call this.
+
+    Args:
+        leaving: whether this rank leaves.
+
+    Raises:
+        PipelineFailure: a rank was lost meanwhile.
+    """
+    context, group = engine.context, engine.context.groups.world_control
+    own, index = engine.values_here(), context.place.tensor_parallel_rank
+    state: Any = optimizer.state
+    with engine.board.guard("handing over what leaves", context.everyone):
+        every: list[Any] = [None] * context.layout.world_size
+        leaves = torch.tensor([int(leaving)])
+        dist.all_reduce(leaves, group=group)
+        if not leaves.item() or leaves.item() == len(every):
+            return
+        has = {
+            name: (TensorSpec.of(tensor), _described(state.get(engine.known.get(name), {})))
+            for name, tensor in own.items()
+        }
+        dist.all_gather_object(every, (leaving, index, has), group=group)
+        turn, transfers = 0, _Transfers(group)
+        for name in dict.fromkeys(name for _, _, theirs in every for name in theirs):
+            for shard in range(context.layout.tensor_parallel_size):
+                holders = [rank for rank, (_, i, theirs) in enumerate(every) if i == shard and name in theirs]
+                staying = [rank for rank, (leaves, i, _) in enumerate(every) if i == shard and not leaves]
+                if not staying or not holders or any(rank in staying for rank in holders):
+                    continue
+                source, to = holders[0], staying[turn % len(staying)]
+                turn += 1
+                if context.rank == source:
+                    transfers.send(own[name], state.get(engine.known.get(name), {}), to)
+                elif context.rank == to:
+                    spec, described = every[source][2][name]
+                    tensor = spec.empty(engine.device)
+                    arrived = partial(engine.given.__setitem__, name, tensor)
+                    transfers.receive(tensor, engine.known.get(name), state, described, source, arrived)
+        transfers.finish()
+        dist.all_reduce(leaves, group=group)
+
+
+def _fit(optimizer: Optimizer, engine: Engine) -> None:
+    """Make an optimizer's groups and state those of what is held."""
+    held = {held.parameter for held in engine.held}
+    known = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    optimizer.param_groups[0]["params"] += [one.parameter for one in engine.held if one.parameter not in known]
+    for parameter in list(optimizer.state):
+        if parameter not in held:
+            del optimizer.state[parameter]
+
+
+def _exchange(
+    engine: Engine, taken: Mapping[str, torch.Tensor], had: MutableMapping[str, torch.Tensor], state: Any
+) -> None:
+    context, group = engine.context, engine.context.groups.world_control
+    parameters = engine.known
+    has = {name: _described(state.get(parameters.get(name), {})) for name in had}
+    every: list[_Told] = [_Told(0, [], {})] * context.layout.world_size
+    dist.all_gather_object(every, _Told(context.place.tensor_parallel_rank, list(taken), has), group=group)
+    turn, transfers = 0, _Transfers(group)
+    for name in dict.fromkeys(name for told in every for name in told.needs):
+        for to, needing in enumerate(every):
+            if name not in needing.needs:
+                continue
+            sources = [
+                rank for rank, told in enumerate(every)
+                if name in told.has and told.tensor_parallel_rank == needing.tensor_parallel_rank
+            ]  # fmt: skip
+            if not sources:
+                raise RuntimeError(f"no rank has the values of {name}: load them from a checkpoint")
+            source = sources[turn % len(sources)]
+            turn += 1
+            if context.rank == source:
+                transfers.send(had[name], state.get(parameters.get(name), {}), to)
+            elif context.rank == to:
+                arrived = partial(had.__setitem__, name, taken[name].detach())
+                transfers.receive(taken[name], parameters.get(name), state, every[source].has[name], source, arrived)
+    transfers.finish()
+
+
+def _described(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: TensorSpec.of(value) if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+
+
+def _nothing() -> None:
+    pass
+
+
+class _Transfers:
+    """Tensors on their way between ranks, several at a time.
+
+    All ranks begin theirs in one order, and each waits for its oldest first. So the oldest of all can always end: both
+    its ranks have begun it.
+    """
+
+    MOST = 16
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._under_way: deque[tuple[dist.Work, torch.Tensor, Callable[[], object]]] = deque()
+        self._sent: Counter[int] = Counter()
+        self._received: Counter[int] = Counter()
+
+    def send(self, tensor: torch.Tensor, state: Mapping[str, Any], to: int) -> None:
+        """Send a tensor, and those of a parameter's state."""
+        for value in (tensor, *state.values()):
+            if isinstance(value, torch.Tensor):
+                message = value.detach().contiguous().cpu()
+                work = dist.isend(message, to, group=self._group, tag=self._sent[to])
+                self._sent[to] += 1
+                self._add(work, message, _nothing)
+
+    def receive(
+        self,
+        tensor: torch.Tensor,
+        parameter: torch.nn.Parameter | None,
+        state: Any,
+        described: Mapping[str, Any],
+        source: int,
+        arrived: Callable[[], object],
+    ) -> None:
+        """Receive a tensor, and a parameter's state, which an optimizer keeps beside it or on the CPU (a step number).
+
+        Args:
+            arrived: called once all of it is here. Until then the state is not in `state` either: a rank may be lost.
+        """
+        values = {
+            key: value.empty(torch.device("cpu") if value.shape == () else tensor.device)
+            if isinstance(value, TensorSpec)
+            else value
+            for key, value in described.items()
+        }
+
+        def complete() -> None:
+            if described and parameter is not None:
+                state[parameter] = values
+            arrived()
+
+        coming = [tensor.detach(), *(value for value in values.values() if isinstance(value, torch.Tensor))]
+        for value in coming:
+            self._receive(value, source, complete if value is coming[-1] else _nothing)
+
+    def _receive(self, value: torch.Tensor, source: int, complete: Callable[[], object]) -> None:
+        here = value.device.type == "cpu" and value.is_contiguous()
+        message = value if here else torch.empty(value.shape, dtype=value.dtype)
+        work = dist.irecv(message, source, group=self._group, tag=self._received[source])
+        self._received[source] += 1
+
+        def ended() -> None:
+            if not here:
+                value.copy_(message)
+            complete()
+
+        self._add(work, message, ended)
+
+    def _add(self, work: dist.Work | None, message: torch.Tensor, ended: Callable[[], object]) -> None:
+        assert work is not None  # of a group that this rank is in
+        self._under_way.append((work, message, ended))
+        if len(self._under_way) > self.MOST:
+            self._end_oldest()
+
+    def _end_oldest(self) -> None:
+        work, _, ended = self._under_way.popleft()
+        work.wait()
+        ended()
+
+    def finish(self) -> None:
+        """Wait for all of them."""
+        while self._under_way:
+            self._end_oldest()

@@ -1,0 +1,136 @@
+"""`from_pretrained` and `from_config` make a model straight in its stages: each rank makes only what it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import PretrainedConfig, PreTrainedModel
+
+from penstock.config import Configuration
+from penstock.initialize import ConfigLike, choose_layout, distribute, read_configuration
+from penstock.modeling.graph.loss import Criterion
+from penstock.modeling.weights.initialise import init_stage, meta_model, resolve_model_class
+from penstock.modeling.weights.load import StageLoadingInfo, forget_ties, load_config, load_stage
+from penstock.modeling.weights.names import alias_groups
+from penstock.rooms import room
+from penstock.runtime.comm.forming import failing_together, forming, gather_from_all
+from penstock.whole_model import remember_example_inputs
+
+# A model with this rank's weights, and what was found where they were loaded.
+Made = tuple[PreTrainedModel, StageLoadingInfo]
+NOTHING_LOADED = StageLoadingInfo((), (), (), ())
+
+
+def from_pretrained(
+    path_or_name: str,
+    *,
+    config: ConfigLike,
+    model_class: type | None = None,
+    criterion: Criterion | None = None,
+    stages: Sequence[Sequence[str]] | None = None,
+    split_points: Sequence[str] | None = None,
+    example_inputs: Any = None,
+    **kwargs: Any,
+) -> PreTrainedModel:
+    """Load a model straight into its stages: each rank reads and holds only its own stage's weights.
+
+    Args:
+        path_or_name: as for transformers' `from_pretrained`: a local folder or a name on a hub.
+        config: see `initialize`.
+        model_class: a model class or an auto class such as `AutoModelForCausalLM`; by default the class that wrote the
+            checkpoint.
+        criterion, stages, split_points, example_inputs: see `initialize`.
+        kwargs: as for `from_pretrained` (`dtype`, `revision`, `attn_implementation`, ...).
+
+    Raises:
+        what `initialize` and `from_pretrained` raise; ValueError for an argument that cannot be combined with stages.
+    """
+    configuration = read_configuration(config, stages, split_points)
+    kind = resolve_model_class(load_config(path_or_name, **kwargs), model_class)
+    if not configuration.enable:
+        return kind.from_pretrained(path_or_name, **kwargs)
+    return _make_in_stages(
+        lambda: meta_model(kind, load_config(path_or_name, **kwargs)),
+        lambda *part: load_stage(kind, path_or_name, *part, **kwargs),
+        configuration,
+        criterion,
+        example_inputs,
+    )
+
+
+def from_config(
+    model_config: PretrainedConfig,
+    *,
+    config: ConfigLike,
+    model_class: type | None = None,
+    seed: int | None = None,
+    criterion: Criterion | None = None,
+    stages: Sequence[Sequence[str]] | None = None,
+    split_points: Sequence[str] | None = None,
+    example_inputs: Any = None,
+    **kwargs: Any,
+) -> PreTrainedModel:
+    """Initialise a model at random straight into its stages: each rank makes only its own stage's weights.
+
+    Its weights equal, bit for bit, those of the unsplit model built after `torch.manual_seed(seed)`.
+
+    Args:
+        model_config: the model's configuration.
+        config: see `initialize`.
+        model_class: a model class or an auto class; by default the first of `model_config.architectures`.
+        seed: all ranks must use the same; None continues torch's generator, whose state must be the same on all ranks.
+        criterion, stages, split_points, example_inputs: see `initialize`.
+        kwargs: as for an auto class's `from_config` (`dtype`, `attn_implementation`).
+
+    Raises:
+        what `initialize` raises; NotImplementedError for a model whose weights cannot be made in parts.
+    """
+    configuration = read_configuration(config, stages, split_points)
+    kind = resolve_model_class(model_config, model_class)
+    if not configuration.enable:
+        if seed is not None:
+            torch.manual_seed(seed)
+        return kind._from_config(model_config, **kwargs)
+    return _make_in_stages(
+        lambda: meta_model(kind, model_config, **kwargs),
+        lambda stages, local, sharding: (
+            init_stage(kind, model_config, stages, local, seed, sharding, **kwargs),
+            NOTHING_LOADED,
+        ),
+        configuration,
+        criterion,
+        example_inputs,
+    )
+
+
+def _make_in_stages(
+    make_skeleton: Callable[[], PreTrainedModel],
+    make: Callable[[Sequence[Sequence[str]], Sequence[int], Any], Made],
+    configuration: Configuration,
+    criterion: Criterion | None,
+    example_inputs: Any,
+) -> PreTrainedModel:
+    """A model whose weights are made where they are held.
+
+    Args:
+        make_skeleton: gives the whole model on the meta device.
+        make: of the units of each stage, the stages that this rank holds, and how tensor parallelism shards the whole
+            model's weights, gives the model with this rank's weights.
+    """
+    with forming(configuration.time_limit) as board:
+        skeleton = make_skeleton()
+        remember_example_inputs(skeleton, example_inputs)
+        layout = choose_layout(skeleton, configuration, board)
+        place, size, sharding = layout.place_of(dist.get_rank()), layout.tensor_parallel_size, None
+        if size > 1:
+            sharding = room("TensorParallel")(skeleton, place.tensor_parallel_rank, size, alias_groups(skeleton))
+        mine = layout.pipelines[place.pipeline]
+        local_stages = mine.stages_of(place.pipeline_rank)
+        doing = "making the stages' weights"
+        with failing_together(board, doing, "make its part of the model"):
+            model, found = make(mine.stages, local_stages, sharding)
+        forget_ties(model, set().union(*gather_from_all(found.untied, board, doing)))
+        return distribute(model, layout, configuration, board, criterion)

@@ -1,0 +1,426 @@
+"""Single forwards through all stages of one pipeline, with the result on every rank: what generation runs on.
+
+Every rank runs the same code, such as generate(), and walks each forward whole. A stage receives its values when the
+walk first needs them, sends its own as soon as they are there, and walks to the end with placeholders; then the last
+stage's result goes to every other rank. So all ranks have the same values, and what could make them differ is shared:
+the random state, decisions, errors.
+
+The code may run once for each of several groups of a batch, in threads (see `turns`). A rank passes the turn on once in
+each forward: that of the last stage before it receives what the forward needs, and the others when they have sent
+their part of it. So another group's forward is under way while this one's is on other ranks. The last rank, which has
+the most to do, asks for its messages before that turn where it may (see `P2PChannels.receives_ahead`), and finds them
+there. All ranks take the same turns in the same order, so messages of different groups need not be told apart.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.utils import _pytree as pytree
+from transformers.cache_utils import Cache
+
+from penstock.generation.prefill import Prefill
+from penstock.generation.series import Expected, series_of_results
+from penstock.generation.single_forwards import SingleForwards
+from penstock.generation.turns import Stopped, Turns
+from penstock.modeling.graph.plan import ForwardPlan, refusal
+from penstock.modeling.tensor_spec import TensorSpec
+from penstock.random_state import generators_of, set_states
+from penstock.runtime.comm.forming import adopt_random_state
+from penstock.runtime.comm.rollcall import Call
+from penstock.runtime.comm.settings import compare_plans
+from penstock.runtime.context import RankContext
+from penstock.runtime.engine import Engine
+from penstock.runtime.failures.board import PipelineFailure
+from penstock.runtime.stages import StageExecutor
+
+T = TypeVar("T")
+
+# What the rank of the last stage sends in place of tokens that it failed to choose.
+NO_TOKEN = -1
+# Prompts are worked on in parts of at least so many tokens, as smaller ones would read all weights for too few: on a
+# CPU, and on accelerators, where not measured.
+LEAST_TOKENS = 64
+LEAST_TOKENS_ELSEWHERE = 2048
+
+
+def decoding_of(engine: Engine) -> Decoding:
+    """An engine's single forwards, of the present formation."""
+    return engine.of_formation(_new)
+
+
+def _new(engine: Engine) -> Decoding:
+    return Decoding(engine.context, engine.stages, partial(engine.together, Call.GENERATE, everyone=False))
+
+
+@dataclass
+class Group:
+    """The state of one group of a batch while it is decoded.
+
+    Attributes:
+        tokens_only: whether the rank of the last stage alone chooses tokens from logits; the others get the tokens.
+        token: the tokens that were or will be chosen after the last forward, until they are there.
+    """
+
+    tokens_only: bool = False
+    token: TensorSpec | None = None
+    expected: Expected | None = None
+
+
+class Decoding:
+    """One rank's part in the forwards of its pipeline. Every rank of the pipeline calls every method alike.
+
+    Args:
+        begin: gives a context in which all ranks of the pipeline have agreed to generate.
+
+    Attributes:
+        rank: this global rank.
+        ranks: those of the pipeline, in pipeline order; all that share a stage's weights too.
+        chooses: whether this rank holds the last stage.
+        running: whether a session is open, so that calling the model means `forward`.
+        inside: whether a forward is being planned or run, so that the model's inner calls are its own.
+        every_position: whether the logits of all positions are wanted on all ranks, not of the last position only.
+        exchanges: how many exchanges this rank has begun in the session.
+        groups: of the batch that is decoded.
+        told: what was said once in the log.
+    """
+
+    def __init__(
+        self, context: RankContext, stages: StageExecutor, begin: Callable[[], AbstractContextManager[Any]]
+    ) -> None:
+        self.rank, self.ranks = context.rank, context.pipeline_ranks
+        self.told: set[str] = set()
+        self.chooses = context.holds_output
+        self.running = False
+        self.inside = False
+        self.every_position = False
+        self.exchanges = 0
+        self.groups: Sequence[Group] = [Group()]
+        # On the rank of the last stage: the tokens that were not given yet, in the order of their forwards.
+        self._due: deque[TensorSpec] = deque()
+        self._context, self._board, self._process_groups = context, context.board, context.groups
+        self._device = context.device
+        self._split = stages.split
+        self._channels = stages.boundaries.channels
+        self._results = series_of_results(self._channels, context)
+        self._forwards = SingleForwards(context, stages)
+        self._begin = begin
+        self._turns: Turns | None = None
+        self._num_sessions = 0
+        # Plans that all ranks have alike.
+        self._compared: set[str] = set()
+        self._board.on_abort(self._results.clear)
+
+    # -- the code that all ranks run -------------------------------------------------------------------------------
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """One generation. All ranks draw the first rank's random numbers in it; an error on one becomes one on all.
+
+        An error that every rank meets at the same point (a wrong argument, say) is only raised, and the pipeline stays
+        usable. A rank whose random state was not the first rank's has its own again afterwards.
+        """
+        with self._begin():
+            pass
+        self._board.check()
+        self.running, self.every_position, self._forwards.seed, self.exchanges = True, False, None, 0
+        self.groups, self._turns = [Group()], None
+        self._due.clear()
+        self._num_sessions += 1
+        try:
+            with self._board.position.call("generation", world=False, detail=self), self._one_random_state():
+                yield
+                self._settle()
+        except PipelineFailure:
+            raise
+        except BaseException as error:
+            # An exchange that failed has closed the pipeline already.
+            if self._board.failed is None:
+                if isinstance(error, Exception) and self._all_stopped_here():
+                    self._settle()
+                else:
+                    self._board.abort(f"{type(error).__name__}: {error}")
+            raise
+        finally:
+            self.running = False
+
+    def in_groups(self, loops: Sequence[Callable[[], T]]) -> list[T]:
+        """Run one loop for each group of a batch, all of which make their forwards on the stages; return what they do.
+
+        The first error of a loop ends all of them and is raised. Every rank passes equal loops.
+        """
+        self.groups = [Group() for _ in loops]
+        settled = [partial(self._completed, loop) for loop in loops]
+        if len(loops) == 1:
+            return [settled[0]()]
+        self._turns = Turns(len(loops), self._board.position.follow)
+        try:
+            return self._turns.run(
+                settled, self._device, lambda error: self._board.abort(f"{type(error).__name__}: {error}")
+            )
+        finally:
+            self._turns = None
+            self._board.position.follow()
+
+    @property
+    def group(self) -> Group:
+        """The group whose turn it is."""
+        return self.groups[self.number]
+
+    @property
+    def number(self) -> int:
+        """The number of the group whose turn it is."""
+        return 0 if self._turns is None else self._turns.current
+
+    @property
+    def progress(self) -> int:
+        """See `position.Inside`."""
+        return self.exchanges
+
+    @property
+    def place(self) -> str:
+        """See `position.Inside`."""
+        return f"at exchange {self.exchanges}"
+
+    def gather(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Every rank's `numbers` (up to 63 bits each, equally many on every rank), in pipeline order."""
+        mine = torch.tensor(numbers, dtype=torch.int64)
+        every = [torch.empty_like(mine) for _ in self.ranks]
+        with self._exchange("comparing arguments"):
+            dist.all_gather(every, mine, group=self._process_groups.model_parallel_control)
+        return [theirs.tolist() for theirs in every]
+
+    def any(self, flags: torch.Tensor) -> torch.Tensor:
+        """Which of `flags` (bool, any shape) are set on at least one rank."""
+        if len(self.ranks) == 1:
+            return flags
+        numbers = flags.to(self._device, torch.uint8, copy=True)
+        with self._exchange("agreeing when to stop"):
+            dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._process_groups.model_parallel)
+        return numbers.to(flags.device, torch.bool)
+
+    def adopt_random_state(self) -> None:
+        """Go on from the random state of the rank that chose the tokens."""
+        if len(self.ranks) > 1:
+            pipeline = self._context.pipeline
+            with self._exchange("sharing the random state"):
+                rank = pipeline.global_rank(pipeline.num_stages - 1, 0)
+                adopt_random_state(rank, self._process_groups.model_parallel_control, self._device)
+
+    @contextmanager
+    def _exchange(self, doing: str) -> Iterator[None]:
+        """Around communication: an error in here is an error on every rank, as the others wait for this one."""
+        self.exchanges += 1
+        with self._board.guard(doing, self.ranks):
+            yield
+
+    def _completed(self, loop: Callable[[], T]) -> T:
+        """What `loop` returns. If it fails where the other ranks wait for tokens, they hear of it.
+
+        Not on an accelerator, where to look for that would make the host wait: there it ends the pipeline.
+        """
+        try:
+            return loop()
+        except (Exception, Stopped):
+            spec = self.group.token
+            ends_here = self._board.failed is not None or self._interrupted
+            if spec is not None and self.chooses and not ends_here and self._device.type == "cpu":
+                self._give(torch.full(spec.shape, NO_TOKEN, dtype=spec.dtype))
+            raise
+
+    @property
+    def _interrupted(self) -> bool:
+        """Whether a signal has ended this rank's loops. The others are then told only that."""
+        error = None if self._turns is None else self._turns.error
+        return error is not None and not isinstance(error, Exception)
+
+    def _settle(self) -> None:
+        """Receive what is on its way and let what was sent arrive: nothing is left for the next session."""
+        with self._board.guard("ending a generation", self.ranks):
+            while self._due:  # of loops that all ranks have ended before these tokens were chosen
+                spec = self._due.popleft()
+                self._results.give([torch.zeros(spec.shape, dtype=spec.dtype, device=self._device)], specs=[spec])
+            self._results.drain()
+            self._channels.flush()
+
+    def _all_stopped_here(self) -> bool:
+        return self._board.agree(f"generation/{self._num_sessions}", str(self.exchanges), self.ranks, patience=0.0)
+
+    @contextmanager
+    def _one_random_state(self) -> Iterator[None]:
+        if len(self.ranks) == 1:
+            yield
+            return
+        with self._exchange("sharing the random state"):
+            own = adopt_random_state(self.ranks[0], self._process_groups.model_parallel_control, self._device)
+        try:
+            yield
+        finally:
+            if own is not None:
+                set_states(generators_of(self._device), own)
+
+    # -- a forward -------------------------------------------------------------------------------------------------
+
+    def forward(self, inputs: Mapping[str, Any], call: Callable[..., Any] | None = None) -> Any:
+        """Run the model's forward, or `call`, on all stages.
+
+        Args:
+            inputs: arguments by name, the same on every rank; a cache among them holds each rank's own layers.
+            call: what to run in place of the model, such as its encoder's forward.
+
+        Returns:
+            An output of the model's own class. Its tensors are the last stage's on every rank; of logits with several
+            positions only the last one is left, unless `every_position`. With `tokens_only`, the logits are the last
+            stage's only, and `tokens` is due on every rank. A cache in it holds the rank's own layers.
+
+        Raises:
+            NotImplementedError: these inputs cannot be run on these stages; says why.
+            SettingsMismatch: the ranks planned different forwards.
+            PipelineFailure: a rank was lost or failed.
+        """
+        choosing = self.group.tokens_only and call is None
+        self.inside = True
+        try:
+            plan = self._split.plan(inputs, call=call)
+        finally:
+            self.inside = False
+        if plan.controlled:
+            raise refusal(self._split.model, "what its code does next depends on values that one stage alone has")
+        if plan.digest not in self._compared:
+            self._compare(plan)
+        prefill = None if self._turns is None or call is not None else self._prefill(inputs)
+        with self._exchange("exchanging values in generation"):
+            parts = [self._forwards.begin(plan, part) for part in ([inputs] if prefill is None else prefill.parts)]
+        stopped = self._pass_on() if self.chooses else None
+        with self._board.guard("exchanging values in generation", self.ranks), torch.no_grad():
+            self.inside = True
+            try:
+                outputs = [self._forwards.run(part, call) for part in parts]
+            finally:
+                self.inside = False
+            if not all(isinstance(each, dict) for each in outputs):
+                raise TypeError(f"generation needs outputs with named fields, not a {type(outputs[0]).__name__}")
+            output = outputs[0] if prefill is None else prefill.joined(outputs)
+            leaves, structure = self._shared_fields(output, inputs, choosing)
+            expected = self._offer(leaves, plan, choosing)
+            if choosing:
+                self._expect_tokens(output)
+            # What is older has arrived: its answer is here.
+            self._channels.flush(keep=len(self.groups) * len(parts))
+        stopped = stopped if self.chooses else self._pass_on()
+        if stopped is not None:
+            raise stopped
+        if expected is not None:
+            with self._board.guard("receiving results in generation", self.ranks):
+                taken = iter(self._results.take(expected))
+            leaves = [next(taken) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        for name, value in pytree.tree_unflatten(leaves, structure).items():
+            output[name] = value
+        return output
+
+    def _compare(self, plan: ForwardPlan) -> None:
+        """Raise SettingsMismatch, on every rank, if the others' plan is another one."""
+        if len(self.ranks) > 1:
+            every = self.gather([plan.checksum])
+            compare_plans({rank: checksum for rank, (checksum,) in zip(self.ranks, every, strict=True)})
+        self._compared.add(plan.digest)
+
+    def tokens(self, chosen: torch.Tensor) -> torch.Tensor:
+        """After a forward with `tokens_only`: the tokens that the rank of the last stage has chosen.
+
+        Args:
+            chosen: these tokens there, shape (samples,); of no meaning on other ranks.
+
+        Raises:
+            RuntimeError: it has failed to choose any.
+        """
+        group = self.group
+        if self.chooses:
+            self._give(chosen)
+            return chosen
+        expected, group.expected, group.token = group.expected, None, None
+        assert expected is not None
+        with self._board.guard("receiving tokens in generation", self.ranks):
+            (tokens,) = self._results.take(expected)
+        if tokens.is_cpu and bool((tokens == NO_TOKEN).any()):
+            rank = self._context.output_rank
+            raise RuntimeError(f"rank {rank}, which holds the last stage, failed to choose the next tokens: see there")
+        return tokens.to(chosen.device)
+
+    def _expect_tokens(self, output: Any) -> None:
+        """Tokens are due for the last position of the output's logits, which no other rank needs."""
+        group, logits = self.group, output["logits"]
+        group.token = TensorSpec((logits.shape[0],), torch.int64)
+        if self.chooses:
+            self._due.append(group.token)
+        else:
+            output["logits"] = logits.new_zeros((logits.shape[0], 1, 1))
+            group.expected = self._results.expect(1, specs=[group.token])
+
+    def _give(self, chosen: torch.Tensor) -> None:
+        """Send the tokens."""
+        group = self.group
+        assert group.token is not None
+        with self._board.guard("sending tokens in generation", self.ranks):
+            self._results.give([chosen.to(self._device, torch.int64)], specs=[group.token])
+        group.token = None
+        self._due.popleft()
+
+    def _pass_on(self) -> Stopped | None:
+        """Let the other groups have a turn each; return what is to be raised at the end of the forward, if anything.
+
+        A forward that has begun is ended, as other ranks have done their part of it, or wait for this rank's.
+        """
+        if self._turns is None:
+            return None
+        try:
+            self._turns.pass_on()
+        except Stopped as stopped:
+            if self._board.failed is not None or self._interrupted:
+                raise
+            return stopped
+        return None
+
+    def _prefill(self, inputs: Mapping[str, Any]) -> Prefill | None:
+        """How the prompts of a group are worked on in parts, so that the next stage has not to wait for all of them."""
+        if self._context.pipeline.num_stages != self._context.pipeline.num_ranks:
+            return None
+        return Prefill.of(inputs, LEAST_TOKENS if self._device.type == "cpu" else LEAST_TOKENS_ELSEWHERE)
+
+    # -- the result ------------------------------------------------------------------------------------------------
+
+    def _shared_fields(
+        self, output: Any, inputs: Mapping[str, Any], choosing: bool
+    ) -> tuple[list[Any], pytree.TreeSpec]:
+        """The leaves of those fields of an output that every rank needs, and how they are put together."""
+        encoded = inputs.get("encoder_outputs") is not None  # known everywhere, since it was given
+        fields = {
+            name: value
+            for name, value in output.items()
+            if value is not None
+            and not isinstance(value, Cache)
+            and not (encoded and name.startswith("encoder_"))
+            and not (choosing and name == "logits")
+        }
+        logits = fields.get("logits")
+        if isinstance(logits, torch.Tensor) and logits.dim() == 3 and not self.every_position:
+            fields["logits"] = logits[:, -1:]
+        return pytree.tree_flatten(fields)
+
+    def _offer(self, leaves: Sequence[Any], plan: ForwardPlan, choosing: bool) -> Expected | None:
+        """Send the last stage's tensors to the other ranks, whose own are placeholders of the same shapes."""
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if not tensors or not self._results.needed:
+            return None
+        key = (plan.digest, torch.is_autocast_enabled(self._device.type), *(tensor.shape for tensor in tensors))
+        if self.chooses:
+            self._results.give(tensors, None if choosing else key)
+            return None
+        return self._results.expect(len(tensors), None if choosing else key)

@@ -1,0 +1,168 @@
+"""Single forwards over the stages of one rank: what each receives, computes and sends. `decoding` drives them.
+
+Messages are asked for before they are taken, and forwards of other groups may go by meanwhile. What kind of messages a
+forward has follows from its inputs, so that most of them need no header; see `Series`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from transformers.cache_utils import Cache, EncoderDecoderCache
+
+from penstock.generation.series import Expected, Series, series_over
+from penstock.generation.stage_caches import StageCaches
+from penstock.modeling.graph.plan import ForwardPlan
+from penstock.modeling.placeholders.caches import past_length
+from penstock.modeling.randomness import mixed
+from penstock.runtime.context import RankContext
+from penstock.runtime.labels import label
+from penstock.runtime.stages import StageExecutor
+
+
+@dataclass(frozen=True)
+class Forward:
+    """A forward that has begun, or a part of it with some of its samples.
+
+    Attributes:
+        key, family: what decides what crosses the boundaries; see `Series`.
+        incoming: what was asked for, by stage.
+    """
+
+    plan: ForwardPlan
+    inputs: Mapping[str, Any]
+    key: Hashable
+    family: Hashable | None
+    incoming: dict[int, Expected] = field(default_factory=dict)
+
+    def send(self, series: Series, tensors: Sequence[torch.Tensor]) -> None:
+        """Send what crosses a boundary."""
+        if tensors:
+            series.give(tensors, self.key, self.family)
+
+
+class SingleForwards:
+    """Runs single forwards over the stages of one rank.
+
+    Attributes:
+        seed: of the dropout of the last forward; None before the first one of a generation.
+    """
+
+    def __init__(self, context: RankContext, stages: StageExecutor) -> None:
+        self.seed: int | None = None
+        self._stages, self._split = stages, stages.split
+        self._channels, self._device = stages.boundaries.channels, context.device
+        self._own_stages = own = context.stages
+        last = context.pipeline.num_stages - 1
+        # The series over the boundaries to other ranks, by the stage of this rank.
+        self._below, self._above = (
+            {
+                stage: series_over(self._channels, boundary, upper, self._device)
+                for stage, boundary, neighbour in ((each, each - upper, each + (-1 if upper else 1)) for each in own)
+                if 0 <= neighbour <= last and neighbour not in own
+            }
+            for upper in (True, False)
+        )
+        for series in (*self._below.values(), *self._above.values()):
+            context.board.on_abort(series.clear)
+
+    def begin(self, plan: ForwardPlan, inputs: Mapping[str, Any]) -> Forward:
+        """Begin a forward with these inputs: post receives for what this rank's stages receive in it.
+
+        On an accelerator that is asked for only when the stage is to run: a receive that is posted holds up what is
+        computed after it, and what it waits for may follow from that.
+        """
+        autocast = torch.is_autocast_enabled(self._device.type)
+        family = _family(plan, inputs)
+        begun = Forward(plan, inputs, (plan.digest, autocast, *_shapes(inputs)), family and (autocast, family))
+        if self._channels.receives_ahead:
+            for stage in self._below:
+                self._ask(begun, stage)
+        return begun
+
+    def _ask(self, begun: Forward, stage: int) -> None:
+        """Ask for what a stage receives, unless that was done."""
+        series, count = self._below.get(stage), len(begun.plan.boundaries[stage - 1]) if stage else 0
+        if series is not None and count and stage not in begun.incoming:
+            begun.incoming[stage] = series.expect(count, begun.key, begun.family)
+
+    def run(self, begun: Forward, call: Callable[..., Any] | None) -> Any:
+        """Run the model's forward, or `call`, on this rank's stages.
+
+        Returns:
+            The model's output, in which only the values of the last stage are right.
+        """
+        plan, inputs, seed = begun.plan, begun.inputs, self._next_seed()
+        caches = StageCaches(plan, self._own_stages, inputs) if len(self._own_stages) > 1 else None
+        output = None
+        handed: list[Sequence[torch.Tensor]] = [()]
+        for stage in self._own_stages:
+            self._ask(begun, stage)
+            expected, above = begun.incoming.get(stage), self._above.get(stage)
+            with label(f"F stage {stage}"):
+                output = self._stages.walk(
+                    plan,
+                    stage,
+                    inputs if caches is None else caches.inputs(stage),
+                    handed.pop if expected is None else partial(self._below[stage].take, expected),
+                    handed.append if above is None else partial(begun.send, above),
+                    seed=seed,
+                    early_exit=stage != self._own_stages[-1],
+                    call=call,
+                )
+        if caches is not None:
+            caches.merge(output)
+        return output
+
+    def _next_seed(self) -> int | None:
+        """In training mode with dropout: a seed of its own for every forward, so that no rank's generator moves."""
+        if not (self._split.random and self._split.model.training):
+            return None
+        self.seed = int(torch.randint(1 << 62, ())) if self.seed is None else mixed(self.seed, 1)
+        return self.seed
+
+
+def _shapes(inputs: Mapping[str, Any]) -> Iterator[Hashable]:
+    """What decides the shapes at every boundary: those of the inputs, and the lengths of caches."""
+    for name, value in inputs.items():
+        if isinstance(value, torch.Tensor):
+            yield name, value.shape, value.dtype
+        elif isinstance(value, Cache):
+            yield name, type(value), past_length(value), _limits(value)
+        elif value is not None:
+            yield (
+                name,
+                *((x.shape, x.dtype) if isinstance(x, torch.Tensor) else x for x in pytree.tree_leaves(value)),
+            )
+
+
+def _family(plan: ForwardPlan, inputs: Mapping[str, Any]) -> Hashable | None:
+    """What forwards of one more token each have in common, whatever was cached before; None for other forwards."""
+    cache = next((value for value in inputs.values() if isinstance(value, Cache)), None)
+    new = next((inputs[name] for name in ("decoder_input_ids", "input_ids") if inputs.get(name) is not None), None)
+    if cache is None or new is None or new.shape[1] != 1:
+        return None
+    total = past_length(cache) + 1
+
+    def without_length(name: str, value: Any) -> Hashable:
+        if isinstance(value, Cache):
+            return name, type(value), _limits(value)
+        return name, *(
+            ((*x.shape[:1], *("length" if size == total else size for size in x.shape[1:])), x.dtype)
+            if isinstance(x, torch.Tensor)
+            else x
+            for x in pytree.tree_leaves(value)
+        )
+
+    return (plan.digest, *(without_length(name, value) for name, value in inputs.items() if value is not None))
+
+
+def _limits(cache: Cache) -> Hashable:
+    """How long the layers of a static cache can become."""
+    part = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+    return frozenset(getattr(layer, "max_cache_len", None) for layer in part.layers)

@@ -1,0 +1,179 @@
+"""Which pipelines a run has: their templates' ranks, schedules and microbatches, checked, or written as `1x3,2x5`.
+
+No torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from penstock.layout.template import StageTemplate
+from penstock.schedule.actions import Schedule
+from penstock.schedule.generators import DEFAULT_SCHEDULE, build, default_stages_per_rank
+from penstock.schedule.text import own_or_named, written_schedule
+
+AnyTemplate = TypeVar("AnyTemplate", bound=StageTemplate)
+# Per template, or one number for each pipeline.
+Microbatches = Mapping[StageTemplate, int] | Sequence[int]
+# A name, the path of a .csv file, or rows; of every pipeline, or per template.
+OneSchedule = str | Path | Sequence[str]
+Schedules = OneSchedule | Mapping[StageTemplate, OneSchedule]
+
+
+def parse_pipelines(text: str) -> list[tuple[int, int]]:
+    """Read pipelines written as stages x microbatches: `1x3,2x5` is `[(1, 3), (2, 5)]`.
+
+    Under a schedule that puts several stages on a rank the first number is that of ranks; see `num_stages_on`.
+
+    Raises:
+        ValueError: it is not written so, or a number is 0.
+    """
+    found = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)\s*[xX×]\s*(\d+)\s*", part)
+        if match is None or 0 in (int(match[1]), int(match[2])):
+            raise ValueError(
+                "pipelines are written as stages x microbatches with commas between them, such as 1x3,2x5; "
+                f"{part!r} in {text!r} is not"
+            )
+        found.append((int(match[1]), int(match[2])))
+    return found
+
+
+def check_schedule(schedule: Schedules) -> None:
+    """Check what a user gave as the schedule of pipelines, as far as can be told without the pipelines.
+
+    Raises:
+        TypeError: it is no schedule, or a dict with keys that are no templates.
+        ValueError: an unknown name, or a schedule written out that is invalid. FileNotFoundError: no such .csv file.
+    """
+    if isinstance(schedule, Mapping):
+        for template in schedule:
+            if not isinstance(template, StageTemplate):
+                raise TypeError(f"the keys of schedule must be pipeline templates, got {template!r}")
+    for one in schedule.values() if isinstance(schedule, Mapping) else (schedule,):
+        if not isinstance(one, str | Path | Sequence):
+            raise TypeError(
+                "schedule must be a name, the path of a .csv file, a list with a row for each rank, or a dict with one "
+                f"of these for each template, got {one!r}"
+            )
+        written_schedule(one)
+
+
+def num_stages_on(num_ranks: int, schedule: str) -> int:
+    """Stages of a pipeline on `num_ranks` ranks: as many on each as the named schedule has; on a single rank one, as
+    there is nothing to overlap. Raises ValueError for an unknown name."""
+    per_rank = default_stages_per_rank(schedule)
+    return num_ranks if num_ranks == 1 else num_ranks * per_rank
+
+
+def schedule_maker(template: StageTemplate, schedule: Schedules) -> Callable[[int], Schedule]:
+    """What makes a template's schedule for any number of microbatches. It tells the template's ranks, too.
+
+    A template of one stage takes one rank under any named schedule.
+
+    Args:
+        schedule: of all templates, or a dict with one for each.
+
+    Raises:
+        ValueError: it has none for this template, or one for another number of stages.
+    """
+    if isinstance(schedule, Mapping):
+        if template not in schedule:
+            raise ValueError(f"schedule has no key {template!r}: give one for every template")
+        schedule = schedule[template]
+    written = written_schedule(schedule)
+    if written is not None:
+        if written.num_stages != template.num_stages:
+            raise ValueError(
+                f"schedule {written.name!r} is written for {written.num_stages} stages, but {template!r} has "
+                f"{template.num_stages}"
+            )
+        return own_or_named(schedule, written.num_ranks)
+    assert isinstance(schedule, str)
+    per_rank = default_stages_per_rank(schedule)
+    if template.num_stages == 1 and per_rank > 1:
+        return partial(build, DEFAULT_SCHEDULE, 1)
+    if template.num_stages % per_rank:
+        raise ValueError(
+            f"schedule {schedule!r} puts {per_rank} stages on each rank, but {template!r} has {template.num_stages}: "
+            f"make templates with a multiple of {per_rank} stages, or choose another schedule for this one "
+            "(schedule={template: name, ...})"
+        )
+    return partial(build, schedule, template.num_stages // per_rank)
+
+
+def check_templates(pipelines: Sequence[AnyTemplate]) -> tuple[AnyTemplate, ...]:
+    """The templates of a run, which must place the same modules.
+
+    Raises:
+        TypeError: `pipelines` is no sequence of templates.
+        ValueError: there are none, or two are for different models.
+    """
+    if isinstance(pipelines, StageTemplate) or not isinstance(pipelines, Sequence):
+        raise TypeError(f"pipelines must be a list of PipelineTemplate, got {pipelines!r}")
+    for template in pipelines:
+        if not isinstance(template, StageTemplate):
+            raise TypeError(f"pipelines must be a list of PipelineTemplate, got {template!r} in it")
+    if not pipelines:
+        raise ValueError("pipelines is empty: at least one pipeline template is needed")
+    first = pipelines[0]
+    for template in pipelines[1:]:
+        if set(template.modules) != set(first.modules):
+            different = sorted(set(template.modules) ^ set(first.modules))
+            raise ValueError(
+                f"The pipeline templates are for different models: {first!r} and {template!r} differ in "
+                f"{', '.join(different[:4])}"
+            )
+    return tuple(pipelines)
+
+
+def check_ranks(ranks: Sequence[int], tp_size: int, world_size: int) -> None:
+    """Check that pipelines on so many ranks each use all ranks of the world.
+
+    Raises:
+        AssertionError: they need more or fewer.
+    """
+    needed = sum(ranks) * tp_size
+    if needed != world_size:
+        raise AssertionError(
+            "Number of ranks in pipeline templates does not match world size: the pipelines need "
+            f"({' + '.join(map(str, ranks))}) x tp_size {tp_size} = {needed} ranks, but the world has {world_size}"
+        )
+
+
+def check_microbatches(pipelines: Sequence[StageTemplate], num_microbatches: Microbatches) -> tuple[int, ...]:
+    """The number of microbatches of each pipeline.
+
+    Raises:
+        AssertionError: a pipeline has none given.
+        TypeError: `num_microbatches` is neither a mapping nor a sequence, or holds something that is no integer.
+        ValueError: a number below 1.
+    """
+    missing = "All pipelines must have a corresponding number of microbatches"
+    if isinstance(num_microbatches, Mapping):
+        for template in pipelines:
+            if template not in num_microbatches:
+                raise AssertionError(f"{missing}: num_microbatches has no key {template!r}")
+        counts = [num_microbatches[template] for template in pipelines]
+    elif isinstance(num_microbatches, list | tuple):
+        if len(num_microbatches) != len(pipelines):
+            raise AssertionError(
+                f"{missing}: there are {len(pipelines)} pipelines, but {len(num_microbatches)} numbers of microbatches"
+            )
+        counts = list(num_microbatches)
+    else:
+        raise TypeError(
+            "num_microbatches must be a dict from pipeline templates to integers, or a list with an integer for each "
+            f"pipeline, got {num_microbatches!r}"
+        )
+    for index, (template, count) in enumerate(zip(pipelines, counts, strict=True)):
+        if isinstance(count, bool) or not hasattr(count, "__index__"):
+            raise TypeError(f"the number of microbatches of pipeline {index} ({template!r}) is no integer: {count!r}")
+        if count < 1:
+            raise ValueError(f"pipeline {index} ({template!r}) needs at least 1 microbatch, but has {count}")
+    return tuple(int(count) for count in counts)

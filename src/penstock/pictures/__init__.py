@@ -1,0 +1,1 @@
+"""What a run or a schedule looks like: simulation, timelines, drawings, tables. Above the core."""

@@ -1,0 +1,205 @@
+"""What a layout of pipelines looks like: a table, a picture with the timeline of a step, lines in the log. No torch."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from rich.table import Column, Table
+
+from penstock.layout.announce import compact, ranks_of
+from penstock.layout.layout import Layout
+from penstock.pictures.costs import Costs
+from penstock.pictures.gantt import FAINT, gantt_svg, svg_head, svg_text
+from penstock.pictures.layout_simulation import LayoutSimulation, simulate_layout
+from penstock.pictures.tables import as_text
+from penstock.schedule.actions import Schedule
+
+# Colours of the pipelines, in turn; pale enough for dark letters.
+COLOURS = ("#bbd7ee", "#c5e3cf", "#fbe3a8", "#dccbe8", "#f6cdb8", "#cfd8dc")
+LEFT, TOP, ROW, GAP, WIDTH = 150.0, 64.0, 44.0, 12.0, 760.0
+# Width of a letter, in font sizes: a box shows the longest of its labels that fits.
+LETTER = 0.56
+
+
+@dataclass(frozen=True)
+class LayoutDescription:
+    """The pipelines of a run. `str()` of it is the table.
+
+    Attributes:
+        model_name: what the templates are for.
+        layout: where the pipelines are placed.
+        schedules: of each pipeline in a step.
+        microbatch_size: samples in a microbatch.
+        parameters: per pipeline and stage, how many the stage holds; None if no model was at hand.
+        costs: the relative cost of each unit; None if no model was at hand.
+    """
+
+    model_name: str
+    layout: Layout
+    schedules: tuple[Schedule, ...]
+    microbatch_size: int
+    parameters: Sequence[Sequence[int]] | None = None
+    costs: Mapping[str, float] | None = None
+
+    @property
+    def num_microbatches(self) -> tuple[int, ...]:
+        """The number of microbatches of each pipeline in a step."""
+        return tuple(schedule.num_microbatches for schedule in self.schedules)
+
+    @property
+    def schedule_names(self) -> str:
+        """The schedules' names, each once."""
+        return ", ".join(dict.fromkeys(schedule.name for schedule in self.schedules))
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples in a step, over all pipelines."""
+        return sum(self.num_microbatches) * self.microbatch_size
+
+    def share(self, pipeline: int) -> float:
+        """The part of the global batch that a pipeline gets, between 0 and 1."""
+        return self.num_microbatches[pipeline] / sum(self.num_microbatches)
+
+    def __str__(self) -> str:
+        return as_text(self.title, *map(self._table, range(len(self.layout.pipelines))), self.caption)
+
+    def _table(self, index: int) -> Table:
+        """The stages of one pipeline."""
+        pipeline, count = self.layout.pipelines[index], self.num_microbatches[index]
+        table = Table(
+            Column("stage", justify="right"), Column("rank", justify="right"), Column("units", overflow="fold"),
+            title=f"pipeline {index}: {count} microbatch{'es' * (count != 1)}, {self.share(index):.1%} of the batch",
+            title_justify="left",
+        )  # fmt: skip
+        if self.parameters is not None:
+            table.add_column("parameters", justify="right")
+        for stage, units in enumerate(pipeline.stages):
+            held = () if self.parameters is None else (f"{self.parameters[index][stage]:,}",)
+            table.add_row(str(stage), ranks_of(pipeline, stage), compact(units), *held)
+        return table
+
+    def data(self) -> dict[str, Any]:
+        """The same for JSON."""
+        pipelines = []
+        for index, pipeline in enumerate(self.layout.pipelines):
+            size = pipeline.tensor_parallel_size
+            firsts = [pipeline.global_rank(stage) for stage in range(pipeline.num_stages)]
+            stages: list[dict[str, Any]] = [
+                {"ranks": list(range(first, first + size)), "units": list(units)}
+                for first, units in zip(firsts, pipeline.stages, strict=True)
+            ]
+            for stage, held in zip(stages, self.parameters[index] if self.parameters else (), strict=False):
+                stage["parameters"] = held
+            pipelines.append(
+                {
+                    "schedule": self.schedules[index].name,
+                    "microbatches": self.num_microbatches[index],
+                    "share_of_batch": self.share(index),
+                    "stages": stages,
+                }
+            )
+        return {
+            "model": self.model_name,
+            "ranks": self.layout.world_size,
+            "microbatch_size": self.microbatch_size,
+            "global_batch_size": self.global_batch_size,
+            "segments": len(self.layout.segments()),
+            "pipelines": pipelines,
+        }
+
+    @property
+    def title(self) -> str:
+        return f"{self.model_name}: {len(self.layout.pipelines)} pipeline(s) on {self.layout.world_size} rank(s)"
+
+    @property
+    def caption(self) -> str:
+        return (
+            f"global batch: {sum(self.num_microbatches)} microbatches of {self.microbatch_size} = "
+            f"{self.global_batch_size} samples; schedule {self.schedule_names}; gradients are summed in "
+            f"{len(self.layout.segments())} segment(s)"
+        )
+
+    def simulate(self) -> LayoutSimulation:
+        """A step as the modules' costs predict it, or as if all modules cost the same; without communication."""
+        pipelines = []
+        for pipeline, schedule in zip(self.layout.pipelines, self.schedules, strict=True):
+            stages = [
+                sum(self.costs[unit] if self.costs else 1.0 for unit in stage_units) for stage_units in pipeline.stages
+            ]
+            # Input and weight gradients take about as long as the forward each: the same matrix products.
+            pipelines.append((schedule, Costs(forward=stages, backward=stages, weight=stages)))
+        return simulate_layout(pipelines)
+
+    def svg(self) -> str:
+        """The layout, and below it the timeline of a step, as one SVG document."""
+        step = self.simulate()
+        timeline = gantt_svg(step.events, f"a step under {self.schedule_names}, as the modules' costs predict it")
+        match = re.search(r'viewBox="0 0 (\d+) (\d+)"', timeline)
+        assert match is not None  # gantt_svg always has one
+        inner_width, inner_height = int(match[1]), int(match[2])
+        height = TOP + len(self.layout.pipelines) * (ROW + GAP) + 34
+        total_width = max(LEFT + WIDTH + 30, inner_width)
+        parts = [
+            *svg_head(total_width, height + inner_height, self.title),
+            svg_text(LEFT, 24, self.title, size=15, weight="bold"),
+            svg_text(LEFT, 44, self.caption, size=12, colour=FAINT),
+            *self._segments(height),
+            *(part for index in range(len(self.layout.pipelines)) for part in self._row(index)),
+            timeline.replace("<svg ", f'<svg y="{height:.0f}" ', 1).rstrip("\n"),
+            "</svg>",
+        ]
+        return "\n".join(parts) + "\n"
+
+    def write_svg(self, path: str | os.PathLike[str]) -> Path:
+        """Write `svg()` to a file. Raises ValueError unless it ends in .svg."""
+        path = Path(path)
+        if path.suffix != ".svg":
+            raise ValueError(f"a layout is drawn as .svg, but the path is {path}")
+        path.write_text(self.svg(), encoding="utf-8")
+        return path
+
+    def _row(self, index: int) -> Iterator[str]:
+        pipeline, y = self.layout.pipelines[index], TOP + index * (ROW + GAP)
+        count = self.num_microbatches[index]
+        yield svg_text(LEFT - 12, y + 18, f"pipeline {index}", size=13, anchor="end", weight="bold")
+        plural = "" if count == 1 else "es"
+        share = f"{count} microbatch{plural}, {self.share(index):.0%}"
+        yield svg_text(LEFT - 12, y + 34, share, size=11, colour=FAINT, anchor="end")
+        step, position = WIDTH / len(self.layout.units), 0
+        for stage, units in enumerate(pipeline.stages):
+            x, width = LEFT + position * step, len(units) * step
+            position += len(units)
+            yield (
+                f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{ROW:.0f}" rx="4" '
+                f'fill="{COLOURS[index % len(COLOURS)]}" stroke="{FAINT}">'
+                f"<title>{escape(', '.join(units))}</title></rect>"
+            )
+            size = "" if self.parameters is None else f", {_short(self.parameters[index][stage])} parameters"
+            rank, number = ranks_of(pipeline, stage), f"{len(units)} unit" + ("" if len(units) == 1 else "s")
+            for line, labels in ((18, (f"rank {rank}", rank)), (34, (number + size, number, str(len(units))))):
+                label = next((text for text in labels if len(text) * LETTER * 12 < width), "")
+                yield svg_text(x + width / 2, y + line, label, size=12, anchor="middle")
+
+    def _segments(self, height: float) -> Iterator[str]:
+        """Dashed lines where some pipeline has a boundary: between two of them lies a segment."""
+        step, position = WIDTH / len(self.layout.units), 0
+        for segment in self.layout.segments()[:-1]:
+            position += len(segment.units)
+            x = LEFT + position * step
+            yield (
+                f'<line x1="{x:.1f}" y1="{TOP - 8:.0f}" x2="{x:.1f}" y2="{height - 30:.0f}" stroke="{FAINT}" '
+                'stroke-dasharray="3 3"/>'
+            )
+
+
+def _short(number: int) -> str:
+    for unit, name in ((10**9, "G"), (10**6, "M"), (10**3, "k")):
+        if number >= unit:
+            return f"{number / unit:.3g} {name}"
+    return str(number)

@@ -1,0 +1,107 @@
+"""Recording steps as they ran: every action, wait and reduction of every rank, drawn like the simulator's."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Generator, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from penstock.pictures.events import EventKind, TimedEvent, with_waits
+from penstock.pictures.timeline import write_timeline
+from penstock.runtime.boundary.p2p import P2PChannels
+from penstock.runtime.context import RankContext
+
+# Waits shorter than this are the cost of the check, not waiting.
+SHORTEST_WAIT = 20e-6
+
+
+class Recorder:
+    """Collects one rank's events, step by step. Times are this process's monotonic clock, in seconds."""
+
+    def __init__(self, context: RankContext, channels: P2PChannels):
+        self._context, self._channels = context, channels
+        self._rank = context.place.pipeline_rank
+        self._events: list[TimedEvent] = []
+        self._waited_until = 0.0
+        # Where the file is written, the events of all ranks in the steps that are in it.
+        self._written: list[TimedEvent] = []
+        self._began: float | None = None
+
+    def recording(
+        self,
+        step: Generator[Any, None, None],
+        path: str | os.PathLike[str] | None,
+        number: int,
+        goes_on: bool = False,
+    ) -> Generator[Any, None, None]:
+        """Run `step`, the training step `number`, and record it.
+
+        If a path is given, write there what all ranks of the pipeline recorded, after the steps that are there already
+        if it `goes_on`.
+        """
+        self._events.clear()
+        self._channels.on_wait = self.wait
+        try:
+            yield from step
+        finally:
+            self._channels.on_wait = None
+        group = self._context.groups.pipeline_control
+        with self._context.board.guard("working together"):
+            events, began = self._gather(group)
+            if path is not None:
+                if not goes_on:
+                    self._written, self._began = [], None
+                if self._began is None:
+                    self._began = began
+                later = began - self._began
+                self._written += [
+                    replace(event, start=event.start + later, end=event.end + later, step=number) for event in events
+                ]
+                numbers = sorted({event.step for event in self._written if event.step is not None})
+                which = f"steps {numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else "a step"
+                _write(self._written, path, f"{which} on {dist.get_world_size(group)} ranks, as run")
+
+    def action(self, kind: str, stage: int, microbatch: int, start: float, end: float) -> None:
+        """An action that ran from `start` to `end`; what it waited for its input is not counted as its own."""
+        start = min(max(start, self._waited_until), end)
+        self._events.append(TimedEvent(self._rank, EventKind(kind), start, end, stage, microbatch))
+
+    def wait(self, start: float, end: float) -> None:
+        """A wait for a message, inside an action."""
+        self._waited_until = end
+
+    def reductions(self, intervals: Iterable[tuple[float, float]]) -> None:
+        """Buckets of gradients that were under way in these intervals."""
+        self._events += [TimedEvent(self._rank, EventKind.REDUCTION, start, end) for start, end in intervals]
+
+    def _gather(self, group: dist.ProcessGroup) -> tuple[list[TimedEvent], float]:
+        """All ranks' events of the step, from time 0, and when that was. Every rank of the pipeline calls this.
+
+        On one machine the clocks are one. Between machines they are not, so there each machine's events begin at 0.
+        """
+        gathered: list[Any] = [None] * dist.get_world_size(group)
+        here = socket.gethostname()
+        dist.all_gather_object(gathered, (here, self._events), group=group)
+        origins: dict[str, float] = {}
+        for host, events in gathered:
+            for event in events:
+                origins[host] = min(origins.get(host, event.start), event.start)
+        shifted = [
+            replace(event, start=event.start - origins[host], end=event.end - origins[host])
+            for host, events in gathered
+            for event in events
+        ]
+        return with_waits(shifted, SHORTEST_WAIT), origins.get(here, 0.0)
+
+
+def _write(events: list[TimedEvent], path: str | os.PathLike[str], title: str) -> None:
+    """Write a timeline whole or not at all: .svg for a chart, .json for a Chrome trace."""
+    path = Path(path)
+    draft = path.with_name(f".{path.stem}.draft{path.suffix}")
+    write_timeline(events, draft, title)
+    os.replace(draft, path)

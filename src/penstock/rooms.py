@@ -1,0 +1,30 @@
+"""Where the faces find the rooms above the core: imported when they are first used, and not before."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from penstock.layout.layout import Layout
+
+_ROOMS = {
+    "prepare_dataloader": "penstock.data.loader",
+    "auto_pipeline_size": "penstock.planning.auto",
+    "initialize_peft": "penstock.integrations.peft",
+    "model_checkpoints": "penstock.checkpoint.model_methods",
+    "generate": "penstock.generation.generate",
+    "TensorParallel": "penstock.tensor_parallel.apply",
+    "Recorder": "penstock.pictures.recorder",
+    "from_live_ranks": "penstock.elastic.moving",
+}
+
+
+def sharding_of(layout: Layout) -> Any:
+    """What makes the sharding of a model for a layout; None for one without tensor parallelism."""
+    return room("TensorParallel") if layout.tensor_parallel_size > 1 else None
+
+
+def room(name: str) -> Any:
+    """What a room offers to the faces under a name of the table; a module of the room, if it has nothing so named."""
+    module = importlib.import_module(_ROOMS[name])
+    return getattr(module, name, module)

@@ -1,0 +1,51 @@
+"""Holders of the same parameters start alike, and stay alike when the model's modules are replaced."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from penstock.runtime.comm.groups import Groups
+from penstock.runtime.gradients.ownership import HeldParameter
+from penstock.runtime.gradients.reduction import make_buckets
+
+
+def copy_from_first_holders(held: Sequence[HeldParameter], groups: Groups) -> None:
+    """Give every holder of a parameter the first holder's values, as replicas must start alike."""
+    with torch.no_grad():
+        for bucket in make_buckets([(parameter.parameter, parameter.ranks) for parameter in held]):
+            flat = torch.cat([parameter.detach().reshape(-1) for parameter in bucket.parameters])
+            dist.broadcast(flat, bucket.ranks[0], group=groups.reduction[bucket.ranks])
+            pieces = flat.split([parameter.numel() for parameter in bucket.parameters])
+            for parameter, piece in zip(bucket.parameters, pieces, strict=True):
+                parameter.copy_(piece.view(parameter.shape))
+
+
+def share_changes(
+    before: Mapping[torch.nn.Parameter, torch.Tensor],
+    holders: Mapping[torch.nn.Parameter, tuple[int, ...]],
+    groups: Groups,
+    speaks: bool,
+) -> None:
+    """Give all holders of some parameters the changes that any of them made. All holders call this together.
+
+    Args:
+        before: their values before.
+        holders: the ranks that hold each, in an order all ranks share.
+        speaks: whether this rank's changes count: pipelines change the same, so that one of them speaks.
+    """
+    for parameter, ranks in holders.items():
+        group, value = groups.reduction[ranks], parameter.detach()
+        speaker = speaks and not torch.equal(value, before[parameter])
+        count = torch.full((), float(speaker), device=value.device)
+        dist.all_reduce(count, group=group)
+        if count == 1:  # the value itself, to the last bit
+            told = value.clone() if speaker else torch.zeros_like(value)
+            dist.all_reduce(told, group=group)
+            value.copy_(told)
+        elif count > 1:
+            told = value - before[parameter] if speaker else torch.zeros_like(value)
+            dist.all_reduce(told, group=group)
+            value.copy_(before[parameter] + told)

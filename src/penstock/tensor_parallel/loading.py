@@ -1,0 +1,347 @@
+"""Random initialisation of weights of which a rank keeps a shard: each is whole only while it is written.
+
+What initialises a weight writes all of it, may correct a part right after (the row of a padding token), and may come
+back to write all of it again. So one weight at a time is held whole, from its first write to the first write to
+another; then its shard is taken. In the model it stays a meta tensor of its whole shape.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from torch.utils import _pytree as pytree
+from transformers import PreTrainedModel, core_model_loading
+from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+from transformers.modeling_utils import load_state_dict
+
+from penstock.modeling.weights.initialise import DRAWN_IN_PLACE, Scratch
+from penstock.modeling.weights.shard import Sharding, leave_shards
+
+# In-place operations after which nothing is left of what was there.
+_OVERWRITING = DRAWN_IN_PLACE | {"fill_", "zero_", "copy_"}
+
+
+@dataclass(frozen=True)
+class _Watched:
+    parameter: nn.Parameter
+    # Kept alive, so that its memory address, which is its identity, is not reused.
+    storage: torch.UntypedStorage
+    sharding: Sharding
+    kept: torch.Tensor
+
+
+class ShardKeeper:
+    """Writes to watched weights, which are meta tensors, reach the shard that this rank keeps.
+
+    Args:
+        index, count: which shard of how many.
+    """
+
+    def __init__(self, index: int, count: int) -> None:
+        self._index, self._count = index, count
+        self._watched: dict[int, _Watched] = {}
+        self._scratch = Scratch()
+        self._open: _Watched | None = None
+        self._whole = torch.empty(0)
+
+    def watch(self, parameter: nn.Parameter, sharding: Sharding, value: torch.Tensor | None = None) -> None:
+        """Keep a shard of `parameter`, a meta tensor.
+
+        Args:
+            value: what it has already, whole; None if it will be written.
+        """
+        if value is None:
+            kept = torch.empty(sharding.shape(parameter.shape, self._count), dtype=parameter.dtype)
+        else:
+            kept = sharding.take(value, self._index, self._count)
+        self.keep(parameter, sharding, kept)
+
+    def keep(self, parameter: nn.Parameter, sharding: Sharding, part: torch.Tensor) -> None:
+        """As `watch`, for a shard that exists already."""
+        self._watched[_storage(parameter)] = _Watched(parameter, parameter.untyped_storage(), sharding, part)
+
+    def shard_of(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """The kept shard of a parameter; None if it is not watched.
+
+        Raises:
+            NotImplementedError: it has got other data since, which was not seen.
+        """
+        self._close()
+        watched = next((one for one in self._watched.values() if one.parameter is parameter), None)
+        if watched is None:
+            return None
+        same = watched.sharding.shape(parameter.shape, self._count) == list(watched.kept.shape)
+        # transformers copies a head's bias when it ties the head, lest it be shorter than the weight.
+        copied = parameter.dim() == 1 or watched.storage._cdata == _storage(parameter)
+        if not (same and copied and parameter.dtype == watched.kept.dtype):
+            raise NotImplementedError("a sharded weight got other data instead of its own")
+        return watched.kept
+
+    def whole(self, tensor: torch.Tensor, overwritten: bool) -> torch.Tensor | None:
+        """Memory to write to in place of `tensor`, a watched weight or a view of one; None if it is neither.
+
+        Args:
+            overwritten: whether all of `tensor` will be written, whatever was there.
+
+        Raises:
+            NotImplementedError: a part of a weight is to be written, of which only a shard is left.
+        """
+        watched = self._watched.get(_storage(tensor)) if tensor.is_meta else None
+        if watched is None:
+            return None
+        if self._open is not watched:
+            if not (overwritten and tensor.numel() == watched.parameter.numel()):
+                raise NotImplementedError("a sharded weight is changed in part, after another weight was written")
+            self._close()
+            self._open, self._whole = watched, self._scratch.like(watched.parameter)
+        return self._whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    def write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Run an operation that writes to a watched weight. Returns whether it is one.
+
+        Raises:
+            NotImplementedError: it needs the values of weights that are not here.
+        """
+        if not func._schema.is_mutable:
+            return False
+        target = args[0] if args and isinstance(args[0], torch.Tensor) and self._watches(args[0]) else None
+        others = [leaf for leaf in pytree.tree_leaves((args[target is not None :], kwargs)) if _is_meta(leaf)]
+        if target is None:
+            if any(map(self._watches, others)):
+                raise NotImplementedError("something is computed from a weight that is sharded")
+            return False
+        if others:
+            raise NotImplementedError("a weight that is sharded is computed from one that is not here")
+        func(self.whole(target, func.overloadpacket.__name__ in _OVERWRITING), *args[1:], **kwargs)
+        return True
+
+    def _watches(self, tensor: torch.Tensor) -> bool:
+        return tensor.is_meta and _storage(tensor) in self._watched
+
+    def _close(self) -> None:
+        if self._open is not None:
+            part = self._open.sharding.take(self._whole, self._index, self._count)
+            self._open.kept.copy_(part)
+            self._open = None
+
+
+def _is_meta(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.is_meta
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """A key that a tensor and its views share. (A meta tensor's storage has no address.)"""
+    return int(tensor.untyped_storage()._cdata)
+
+
+class ShardLoading:
+    """How one rank loads its shards of those of the weights `names` that are sharded.
+
+    Args:
+        model: on the meta device.
+
+    Attributes:
+        keeper: has the shards.
+        mismatched: (name, shape in the checkpoint, shape in the model) of tensors that were left out.
+
+    Raises:
+        ValueError: a weight has not the shape that `tensor_parallel` was made for.
+    """
+
+    def __init__(self, model: PreTrainedModel, names: Collection[str], tensor_parallel: Any) -> None:
+        self.keeper = ShardKeeper(tensor_parallel.index, tensor_parallel.size)
+        self.mismatched: set[tuple[str, Any, Any]] = set()
+        self._tensor_parallel = tensor_parallel
+        self._shards = {name: sharding for name, sharding in tensor_parallel.shards.items() if name in names}
+        self._shapes = {name: model.get_parameter(name).shape for name in self._shards}
+        misfits = [
+            f"{name}: {list(shape)} in the checkpoint, {list(tensor_parallel.whole_shape(name, shape))} in the model"
+            for name, shape in sorted(self._shapes.items())
+            if tensor_parallel.whole_shape(name, shape) != tuple(shape)
+        ]
+        if misfits:
+            raise ValueError(f"the checkpoint does not fit the model: {'; '.join(misfits)}")
+        # By name, whether the checkpoint has the same values as for the weight that the model ties it to.
+        self._equal_to_tied: dict[str, bool] = {}
+
+    @contextlib.contextmanager
+    def sources(
+        self, model: PreTrainedModel, files: Sequence[str], transforms: Sequence[Any] | None
+    ) -> Iterator[dict[str, Any]]:
+        """What to load from, by the checkpoint's names, for as long as the context lasts.
+
+        Args:
+            transforms: transformers' renamings and converters of the checkpoint's names.
+        """
+        plain: dict[str, _ShardedSource] = {}
+        fused: set[str] = set()
+        with contextlib.ExitStack() as opened:
+            found: dict[str, Any] = {}
+            for key, source, name, converted in _named(model, files, transforms, opened):
+                found[key] = source
+                if name not in self._shards:
+                    continue
+                if converted:
+                    fused.add(name)
+                elif (shape := _shape_of(source)) != self._shapes[name]:
+                    self.mismatched.add((name, shape, self._shapes[name]))
+                    del found[key]
+                else:
+                    found[key] = plain[name] = _ShardedSource(source, self._shards[name], self._tensor_parallel)
+            for target, tied in _pairs_of_ties(model.all_tied_weights_keys, fused | plain.keys()):
+                if target not in plain or tied not in plain:
+                    raise NotImplementedError(f"cannot tell whether the checkpoint has {target} and {tied} alike")
+                dtype = model.get_parameter(target).dtype
+                self._equal_to_tied[target] = plain[target].equals(plain[tied], dtype)
+            opened.enter_context(self._keeping_shards(plain.keys()))
+            if fused:
+                opened.enter_context(_reading_in_turn())
+            yield found
+
+    @contextlib.contextmanager
+    def _keeping_shards(self, plain: Collection[str]) -> Iterator[None]:
+        """Inside, of what transformers has read for a sharded weight the shard is kept; of `plain` ones it is that."""
+        original = core_model_loading.set_param_for_module
+
+        def set_shard(model: Any, name: str, value: torch.Tensor, info: Any, quantizer: Any) -> None:
+            if name not in self._shards:
+                original(model, name, value, info, quantizer)
+                return
+            info.missing_keys.discard(name)
+            if name not in plain:
+                if value.shape != self._shapes[name]:
+                    info.mismatched_keys.add((name, value.shape, self._shapes[name]))
+                    return
+                value = self._shards[name].take(value, self._tensor_parallel.index, self._tensor_parallel.size)
+            parameter = _renewed(model, name, value.dtype)
+            parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers' own mark
+            self.keeper.keep(parameter, self._shards[name], value)
+
+        core_model_loading.set_param_for_module = set_shard
+        try:
+            yield
+        finally:
+            core_model_loading.set_param_for_module = original
+
+    def initialise_later(self, model: PreTrainedModel, names: Collection[str]) -> set[str]:
+        """Prepare the sharded ones of `names`, which the checkpoint lacks, for their initialisation. Returns them."""
+        chosen = self._shards.keys() & set(names)
+        for name in chosen:
+            self.keeper.watch(_renewed(model, name), self._shards[name])
+        return chosen
+
+    def find_ties(self, model: PreTrainedModel, missing: set[str]) -> None:
+        """Make transformers tie two names only if the checkpoint has equal values under both.
+
+        It compares values where it finds some, but here are shards, which may be alike when the whole weights are not.
+        """
+        for target, equal in self._equal_to_tied.items():
+            if equal:
+                missing.add(target)
+            else:
+                model.all_tied_weights_keys.pop(target)
+
+    def finish(self, model: PreTrainedModel) -> None:
+        """Leave the shards where `TensorParallel.apply` finds them."""
+        leave_shards(model, self.keeper.shard_of)
+
+
+class _ShardedSource:
+    """A tensor in a file, of which indexing reads this rank's shard."""
+
+    def __init__(self, source: Any, sharding: Sharding, tensor_parallel: Any) -> None:
+        self._source, self._sharding, self._tensor_parallel = source, sharding, tensor_parallel
+
+    def __getitem__(self, _: Any) -> torch.Tensor:
+        return self._read(self._tensor_parallel.index)
+
+    def equals(self, other: _ShardedSource, dtype: torch.dtype) -> bool:
+        """Whether the whole tensors are equal in a model of type `dtype`; they are read a shard at a time."""
+        indices = range(self._tensor_parallel.size)
+        return all(torch.equal(self._read(i).to(dtype), other._read(i).to(dtype)) for i in indices)
+
+    def _read(self, index: int) -> torch.Tensor:
+        shape = _shape_of(self._source)
+        before = (slice(None),) * (self._sharding.dim % len(shape))
+        ranges = self._sharding.ranges(shape, index, self._tensor_parallel.size)
+        # A copy: a view would keep the whole file mapped.
+        return torch.cat([self._source[(*before, slice(start, stop))] for start, stop in ranges], len(before))
+
+
+def _pairs_of_ties(ties: Mapping[str, str], loaded: Collection[str]) -> Iterator[tuple[str, str]]:
+    """Tied names that were all loaded, each but the first with the first: the source if it is there.
+
+    Args:
+        ties: from each name to its source.
+    """
+    first: dict[str, str] = {source: source for source in ties.values() if source in loaded}
+    for target, source in ties.items():
+        if target in loaded and first.setdefault(source, target) != target:
+            yield target, first[source]
+
+
+def _named(
+    model: PreTrainedModel, files: Sequence[str], transforms: Sequence[Any] | None, opened: contextlib.ExitStack
+) -> Iterator[tuple[str, Any, str, bool]]:
+    """For each tensor in a checkpoint: its name, itself (unread), its name in the model, and whether it is converted.
+
+    Follows transformers' `convert_and_load_state_dict_in_model`, on copies of the transforms, which remember names.
+    """
+    transforms = copy.deepcopy(list(transforms or ()))
+    renamings = [entry for entry in transforms if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in transforms if isinstance(entry, WeightConverter)]
+    names, prefix = model.state_dict(), model.base_model_prefix
+    for key, source in sorted(_tensors_of(files, opened), key=lambda item: dot_natural_key(item[0])):
+        name, pattern = rename_source_key(key, renamings, converters, prefix, names)
+        if name not in names and key in names:
+            name, pattern = rename_source_key(key, [], [], prefix, names)
+        yield key, source, name, pattern is not None
+
+
+def _tensors_of(files: Sequence[str], opened: contextlib.ExitStack) -> Iterator[tuple[str, Any]]:
+    """Names and unread tensors of a checkpoint's files."""
+    for file in files:
+        if file.endswith(".safetensors"):
+            pointer = opened.enter_context(safe_open(file, framework="pt", device="cpu"))
+            for key in pointer.keys():  # noqa: SIM118  # no mapping
+                yield key, pointer.get_slice(key)
+        else:
+            tensors: Mapping[str, torch.Tensor] = load_state_dict(file)
+            yield from tensors.items()
+
+
+def _shape_of(source: Any) -> torch.Size:
+    return source.shape if isinstance(source, torch.Tensor) else torch.Size(source.get_shape())
+
+
+def _renewed(model: nn.Module, name: str, dtype: torch.dtype | None = None) -> nn.Parameter:
+    """Put a new meta tensor in a parameter's place, under this one of its names only, as loading does; return it."""
+    owner, _, attribute = name.rpartition(".")
+    old = model.get_parameter(name)
+    new = nn.Parameter(torch.empty(old.shape, dtype=dtype or old.dtype, device="meta"), old.requires_grad)
+    setattr(model.get_submodule(owner), attribute, new)
+    return new
+
+
+@contextlib.contextmanager
+def _reading_in_turn() -> Iterator[None]:
+    """Inside, transformers reads each tensor when its turn has come: ahead, in threads, it would hold many whole
+    ones."""
+    name = "HF_DEACTIVATE_ASYNC_LOAD"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
