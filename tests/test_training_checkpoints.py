@@ -203,6 +203,31 @@ def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path: Pa
         penstock.save_checkpoint(tmp_path, model=model, optimizer=optimizer, step=2)
 
 
+def test_a_scheduler_takes_no_state_of_another_class(tmp_path: Path) -> None:
+    """Also one that consists of others. Nothing has changed, and the right class goes on."""
+    scheduler = torch.optim.lr_scheduler
+    model, optimizer = trained(1)
+
+    def sequence(last: type, **options: Any) -> Any:
+        parts = [scheduler.LinearLR(optimizer), last(optimizer, **options)]
+        return scheduler.SequentialLR(optimizer, parts, milestones=[3])
+
+    for made, others in (
+        (scheduler.StepLR(optimizer, 2), [scheduler.ExponentialLR(optimizer, 0.5), sequence(scheduler.ConstantLR)]),
+        (sequence(scheduler.ConstantLR), [sequence(scheduler.ExponentialLR, gamma=0.5)]),
+    ):
+        penstock.save_checkpoint(tmp_path, model=model, optimizer=optimizer, lr_scheduler=made, step=1)
+        for other in others:
+            before = copy.deepcopy(other.state_dict())
+            with pytest.raises(CheckpointError, match=r"'lr_scheduler'.* is that of a (\w+).*, but .*: make a \1"):
+                penstock.load_checkpoint(tmp_path, model=model, optimizer=optimizer, lr_scheduler=other)
+            assert other.state_dict() == before
+        saved = copy.deepcopy(made.state_dict())
+        made.last_epoch = 17
+        penstock.load_checkpoint(tmp_path, model=model, optimizer=optimizer, lr_scheduler=made)
+        assert made.state_dict() == saved
+
+
 def test_gradients_go_along_until_they_are_dropped(tmp_path: Path) -> None:
     """Also what was there before is dropped, as the run that goes on had none."""
     model, optimizer = trained(1)

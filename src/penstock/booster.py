@@ -22,6 +22,7 @@ from penstock.checkpoint import (
     load_object,
     restore_object,
     save_object,
+    state_of,
 )
 from penstock.data.batch import MicrobatchedBatch
 from penstock.data.loader import Batches, HeterogeneousDataLoader
@@ -309,7 +310,7 @@ class Booster:
 
     def save_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: PathLike) -> None:
         """Save the scheduler's state to a file. One rank writes it, because it is the same on all."""
-        save_object(lr_scheduler.state_dict(), checkpoint, world_comm=_world())
+        save_object(state_of(lr_scheduler), checkpoint, world_comm=_world())
 
     def load_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: PathLike) -> None:
         """Load what `save_lr_scheduler` wrote. Raises CheckpointError if the file cannot be read."""

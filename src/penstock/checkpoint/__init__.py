@@ -7,7 +7,7 @@ from .folder import find_checkpoints, remove_older, step_folder
 from .gradients import GradientKeeper
 from .load import WeightsLoad, from_parallelized, is_parallelized
 from .ordinary import load_ordinary
-from .plain_objects import load_object, restore_object, save_object
+from .plain_objects import load_object, restore_object, save_object, state_of
 from .save import (
     TRAINING_VARIANT,
     save_adapter,
@@ -48,5 +48,6 @@ __all__ = [
     "save_object",
     "save_parallelized",
     "save_training_state",
+    "state_of",
     "step_folder",
 ]

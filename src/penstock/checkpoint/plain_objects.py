@@ -16,6 +16,9 @@ from .comm import Comm, together
 from .files import flush_file, load_data, write_bytes, writing
 from .untrusted import CheckpointError, Field, describe, is_regular, refused_global
 
+# Under which key the name of a scheduler's class stands beside its state.
+_CLASS = "scheduler_class"
+
 
 def plain_data(content: Any, what: str) -> bytes:
     """The content of a file that can be loaded without running code; raises CheckpointError if there is none."""
@@ -31,16 +34,34 @@ def plain_data(content: Any, what: str) -> bytes:
     return buffer.getvalue()
 
 
+def state_of(stateful: Any) -> Any:
+    """The state of an object; of a learning-rate scheduler with the name of its class."""
+    state = stateful.state_dict()
+    return {**state, _CLASS: _class_of(stateful)} if isinstance(stateful, LRScheduler) else state
+
+
+def _class_of(scheduler: LRScheduler) -> str:
+    """The name of its class, and of those that it consists of."""
+    parts = ", ".join(map(_class_of, getattr(scheduler, "_schedulers", ())))
+    return f"{type(scheduler).__name__}({parts})" if parts else type(scheduler).__name__
+
+
 def restore_object(stateful: Any, content: Any, what: str) -> None:
     """Give an object the state that was saved for it.
 
-    A learning-rate scheduler takes whatever names it is given as its attributes, its own methods' names too.
+    A learning-rate scheduler takes whatever names it is given as its attributes: its own methods' names too, and those
+    of a scheduler of another class.
 
     Raises:
         CheckpointError: that would happen, or the object does not take it.
     """
     if isinstance(stateful, LRScheduler):
         fields = dict(Field(content, what).items())
+        if _CLASS in fields:
+            saved, here = fields.pop(_CLASS).text(), _class_of(stateful)
+            if saved != here:
+                raise CheckpointError(f"{what} is that of a {saved}, but is loaded into a {here}: make a {saved}")
+            content = {name: value for name, value in content.items() if name != _CLASS}
         if hidden := sorted(name for name in fields if callable(getattr(type(stateful), name, None))):
             raise CheckpointError(f"{what} is damaged: it would replace {', '.join(hidden[:5])} of the scheduler")
     try:

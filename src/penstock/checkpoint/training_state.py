@@ -24,7 +24,7 @@ from .files import load_data
 from .gradients import GradientKeeper, Place, collect_gradients, is_gradient, restore_gradients
 from .manifest import MAX_RANKS, TRAINING, Manifest, whole_manifest
 from .optimizer_state import collect_optimizer, reshardings_of, restore_optimizer
-from .plain_objects import plain_data, restore_object
+from .plain_objects import plain_data, restore_object, state_of
 from .reader import CheckpointReader, Resharding
 from .tensors import tensor_parallel_place
 from .untrusted import CheckpointError, Field, open_plain
@@ -105,7 +105,7 @@ def common_content(
     content = {
         "step": state.step,
         "extra": dict(state.extra),
-        "objects": {name: stateful.state_dict() for name, stateful in state.objects.items()},
+        "objects": {name: state_of(stateful) for name, stateful in state.objects.items()},
         "random": [report["random"] for report in reports],
         "pipelines": [report["pipeline"] for report in reports],
         "groups": pipeline[0].get("groups"),
