@@ -296,7 +296,9 @@ def test_a_weight_that_fits_on_one_rank_only_is_an_error_on_both(pool: Pool, tmp
     save_file(tensors, path, metadata={"format": "pt"})
     first, second = pool.run(2, loading_what_does_not_fit, str(tmp_path), outcomes=True)
     assert isinstance(second, ValueError) and "lm_head.weight: [" in str(second)
-    assert isinstance(first, RuntimeError) and "rank 1 could not make its part of the model: ValueError" in str(first)
+    assert isinstance(first, RuntimeError) and "rank 1 failed while making its part of the model: ValueError" in str(
+        first
+    )
 
 
 def tiny_gpt2() -> transformers.GPT2Config:

@@ -16,7 +16,7 @@ from penstock.modeling.weights.initialise import init_stage, meta_model, resolve
 from penstock.modeling.weights.load import StageLoadingInfo, forget_ties, load_config, load_stage
 from penstock.modeling.weights.names import alias_groups
 from penstock.rooms import room
-from penstock.runtime.comm.forming import failing_together, forming, gather_from_all
+from penstock.runtime.comm.forming import forming, world_ranks
 from penstock.whole_model import remember_example_inputs
 
 # A model with this rank's weights, and what was found where they were loaded.
@@ -129,8 +129,13 @@ def _make_in_stages(
             sharding = room("TensorParallel")(skeleton, place.tensor_parallel_rank, size, alias_groups(skeleton))
         mine = layout.pipelines[place.pipeline]
         local_stages = mine.stages_of(place.pipeline_rank)
-        doing = "making the stages' weights"
-        with failing_together(board, doing, "make its part of the model"):
-            model, found = make(mine.stages, local_stages, sharding)
-        forget_ties(model, set().union(*gather_from_all(found.untied, board, doing)))
+        ranks, made = world_ranks(board), list[Made]()
+
+        def make_mine() -> list[str]:
+            made.append(make(mine.stages, local_stages, sharding))
+            return sorted(made[0][1].untied)
+
+        untied = ranks.together("making its part of the model", make_mine)
+        model, _ = made[0]
+        forget_ties(model, set().union(*untied))
         return distribute(model, layout, configuration, board, criterion)

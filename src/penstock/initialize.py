@@ -24,7 +24,7 @@ from penstock.modeling.weights.names import alias_groups
 from penstock.pipeline_model import USED_NAMES, PipelineModel, attach
 from penstock.rooms import room, sharding_of
 from penstock.runtime.comm.devices import device_memory
-from penstock.runtime.comm.forming import facts_of, failing_together, forming, gather_from_all, require_agreement
+from penstock.runtime.comm.forming import facts_of, forming, require_agreement, world_ranks
 from penstock.runtime.engine import DEFAULT_MICROBATCHES_PER_STAGE, parallelize
 from penstock.runtime.failures.board import FailureBoard
 from penstock.schedule.actions import Schedule
@@ -146,20 +146,24 @@ def _units_and_costs(model: nn.Module, board: FailureBoard) -> tuple[list[str], 
         ValueError: on every rank, if the model's forward was followed differently on one.
         RuntimeError: another rank could not follow it, or rank 0 could not estimate the costs.
     """
-    with failing_together(board, "planning", "find the model's units and their costs"):
+    ranks = world_ranks(board)
+
+    def find() -> tuple[list[str], list[float]]:
         units = list_units(model)
-        estimate = unit_costs(model, units) if dist.get_rank() == 0 else []
-    every = gather_from_all((units, estimate), board, "planning")
-    first, costs = every[0]
-    for rank, (theirs, _) in enumerate(every):
-        if theirs != first:
-            only = sorted({*first} ^ {*theirs})
-            raise ValueError(
-                f"{type(model).__name__} has {len(first)} units on rank 0 and {len(theirs)} on rank {rank} (on one of "
-                f"them only: {', '.join(only[:5])}{' ...' if len(only) > 5 else ''}): use the same versions of "
-                "Penstock, torch and transformers on all ranks, and the same files of the model"
-            )
-    return first, costs
+        return units, unit_costs(model, units) if ranks.rank == 0 else []
+
+    every = ranks.together("finding the model's units and their costs", find)
+
+    def words(first: Sequence[str], theirs: Sequence[str], rank: int) -> str:
+        only = sorted({*first} ^ {*theirs})
+        return (
+            f"{type(model).__name__} has {len(first)} units on rank 0 and {len(theirs)} on rank {rank} (on one of "
+            f"them only: {', '.join(only[:5])}{' ...' if len(only) > 5 else ''}): use the same versions of "
+            "Penstock, torch and transformers on all ranks, and the same files of the model"
+        )
+
+    ranks.alike([units for units, _ in every], words)
+    return every[0]
 
 
 def _microbatches_in_words(configuration: Configuration, written: Schedule | None, num_stages: int) -> str:
@@ -177,7 +181,7 @@ def _with_size(model: nn.Module, configuration: Configuration, board: FailureBoa
         raise ConfigurationError(
             f'{SECTION}.pipeline_parallel_size "auto" needs a schedule by name: one that is written out has its ranks'
         )
-    limits = [limit for limit in gather_from_all(device_memory(), board, "planning") if limit is not None]
+    limits = [limit for limit in world_ranks(board).exchange(device_memory(), "planning") if limit is not None]
     size = room("auto_pipeline_size")(
         model,
         dist.get_world_size() // configuration.tensor_parallel_size,
@@ -186,7 +190,7 @@ def _with_size(model: nn.Module, configuration: Configuration, board: FailureBoa
         str(configuration.schedule),
         min(limits, default=None),
     )
-    return replace(configuration, pipeline_parallel_size=gather_from_all(size, board, "planning")[0])
+    return replace(configuration, pipeline_parallel_size=world_ranks(board).exchange(size, "planning")[0])
 
 
 def plan_stages(

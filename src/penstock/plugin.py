@@ -53,10 +53,9 @@ from penstock.runtime.comm.devices import device_memory
 from penstock.runtime.comm.forming import (
     digest_of,
     facts_of,
-    failing_together,
     forming,
-    gather_from_all,
     require_agreement,
+    world_ranks,
 )
 from penstock.runtime.engine import Values, parallelize
 from penstock.runtime.failures.board import PATIENCE_SECONDS, FailureBoard
@@ -403,9 +402,10 @@ class HeterogeneousParallelPlugin:
             self.check_dataloader(dataloader)
         with forming(self.time_limit) as board:
             require_agreement({**facts_of(model), **self._facts()}, board)
-            with failing_together(board, "planning", "estimate the model's costs"):
-                estimate = unit_costs(model, layout.units) if dist.get_rank() == 0 else []
-            costs = gather_from_all(estimate, board, "planning")[0]
+            ranks = world_ranks(board)
+            costs = ranks.together(
+                "estimating the model's costs", lambda: unit_costs(model, layout.units) if ranks.rank == 0 else []
+            )[0]
             self._description = self._describe(model, costs)
             if dist.get_rank() == 0:
                 schedules = [schedule.name for schedule in self._schedules]

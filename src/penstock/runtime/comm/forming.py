@@ -6,7 +6,7 @@ import datetime
 import hashlib
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -22,6 +22,7 @@ from penstock.modeling.instrumentation import known_of
 from penstock.random_state import generators_of, set_states, states_of
 from penstock.runtime.comm.bootstrap import default_store, ensure_process_group
 from penstock.runtime.comm.devices import refuse_shared_devices
+from penstock.runtime.comm.exchange import Ranks
 from penstock.runtime.comm.groups import Groups, abort_groups
 from penstock.runtime.failures import watcher
 from penstock.runtime.failures.board import FailureBoard
@@ -86,38 +87,17 @@ def job_board() -> FailureBoard:
     return board
 
 
-def gather_from_all(mine: Any, board: FailureBoard, doing: str) -> list[Any]:
-    """Every rank's object, over torch's default group. Every rank of the world calls this."""
-    every: list[Any] = [None] * dist.get_world_size()
+def world_ranks(board: FailureBoard) -> Ranks:
+    """All ranks of the world, over torch's default group, before there are others."""
     world = dist.group.WORLD
     assert world is not None
-    with board.ending(partial(abort_groups, [world])), board.guard(doing, range(dist.get_world_size())):
-        dist.all_gather_object(every, mine)
-    return every
 
+    @contextmanager
+    def guard(doing: str, peers: Sequence[int]) -> Iterator[None]:
+        with board.ending(partial(abort_groups, [world])), board.guard(doing, peers):
+            yield
 
-@contextmanager
-def failing_together(board: FailureBoard, doing: str, task: str) -> Iterator[None]:
-    """Around what each rank does alone, and may fail in alone: then all raise. Every rank of the world calls this.
-
-    Args:
-        doing: for the error if a rank is lost meanwhile, such as "planning".
-        task: for the error of the others, after "rank 1 could not".
-
-    Raises:
-        what failed here; RuntimeError if it failed on another rank only.
-    """
-    failure: Exception | None = None
-    try:
-        yield
-    except Exception as error:
-        failure = error
-    messages = gather_from_all(None if failure is None else f"{type(failure).__name__}: {failure}", board, doing)
-    if failure is not None:
-        raise failure
-    for rank, message in enumerate(messages):
-        if message is not None:
-            raise RuntimeError(f"rank {rank} could not {task}: {message}")
+    return Ranks(world, guard)
 
 
 def require_agreement(facts: Mapping[str, Any], board: FailureBoard) -> None:
@@ -130,7 +110,8 @@ def require_agreement(facts: Mapping[str, Any], board: FailureBoard) -> None:
         ValueError: on every rank, if one was given something else; names the facts that differ.
         PipelineFailure: a rank ended before it came here.
     """
-    every = gather_from_all({name: _told(value) for name, value in facts.items()}, board, "comparing models")
+    told = {name: _told(value) for name, value in facts.items()}
+    every = world_ranks(board).exchange(told, "comparing models")
     differences = []
     for name in sorted(set().union(*every)):
         values = [theirs.get(name, "nothing") for theirs in every]
@@ -150,7 +131,8 @@ def require_layout(layout: Layout, board: FailureBoard) -> None:
     Raises:
         ValueError: on every rank, if they differ; says where.
     """
-    every = gather_from_all([(p.stages, p.stage_to_rank) for p in layout.pipelines], board, "comparing layouts")
+    mine = [(p.stages, p.stage_to_rank) for p in layout.pipelines]
+    every = world_ranks(board).exchange(mine, "comparing layouts")
     other = next((rank for rank, theirs in enumerate(every) if theirs != every[0]), None)
     if other is None:
         return
@@ -168,7 +150,10 @@ def require_layout(layout: Layout, board: FailureBoard) -> None:
             here, there = next(pair for pair in pairs if pair[0] != pair[1])
             what = f"pipeline {index} has {here} on rank 0 where it has {there} on rank {other}"
         else:
-            what = f"pipeline {index} has its stages on its ranks {places} on rank 0, on {their_places} on rank {other}"
+            what = (
+                f"pipeline {index} has its stages on its ranks {tuple(places)} on rank 0, on {tuple(their_places)} "
+                f"on rank {other}"
+            )
     raise ValueError(f"the ranks have different layouts: {what}; give all ranks the same templates or stages")
 
 

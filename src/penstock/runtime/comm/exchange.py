@@ -1,0 +1,165 @@
+"""Ranks exchange plain data, compare it, and fail together.
+
+What one process tells another is JSON or a tensor. Nothing is pickled, as whoever unpickles runs what the sender wants.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from itertools import accumulate, pairwise
+from typing import Any, NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+# What JSON can say: None, booleans, numbers, texts, lists, and mappings with texts as keys. Tuples arrive as lists.
+Plain = Any
+
+# (what this rank does, with which ranks of the world) -> a context that turns a transport's error into one that names
+# the lost rank, on all ranks that are left.
+Guard = Callable[[str, Sequence[int]], AbstractContextManager[None]]
+
+
+class OnceLost:
+    """A guard that after its first error fails at once, as the groups may be gone by then. `Ranks` can share it."""
+
+    def __init__(self, guard: Guard) -> None:
+        self._guard = guard
+        self._error: RuntimeError | None = None
+
+    @contextlib.contextmanager
+    def __call__(self, doing: str, peers: Sequence[int]) -> Iterator[None]:
+        if self._error is not None:
+            raise self._error
+        try:
+            with self._guard(doing, peers):
+                yield
+        except RuntimeError as error:
+            self._error = error
+            raise
+
+
+class Ranks:
+    """The ranks of a process group. All of them make every call, except `send` and `receive`.
+
+    It refers to the group, which closes only when nobody does: make it where it is used.
+
+    Args:
+        group: None for a rank on its own.
+        guard: how a lost rank is told and named, such as a board's.
+
+    Attributes:
+        rank, size: in the group.
+        ranks: the global ranks, in the group's order.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, guard: Guard) -> None:
+        self._group = group
+        self.rank, self.size, self.ranks = 0, 1, [0]
+        if group is not None:
+            self.rank, self.ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
+            self.size = len(self.ranks)
+        self._guard = guard if isinstance(guard, OnceLost) else OnceLost(guard)
+
+    def exchange(self, mine: Plain, doing: str) -> list[Plain]:
+        """Every rank's plain data, in the group's order.
+
+        Args:
+            doing: what for, in the error of a rank that has lost another.
+
+        Raises:
+            TypeError: it is not plain. What the guard raises: a rank was lost.
+        """
+        return self._exchange(_encoded(mine), doing)
+
+    def together(self, doing: str, work: Callable[[], T], unchanged: str = "") -> list[T]:
+        """Do `work` on every rank and return every rank's result, plain data; if it fails anywhere, all raise.
+
+        Args:
+            doing: what it does, as in "planning".
+            unchanged: what is as it was if it failed, for the message.
+
+        Raises:
+            what failed here, or RuntimeError if it failed on other ranks only: names them, and why.
+        """
+        failure: BaseException | None = None
+        try:
+            said = _encoded([work(), None])
+        except BaseException as error:  # whatever it is, the other ranks must hear of it
+            failure, said = error, _encoded([None, self._words(error)])
+        outcomes = self._exchange(said, doing)
+        failed = {rank: words for rank, (_, words) in zip(self.ranks, outcomes, strict=True) if words is not None}
+        if failure is not None and not isinstance(failure, Exception):
+            raise failure
+        if failed:
+            self._fail(doing, failed, unchanged, failure)
+        return [result for result, _ in outcomes]
+
+    def alike(self, values: Sequence[T], words: Callable[[T, T, int], str]) -> None:
+        """Compare what `exchange` or `together` gave.
+
+        Args:
+            words: what to say of the first rank's value and another, which is that of a global rank.
+
+        Raises:
+            ValueError: a rank's value is not the first rank's; the same on every rank.
+        """
+        for rank, value in zip(self.ranks, values, strict=True):
+            if value != values[0]:
+                raise ValueError(words(values[0], value, rank))
+
+    def send(self, tensor: torch.Tensor, peer: int, doing: str) -> None:
+        """Send a contiguous CPU tensor to a rank of the group. May block until the other side receives."""
+        if tensor.numel():
+            with self._guard(doing, [self.ranks[peer]]):
+                dist.send(_bytes(tensor), group=self._group, group_dst=peer)
+
+    def receive(self, tensor: torch.Tensor, peer: int, doing: str) -> None:
+        """Fill a contiguous CPU tensor with what a rank of the group sends."""
+        if tensor.numel():
+            with self._guard(doing, [self.ranks[peer]]):
+                dist.recv(_bytes(tensor), group=self._group, group_src=peer)
+
+    def _words(self, error: BaseException) -> str:
+        """What other ranks are told of an error."""
+        return f"{type(error).__name__}: {error}"
+
+    def _fail(self, doing: str, failed: Mapping[int, str], unchanged: str, own: Exception | None) -> NoReturn:
+        """Raise what `together` raises; `failed` has the words of each rank that failed."""
+        if own is not None:
+            raise own
+        said = "; ".join(f"rank {rank} failed while {doing}: {words}" for rank, words in failed.items())
+        raise RuntimeError(said + (f"; {unchanged}" if unchanged else ""))
+
+    def _exchange(self, mine: bytes, doing: str) -> list[Plain]:
+        """Tell the lengths; then sum what has each rank's bytes in a place of their own."""
+        if self.size == 1:
+            return [json.loads(mine)]
+        device = torch.device(dist.distributed_c10d._get_object_coll_device(self._group))
+        with self._guard(doing, [rank for place, rank in enumerate(self.ranks) if place != self.rank]):
+            lengths = torch.zeros(self.size, dtype=torch.int64)
+            lengths[self.rank] = len(mine)
+            lengths = lengths.to(device)
+            dist.all_reduce(lengths, group=self._group)
+            places = list(pairwise(accumulate(lengths.tolist(), initial=0)))
+            start, end = places[self.rank]
+            every = torch.zeros(places[-1][1], dtype=torch.uint8)
+            every[start:end] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+            every = every.to(device)
+            dist.all_reduce(every, group=self._group)
+        content = every.cpu().numpy().tobytes()
+        return [json.loads(content[start:end]) for start, end in places]
+
+
+def _encoded(mine: Plain) -> bytes:
+    return json.dumps(mine).encode()
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's memory as bytes: gloo does not carry every dtype."""
+    return tensor.view(-1).view(torch.uint8)
