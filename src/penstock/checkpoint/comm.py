@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
+from penstock.runtime.comm.exchange import Guard, OnceLost
+
 from .untrusted import CheckpointError, describe
 
 Result = TypeVar("Result")
-
-# (what this rank does, with which ranks of the world) -> a context that turns a transport's error into one that names
-# the lost rank, on all ranks that are left.
-Guard = Callable[[str, Sequence[int]], AbstractContextManager[None]]
 
 
 class Comm(Protocol):
@@ -87,25 +84,6 @@ class GroupComm:
         if tensor.numel():
             with self._guard(doing, [self._ranks[source]]):
                 dist.recv(_bytes(tensor), group=self._group, group_src=source)
-
-
-class OnceLost:
-    """A guard that after its first error fails at once: the groups may be gone by then. Several comms can share it."""
-
-    def __init__(self, guard: Guard) -> None:
-        self._guard = guard
-        self._error: RuntimeError | None = None
-
-    @contextlib.contextmanager
-    def __call__(self, doing: str, peers: Sequence[int]) -> Iterator[None]:
-        if self._error is not None:
-            raise self._error
-        try:
-            with self._guard(doing, peers):
-                yield
-        except RuntimeError as error:
-            self._error = error
-            raise
 
 
 @contextlib.contextmanager
