@@ -3,14 +3,18 @@
 import ast
 import importlib
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+
+import pytest
 
 import penstock
 from launch import run_python
 
 PACKAGE = Path(penstock.__file__).parent
-# What each room may import of the others. `random_state.py` lies below all that import torch. Any other file is a face,
-# which may import all of them.
+# What each room may import of the others, for types too. `random_state.py` lies below all that import torch. Any other
+# file is a face: it imports the core, and finds the rooms above it by the table in `rooms.py` when it uses them.
 CORE = {"schedule", "layout", "data", "modeling", "runtime", "random_state"}
 BELOW = {
     "schedule": set[str](),
@@ -24,8 +28,10 @@ BELOW = {
     "pictures": CORE | {"pipeline_template"},
     "checking": CORE | {"pictures", "tensor_parallel"},
     "planning": CORE | {"pictures", "checking", "pipeline_template"},
-    "elastic": CORE | {"planning", "pipeline_template"},
+    "elastic": CORE | {"planning", "pipeline_template", "pipeline_model", "optimizer", "plugin"},
 }
+# Lines of the package that importing a module may load: whoever changes a training step need not know the rest.
+MOST_LINES = {"initialize": 17_000, "plugin": 17_400, "runtime.engine": 14_200}
 
 
 def test_every_public_name_is_there() -> None:
@@ -50,21 +56,65 @@ def test_unknown_names_are_attribute_errors() -> None:
     assert "AttributeError: module 'penstock' has no attribute 'initialise'" in result.stderr
 
 
-def imported_rooms(tree: ast.AST, file: Path) -> Iterator[str]:
-    """The rooms that a file imports when it is imported itself."""
-    todo = list(ast.iter_child_nodes(tree))
+@dataclass(frozen=True)
+class Import:
+    """One module of the package that a file names: when it is loaded, inside a function, or for types alone."""
+
+    module: str
+    inside: bool
+    types: bool
+
+
+def module_of(file: Path) -> str:
+    return ".".join(file.relative_to(PACKAGE).with_suffix("").parts).removesuffix("__init__").rstrip(".")
+
+
+@cache
+def imports() -> dict[str, list[Import]]:
+    """What each module of the package imports of it."""
+    files = {module_of(file): file for file in sorted(PACKAGE.rglob("*.py"))}
+
+    def found(node: ast.AST, package: str, inside: bool, types: bool) -> Iterator[Import]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import):
+                names = [
+                    (alias.name.removeprefix("penstock."), "") for alias in child.names if "penstock." in alias.name
+                ]
+            elif isinstance(child, ast.ImportFrom) and child.level:
+                names = [(f"{package}.{child.module}", alias.name) for alias in child.names]
+            elif isinstance(child, ast.ImportFrom) and (child.module or "").split(".")[0] == "penstock":
+                names = [((child.module or "")[len("penstock.") :], alias.name) for alias in child.names]
+            else:
+                names = []
+            for base, name in names:
+                whole = f"{base}.{name}".strip(".")
+                yield Import(whole if whole in files else base, inside, types)
+            function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            for_types = isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"
+            yield from found(child, package, inside or function, types or for_types)
+
+    return {
+        module: list(
+            found(
+                ast.parse(file.read_text()),
+                module if file.stem == "__init__" else module.rpartition(".")[0],
+                False,
+                False,
+            )
+        )
+        for module, file in files.items()
+    }
+
+
+def reached(start: str, graph: dict[str, set[str]]) -> set[str]:
+    """All that one comes to from a module's imports, the packages around each included."""
+    seen: set[str] = set()
+    todo = [*graph[start]]
     while todo:
-        node = todo.pop()
-        if isinstance(node, ast.ImportFrom):
-            package = file.relative_to(PACKAGE.parent).parent.parts
-            base = package[: len(package) - node.level + 1] if node.level else ()
-            parts = (*base, *(node.module or "").split("."))
-            if parts[0] == "penstock" and len(parts) > 1:
-                yield parts[1]
-        elif isinstance(node, ast.Import):
-            yield from (name.name.split(".")[1] for name in node.names if name.name.startswith("penstock."))
-        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            todo += ast.iter_child_nodes(node)
+        if (module := todo.pop()) not in seen:
+            seen.add(module)
+            todo += graph[module]
+    return seen
 
 
 def test_no_two_classes_share_a_name() -> None:
@@ -76,11 +126,33 @@ def test_no_two_classes_share_a_name() -> None:
     assert {name: where for name, where in files.items() if len(where) > 1} == {}
 
 
-def test_imports_point_one_way() -> None:
-    seen = set()
-    for room, below in BELOW.items():
-        for file in (PACKAGE / room).rglob("*.py"):
-            for other in imported_rooms(ast.parse(file.read_text()), file):
-                seen.add((room, other))
-                assert other in below | {room}, f"{file.relative_to(PACKAGE)} imports {other}"
-    assert ("runtime", "modeling") in seen and ("runtime", "runtime") in seen, "imports were found"
+def test_no_room_imports_one_above_it() -> None:
+    rooms = {(module.split(".")[0], one.module.split(".")[0]) for module, all in imports().items() for one in all}
+    assert {("runtime", "modeling"), ("checkpoint", "optimizer")} <= rooms, "imports are found"
+    above = {(room, other) for room, other in rooms if room in BELOW and other not in BELOW[room] | {room}}
+    assert above == set()
+
+
+def test_imports_stand_at_the_top_of_a_file() -> None:
+    """Aside from commands, which start without torch."""
+    inside = {(module, one.module) for module, all in imports().items() for one in all if one.inside}
+    assert {module.split(".")[0] for module, _ in inside} == {"cli"}
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    graph = {module: {one.module for one in all} for module, all in imports().items()}
+    circles = {module: module in reached(module, graph) for module in graph}
+    assert [module for module, circular in circles.items() if circular] == []
+
+
+@pytest.mark.parametrize("module", MOST_LINES)
+def test_what_a_reader_must_load_stays_small(module: str) -> None:
+    graph = {name: {one.module for one in all if not (one.inside or one.types)} for name, all in imports().items()}
+    for name in graph:  # the packages around a module are loaded with it
+        graph[name] |= {name.rsplit(".", n)[0] for n in range(1, name.count(".") + 1)} | {""}
+    files = [PACKAGE.joinpath(*name.split(".")) for name in reached(module, graph) | {module}]
+    lines = sum(
+        len((file / "__init__.py" if file.is_dir() else file.with_suffix(".py")).read_text().splitlines())
+        for file in files
+    )
+    assert MOST_LINES[module] * 0.8 < lines <= MOST_LINES[module]

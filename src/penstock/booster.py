@@ -6,37 +6,28 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from penstock.checkpoint import (
-    Comm,
-    GroupComm,
-    SoloComm,
-    is_parallelized,
-    load_object,
-    restore_object,
-    save_object,
-    state_of,
-)
 from penstock.data.batch import MicrobatchedBatch
 from penstock.data.loader import Batches, HeterogeneousDataLoader
-from penstock.elastic.events import Change
-from penstock.elastic.log import LoggedCall
-from penstock.elastic.run import ElasticRun
 from penstock.modeling.graph.loss import Criterion
 from penstock.modeling.instrumentation import record_of
 from penstock.modeling.stage.named_output import NamedOutput, without_graph
 from penstock.modeling.stage.outputs import merge_outputs
-from penstock.optimizer import PipelineOptimizer, load_optimizer_state, save_optimizer_state
+from penstock.optimizer import PipelineOptimizer
 from penstock.pipeline_model import PipelineModel, loss_tensor
 from penstock.plugin import Configured, HeterogeneousParallelPlugin
+from penstock.rooms import room
 from penstock.runtime.engine import Engine
+
+if TYPE_CHECKING:
+    from penstock.elastic.events import Change
+    from penstock.elastic.run import ElasticRun
 
 PathLike = str | os.PathLike[str]
 
@@ -164,7 +155,7 @@ class Booster:
                     position = data_iter.position
                     return step(next(data_iter))
 
-        result: dict[str, Any] = run.perform(LoggedCall(execute, trains))
+        result: dict[str, Any] = run.perform(execute, trains)
         return result
 
     def _step(
@@ -272,7 +263,7 @@ class Booster:
             CheckpointError: the folder holds no checkpoint of this model. No weight has changed then.
         """
         _pipeline_of(model)
-        if is_parallelized(checkpoint):
+        if room("is_parallelized")(checkpoint):
             return model.from_parallelized(checkpoint)
         model.load_ordinary(checkpoint, strict)
         return model
@@ -288,7 +279,7 @@ class Booster:
         pipeline = _checked(optimizer).pipeline
 
         def save() -> None:
-            save_optimizer_state(optimizer, pipeline, checkpoint)
+            room("optimizer_checkpoints").save_optimizer_state(optimizer, pipeline, checkpoint)
             pipeline.board.resume["optimizer"] = f"booster.load_optimizer(optimizer, {os.fspath(checkpoint)!r})"
 
         self._on_all_ranks(save)
@@ -306,20 +297,15 @@ class Booster:
         Raises:
             CheckpointError: the folder holds no optimizer state of this model.
         """
-        load_optimizer_state(optimizer, _checked(optimizer).pipeline, checkpoint)
+        room("optimizer_checkpoints").load_optimizer_state(optimizer, _checked(optimizer).pipeline, checkpoint)
 
     def save_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: PathLike) -> None:
         """Save the scheduler's state to a file. One rank writes it, because it is the same on all."""
-        save_object(state_of(lr_scheduler), checkpoint, world_comm=_world())
+        room("optimizer_checkpoints").save_lr_scheduler(lr_scheduler, checkpoint)
 
     def load_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: PathLike) -> None:
         """Load what `save_lr_scheduler` wrote. Raises CheckpointError if the file cannot be read."""
-        content = load_object(checkpoint, world_comm=_world())
-        restore_object(lr_scheduler, content, f"the scheduler's state in {checkpoint}")
-
-
-def _world() -> Comm:
-    return GroupComm() if dist.is_initialized() else SoloComm()
+        room("optimizer_checkpoints").load_lr_scheduler(lr_scheduler, checkpoint)
 
 
 def _pipeline_of(model: Any) -> Engine:

@@ -1,33 +1,20 @@
-"""What the plugin makes of an optimizer: a step that clips by the whole model's norm and skips overflows everywhere.
-
-And an optimizer's state in files, of the plugin's or any other over stages.
-"""
+"""What the plugin makes of an optimizer: a step that clips by the whole model's norm and skips overflows everywhere."""
 
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
 
-from penstock.checkpoint import (
-    TRAINING_VARIANT,
-    TrainingState,
-    load_training_state,
-    restore_object,
-    save_training_state,
-)
-from penstock.checkpoint.model_methods import checkpoint_comms, saving_ranks
-from penstock.elastic.log import LoggedCall
-from penstock.elastic.run import ElasticRun
-from penstock.runtime.comm.rollcall import Call
 from penstock.runtime.engine import Engine
 from penstock.runtime.gradients.precision import LossScale
+
+if TYPE_CHECKING:
+    from penstock.elastic.run import ElasticRun
 
 
 class PipelineOptimizer(Optimizer):
@@ -119,7 +106,7 @@ class PipelineOptimizer(Optimizer):
 
     def _together(self, change: Callable[[], Any], local: bool = False) -> Any:
         """Change the gradients; the change is repeated if they are computed again."""
-        return change() if self.run is None else self.run.perform(LoggedCall(change, trains=True, local=local))
+        return change() if self.run is None else self.run.perform(change, trains=True, local=local)
 
     def get_grad_norm(self) -> float | None:
         """The norm of the whole model's gradients before the last `step`; None if it did not need to know."""
@@ -160,68 +147,3 @@ class PipelineOptimizer(Optimizer):
         loss_scale.update(overflow)
         self.pipeline.loss_scale = loss_scale.scale
         return overflow
-
-
-def unwrapped(optimizer: Any) -> Optimizer | None:
-    """The optimizer inside this library's or accelerate's wrapper. Raises TypeError if there is none."""
-    inner = optimizer.unwrap() if isinstance(optimizer, PipelineOptimizer) else optimizer
-    inner = getattr(inner, "optimizer", inner)
-    if inner is not None and not isinstance(inner, Optimizer):
-        raise TypeError(f"optimizer must be a torch optimizer, got {type(optimizer).__name__}")
-    return inner
-
-
-@dataclass
-class LossScaleState:
-    """The state of float16's loss scale, which the engine of the optimizer uses as well."""
-
-    optimizer: PipelineOptimizer
-    scale: LossScale
-
-    @classmethod
-    def of(cls, optimizer: Any) -> LossScaleState | None:
-        """None if there is none."""
-        scale = optimizer.loss_scale if isinstance(optimizer, PipelineOptimizer) else None
-        return None if scale is None else cls(optimizer, scale)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.scale.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.scale.load_state_dict(state)
-        self.optimizer.pipeline.loss_scale = self.scale.scale
-
-
-def save_optimizer_state(optimizer: Any, pipeline: Engine, folder: str | os.PathLike[str]) -> None:
-    """Write the state of an optimizer of this rank's stages, fp16's loss scale, and what decides the run's random
-    numbers: a file for each stage. Every rank calls it.
-
-    Raises:
-        CheckpointError: some rank could not write; names the rank and the path.
-    """
-    scale, ranks = LossScaleState.of(optimizer), saving_ranks(pipeline)
-    extra = {} if scale is None else {"loss_scale": scale.state_dict()}
-    state = TrainingState(unwrapped(optimizer), step=pipeline.step_number, extra=extra)
-    with pipeline.saving(Call.SAVE_OPTIMIZER):
-        save_training_state(pipeline.split.model, folder, state, **ranks)
-
-
-def load_optimizer_state(optimizer: Any, pipeline: Engine, folder: str | os.PathLike[str]) -> None:
-    """Load what `save_optimizer_state` wrote, from any layout.
-
-    Raises:
-        CheckpointError: the folder holds no optimizer state of this model.
-    """
-    place = pipeline.place
-    with pipeline.together(Call.LOAD_OPTIMIZER):
-        state = load_training_state(
-            pipeline.split.model,
-            folder,
-            TrainingState(unwrapped(optimizer)),
-            place=(place.pipeline, place.pipeline_rank),
-            world_comm=checkpoint_comms(pipeline)[0],
-            variant=TRAINING_VARIANT,
-        )
-    pipeline.step_number = state.step
-    if (scale := LossScaleState.of(optimizer)) is not None and "loss_scale" in state.extra:
-        restore_object(scale, state.extra["loss_scale"], f"the loss scale in {folder}")

@@ -9,13 +9,12 @@ import os
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedModel
 
-from penstock.config import Configuration
 from penstock.modeling.adapters import base_of
 from penstock.modeling.graph.dummy_inputs import arguments_by_name
 from penstock.modeling.graph.loss import Criterion
@@ -27,6 +26,9 @@ from penstock.rooms import room
 from penstock.runtime.comm.rollcall import Call
 from penstock.runtime.engine import Engine
 from penstock.runtime.gradients.weight_gradients import uninstall
+
+if TYPE_CHECKING:
+    from penstock.config import Configuration
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 

@@ -9,8 +9,7 @@ import datetime
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -19,13 +18,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel
 
-from penstock.data.loader import HeterogeneousDataLoader
-from penstock.elastic.formations import Formations
-from penstock.elastic.generations import Generations
-from penstock.elastic.protocol import Decision
-from penstock.elastic.run import ElasticRun
-from penstock.elastic.settings import Elastic
-from penstock.elastic.shared_states import SharedStates
 from penstock.layout.announce import announce
 from penstock.layout.layout import Layout
 from penstock.layout.pipelines import (
@@ -41,23 +33,18 @@ from penstock.modeling.adapters import base_of, is_peft_model
 from penstock.modeling.graph.costs import unit_costs
 from penstock.modeling.graph.loss import Criterion
 from penstock.optimizer import PipelineOptimizer
-from penstock.pictures.describe import LayoutDescription
-from penstock.pictures.model_layout import describe_layout
 from penstock.pipeline_model import USED_NAMES, PipelineModel, attach
 from penstock.pipeline_template import PipelineTemplate
-from penstock.planning.auto import auto_pipelines
-from penstock.planning.profile import Profile
 from penstock.rooms import room, sharding_of
 from penstock.runtime.comm.bootstrap import rank_and_world_size
 from penstock.runtime.comm.devices import device_memory
 from penstock.runtime.comm.forming import (
-    digest_of,
     facts_of,
     forming,
     require_agreement,
     world_ranks,
 )
-from penstock.runtime.engine import Values, parallelize
+from penstock.runtime.engine import parallelize
 from penstock.runtime.failures.board import PATIENCE_SECONDS, FailureBoard
 from penstock.runtime.gradients.precision import LossScale
 from penstock.schedule.actions import Schedule
@@ -66,9 +53,12 @@ from penstock.schedule.text import summary
 from penstock.schedule.validation import check_trains
 from penstock.whole_model import check_whole_model
 
-# How long a transfer of an elastic run may take: a rank that writes a checkpoint lets the others wait. One that stands
-# still is noticed by its heartbeat.
-ELASTIC_TIMEOUT = datetime.timedelta(minutes=10)
+if TYPE_CHECKING:
+    from penstock.data.loader import HeterogeneousDataLoader
+    from penstock.elastic.run import ElasticRun
+    from penstock.elastic.settings import Elastic
+    from penstock.pictures.describe import LayoutDescription
+
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 # Model, optimizer, criterion, data loader and learning rate scheduler; None for each that was not given.
@@ -152,12 +142,14 @@ class HeterogeneousParallelPlugin:
             growth_interval=growth_interval,
             hysteresis=hysteresis,
         )
-        self._check_elastic(elastic, global_batch_size)
+        if elastic is not None:
+            room("check_elastic")(elastic, global_batch_size, microbatch_size)
+        elif global_batch_size is not None:
+            raise ValueError("global_batch_size goes with elastic=; otherwise set_pipelines says how many microbatches")
         self.elastic = elastic
         self._global_batch_size = global_batch_size
-        # With elastic=, this process as a member, once it has come; its part in the run, once the first engine stands;
-        # and the loaders that follow the pipelines.
-        self._generations: Generations | None = None
+        # With elastic=, this process's part in the run, once the first engine stands, and the loaders that follow the
+        # pipelines.
         self.run: ElasticRun | None = None
         self._loaders: weakref.WeakSet[HeterogeneousDataLoader] = weakref.WeakSet()
         # For the Trainer's integration: what else all processes of an elastic run must have been given alike, by name;
@@ -170,23 +162,6 @@ class HeterogeneousParallelPlugin:
         self._layout: Layout | None = None
         self._description: LayoutDescription | None = None
         self._model: nn.Module | None = None
-
-    def _check_elastic(self, elastic: Elastic | None, global_batch_size: int | None) -> None:
-        if elastic is None:
-            if global_batch_size is not None:
-                raise ValueError(
-                    "global_batch_size goes with elastic=; otherwise set_pipelines says how many microbatches"
-                )
-            return
-        if not isinstance(elastic, Elastic):
-            raise TypeError(f"elastic must be a penstock.Elastic, got {elastic!r}")
-        if isinstance(global_batch_size, bool) or not isinstance(global_batch_size, int):
-            raise TypeError(f"elastic= needs global_batch_size, an integer, got {global_batch_size!r}")
-        if global_batch_size < 1 or global_batch_size % self.microbatch_size:
-            raise ValueError(
-                f"global_batch_size must be a multiple of microbatch_size ({self.microbatch_size}), got "
-                f"{global_batch_size}"
-            )
 
     # -- the pipelines ---------------------------------------------------------------------------------------------
 
@@ -236,16 +211,17 @@ class HeterogeneousParallelPlugin:
                 raise TypeError('set_pipelines("auto", num_microbatches, model) needs the model')
             if not isinstance(self.schedule, str):
                 raise TypeError(f'pipelines "auto" need the name of one schedule, but the plugin has {self.schedule!r}')
-            pipelines, num_microbatches = auto_pipelines(
+            chosen: tuple[list[PipelineTemplate], list[int]] = room("auto_pipelines")(
                 base_of(model),
                 rank_and_world_size()[1] // self.tp_size,
                 cast(int, num_microbatches),  # refused otherwise
                 self.microbatch_size,
                 self.schedule,
                 device_memory() if memory is None else memory,
-                None if profile is None else Profile.read(os.fspath(profile)),
+                profile,
                 copies,
             )
+            pipelines, num_microbatches = chosen
         checked = check_templates(pipelines)
         makers = [schedule_maker(template, self.schedule) for template in checked]
         check_ranks([make(1).num_ranks for make in makers], self.tp_size, rank_and_world_size()[1])
@@ -324,7 +300,7 @@ class HeterogeneousParallelPlugin:
         """
         # With elastic= nobody knows the pipelines yet; the loader follows them.
         alone = self.elastic is not None and self.run is None
-        loader = HeterogeneousDataLoader(
+        loader: HeterogeneousDataLoader = room("HeterogeneousDataLoader")(
             dataset,
             [self.global_batch_size // self.microbatch_size] if alone else self.num_microbatches,
             self.microbatch_size,
@@ -342,7 +318,7 @@ class HeterogeneousParallelPlugin:
 
     def check_dataloader(self, dataloader: Any) -> None:
         """Raise TypeError or ValueError unless a loader gives each pipeline its own share of each global batch."""
-        if not isinstance(dataloader, HeterogeneousDataLoader):
+        if not isinstance(dataloader, room("HeterogeneousDataLoader")):
             raise TypeError(
                 f"the dataloader is a {type(dataloader).__name__}, which would give every pipeline the same samples: "
                 "make it with plugin.prepare_dataloader(dataset, ...)"
@@ -388,7 +364,8 @@ class HeterogeneousParallelPlugin:
             _, *configured = room("initialize_peft")(model, lambda base: self.configure(base, *given))
             return (model, *configured)
         if self.elastic is not None:
-            return self._configure_elastic(self.elastic, model, optimizer, criterion, dataloader, lr_scheduler)
+            given = optimizer, criterion, dataloader, lr_scheduler
+            return cast(Configured, room("configure_elastic")(self, model, *given))
         layout = self.layout
         if isinstance(model, PipelineModel):
             raise ValueError("this model is parallelised already: configure() takes a whole one")
@@ -415,66 +392,6 @@ class HeterogeneousParallelPlugin:
         wrapped = None if optimizer is None else self._wrap(optimizer, model)
         return model, wrapped, criterion, dataloader, lr_scheduler
 
-    def _configure_elastic(
-        self,
-        elastic: Elastic,
-        model: Any,
-        optimizer: Optimizer | None,
-        criterion: Criterion | None,
-        dataloader: HeterogeneousDataLoader | None,
-        lr_scheduler: LRScheduler | None,
-    ) -> Configured:
-        """`configure` for as many processes as come, or for one that joins them."""
-        if not isinstance(model, PreTrainedModel):
-            raise TypeError(
-                f"with elastic= configure() takes a transformers PreTrainedModel, got {type(model).__name__}"
-            )
-        if isinstance(model, PipelineModel) or self._generations is not None:
-            raise ValueError("with elastic= a plugin configures one whole model, once")
-        if optimizer is None:
-            raise ValueError(
-                "with elastic= configure() needs the optimizer: the run goes on from its steps after a loss"
-            )
-        if dataloader is not None and dataloader not in self._loaders:
-            raise TypeError("the dataloader was not made by this plugin: make it with plugin.prepare_dataloader(...)")
-        num_microbatches = self.global_batch_size // self.microbatch_size
-        formations = Formations(
-            model, elastic, self.schedule, num_microbatches, self.microbatch_size, self.tp_size
-        )  # fmt: skip
-        facts = {**facts_of(model), **self._facts(), "the global batch size": self.global_batch_size}
-        states = SharedStates(optimizer.unwrap() if isinstance(optimizer, PipelineOptimizer) else optimizer)
-        for name, one in (("dataloader", dataloader), ("lr_scheduler", lr_scheduler)):
-            if one is not None:
-                states.register(name, one)
-        if self.precision == "fp16":
-            states.register("loss scale", self._loss_scale)
-        generations = self._generations = Generations(elastic, formations, self.tp_size, digest_of(facts))
-        try:
-            now, on_layout = generations.enter(), partial(self._take_layout, generations)
-            on_layout(now)
-            with forming(self.time_limit, generations.on_board) as board:
-                if now.is_first:
-                    require_agreement(facts, board)
-                values = None if now.is_first else states.values(now)
-                model = self._parallelise(model, board, criterion, values)
-            wrapped = self._wrap(optimizer, model)
-            self.run = wrapped.run = ElasticRun(generations, states, model.pipeline, on_layout)
-        except BaseException:
-            generations.close()  # the others must not count on this process
-            raise
-        return model, wrapped, criterion, dataloader, lr_scheduler
-
-    def _take_layout(self, generations: Generations, decision: Decision) -> tuple[Layout, Callable[[int], Schedule]]:
-        """Make a generation's pipelines those of this plugin, and of its loaders."""
-        templates, counts = generations.formations.layout(decision)
-        self._set(check_templates(templates), counts)
-        rank = decision.members.index(generations.number)
-        self._on_place(rank, len(decision.members))
-        pipeline = self.layout.place_of(rank).pipeline
-        for loader in self._loaders:
-            loader.reshare(self.num_microbatches, pipeline)
-        return self.layout, self._makers[pipeline]
-
     def _facts(self) -> dict[str, Any]:
         """What must be the same on all ranks."""
         names: tuple[str, ...] = ("tp_size", "microbatch_size", "precision", "max_norm")
@@ -485,20 +402,16 @@ class HeterogeneousParallelPlugin:
         facts = {f"the plugin's {name}": getattr(self, name) for name in names}
         return {**facts, "the pipelines' schedules": [summary(schedule) for schedule in self._schedules]}
 
-    def _parallelise(
-        self, model: Any, board: FailureBoard, criterion: Criterion | None, values: Values | None = None
-    ) -> Any:
+    def _parallelise(self, model: Any, board: FailureBoard, criterion: Criterion | None, **options: Any) -> Any:
         pipeline = parallelize(
             model,
             self.layout,
             self._makers[self.pipeline_index],
             board,
             micro_batch_size=self.microbatch_size,
-            # The members of an elastic run have little time to meet, but not to work.
-            timeout=self.time_limit or (None if self.elastic is None else ELASTIC_TIMEOUT),
             patience=self.patience,
-            values=values,
             make_sharding=sharding_of(self.layout),
+            **{"timeout": self.time_limit, **options},
         )
         pipeline.autocast = PRECISIONS[self.precision]
         self._model = attach(model, pipeline, criterion=criterion)
@@ -510,7 +423,10 @@ class HeterogeneousParallelPlugin:
         return PipelineOptimizer(inner, model.pipeline, self.max_norm, scale)
 
     def _describe(self, model: nn.Module | None, costs: Sequence[float] | None = None) -> LayoutDescription:
-        layout, schedules, size = self.layout, self._schedules, self.microbatch_size
+        shown = self.layout, self._schedules, self.microbatch_size
+        described: LayoutDescription
         if model is None or isinstance(model, PipelineModel):
-            return LayoutDescription(self.pipelines[0].model_name, layout, schedules, size)
-        return describe_layout(model, layout, schedules, size, costs)
+            described = room("LayoutDescription")(self.pipelines[0].model_name, *shown)
+        else:
+            described = room("describe_layout")(model, *shown, costs)
+        return described

@@ -9,13 +9,21 @@ from penstock.layout.layout import Layout
 
 _ROOMS = {
     "prepare_dataloader": "penstock.data.loader",
+    "HeterogeneousDataLoader": "penstock.data.loader",
     "auto_pipeline_size": "penstock.planning.auto",
+    "auto_pipelines": "penstock.planning.auto",
     "initialize_peft": "penstock.integrations.peft",
     "model_checkpoints": "penstock.checkpoint.model_methods",
+    "optimizer_checkpoints": "penstock.checkpoint.optimizer_methods",
+    "is_parallelized": "penstock.checkpoint.load",
     "generate": "penstock.generation.generate",
     "TensorParallel": "penstock.tensor_parallel.apply",
     "Recorder": "penstock.pictures.recorder",
+    "LayoutDescription": "penstock.pictures.describe",
+    "describe_layout": "penstock.pictures.model_layout",
     "from_live_ranks": "penstock.elastic.moving",
+    "check_elastic": "penstock.elastic.configure",
+    "configure_elastic": "penstock.elastic.configure",
 }
 
 

@@ -33,10 +33,10 @@ from penstock.checkpoint import (
 from penstock.checkpoint import save_checkpoint as save_to
 from penstock.checkpoint.comm import together
 from penstock.checkpoint.model_methods import checkpoint_comms, saving_rank
+from penstock.checkpoint.optimizer_methods import LossScaleState, unwrapped
 from penstock.checkpoint.training_state import LOSS_SCALE
 from penstock.modeling.adapters import base_of
 from penstock.modeling.instrumentation import record_of
-from penstock.optimizer import LossScaleState, unwrapped
 from penstock.pipeline_model import PipelineModel
 from penstock.runtime.comm.rollcall import Call
 from penstock.runtime.engine import Engine

@@ -108,12 +108,20 @@ class ElasticRun:
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
-    def perform(self, call: LoggedCall) -> Any:
+    def perform(self, work: Callable[[], Any], trains: bool, local: bool = False) -> Any:
         """Do something that all ranks do, however many are lost meanwhile.
+
+        Args:
+            work: does it, on the layout of the moment.
+            trains: whether it makes gradients, which are lost with the layout.
+            local: whether a rank does it without the others.
 
         Raises:
             what it raises that is no loss of a rank; RunEnded: those that are left cannot go on.
         """
+        return self._perform(LoggedCall(work, trains, local))
+
+    def _perform(self, call: LoggedCall) -> Any:
         if call.trains and not self._log.trains:
             self._change_if_due()
         while True:
@@ -153,7 +161,7 @@ class ElasticRun:
             )
 
         call = LoggedCall(unless_stale, trains=False)
-        return self.perform(call)
+        return self._perform(call)
 
     def load(self, load: Callable[[], int | None]) -> None:
         """Load all values on all ranks, again after a rank was lost.

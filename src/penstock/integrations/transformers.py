@@ -19,12 +19,12 @@ from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from penstock.checkpoint import TRAINING_VARIANT, restore_object
 from penstock.checkpoint.files import load_data
 from penstock.checkpoint.names import manifest_name
+from penstock.checkpoint.optimizer_methods import load_optimizer_state, save_optimizer_state
 from penstock.config import SECTION, Configuration
 from penstock.data.packed import LENGTHS, cut_packed, is_packed
 from penstock.initialize import ConfigLike, initialize
 from penstock.modeling.adapters import base_of
 from penstock.modeling.graph.loss import NUM_ITEMS, Criterion
-from penstock.optimizer import load_optimizer_state, save_optimizer_state
 from penstock.pipeline_model import PipelineModel, loss_tensor
 from penstock.runtime.engine import DEFAULT_MICROBATCHES_PER_STAGE, Engine
 

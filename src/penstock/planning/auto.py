@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from typing import TYPE_CHECKING
 
 from penstock.pipeline_template import PipelineTemplate
@@ -26,7 +27,7 @@ def auto_pipelines(
     microbatch_size: int,
     schedule: str,
     memory: float | None = None,
-    profile: Profile | None = None,
+    profile: str | os.PathLike[str] | None = None,
     copies: int = 1,
 ) -> tuple[list[PipelineTemplate], list[int]]:
     """Templates of the best pipelines that use all of `num_devices` equal devices, and their microbatches.
@@ -36,7 +37,7 @@ def auto_pipelines(
         num_microbatches: of a step, over all pipelines.
         schedule: of every pipeline.
         memory: bytes of each device that the run may use; None is no limit.
-        profile: what the units cost; None estimates it.
+        profile: the file that says what the units cost; None estimates it.
         copies: the least number of pipelines.
 
     Raises:
@@ -48,7 +49,7 @@ def auto_pipelines(
             'with pipelines "auto" num_microbatches is the number of microbatches over all pipelines, got '
             f"{num_microbatches!r}"
         )
-    found = profile or _estimate(model, microbatch_size)
+    found = _estimate(model, microbatch_size) if profile is None else Profile.read(os.fspath(profile))
     job = _job(found, num_devices, num_microbatches, schedule, memory, copies)
     plans: list[Plan | None] = [*make_plans(job, 16), equal_pipelines(job, schedule)]
     complete = [plan for plan in plans if plan is not None and len(plan.devices) == num_devices]
