@@ -6,12 +6,14 @@ Their links are those of the repository; here they are turned to where the pages
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parent
+ROOMS = "<!-- lines of each room -->"  # a line in docs/architecture.md
 ELSEWHERE = ["CONTRIBUTING.md", "CHANGELOG.md"]
 INTEGRATIONS = {
     "penstock.integrations.transformers": [
@@ -50,10 +52,25 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Links to and from what is outside docs/ in the repository."""
+    """Links to and from what is outside docs/ in the repository; and how large each room is."""
+    if page.file.src_uri == "architecture.md":
+        markdown = markdown.replace(ROOMS, lines_of_rooms())
     if page.file.src_uri in ELSEWHERE:
         return re.sub(r"\]\((?:docs/)", "](", markdown)
     return re.sub(r"\]\(\.\./", "](", markdown) if "/" not in page.file.src_uri else markdown
+
+
+def lines_of_rooms() -> str:
+    """A table of the package's rooms, and the faces, with their files and lines."""
+    package, files = ROOT / "src/penstock", Counter[str]()
+    lines = Counter[str]()
+    for file in package.rglob("*.py"):
+        room = f"`{file.relative_to(package).parts[0]}/`" if file.parent != package else "the faces"
+        files[room] += 1
+        lines[room] += len(file.read_text().splitlines())
+    rows = [f"| {room} | {files[room]} | {number:,} |" for room, number in lines.most_common()]
+    total = f"| all | {files.total()} | {lines.total():,} |"
+    return "\n".join(["| room | files | lines |", "|---|---|---|", *rows, total])
 
 
 def api_page() -> str:

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import mkdocs_pages
 import pytest
 import typer
 from kinds.options import build_parser
@@ -771,9 +772,18 @@ def test_the_picture_of_the_house_is_true() -> None:
     text = (ROOT / "docs/architecture.md").read_text()
     picture = next(block for block in text.split("```") if "your script:" in block)
     names = set(re.findall(r"[\w./]+\.py|\w+/", picture))
-    assert {"runtime/", "engine.py", "untrusted.py", "schedule/"} <= names
+    assert {"runtime/", "engine.py", "rooms.py", "schedule/"} <= names
     there = {path.name + "/" * path.is_dir() for path in (ROOT / "src/penstock").rglob("*")}
     assert names <= there
+
+
+def test_the_site_says_how_many_lines_each_room_has() -> None:
+    table = mkdocs_pages.lines_of_rooms()
+    rooms = {path.parent.name for path in (ROOT / "src/penstock").glob("*/__init__.py")}
+    assert {name.rstrip("/") for name in re.findall(r"`(.*?)`", table)} == rooms
+    *parts, total = (int(cells.split("|")[3].replace(",", "")) for cells in table.splitlines()[2:])
+    assert sum(parts) == total
+    assert mkdocs_pages.ROOMS in (ROOT / "docs/architecture.md").read_text().splitlines()
 
 
 def resolve(name: str) -> object:

@@ -36,8 +36,8 @@ def bench(
 ) -> None:
     """Train one model in every mode, in fresh processes, and print one table; write JSON, CSV and a plot.
 
-    Other options are the trainer's (python -m kinds.trainer --help) and hold for all modes. The status is
-    1 if a run fails or if the modes did not compute the same losses.
+    Other options are the trainer's (python benchmark/trainer.py --help) and hold for all modes. The status is 1
+    if a run fails or if the modes did not compute the same losses.
 
     Example: penstock bench --devices 2 --model GPTSmall --batch-size 8 --block-size 256 --iterations 10
     """
