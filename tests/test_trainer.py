@@ -6,10 +6,12 @@ import contextlib
 import io
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from transformers import (
@@ -26,6 +28,8 @@ from transformers import (
     TrainingArguments,
 )
 
+import penstock
+from launch import run_python
 from own_models import MappedRegression
 from penstock.integrations.transformers import PipelineTrainer, PipelineTrainerMixin
 from pool import Pool
@@ -333,33 +337,38 @@ def test_losses_that_training_would_not_call_are_refused(tmp_path: Path) -> None
         PipelineTrainer(gpt2(), arguments(tmp_path), parallelism={"pipeline_size": 2})
 
 
-def train_a_module_of_ones_own(folder: Path, stages: int = 0) -> Path:
-    """A module that is no model of transformers; returns where it was saved."""
+def train_a_module_of_ones_own(folder: Path, stages: int = 0, resume: bool = False) -> list[float]:
+    """A module that is no model of transformers, and has no configuration. Its first step is declared its best."""
     torch.manual_seed(0)
     model: Any = MappedRegression()
     model.dummy_inputs = {"x": torch.zeros(2, 6), "y": torch.zeros(2, 6)}
-    rows = torch.randn(8, 2, 6, generator=torch.Generator().manual_seed(1))
-    arguments = TrainingArguments(
-        output_dir=str(folder), per_device_train_batch_size=4, max_steps=2, save_steps=1, label_names=["y"],
-        use_cpu=True, report_to=[], disable_tqdm=True,
+    rows = torch.randn(12, 2, 6, generator=torch.Generator().manual_seed(1))
+    data = [{"x": x, "y": y} for x, y in rows]
+    options = arguments(
+        folder, max_steps=3, save_strategy="steps", save_steps=1, eval_strategy="steps", eval_steps=1,
+        label_names=["y"], load_best_model_at_end=True, greater_is_better=True, learning_rate=0.05,
     )  # fmt: skip
-    kind: Any = PipelineTrainer if stages else Trainer
-    options = {"parallelism": {"pipeline_parallel_size": stages, "num_microbatches": 2}} if stages else {}
-    trainer = kind(model=model, args=arguments, train_dataset=[{"x": x, "y": y} for x, y in rows], **options)
-    trainer.train()
+    kind, parallelism = kind_of(stages)
+    trainer = kind(model, options, train_dataset=data, eval_dataset=data[:6], **parallelism)
+    trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(str(folder / "final"))
-    return folder / "final"
+    assert trainer.state.best_global_step == 1
+    return [entry.get("loss", entry.get("eval_loss")) for entry in trainer.state.log_history[:-1]]
 
 
-def test_a_module_of_ones_own_is_saved_whole(pool: Pool, tmp_path: Path) -> None:
-    plain = train_a_module_of_ones_own(tmp_path / "plain")
-    pool.run(2, train_a_module_of_ones_own, tmp_path / "split", 2, init=False)
-    for name in ("final", "checkpoint-1"):
-        expected = load_file(plain.parent / name / "model.safetensors")
-        found = load_file(tmp_path / "split" / name / "model.safetensors")
-        assert found.keys() == expected.keys() and len(found) == 8
-        for key, value in expected.items():
-            torch.testing.assert_close(found[key], value, rtol=1e-5, atol=1e-6)
+def test_a_module_of_ones_own_is_saved_whole_and_loaded_again(pool: Pool, tmp_path: Path) -> None:
+    plain, split = tmp_path / "plain", tmp_path / "split"
+    expected = train_a_module_of_ones_own(plain)
+    assert len(set(expected)) == 6 and expected[1] > expected[3] > expected[5]
+    for again in (False, True):
+        for losses in pool.run(2, train_a_module_of_ones_own, split, 2, again, init=False):
+            assert losses == pytest.approx(expected, rel=1e-5)
+        for name in ("final", "checkpoint-1", "checkpoint-3"):
+            theirs, found = (load_file(folder / name / "model.safetensors") for folder in (plain, split))
+            assert found.keys() == theirs.keys() and len(found) == 8
+            for key, value in theirs.items():
+                torch.testing.assert_close(found[key], value, rtol=1e-5, atol=1e-6)
+        (split / "checkpoint-3").rename(split / f"checkpoint of {again}")
 
 
 def with_replicas(folder: Path) -> tuple[dict[str, Any], dict[str, float]]:
@@ -385,3 +394,67 @@ def test_several_pipelines_share_out_the_data(
     for run, evaluated in pool.run(2, with_replicas, tmp_path / "replicas", init=False):
         assert_same_log(run["log"], expected["log"])
         assert evaluated["eval_samples"] == 11 and evaluated["eval_sum"] == labels
+
+
+def train_the_head(folder: Path, stages: int = 0) -> tuple[list[dict[str, float]], list[str]]:
+    """Only the last layer norm is trained, and losses are scaled, as with fp16 on a GPU."""
+    original = Accelerator.__init__
+
+    def with_scaler(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4)
+
+    model = gpt2()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = "ln_f" in name
+    kind, parallelism = kind_of(stages)
+    with mock.patch.object(Accelerator, "__init__", with_scaler):
+        trainer = kind(model, arguments(folder), train_dataset=texts(40), **parallelism)
+        trainer.train()
+    names = [name for name, _ in trainer.model.named_parameters(remove_duplicate=bool(stages))]
+    assert all(trainer.model.get_parameter(name).numel() for name in names)
+    return trainer.state.log_history, names
+
+
+def test_a_rank_with_nothing_to_train_names_no_parameter_that_the_model_does_not_have(
+    pool: Pool, tmp_path: Path
+) -> None:
+    expected, names = train_the_head(tmp_path / "plain")
+    runs = pool.run(2, train_the_head, tmp_path / "split", 2, init=False)
+    for log, _ in runs:
+        assert_same_log(log, expected)
+    assert all(mine and set(mine) < set(names) for _, mine in runs)
+
+
+def one_training_step(folder: Path, stages: int = 0) -> float:
+    kind, parallelism = kind_of(stages)
+    trainer = kind(gpt2(), arguments(folder), train_dataset=texts(8), **parallelism)
+    batch = next(iter(trainer.get_train_dataloader()))
+    return float(trainer.training_step(trainer.model, batch, (batch["labels"][:, 1:] != -100).sum()))
+
+
+def test_a_training_step_can_be_made_outside_of_train(pool: Pool, tmp_path: Path) -> None:
+    expected = one_training_step(tmp_path / "plain")
+    assert pool.run(2, one_training_step, tmp_path, 2, init=False) == [pytest.approx(expected, abs=TOLERANCE)] * 2
+
+
+def give_to_others(folder: Path) -> None:
+    """A parallelised model, where DistributedDataParallel would be put around it."""
+    model = penstock.initialize(gpt2(), {"model_parallelism": {"pipeline_parallel_size": 2}})
+    instead = "Leave the model out of accelerator.prepare.*write PipelineTrainer.*class PipelineSFTTrainer"
+    trainer = Trainer(model, arguments(folder), train_dataset=texts(8))
+    with pytest.raises(TypeError, match=instead):
+        trainer.train()
+    with pytest.raises(TypeError, match=instead):
+        Accelerator(cpu=True).prepare(model)
+
+
+def test_accelerate_and_the_plain_trainer_refuse_a_parallelised_model(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, give_to_others, tmp_path)
+
+
+def test_without_accelerate_the_error_says_what_to_install(tmp_path: Path) -> None:
+    script = "import sys\nsys.modules['accelerate'] = None\nimport penstock.integrations.transformers"
+    ran = run_python("-c", script)
+    assert ran.returncode == 1 and "ImportError: " in ran.stderr
+    assert 'needs accelerate, as transformers\' Trainer does: pip install "penstock[trainer]"' in ran.stderr

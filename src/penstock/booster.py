@@ -253,8 +253,7 @@ class Booster:
     def load_model(self, model: Any, checkpoint: PathLike, strict: bool = True) -> Any:
         """Load the weights of a folder from `save_model`, `save_parallelized` or transformers' `save_pretrained`.
 
-        Every rank reads its own part only. The pipelines may differ from those that saved it. A merged folder of a
-        module that is no model of transformers is loaded before `boost`, with `load_state_dict`.
+        Every rank reads its own part only. The pipelines may differ from those that saved it.
 
         Args:
             strict: refuse an ordinary folder that lacks weights of the model, or has others.

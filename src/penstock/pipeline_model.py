@@ -43,7 +43,7 @@ class PipelineModel(torch.nn.Module):
     `num_parameters(whole=True)` are of the whole model.
 
     Optimizers take no empty list of parameters. On a rank that has nothing to train while others have, `parameters()`
-    and `named_parameters()` therefore end with a dummy parameter: one number that nothing reads or saves.
+    therefore ends with a dummy parameter: one number that nothing reads or saves. It has no name.
     """
 
     @property
@@ -101,18 +101,20 @@ class PipelineModel(torch.nn.Module):
         # With a criterion, the fields of what has no place for a loss; otherwise what the model returns.
         return output.original() if criterion is None and isinstance(output, NamedOutput) else output
 
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    def parameters(self, recurse: bool = True) -> Iterator[torch.nn.Parameter]:
         """The parameters of this rank's stages; the class says what may follow them."""
         trainable = False
-        own = super().named_parameters(prefix, recurse, remove_duplicate)
-        for name, parameter in own:
+        for parameter in super().parameters(recurse):
             trainable = trainable or parameter.requires_grad
-            yield name, parameter
-        # Whoever asks for every name of tied weights wants what is in the model.
-        if not trainable and recurse and remove_duplicate and (stand_in := stand_in_of(base_of(self))) is not None:
-            yield f"{prefix}{'.' if prefix else ''}{STAND_IN}", stand_in
+            yield parameter
+        if not trainable and recurse and (stand_in := stand_in_of(base_of(self))) is not None:
+            yield stand_in
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> Iterator[str]:
+        """DistributedDataParallel reads this before it communicates, and is refused there."""
+        raise_if_read: Iterator[str] = map(_refuse_replication, [type(self).__name__])
+        return raise_if_read
 
     @property
     def data_parallel_rank(self) -> int:
@@ -347,7 +349,13 @@ def refuse_compilation(name: str) -> None:
     )
 
 
-STAND_IN = "nothing_to_train_on_this_rank"
+def _refuse_replication(name: str) -> str:
+    raise TypeError(
+        f"DistributedDataParallel of a parallelised {name}, as accelerator.prepare() and a plain Trainer make it: "
+        "each rank has other stages, which reduce their own gradients. Leave the model out of accelerator.prepare(). "
+        "Instead of Trainer(...) write PipelineTrainer(...), for TRL's SFTTrainer `class PipelineSFTTrainer("
+        "PipelineTrainerMixin, SFTTrainer)`, both from penstock.integrations.transformers"
+    )
 
 
 def stand_in_of(model: Any) -> torch.nn.Parameter | None:

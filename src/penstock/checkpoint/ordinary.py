@@ -5,6 +5,7 @@ transformers reads it. What it would open is checked before.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import zipfile
@@ -15,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from penstock.modeling.weights.load import load_stage
-from penstock.modeling.weights.whole import tensor_parallel_of
+from penstock.modeling.weights.whole import tensor_parallel_of, whole_state
 from penstock.random_state import restored
 from penstock.tensor_parallel import take_shards
 
@@ -41,7 +42,8 @@ def load_ordinary(
 ) -> None:
     """Copy the weights of this rank's stages from an ordinary checkpoint into the model's existing parameters.
 
-    They are read as transformers' own `from_pretrained` reads them, names converted and all.
+    They are read as transformers' own `from_pretrained` reads them, names converted and all; those of a module that is
+    no model of transformers as its `load_state_dict` takes them.
 
     Args:
         model_class: the model's own class.
@@ -51,36 +53,24 @@ def load_ordinary(
     Raises:
         CheckpointError: it cannot be read on some rank, or does not fit. No rank's model has changed then.
     """
-    if not isinstance(model, PreTrainedModel):
-        raise CheckpointError(
-            f"{type(model).__name__} is no model of transformers: load an ordinary folder before it is parallelised, "
-            "with model.load_state_dict(...), or save without merging and call from_parallelized"
-        )
     directory = os.path.abspath(directory)
     loaded: list[dict[str, torch.Tensor]] = []
 
     def read() -> None:
         files = check_ordinary(directory)
-        # The model's own configurations: those in the folder are not needed, and could name anything.
-        given = {"config": model.config, "local_files_only": True}
-        if model.can_generate():
-            given["generation_config"] = model.generation_config
         try:
-            with restored([torch.default_generator]):  # what the folder lacks is drawn at random
-                fresh, info = load_stage(
-                    model_class, directory, stages, local_stages, tensor_parallel_of(model), **given
-                )
+            if isinstance(model, PreTrainedModel):
+                found, missing, unexpected = _of_stages(model, directory, model_class, stages, local_stages)
+            else:
+                found, missing, unexpected = _of_module(model, files)
+        except CheckpointError:
+            raise
         except Exception as error:
             raise _blame(files, directory, error) from None
-        faults = {"lacks": info.missing_keys, "has no place in the model for": info.unexpected_keys}
+        faults = {"lacks": missing, "has no place in the model for": unexpected}
         for what, names in faults.items() if strict else ():
             if names:
-                raise CheckpointError(f"{directory} {what} {', '.join(names[:_SHOWN])}")
-        lacking = set(info.missing_keys)
-        for group in tied_groups(model):
-            lacking.update(group if lacking & set(group) else ())
-        every = {**held_state(fresh), **take_shards(fresh)}
-        found = {name: tensor for name, tensor in every.items() if name not in lacking}
+                raise CheckpointError(f"{directory} {what} {', '.join(list(names)[:_SHOWN])}")
         for name, target in held_state(model).items():
             if name in found and found[name].shape != target.shape:
                 shapes = f"{list(found[name].shape)} in the checkpoint, {list(target.shape)} in the model"
@@ -92,6 +82,43 @@ def load_ordinary(
         for name, target in held_state(model).items():
             if name in loaded[0]:
                 target.copy_(loaded[0][name])
+
+
+# What a checkpoint has for this rank, and names that it lacks, and that have no place in the model.
+Read = tuple[dict[str, torch.Tensor], Collection[str], Collection[str]]
+
+
+def _of_stages(
+    model: PreTrainedModel,
+    directory: str,
+    model_class: type,
+    stages: Sequence[Sequence[str]],
+    local_stages: Collection[int],
+) -> Read:
+    # The model's own configurations: those in the folder are not needed, and could name anything.
+    given = {"config": model.config, "local_files_only": True}
+    if model.can_generate():
+        given["generation_config"] = model.generation_config
+    with restored([torch.default_generator]):  # what the folder lacks is drawn at random
+        fresh, info = load_stage(model_class, directory, stages, local_stages, tensor_parallel_of(model), **given)
+    lacking = set(info.missing_keys)
+    for group in tied_groups(model):
+        lacking.update(group if lacking & set(group) else ())
+    every = {**held_state(fresh), **take_shards(fresh)}
+    found = {name: tensor for name, tensor in every.items() if name not in lacking}
+    return found, info.missing_keys, info.unexpected_keys
+
+
+def _of_module(model: nn.Module, files: Sequence[str]) -> Read:
+    with contextlib.ExitStack() as stack:
+        opened = [stack.enter_context(open_tensors(locate(path), path)) for path in files]
+        read = {name: file.read for file in opened for name in file.names}
+        source = {name: name for name in read}
+        for group in tied_groups(model):  # a file may have one of the names alone
+            source.update((name, one) for one in group if one in read for name in group if name not in read)
+        found = {name: read[source[name]](source[name]) for name in held_state(model) if name in source}
+    whole = whole_state(model)
+    return found, [name for name in whole if name not in source], [name for name in read if name not in whole]
 
 
 def check_ordinary(directory: str) -> list[str]:

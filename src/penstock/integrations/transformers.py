@@ -11,6 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+if importlib.util.find_spec("accelerate") is None:
+    raise ImportError(
+        "penstock.integrations.transformers needs accelerate, as transformers' Trainer does: "
+        'pip install "penstock[trainer]"'
+    )
+
 import torch
 from transformers import Trainer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -23,21 +29,14 @@ from penstock.checkpoint.optimizer_methods import load_optimizer_state, save_opt
 from penstock.config import SECTION, Configuration
 from penstock.data.packed import LENGTHS, cut_packed, is_packed
 from penstock.initialize import ConfigLike, initialize
-from penstock.modeling.adapters import base_of
-from penstock.modeling.graph.loss import NUM_ITEMS, Criterion
-from penstock.pipeline_model import PipelineModel, loss_tensor
-from penstock.runtime.engine import DEFAULT_MICROBATCHES_PER_STAGE, Engine
-
-if importlib.util.find_spec("accelerate") is None:
-    raise ImportError(
-        "penstock.integrations.transformers needs accelerate, as transformers' Trainer does: "
-        "pip install 'penstock[trainer]'"
-    )
-
 from penstock.integrations.accelerator import PipelineAccelerator
 from penstock.integrations.plugin_training import PluginTraining
 from penstock.integrations.trl import TokenMetrics, is_sft, is_sft_class, weigh_routers
+from penstock.modeling.adapters import base_of
+from penstock.modeling.graph.loss import NUM_ITEMS, Criterion
+from penstock.pipeline_model import PipelineModel, loss_tensor
 from penstock.plugin import HeterogeneousParallelPlugin
+from penstock.runtime.engine import DEFAULT_MICROBATCHES_PER_STAGE, Engine
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +79,8 @@ class PipelineTrainerMixin(Trainer):
     """
 
     model: Any
+    # As for a batch by itself; train() sets it for each step.
+    current_gradient_accumulation_steps = 1
 
     def __init__(
         self, *args: Any, parallelism: ConfigLike | HeterogeneousParallelPlugin | None = None, **kwargs: Any
@@ -240,6 +241,13 @@ class PipelineTrainerMixin(Trainer):
         resume.clear()
         resume["trainer"] = "trainer.train(resume_from_checkpoint=True)"
 
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """As the Trainer's. On a rank that has nothing to train it gets what `model.parameters()` ends with."""
+        made: torch.optim.Optimizer = super().create_optimizer(model)
+        if not any(group["params"] for group in made.param_groups):
+            made.param_groups[-1]["params"] += [one for one in self.model.parameters() if one.requires_grad]
+        return made
+
     # -- steps -----------------------------------------------------------------------------------------------------
 
     def training_step(
@@ -287,7 +295,7 @@ class PipelineTrainerMixin(Trainer):
 
     def _without_lengths(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
         """The inputs without what only kernels of flash attention read: it would make another plan for each batch."""
-        if "flash" in str(getattr(self.model.config, "_attn_implementation", "")):
+        if "flash" in str(getattr(getattr(self.model, "config", None), "_attn_implementation", "")):
             return inputs
         return {name: value for name, value in inputs.items() if name not in LENGTHS}
 
