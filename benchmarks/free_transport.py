@@ -94,7 +94,7 @@ def with_executor(arguments: dict[str, Any]) -> Step:
     plan = SimpleNamespace(boundaries=[["hidden"]] * (schedule.num_stages - 1), loss=rule, fields=())
     count = schedule.num_microbatches
     inputs = StepInputs([{}] * count, [plan] * count, [()] * count, [(1,)] * count, [1] * count, 0, 0, [{}] * count)
-    board = FailureBoard(None, rank, "free")
+    board = FailureBoard(rank, "free")
     layout = Layout.place([[[f"u{stage}"] for stage in range(schedule.num_stages)]], [schedule.stage_to_rank])
     groups = SimpleNamespace(reduction={}, world=dist.group.WORLD, world_control=dist.group.WORLD)
     context = RankContext(layout, rank, CPU, groups, board, Interrupts())

@@ -4,7 +4,7 @@ told to.
     python elastic_script.py STORE FOLDER STEPS START WHAT...
 
 Each WHAT is `action@step/place`: this process does it when it comes there first (kill, stop, leave, sleep,
-kill-store, or await others), whatever the step with `any` for it. Without a STORE ("") the run is the
+kill-store, stop-store, or await others), whatever the step with `any` for it. Without a STORE ("") the run is the
 undisturbed one, of a single process.
 """
 
@@ -92,8 +92,8 @@ def main(store: str, folder: str, steps: int, start: int, *orders: str) -> None:
                         time.sleep(0.02)
                 elif action == "sleep":
                     time.sleep(8.0)
-                elif action == "kill-store":
-                    os.kill(int(os.environ["STORE_PROCESS"]), signal.SIGKILL)
+                elif action in ("kill-store", "stop-store"):
+                    os.kill(int(os.environ["STORE_PROCESS"]), ACTIONS[action.partition("-")[0]])
                 else:
                     os.kill(os.getpid(), ACTIONS[action])
 

@@ -20,15 +20,17 @@ from typing import Any, NamedTuple
 import torch
 
 import zygote
-from forked import kill_group
+from forked import Process, kill_group
 from launch import agent_store, free_port
 
 LIMIT = 10.0  # what is promised
 PATIENCE = 60.0  # for a whole run, on a busy machine
+ENDING = 20.0  # for a process, once it has said how it ended
 
 
 class End(NamedTuple):
-    """How a rank ended: "killed", "nothing" if its function returned, or the type and text of what it raised."""
+    """How a rank ended: "killed", "stands still", "nothing" if its function returned, or the type and text of what it
+    raised."""
 
     kind: str
     text: str
@@ -85,7 +87,12 @@ def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any, by
             ours.send((function, arguments))
             pipes[ours] = rank
         try:
-            return _collect(pipes)
+            ends = _collect(pipes, processes)
+            deadline = time.monotonic() + ENDING
+            while any(p.poll() is None and e.kind != "stands still" for p, e in zip(processes, ends, strict=True)):
+                assert time.monotonic() < deadline, f"a process does not end: {ends}"
+                time.sleep(0.02)
+            return ends
         finally:
             for process in processes:
                 if process.poll() is None:
@@ -108,17 +115,25 @@ def _meeting_place(by_hand: bool) -> Iterator[dict[str, str]]:
     del store
 
 
-def _collect(pipes: dict[Connection, int]) -> list[End]:
+def _collect(pipes: dict[Connection, int], processes: list[Process]) -> list[End]:
     found: dict[int, End] = {}
     deadline = time.monotonic() + PATIENCE
     while len(found) < len(pipes) and (left := deadline - time.monotonic()) > 0:
-        for pipe in wait([pipe for pipe, rank in pipes.items() if rank not in found], timeout=left):
+        if len(found) and all(_stands_still(p) for rank, p in enumerate(processes) if rank not in found):
+            return [found.get(rank, End("stands still", "", time.time())) for rank in pipes.values()]
+        for pipe in wait([pipe for pipe, rank in pipes.items() if rank not in found], timeout=min(left, 1.0)):
             assert isinstance(pipe, Connection)
             try:
                 found[pipes[pipe]] = pipe.recv()
             except EOFError:
                 found[pipes[pipe]] = End("died", "", time.time())
     return [found.get(rank, End("hangs", "", time.time())) for rank in pipes.values()]
+
+
+def _stands_still(process: Process) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    return False
 
 
 if __name__ == "__main__":

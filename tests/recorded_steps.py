@@ -220,7 +220,7 @@ class RecordedRank:
             device = GPU if gpu else CPU
             self.groups = Groups(layout, rank, device, shared)
             self.groups._device = CPU
-            self.board = FailureBoard(None, rank, "recorded")
+            self.board = FailureBoard(rank, "recorded")
             self.context = RankContext(layout, rank, CPU, self.groups, self.board, Interrupts())
             self.channels = P2PChannels(self.groups.p2p_group, self.context.rank_of, CPU, self.board)
             if gpu:  # the values are on the CPU all the same

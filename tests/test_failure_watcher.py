@@ -17,11 +17,14 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from ended import LIMIT, End, kill_self, run_ranks
+from ended import LIMIT, End, fault_now, kill_self, run_ranks
 from families import FAMILIES, batch
 from launch import run_command
 from penstock import PipelineFailure
+from penstock.runtime import parts
 from penstock.runtime.comm import rollcall
+from penstock.runtime.comm.groups import Groups
+from penstock.runtime.failures.keys import Keys
 from penstock.runtime.failures.ring import Ring
 from pool import Pool
 from training import parallelize, run_step
@@ -247,6 +250,36 @@ def test_calls_that_can_never_end_together_are_an_error_on_every_rank(tmp_path: 
         assert "every rank of a pipeline must make the same calls; this can never end" in end.text
 
 
+SECONDS = 2.0  # that a transfer may take
+
+
+def work_beside_one_that_stands_still(victim: int, moment: str) -> None:
+    """A rank stands still where process groups are made, or between two steps."""
+
+    def stand_still(*_: Any) -> None:
+        fault_now()
+        if my_rank() == victim:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    with mock.patch.object(parts, "Groups", side_effect=lambda *given: (stand_still(), Groups(*given))[1]) as groups:
+        if moment != "forming":
+            groups.side_effect = Groups
+        model = build(3, timeout=SECONDS)
+    run_step(model, batch("causal", 4))
+    stand_still()
+    run_step(model, batch("causal", 4))
+
+
+@pytest.mark.parametrize("moment", ["forming", "training"])
+def test_one_that_stands_still_with_the_store_ends_the_others_soon_after_their_timeout(moment: str) -> None:
+    """By hand the store is in rank 0's process: it answers nothing any more, not even that a failure is recorded."""
+    still, *others = run_ranks(3, work_beside_one_that_stands_still, 0, moment, by_hand=True)
+    assert still.kind == "stands still"
+    for rank, end in enumerate(others, 1):
+        assert end.kind == "PipelineFailure", f"rank {rank}: {end}"
+        assert end.fault_at is not None and end.at - end.fault_at < SECONDS + 5.0, end
+
+
 # ---------------------------------------------------------------- nothing is left behind
 
 
@@ -321,7 +354,7 @@ def test_a_rank_that_ends_early_hands_its_news_to_one_that_starts_late() -> None
 
     def start(rank: int) -> tuple[Ring, threading.Thread]:
         ring = Ring(
-            store, rank, 3,
+            Keys(store, 5.0), rank, 3,
             on_news=lambda origin, news: heard.append((f"{rank} from {origin}", news)),
             on_lost=lambda lost: heard.append((f"{rank} lost", lost)),
             on_left=lambda left: heard.append((f"{rank} saw leave", left)),

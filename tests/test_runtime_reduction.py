@@ -24,7 +24,7 @@ def parameters(*sizes: int) -> list[nn.Parameter]:
 
 def reducer_of(held: list[tuple[nn.Parameter, tuple[int, ...]]], deferred: set[int] | None = None) -> GradientReducer:
     groups = {BOTH: dist.group.WORLD}
-    board = FailureBoard(None, dist.get_rank(), "test")
+    board = FailureBoard(dist.get_rank(), "test")
     return GradientReducer(held, groups, dist.get_rank(), board, lambda p: id(p) in (deferred or set()))  # type: ignore[arg-type]
 
 

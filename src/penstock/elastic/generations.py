@@ -16,12 +16,13 @@ from typing import Any
 
 from penstock.elastic.agreement import agree, decision, latest
 from penstock.elastic.formations import Formations
-from penstock.elastic.meeting import STORE_ERRORS, Meeting, in_one_line, meet
+from penstock.elastic.meeting import STORE_ERRORS, Meeting, meet
 from penstock.elastic.membership import Membership, Pulse
 from penstock.elastic.protocol import Decision, MemberReport
 from penstock.elastic.settings import Elastic
 from penstock.runtime.comm.bootstrap import form_world
 from penstock.runtime.failures.board import FailureBoard, PipelineFailure
+from penstock.runtime.failures.keys import in_one_line
 
 logger = logging.getLogger("penstock")
 

@@ -10,13 +10,14 @@ import datetime
 import os
 import re
 import secrets
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 from urllib.parse import quote
 
 import torch.distributed as dist
 
-from penstock.runtime.failures.ring import peek
+from penstock.runtime.failures.keys import Keys, in_one_line, in_thread
 
 # How long an answer of the store may take.
 ANSWER = datetime.timedelta(seconds=10)
@@ -52,48 +53,25 @@ class Meeting(Protocol):
 STORE_ERRORS = (OSError, RuntimeError)  # torch's are RuntimeErrors
 
 
-def in_one_line(error: Exception) -> str:
-    """An error of the store without torch's stack; its class if it says nothing."""
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]
-
-
-class TcpMeeting:
+class TcpMeeting(Keys):
     """A store that `penstock store` serves. `prefix` keeps runs apart."""
 
-    def __init__(self, host: str, port: int, prefix: str = "", client: dist.Store | None = None) -> None:
+    def __init__(self, host: str, port: int, prefix: str = "") -> None:
         self.address = f"tcp://{host}:{port}"
-        self._host, self._port, self._prefix = host, port, prefix
+        self._host, self._port = host, port
+        connect = partial(dist.TCPStore, host, port, is_master=False, timeout=ANSWER)
         try:
-            self._client = client or dist.TCPStore(host, port, is_master=False, timeout=ANSWER)
+            # It may stand still.
+            client = in_thread(connect, "penstock-store").result(1 + ANSWER.total_seconds())
         except STORE_ERRORS as error:
             raise ConnectionError(
                 f"no store answers at {self.address}: start one with `penstock store --port {port}` on {host} before "
                 f"the run ({in_one_line(error)})"
             ) from None
-        self._store = dist.PrefixStore(prefix, self._client) if prefix else self._client
-
-    def put(self, key: str, value: str) -> None:
-        self._store.set(key, value)
-
-    def get(self, key: str) -> str | None:
-        return peek(self._store, key)
-
-    def create(self, key: str, value: str) -> str:
-        return str(self._store.compare_set(key, "", value).decode())
-
-    def next_number(self, key: str) -> int:
-        return int(self._store.add(key, 1)) - 1
-
-    def process_store(self, name: str, timeout: datetime.timedelta) -> dist.Store:
-        store = dist.PrefixStore(name, self._store)
-        store.set_timeout(timeout)
-        return store
+        super().__init__(client, ANSWER.total_seconds(), prefix)
 
     def clone(self) -> TcpMeeting:
         return TcpMeeting(self._host, self._port, self._prefix)
-
-    def within(self, prefix: str) -> TcpMeeting:
-        return TcpMeeting(self._host, self._port, "/".join(filter(None, (self._prefix, prefix))), self._client)
 
 
 class FolderMeeting:

@@ -16,8 +16,9 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from penstock.elastic.meeting import STORE_ERRORS, Meeting, in_one_line
+from penstock.elastic.meeting import STORE_ERRORS, Meeting
 from penstock.elastic.protocol import Told
+from penstock.runtime.failures.keys import in_one_line
 from penstock.runtime.failures.ring import has_ended, machine
 from penstock.runtime.threads import start_thread
 

@@ -20,7 +20,7 @@ from penstock.elastic.agreement import LeftOut
 from penstock.elastic.events import Change
 from penstock.elastic.generations import Generations, RunEnded
 from penstock.elastic.log import Log, LoggedCall
-from penstock.elastic.meeting import STORE_ERRORS, in_one_line
+from penstock.elastic.meeting import STORE_ERRORS
 from penstock.elastic.moving import from_elsewhere, hand_over
 from penstock.elastic.protocol import Decision, MemberReport
 from penstock.elastic.shared_states import SharedStates
@@ -30,6 +30,7 @@ from penstock.runtime.comm.bootstrap import leave_world
 from penstock.runtime.comm.rollcall import Call
 from penstock.runtime.engine import Engine, ScheduleMaker, Values
 from penstock.runtime.failures.board import PipelineFailure, is_transport_error
+from penstock.runtime.failures.keys import in_one_line
 
 logger = logging.getLogger("penstock")
 

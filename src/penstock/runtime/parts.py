@@ -21,6 +21,7 @@ from penstock.modeling.instrumentation import known_of
 from penstock.modeling.stage.split import SplitModel
 from penstock.runtime.boundary.boundaries import Boundaries
 from penstock.runtime.boundary.p2p import P2PChannels
+from penstock.runtime.comm.devices import default_timeout
 from penstock.runtime.comm.forming import require_layout
 from penstock.runtime.comm.frozen import FrozenParameters, Wish
 from penstock.runtime.comm.groups import Groups
@@ -236,7 +237,11 @@ def _meet(
     """Make the process groups; `shared` are the sets of ranks that hold something together."""
     rank, interrupts = dist.get_rank(), Interrupts()
     with board.guard("making process groups", range(layout.world_size)):
-        groups = interruptible(partial(Groups, layout, rank, device, shared, timeout, board.refuse_if_failed), board)
+        groups = interruptible(
+            partial(Groups, layout, rank, device, shared, timeout, board.refuse_if_failed),
+            board,
+            timeout or default_timeout(device),
+        )
     context = RankContext(layout, rank, device, groups, board, interrupts)
     board.mates = frozenset(context.pipeline_ranks)
     board.on_end(groups.abort)

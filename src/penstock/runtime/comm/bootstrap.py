@@ -155,11 +155,11 @@ def _meet(
     if watch is None:
         join()
         return
-    board = FailureBoard(store, rank, "rendezvous", watch)
+    board = FailureBoard(rank, "rendezvous", watch)
     doing = "setting up torch.distributed"
     on_board(board)
     with board.position.call(doing, world=True), board.guard(doing):
-        watcher.interruptible(join, board)
+        watcher.interruptible(join, board, timeout or dist.distributed_c10d.default_pg_timeout)
     watch.world = dist.group.WORLD
 
 

@@ -81,7 +81,7 @@ def job_board() -> FailureBoard:
     number = _num_jobs[world] = _num_jobs.get(world, 0) + 1
     store, rank, world_size = default_store(), dist.get_rank(), dist.get_world_size()
     watch = watcher.start(store, rank, world_size)
-    board = FailureBoard(store, rank, f"job {number}", watch, range(world_size))
+    board = FailureBoard(rank, f"job {number}", watch, range(world_size))
     if watch is not None:
         watcher.hear_of_errors(watch)
     return board

@@ -90,7 +90,7 @@ class Watching(Protocol):
     rank: int
     world_size: int
     endings: Endings
-    store: Any
+    keys: Any
 
     def tell(self, news: dict[str, Any]) -> None:
         """Tell the other ranks."""

@@ -21,8 +21,8 @@ from typing import Any
 import torch.distributed as dist
 
 from penstock.runtime.failures.account import Account, Endings, Watching
+from penstock.runtime.failures.keys import Keys, Unanswered
 from penstock.runtime.failures.position import Position
-from penstock.runtime.failures.ring import peek
 
 # How long a rank that learned of a failure waits to learn more: which rank was lost, what a failing rank's own
 # interpreter says. It gives that rank the time to show its error first.
@@ -61,7 +61,6 @@ class FailureBoard:
         resume: the calls that load what this run has saved last: of "model", of "optimizer".
 
     Args:
-        store: the job's key-value store, for what ranks agree on; None if there is none.
         name: the job's, the same on all its ranks.
         watch: this process's watcher, None if there is nobody to watch.
         mates: the ranks of this rank's pipeline.
@@ -69,7 +68,6 @@ class FailureBoard:
 
     def __init__(
         self,
-        store: dist.Store | None,
         rank: int,
         name: str,
         watch: Watching | None = None,
@@ -82,9 +80,8 @@ class FailureBoard:
         self.resume: dict[str, str] = {}
         self.detail_wait = DETAIL_WAIT.total_seconds()
         self.failed: PipelineFailure | None = None
-        if watch is not None:
-            store = watch.store
-        self._store = store if store is None else dist.PrefixStore(f"penstock/{name}", store)
+        # For what ranks agree on.
+        self._keys: Keys | None = None if watch is None else watch.keys.within(f"penstock/{name}")
         self._rank = rank
         self._watch = watch
         self._endings = Endings() if watch is None else watch.endings
@@ -133,7 +130,7 @@ class FailureBoard:
         """Give up what was registered, and the watcher. The pipeline runs no more."""
         self.close()
         self._ends.clear()
-        self._store = None
+        self._keys = None
         if self._watch is not None:
             self._watch.remove(self)
             self._let_go()
@@ -187,10 +184,10 @@ class FailureBoard:
 
     def look_up(self) -> None:
         """Look for a failure in the store, where the watchers are not all connected."""
-        if self._store is None or self._first is not None:
+        if self._keys is None or self._first is not None:
             return
         with contextlib.suppress(Exception):
-            if written := peek(self._store, "failure"):
+            if written := self._keys.get("failure"):
                 self.hear(json.loads(written))
 
     @contextlib.contextmanager
@@ -238,7 +235,9 @@ class FailureBoard:
         if not is_transport_error(error):
             self.abort(f"{type(error).__name__}: {error}")
             return error
-        if isinstance(error, dist.DistNetworkError) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        if isinstance(error, Unanswered) and _launcher_has_store():
+            return self.abort(f"while rank {self._rank} was {doing}, {error}", suspects=())
+        if isinstance(error, dist.DistNetworkError) and not _launcher_has_store():
             peers = [0]  # without a launcher's, the store is in the first rank's process
         elif not peers and self._watch is not None:
             peers = range(self._watch.world_size)
@@ -248,9 +247,9 @@ class FailureBoard:
 
     def announce(self, key: str, position: str) -> None:
         """Report this rank's `position` under `key`, for the others' `agree`."""
-        if self._store is not None:
+        if self._keys is not None:
             with contextlib.suppress(Exception):
-                self._store.set(f"{key}/{self._rank}", position)
+                self._keys.put(f"{key}/{self._rank}", position)
 
     def agree(self, key: str, position: str, ranks: Sequence[int], patience: float, unless: str | None = None) -> bool:
         """True if every rank of `ranks` reports the same `position` under `key` within about `patience` seconds.
@@ -259,18 +258,18 @@ class FailureBoard:
         """
         if len(ranks) == 1:
             return True
-        if self._store is None:
+        if self._keys is None:
             return False
         keys = [f"{key}/{rank}" for rank in ranks]
         deadline = time.monotonic() + max(AGREEMENT_WAIT.total_seconds(), patience)
         try:
-            self._store.set(f"{key}/{self._rank}", position)
+            self._keys.put(f"{key}/{self._rank}", position)
             # Not the store's own wait: it prints a long message when it times out.
-            while not self._store.check(keys):
+            while not self._keys.all_set(keys):
                 if time.monotonic() > deadline or self.failed is not None:
                     return False
                 time.sleep(0.005)
-            return all(self._store.get(each).decode() in (position, unless) for each in keys)
+            return all(self._keys.get(each) in (position, unless) for each in keys)
         except Exception:
             return False
 
@@ -307,12 +306,11 @@ class FailureBoard:
 
     def _record(self, mine: Account) -> Account:
         """The first failure on record, which is `mine` if there was none."""
-        if self._store is None:
+        if self._keys is None:
             return mine
         try:
-            written = self._store.compare_set("failure", "", json.dumps(mine))
-            return Account(*json.loads(written)) if written else mine
-        except Exception:  # the store lives in the process that may be the one that died
+            return Account(*json.loads(self._keys.create("failure", json.dumps(mine))))
+        except Exception:  # the store lives in the process that may be the one that died, or stands still
             return mine
 
     def _is_better(self, account: Account) -> bool:
@@ -368,6 +366,11 @@ def is_transport_error(error: BaseException) -> bool:
     # gloo's are plain RuntimeErrors out of C++; what Python raises in the middle of a wait (a signal's handler, a data
     # loader that lost a worker) is not.
     return type(error) is RuntimeError and TRANSPORT_ERROR.match(str(error).strip()) is not None
+
+
+def _launcher_has_store() -> bool:
+    """Whether the job's store is in a launcher's process, not in that of rank 0."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _first_sentence(error: BaseException) -> str:

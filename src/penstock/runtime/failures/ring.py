@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
+from penstock.runtime.failures.keys import Keys, Unanswered
 
 # A line is one message: far more than any has.
 LONGEST_LINE = 1 << 20
@@ -69,7 +69,7 @@ class Ring:
     """This rank's part of the ring. `serve` runs in its own thread until `stop`; `tell` may be called from any thread.
 
     Args:
-        store: where the ranks find each other. It is asked nothing once both neighbours are connected.
+        keys: where the ranks find each other. They are asked nothing once both neighbours are connected.
         on_news: called with the rank that has news and what it is, once for each.
         on_lost: called with a rank whose process ended without a word of leave.
         on_left: called with a rank that took its leave.
@@ -77,7 +77,7 @@ class Ring:
 
     def __init__(
         self,
-        store: dist.Store,
+        keys: Keys,
         rank: int,
         world_size: int,
         *,
@@ -85,7 +85,7 @@ class Ring:
         on_lost: Callable[[int], None],
         on_left: Callable[[int], None],
     ):
-        self._store = dist.PrefixStore(f"penstock/ring/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        self._keys = keys.within(f"penstock/ring/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}")
         self._rank = rank
         self._next = (rank + 1) % world_size
         self._before = (rank - 1) % world_size
@@ -114,7 +114,7 @@ class Ring:
             "hosts": _own_addresses(), "port": self._listener.getsockname()[1], "secret": self._secret,
             "machine": machine(), "process": os.getpid(),
         }  # fmt: skip
-        self._store.set(str(rank), json.dumps(mine))
+        self._keys.put(str(rank), json.dumps(mine))
 
     @property
     def complete(self) -> bool:
@@ -163,7 +163,7 @@ class Ring:
                 peer.connection.shutdown(socket.SHUT_WR)
         with contextlib.suppress(Exception):  # the store may be gone
             if not self._store_is_gone:
-                self._store.delete_key(str(self._rank))
+                self._keys.delete(str(self._rank))
         deadline = time.monotonic() + LEAVING_SECONDS
         for peer in self._peers:
             with contextlib.suppress(OSError):
@@ -178,7 +178,7 @@ class Ring:
         for each in (self._listener, self._waker, self._wakes, *(peer.connection for peer in self._peers)):
             with contextlib.suppress(OSError):
                 each.close()
-        del self._store
+        del self._keys
 
     # -- the neighbours --------------------------------------------------------------------------------------------
 
@@ -210,7 +210,9 @@ class Ring:
         if self._store_is_gone:
             return
         try:
-            written = peek(self._store, str(self._next))
+            written = self._keys.get(str(self._next))
+        except Unanswered:
+            return
         except Exception:  # its process has ended; what is connected stays connected
             self._store_is_gone = True
             return
@@ -319,13 +321,6 @@ class Ring:
             latest = list(self._latest)
         for message in latest:
             peer.send(message)
-
-
-def peek(store: dist.Store, key: str) -> str | None:
-    """What a store holds under `key`, None if it does not: at once, while `get` would wait for it."""
-    unlikely = "?"
-    found = store.compare_set(key, unlikely, unlikely).decode()
-    return None if found == unlikely else found
 
 
 def _listen() -> socket.socket:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import atexit
 import contextlib
 import datetime
+import logging
 import multiprocessing.util
 import sys
 import threading
+import time
 import traceback
 import weakref
 from collections.abc import Callable
@@ -24,14 +26,19 @@ import torch.distributed as dist
 from penstock.runtime.failures.account import Endings
 from penstock.runtime.failures.board import FailureBoard, PipelineFailure
 from penstock.runtime.failures.inquiry import Inquiries
+from penstock.runtime.failures.keys import Keys, Unanswered, in_one_line, in_thread
 from penstock.runtime.failures.ring import NEWS_SECONDS, Ring
 from penstock.runtime.threads import start_thread
 
 T = TypeVar("T")
 
+logger = logging.getLogger("penstock")
+
 TICK_SECONDS = 1.0
-# A store whose process has ended is not waited for.
-STORE_TIMEOUT = datetime.timedelta(seconds=5)
+# How long an answer of the store may take. It is not waited for if its process has ended or stands still.
+STORE_SECONDS = 2.0
+# How long a connection of the watch's own to the store may take.
+CONNECT = datetime.timedelta(seconds=5)
 # Characters of a failing rank's exception that are shown; a longer one is shortened.
 LONGEST_WORDS = 4000
 
@@ -57,8 +64,8 @@ class Watch:
         # Whether a job is about to be formed, for which it goes on.
         self.expecting = True
         # A separate client: one that waits for a key blocks other threads.
-        self.store = _own_client(store)
-        self._ring = Ring(self.store, rank, world_size, on_news=self._hear, on_lost=self._lose, on_left=self._see_off)
+        self.keys = Keys(_own_client(store), STORE_SECONDS)
+        self._ring = Ring(self.keys, rank, world_size, on_news=self._hear, on_lost=self._lose, on_left=self._see_off)
         self._thread = start_thread(self._serve, name="penstock-watcher")
 
     def add(self, board: FailureBoard) -> None:
@@ -114,7 +121,7 @@ class Watch:
         finally:
             self._ring.close()
             # Its connection goes with it.
-            del self.store
+            del self.keys
 
     def _hear(self, origin: int, news: dict[str, Any]) -> None:
         if "lost" in news:
@@ -172,9 +179,15 @@ _undo: contextlib.ExitStack = contextlib.ExitStack()
 def _own_client(store: Any) -> dist.Store:  # torch's stubs know neither of these methods
     before = store.timeout
     try:
-        store.set_timeout(STORE_TIMEOUT)
+        store.set_timeout(CONNECT)
         return store.clone()
-    except Exception:  # not every store can
+    except Exception as error:
+        logger.warning(
+            "the watcher got no connection of its own to the job's store in %g s (%s): it shares this process's, and "
+            "while that is in use it may learn late of a lost rank",
+            CONNECT.total_seconds(),
+            in_one_line(error),
+        )
         return store
     finally:
         store.set_timeout(before)
@@ -261,36 +274,38 @@ def hear_of_errors(watch: Watch) -> None:
     _undo.callback(restore)
 
 
-def interruptible(call: Callable[[], T], board: FailureBoard) -> T:
+def interruptible(call: Callable[[], T], board: FailureBoard, limit: datetime.timedelta | None) -> T:
     """Do `call`, which waits for other ranks where nothing can wake it, such as torch's rendezvous.
 
     It runs in a thread of its own, which is left behind, until the call's own time limit, if the job fails meanwhile.
 
+    Args:
+        limit: the call's own time limit. From then on the store must answer.
+
     Raises:
-        what `call` raises; PipelineFailure if the job failed first.
+        what `call` raises; PipelineFailure if the job failed first; Unanswered.
     """
     watch = _watch
     if watch is None:
         return call()
-    outcome: list[T] = []
-    failure: list[BaseException] = []
     device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
 
-    def run() -> None:
-        try:
-            if device is not None:  # each thread has its own
-                torch.accelerator.set_device_index(device)
-            outcome.append(call())
-        except BaseException as error:
-            failure.append(error)
-        watch.notify()
+    def run() -> T:
+        if device is not None:  # each thread has its own
+            torch.accelerator.set_device_index(device)
+        return call()
 
-    start_thread(run, name="penstock-rendezvous")
-    while not watch.wait(lambda: bool(outcome or failure or board.failed is not None), TICK_SECONDS):
-        pass
-    if outcome:
-        return outcome[0]
-    if failure and board.failed is None:
-        raise failure[0]
+    outcome, started = in_thread(run, "penstock-rendezvous"), time.monotonic()
+    outcome.add_done_callback(lambda _: watch.notify())
+    while not watch.wait(lambda: outcome.done() or board.failed is not None, TICK_SECONDS):
+        try:
+            # torch leaves its time limits to the store, which may stand still.
+            watch.keys.get("is there an answer")
+        except dist.DistError as error:
+            late = limit is not None and time.monotonic() - started > limit.total_seconds()
+            if isinstance(error, Unanswered) and late:
+                raise
+    if outcome.done() and (board.failed is None or outcome.exception() is None):
+        return outcome.result()
     board.check()
     raise AssertionError("unreachable")

@@ -1,0 +1,108 @@
+"""The keys of a key-value store, each asked for with a time limit.
+
+torch's TCPStore waits without end for an answer of a process that stands still (SIGSTOP, a hung machine): its own
+timeouts are kept by the process that is asked.
+"""
+
+from __future__ import annotations
+
+import copy
+import datetime
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from typing import Any, Self, TypeVar
+
+import torch.distributed as dist
+
+from penstock.runtime.threads import start_thread
+
+T = TypeVar("T")
+
+
+class Unanswered(dist.DistNetworkError):
+    """The store has not answered in time: its process stands still."""
+
+
+class Keys:
+    """A part of a store, whose keys begin with `prefix`.
+
+    Every method raises `Unanswered` if there is no answer within `seconds`, and at once while an earlier question is
+    without one; other errors are the store's.
+    """
+
+    def __init__(self, store: dist.Store, seconds: float, prefix: str = "") -> None:
+        self.seconds = seconds
+        self._whole, self._prefix = store, prefix
+        self._store = dist.PrefixStore(prefix, store) if prefix else store
+        # What was asked without an answer, for all parts of the store.
+        self._unanswered: list[Future[Any]] = []
+
+    def within(self, prefix: str) -> Self:
+        """A part of this part."""
+        part = copy.copy(self)
+        part._prefix = "/".join(filter(None, (self._prefix, prefix)))
+        part._store = dist.PrefixStore(part._prefix, self._whole)
+        return part
+
+    def put(self, key: str, value: str) -> None:
+        """Set a key."""
+        self._ask(lambda: self._store.set(key, value))
+
+    def get(self, key: str) -> str | None:
+        """The value of a key, None if it has none: at once, while torch's `get` would wait for it."""
+        unlikely = "?"
+        found = self._ask(lambda: self._store.compare_set(key, unlikely, unlikely)).decode()
+        return None if found == unlikely else found
+
+    def create(self, key: str, value: str) -> str:
+        """Set a key that has no value; returns its value afterwards, which another process may have set first."""
+        return self._ask(lambda: self._store.compare_set(key, "", value)).decode() or value
+
+    def next_number(self, key: str) -> int:
+        """The next of 0, 1, 2, ...: every call of any process gets a different one."""
+        return self._ask(lambda: self._store.add(key, 1)) - 1
+
+    def all_set(self, keys: list[str]) -> bool:
+        """Whether all these keys have values."""
+        return self._ask(lambda: self._store.check(keys))
+
+    def delete(self, key: str) -> None:
+        """Delete a key."""
+        self._ask(lambda: self._store.delete_key(key))
+
+    def process_store(self, name: str, timeout: datetime.timedelta) -> dist.Store:
+        """A part as a store of torch's, which waits for `timeout`."""
+        store = dist.PrefixStore(name, self._store)
+        store.set_timeout(timeout)
+        return store
+
+    def _ask(self, question: Callable[[], T]) -> T:
+        self._unanswered[:] = [each for each in self._unanswered if not each.done()]
+        if not self._unanswered:
+            answer = in_thread(question, "penstock-store")
+            wait([answer], self.seconds)
+            if answer.done():
+                return answer.result()
+            self._unanswered.append(answer)
+        raise Unanswered(f"the store has not answered for {self.seconds:g} s: its process stands still")
+
+
+def in_one_line(error: Exception) -> str:
+    """An error of the store without torch's stack; its class if it says nothing."""
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
+
+
+def in_thread(call: Callable[[], T], name: str) -> Future[T]:
+    """Do `call` in a thread of its own, which is left behind if nobody waits for it to end."""
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            result = call()
+        except BaseException as error:
+            outcome.set_exception(error)
+        else:
+            outcome.set_result(result)
+
+    start_thread(run, name=name)
+    return outcome
