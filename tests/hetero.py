@@ -122,7 +122,12 @@ def train(
     `by_hand` drives the microbatches in a loop of its own rather than by `execute_pipeline`.
     """
     model: Any = FAMILIES[family].build(dropout=dropout)
-    plugin = make_plugin(model, pipelines, **options)
+    return train_with(make_plugin(model, pipelines, **options), model, family, number, by_hand)
+
+
+def train_with(
+    plugin: HeterogeneousParallelPlugin, model: Any, family: str, number: int, by_hand: bool = False
+) -> list[Seen]:
     booster = Booster(plugin=plugin)
     loader = plugin.prepare_dataloader(samples(family, number), collate_fn=pad)
     sgd = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)

@@ -81,14 +81,15 @@ def choose() -> tuple[list[Any], list[Step], list[str]]:
         found.append(held(chosen))
         steps.append(Step(run_step(chosen, batch("causal", 4)), gradients_of(chosen)))
         stages = [["transformer.wte"], ["transformer.wpe", "transformer.h", "transformer.ln_f", "lm_head"]]
-        uneven: Any = penstock.initialize(build(), config, stages=stages)
+        uneven: Any = penstock.initialize(build(), **section, stages=stages)
         found.append(held(uneven))
         steps.append(Step(run_step(uneven, batch("causal", 4)), gradients_of(uneven)))
     small = FAMILIES["gpt2"].build().config
     made: Any = penstock.from_config(
         small,
         model_class=GPT2LMHeadModel,
-        config={"model_parallelism": {**section, "schedule": "interleaved-1f1b"}},
+        config=section,
+        schedule="interleaved-1f1b",
         split_points=["transformer.h.0", "transformer.h.2", "lm_head"],
         example_inputs={"input_ids": torch.zeros(1, 3, dtype=torch.long)},
         criterion=lambda outputs, _: functional.mse_loss(outputs.logits, torch.ones_like(outputs.logits)),
@@ -131,7 +132,7 @@ def test_chosen_stages_are_held_and_exact_and_wrong_ones_are_refused_on_all_rank
 def describe_a_sequential() -> list[Any]:
     own = OWN_MODELS["convnet"]
     config = {"model_parallelism": {"pipeline_parallel_size": 3}}
-    stages = [["stem"], ["stages.0"], ["stages.1", "head"]]
+    stages = [["stem"], ["stages.0"], ["stages.1", "pool", "head"]]
     inputs = (torch.zeros(2, 3, 8, 8, dtype=torch.float64),)
     model: Any = penstock.initialize(own.build(), config, own.criterion, stages=stages, example_inputs=inputs)
     return held(model)

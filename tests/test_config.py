@@ -64,6 +64,23 @@ def test_every_key_arrives() -> None:
     assert dataclasses.asdict(Configuration.from_any({"model_parallelism": values})) == values
 
 
+def test_the_section_alone_and_keys_as_arguments_say_the_same(tmp_path: Path) -> None:
+    flat = {"pipeline_parallel_size": 3, "num_microbatches": 2}
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(flat))
+    expected = Configuration(pipeline_parallel_size=3, num_microbatches=2)
+    for config in (flat, {"model_parallelism": flat}, file):
+        assert Configuration.from_any(config) == Configuration.from_any(config, schedule=None) == expected
+    assert Configuration.from_any(**flat) == expected
+    assert Configuration.from_any({"num_microbatches": 2}, pipeline_parallel_size=3) == expected
+    assert Configuration.from_any(Configuration(pipeline_parallel_size=3), num_microbatches=2) == expected
+    for config in (flat, Configuration(**flat)):
+        with pytest.raises(ConfigurationError, match="num_microbatches is given as an argument and as model_paral"):
+            Configuration.from_any(config, num_microbatches=4)
+    with pytest.raises(ConfigurationError, match=r"unknown key 'shedule' in .* mean .schedule."):
+        Configuration.from_any(flat, shedule="gpipe")
+
+
 @pytest.mark.parametrize("name", schedule_names())
 def test_every_schedule_that_can_be_built_can_be_asked_for(name: str) -> None:
     assert Configuration.from_any(section(schedule=name)).schedule == name
@@ -91,7 +108,13 @@ def test_a_configuration_does_not_change() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({}, r'no section "model_parallelism": expected \{"model_parallelism"'),
+        ({}, r"pipeline_parallel_size is missing"),
+        ({"num_microbatches": 2}, r"pipeline_parallel_size is missing"),
+        ({"pipeline_paralel_size": 2}, r"unknown key 'pipeline_paralel_size'.*mean \"pipeline_parallel_size\"\?"),
+        (
+            {**section(), "num_microbatches": 2},
+            r"key 'num_microbatches' stands beside model_parallelism: put it inside",
+        ),
         (
             {"model_paralelism": {}},
             r"unknown key 'model_paralelism' in the config.*mean \"model_parallelism\"\?",

@@ -13,15 +13,26 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.utils import _pytree as pytree
+from transformers import GPT2Config, GPT2ForSequenceClassification
 
 import penstock
-from own_models import GPT, OWN_MODELS, OwnModel
+from own_models import CLASSES, GPT, OWN_MODELS, VOCABULARY, OwnModel, classified, mlp
 from penstock import HeterogeneousParallelPlugin, PipelineTemplate
 from penstock.checkpoint.contents import merge_checkpoint
 from penstock.modeling.graph.loss import loss_of
 from penstock.modeling.graph.units import list_units
 from pool import Pool
-from training import EXACT, Step, assert_same_gradients, assert_steps_equal, gradients_of
+from training import (
+    EXACT,
+    Step,
+    assert_same_gradients,
+    assert_steps_equal,
+    cut,
+    gradients_of,
+    kept_in_double,
+    run_step,
+    unsplit_step,
+)
 
 MICROBATCHES = 4  # of 6 samples: 2, 2, 1, 1
 
@@ -256,6 +267,7 @@ def refuse_models() -> dict[str, str]:
         "wrong inputs": refused(Unguessable(), example_inputs={"left": torch.zeros(2, 3)}),
         "no inputs": refused(Unguessable(), example_inputs=3),
         "hidden": refused(Hiding()),
+        "no values": refused(OWN_MODELS["gpt"].build().to("meta")),
         "right inputs": refused(Unguessable(), example_inputs=(torch.zeros(2, 3), torch.zeros(2, 3))),
     }
 
@@ -271,6 +283,8 @@ def test_what_cannot_be_parallelised_is_refused_by_name_on_all_ranks(pool: Pool)
         assert "'right'" in found["wrong inputs"] and "guessed" not in found["wrong inputs"]
         assert "example_inputs must be a mapping" in found["no inputs"]
         assert "returns a Hidden" in found["hidden"]
+        assert "transformer.wte.weight of this GPT is on the meta device" in found["no values"]
+        assert "penstock.from_pretrained() or penstock.from_config()" in found["no values"]
         assert found["right inputs"] == "accepted"
 
 
@@ -294,3 +308,71 @@ def test_calls_that_cannot_be_bound_or_have_no_loss_say_so(pool: Pool) -> None:
         assert "was given 'input' by position and by name" in twice
         assert "Sequential computes no loss from the inputs ['input']" in lossless and "criterion" in lossless
         assert "unexpected keyword argument 'target'" in unknown
+
+
+class OneLayer(torch.nn.Module):
+    """Its input is no token, whatever its name says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.only = torch.nn.Linear(6, CLASSES)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.only(input_ids)
+
+
+def train_one_layer() -> Step:
+    own = OwnModel(OneLayer, classified)
+    model: Any = penstock.initialize(own.build(), {"pipeline_parallel_size": 1}, own.criterion, num_microbatches=2)
+    x, target = rows_of(OWN_MODELS["sequential"].inputs(), model).values()
+    return Step(run_step(model, {"input_ids": x, "target": target}), gradients_of(model))
+
+
+def test_one_layer_with_one_stage_and_fractions_called_ids_are_trained(pool: Pool) -> None:
+    own = OwnModel(OneLayer, classified)
+    model, (x, target) = own.build(), OWN_MODELS["sequential"].inputs().values()
+    loss = classified(model(x), {"target": target})
+    loss.backward()
+    assert_steps_equal(pool.run(2, train_one_layer), Step([loss.item()], gradients_of(model)), replicas=2)
+
+
+def mix_types() -> str:
+    model: Any = penstock.initialize(mlp().bfloat16(), pipeline_parallel_size=2, num_microbatches=2)
+    try:
+        with torch.no_grad():
+            model(torch.zeros(4, 6))
+    except RuntimeError as error:
+        return str(error)
+    return "accepted"
+
+
+def test_inputs_of_another_type_than_the_weights_are_named_with_the_unit(pool: Pool) -> None:
+    for found in pool.run(2, mix_types):
+        assert "the unit 0 was given values of torch.float32, but its weights are of torch.bfloat16" in found
+        assert "give the model inputs of the type of its weights" in found
+
+
+def classify_without_padding() -> tuple[Step, str]:
+    own = OwnModel(Classifier)
+    model: Any = penstock.initialize(own.build(), pipeline_parallel_size=2, num_microbatches=6)
+    inputs = OWN_MODELS["around transformers"].inputs()
+    with kept_in_double():
+        step = Step(run_step(model, inputs), gradients_of(model))
+        model.pipeline.num_microbatches = 3
+        with pytest.raises(ValueError) as caught:  # the words are looked at below
+            model(**inputs)
+    return step, str(caught.value)
+
+
+class Classifier(GPT2ForSequenceClassification):
+    def __init__(self) -> None:
+        quiet = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        super().__init__(GPT2Config(n_layer=2, n_embd=8, n_head=2, vocab_size=VOCABULARY, num_labels=CLASSES, **quiet))
+
+
+def test_a_classifier_without_a_token_for_padding_takes_one_sample_at_a_time(pool: Pool) -> None:
+    inputs, model = OWN_MODELS["around transformers"].inputs(), OwnModel(Classifier).build()
+    expected = unsplit_step(model, *((piece, 1 / 6) for piece in cut(inputs, [1] * 6)))
+    found = pool.run(2, classify_without_padding)
+    assert_steps_equal([step for step, _ in found], expected)
+    assert all("set model.config.pad_token_id" in refused for _, refused in found)

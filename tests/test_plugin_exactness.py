@@ -7,8 +7,18 @@ import torch
 import torch.distributed as dist
 
 from families import FAMILIES
-from hetero import assert_equal_training, balanced, batch_size, num_ranks, train, unsplit
-from penstock import HeterogeneousParallelPlugin
+from hetero import (
+    MICROBATCH_SIZE,
+    Seen,
+    assert_equal_training,
+    balanced,
+    batch_size,
+    num_ranks,
+    train,
+    train_with,
+    unsplit,
+)
+from penstock import HeterogeneousParallelPlugin, PipelineTemplate
 from penstock.data.batch import MicrobatchedBatch
 from pool import Pool
 
@@ -66,6 +76,21 @@ def test_each_template_may_have_its_own_schedule(pool: Pool) -> None:
     number = 2 * batch_size(pipelines)
     ranks = pool.run(6, train, "gpt2", pipelines, number, schedule=schedules)
     assert_equal_training(ranks, unsplit("gpt2", number, batch_size(pipelines)))
+
+
+def train_with_a_dropout_named() -> list[Seen]:
+    model = FAMILIES["gpt2"].build()
+    first, second = balanced(model, 2).modules_per_stage
+    first = (*first[:2], "transformer.drop", *first[2:])
+    templates = [PipelineTemplate("gpt2", stages) for stages in ([[*first, *second]], [first, second])]
+    templates[1].validate(model)
+    plugin = HeterogeneousParallelPlugin(microbatch_size=MICROBATCH_SIZE)
+    plugin.set_pipelines(templates, [1, 2])
+    return train_with(plugin, model, "gpt2", 6)
+
+
+def test_a_template_may_name_modules_without_parameters(pool: Pool) -> None:
+    assert_equal_training(pool.run(3, train_with_a_dropout_named), unsplit("gpt2", 6, 6))
 
 
 def test_a_loop_by_hand_trains_as_unsplit(pool: Pool) -> None:

@@ -111,6 +111,12 @@ def test_modules_of_a_real_model_make_valid_templates():
         PipelineTemplate(name, [modules[:5], modules[5:]]).validate(model)
 
 
+def test_modules_of_a_classifier_without_a_token_for_padding_are_found():
+    model = GPT2ForSequenceClassification(GPT2Config(n_layer=2, n_embd=8, n_head=2, vocab_size=32, n_positions=16))
+    assert model.config.pad_token_id is None
+    assert PipelineTemplate.get_modules(model)[-2:] == ["transformer.ln_f", "score"]
+
+
 def test_a_template_of_another_model_is_refused():
     model = tiny_gpt2(GPT2ForSequenceClassification)
     for name in ("bert", "GPT2LMHeadModel", "transformers.LlamaForCausalLM"):

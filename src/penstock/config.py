@@ -100,42 +100,62 @@ class Configuration:
         return None if self.timeout is None else datetime.timedelta(seconds=self.timeout)
 
     @classmethod
-    def from_any(cls, config: Configuration | Mapping[str, Any] | str | os.PathLike[str]) -> Configuration:
+    def from_any(
+        cls, config: Configuration | Mapping[str, Any] | str | os.PathLike[str] | None = None, **keys: Any
+    ) -> Configuration:
         """The configuration in a dict, in a JSON file (whole-line `//` comments are allowed), or already read.
+
+        A dict, or a file, holds the section "model_parallelism", or is that section.
+
+        Args:
+            keys: further keys of the section; None stands for one that is not given.
 
         Raises:
             ConfigurationError: there is no such file, it is not JSON, a key is unknown, missing or given twice, or
                 a value is impossible. The message begins with the file's name if there is one.
             TypeError: `config` is none of these.
         """
+        keys = {name: value for name, value in keys.items() if value is not None}
         if isinstance(config, Configuration):
-            return config
-        if isinstance(config, Mapping):
-            return cls._from_mapping(config)
+            if not keys:
+                return config
+            required = "pipeline_parallel_size"
+            given = vars(config).items()
+            config = {name: value for name, value in given if name == required or value != getattr(cls, name)}
+        if isinstance(config, Mapping) or (config is None and keys):
+            return cls._from_mapping(config or {}, keys)
         if isinstance(config, str | os.PathLike):
             path = Path(config)
             try:
-                return cls._from_mapping(_read_json(path))
+                return cls._from_mapping(_read_json(path), keys)
             except ConfigurationError as error:
                 raise ConfigurationError(f"{path}: {error}") from error.__cause__
         raise TypeError(f"config must be a dict or the path of a JSON file, got {type(config).__name__}")
 
     @classmethod
-    def _from_mapping(cls, config: Mapping[str, Any]) -> Configuration:
-        _check_keys(config, (SECTION,), "the configuration")
-        if SECTION not in config:
-            raise ConfigurationError(
-                f'the configuration has no section "{SECTION}": expected '
-                f'{{"{SECTION}": {{"enable": true, "pipeline_parallel_size": 2}}}}'
-            )
-        section = config[SECTION]
+    def _from_mapping(cls, config: Mapping[str, Any], keys: Mapping[str, Any]) -> Configuration:
+        known = [field.name for field in fields(cls)]
+        _check_keys(config, (SECTION, *known), "the configuration")
+        section = config.get(SECTION, config)
         if not isinstance(section, Mapping):
             raise ConfigurationError(f"{SECTION} must be a dict, got {section!r} ({type(section).__name__})")
-        _check_keys(section, [field.name for field in fields(cls)], SECTION)
+        if section is not config and len(config) > 1:
+            beside = next(name for name in config if name != SECTION)
+            raise ConfigurationError(f"key {beside!r} stands beside {SECTION}: put it inside, with the other keys")
+        _check_keys(section, known, SECTION)
+        _check_keys(keys, known, "the arguments")
+        if twice := [name for name in keys if name in section]:
+            raise ConfigurationError(f"{twice[0]} is given as an argument and as {SECTION}.{twice[0]}: give it once")
+        section = {**section, **keys}
         configuration = cls(**section)
         if configuration.enable and "pipeline_parallel_size" not in section:
             raise ConfigurationError(f"{SECTION}.pipeline_parallel_size is missing: give the number of stages")
         return configuration
+
+
+def take_keys(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Those of the arguments that are keys of the configuration; they are taken out."""
+    return {field.name: arguments.pop(field.name) for field in fields(Configuration) if field.name in arguments}
 
 
 def _is_integer(value: object) -> bool:

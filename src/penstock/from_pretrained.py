@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from transformers import PretrainedConfig, PreTrainedModel
 
-from penstock.config import Configuration
-from penstock.initialize import ConfigLike, choose_layout, distribute, read_configuration
+from penstock.config import Configuration, take_keys
+from penstock.initialize import ConfigLike, choose_layout, distribute
 from penstock.modeling.graph.loss import Criterion
 from penstock.modeling.weights.initialise import init_stage, meta_model, resolve_model_class
 from penstock.modeling.weights.load import StageLoadingInfo, forget_ties, load_config, load_stage
@@ -27,11 +27,9 @@ NOTHING_LOADED = StageLoadingInfo((), (), (), ())
 def from_pretrained(
     path_or_name: str,
     *,
-    config: ConfigLike,
+    config: ConfigLike | None = None,
     model_class: type | None = None,
     criterion: Criterion | None = None,
-    stages: Sequence[Sequence[str]] | None = None,
-    split_points: Sequence[str] | None = None,
     example_inputs: Any = None,
     **kwargs: Any,
 ) -> PreTrainedModel:
@@ -42,13 +40,14 @@ def from_pretrained(
         config: see `initialize`.
         model_class: a model class or an auto class such as `AutoModelForCausalLM`; by default the class that wrote the
             checkpoint.
-        criterion, stages, split_points, example_inputs: see `initialize`.
-        kwargs: as for `from_pretrained` (`dtype`, `revision`, `attn_implementation`, ...).
+        criterion, example_inputs: see `initialize`.
+        kwargs: keys of the configuration, as for `initialize`; all others as for transformers' `from_pretrained`
+            (`dtype`, `revision`, `attn_implementation`, ...).
 
     Raises:
         what `initialize` and `from_pretrained` raise; ValueError for an argument that cannot be combined with stages.
     """
-    configuration = read_configuration(config, stages, split_points)
+    configuration = Configuration.from_any(config, **take_keys(kwargs))
     kind = resolve_model_class(load_config(path_or_name, **kwargs), model_class)
     if not configuration.enable:
         return kind.from_pretrained(path_or_name, **kwargs)
@@ -64,12 +63,10 @@ def from_pretrained(
 def from_config(
     model_config: PretrainedConfig,
     *,
-    config: ConfigLike,
+    config: ConfigLike | None = None,
     model_class: type | None = None,
     seed: int | None = None,
     criterion: Criterion | None = None,
-    stages: Sequence[Sequence[str]] | None = None,
-    split_points: Sequence[str] | None = None,
     example_inputs: Any = None,
     **kwargs: Any,
 ) -> PreTrainedModel:
@@ -82,13 +79,14 @@ def from_config(
         config: see `initialize`.
         model_class: a model class or an auto class; by default the first of `model_config.architectures`.
         seed: all ranks must use the same; None continues torch's generator, whose state must be the same on all ranks.
-        criterion, stages, split_points, example_inputs: see `initialize`.
-        kwargs: as for an auto class's `from_config` (`dtype`, `attn_implementation`).
+        criterion, example_inputs: see `initialize`.
+        kwargs: keys of the configuration, as for `initialize`; all others as for an auto class's `from_config`
+            (`dtype`, `attn_implementation`).
 
     Raises:
         what `initialize` raises; NotImplementedError for a model whose weights cannot be made in parts.
     """
-    configuration = read_configuration(config, stages, split_points)
+    configuration = Configuration.from_any(config, **take_keys(kwargs))
     kind = resolve_model_class(model_config, model_class)
     if not configuration.enable:
         if seed is not None:

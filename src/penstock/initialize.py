@@ -19,7 +19,7 @@ from penstock.layout.template import chosen_stages, split_stages
 from penstock.modeling.adapters import is_peft_model
 from penstock.modeling.graph.costs import unit_costs
 from penstock.modeling.graph.loss import Criterion
-from penstock.modeling.graph.units import list_units
+from penstock.modeling.graph.units import bare_modules, list_units
 from penstock.modeling.weights.names import alias_groups
 from penstock.pipeline_model import USED_NAMES, PipelineModel, attach
 from penstock.rooms import room, sharding_of
@@ -37,12 +37,11 @@ ConfigLike = Configuration | Mapping[str, Any] | str | os.PathLike[str]
 
 def initialize(
     model: Model,
-    config: ConfigLike,
+    config: ConfigLike | None = None,
     criterion: Criterion | None = None,
     *,
-    stages: Sequence[Sequence[str]] | None = None,
-    split_points: Sequence[str] | None = None,
     example_inputs: Any = None,
+    **keys: Any,
 ) -> Model:
     """Spread `model` over the stages of a pipeline, and over replicas where there are more ranks than stages.
 
@@ -54,10 +53,10 @@ def initialize(
         model: a whole model of transformers, a PeftModel of one, or any other `nn.Module`, on any device; it is moved
             to this rank's.
         config: see `penstock.config.Configuration`, or the path of a JSON file.
+        keys: keys of the configuration, instead of `config` or besides: `pipeline_parallel_size=2`, `stages=...`.
         criterion: `criterion(outputs, inputs)` returns the mean loss of a microbatch, from the model's outputs and the
             keyword arguments of the call, some of which may be for the criterion only. If it has an attribute
             `reduction` that is "sum", it returns a sum. By default the loss is the model's own.
-        stages, split_points: which units each stage has; the same as in the configuration, see `Configuration`.
         example_inputs: arguments of a forward, by name or by position, for a model whose inputs cannot be guessed.
             Their values do not matter.
 
@@ -70,7 +69,7 @@ def initialize(
         TypeError: `model` is no module, or one that wraps another (torch.compile, DistributedDataParallel).
         ValueError: it is parallelised already, with another configuration, or compiled as a whole.
     """
-    configuration = read_configuration(config, stages, split_points)
+    configuration = Configuration.from_any(config, **keys)
     if not configuration.enable:
         return model
     known: Any = model
@@ -89,23 +88,6 @@ def initialize(
         return distribute(model, choose_layout(model, configuration, board), configuration, board, criterion)
 
 
-def read_configuration(
-    config: ConfigLike, stages: Sequence[Sequence[str]] | None = None, split_points: Sequence[str] | None = None
-) -> Configuration:
-    """The configuration, with the stages that were given as arguments.
-
-    Raises:
-        ConfigurationError: it is wrong, or has other stages.
-    """
-    configuration = Configuration.from_any(config)
-    choices: dict[str, Any] = {"stages": stages, "split_points": split_points}
-    given = {name: value for name, value in choices.items() if value is not None}
-    for name in given:
-        if getattr(configuration, name) is not None:
-            raise ConfigurationError(f"{name} is given as an argument and as {SECTION}.{name}: give it once")
-    return replace(configuration, **given) if given else configuration
-
-
 def choose_layout(model: nn.Module, configuration: Configuration, board: FailureBoard) -> Layout:
     """Equal pipelines, each with the model's units balanced over its stages by cost, unless the configuration has the
     stages. All ranks call this together.
@@ -120,6 +102,10 @@ def choose_layout(model: nn.Module, configuration: Configuration, board: Failure
     require_agreement({**facts_of(model), **settings}, board)
     configuration = _with_size(model, configuration, board)
     units, costs = _units_and_costs(model, board)
+    if configuration.stages is not None:
+        bare = bare_modules(model, units)
+        chosen = [[name for name in stage if name not in bare] for stage in configuration.stages]
+        configuration = replace(configuration, stages=chosen)
     stages, stage_to_rank, num_pipelines = plan_stages(configuration, units, costs)
     size = configuration.tensor_parallel_size
     if size > 1:

@@ -15,7 +15,7 @@ from penstock.layout.pipelines import num_stages_on
 from penstock.layout.template import StageTemplate, end_modules
 from penstock.modeling.adapters import base_of
 from penstock.modeling.graph.costs import unit_costs
-from penstock.modeling.graph.units import list_units
+from penstock.modeling.graph.units import bare_modules, list_units
 
 # How transformers names its model classes.
 MODEL_CLASS = re.compile(r"(.*\.)?[A-Z]\w*(Model|For[A-Z]\w*)$")
@@ -57,19 +57,34 @@ class PipelineTemplate(StageTemplate):
         No communication, so every rank finds the same error.
 
         Raises:
-            ValueError: the template is for another model; its modules are not the model's modules in forward order,
-                each once; or a module before the first repeated block is not in the first stage, or one after the last
-                block not in the last stage.
+            ValueError: the template is for another model; its modules, without those that have no parameters, are not
+                the model's modules in forward order, each once; or a module before the first repeated block is not in
+                the first stage, or one after the last block not in the last stage.
             NotImplementedError: the model cannot be split.
         """
-        if isinstance(model, str):
-            if modules is None:
-                raise TypeError("validate(model_name, modules) needs the model's modules beside its name.")
-            names, label = {model}, model
+        if not isinstance(model, str):
+            self.fitted(model, modules)
+        elif modules is None:
+            raise TypeError("validate(model_name, modules) needs the model's modules beside its name.")
         else:
-            model = base_of(model)
-            modules = self.get_modules(model) if modules is None else modules
-            names, label = _names_of(model), type(model).__name__
+            self._check({model}, model, modules)
+
+    def fitted(self, model: PreTrainedModel, modules: Sequence[str] | None = None) -> PipelineTemplate:
+        """This template without the names of modules that have no parameters, which run where they are needed.
+
+        Raises what `validate` raises.
+        """
+        model = base_of(model)
+        modules = self.get_modules(model) if modules is None else modules
+        bare = bare_modules(model, modules)
+        fitted = self
+        if bare & {*self.modules}:
+            stages = [[name for name in stage if name not in bare] for stage in self.modules_per_stage]
+            fitted = PipelineTemplate(self.model_name, stages)
+        fitted._check(_names_of(model), type(model).__name__, modules)
+        return fitted
+
+    def _check(self, names: Collection[str], label: str, modules: Sequence[str]) -> None:
         if _contradicts(self.model_name, names):
             raise ValueError(
                 f"The pipeline template is for the model {self.model_name!r}, but the model is {label}. "

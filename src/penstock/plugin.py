@@ -373,8 +373,10 @@ class HeterogeneousParallelPlugin:
         if self.tp_size > 1 and not isinstance(model, PreTrainedModel):
             raise ValueError(f"tp_size needs a model of transformers, and {type(model).__name__} is none")
         modules = PipelineTemplate.get_modules(model)
-        for template in dict.fromkeys(self._pipelines):
-            template.validate(model, modules)
+        fitted = tuple(template.fitted(model, modules) for template in self._pipelines)
+        if fitted != self._pipelines:
+            self._set(fitted, list(self.num_microbatches))
+            layout = self.layout
         if dataloader is not None:
             self.check_dataloader(dataloader)
         with forming(self.time_limit) as board:

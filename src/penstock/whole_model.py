@@ -30,8 +30,8 @@ def check_whole_model(model: Any, caller: str, used_names: Collection[str]) -> N
         used_names: attributes that a parallelised model has.
 
     Raises:
-        TypeError: `model` is no module, or one that wraps another. ValueError: it is compiled as a whole, or has an
-            attribute of its own under one of `used_names`.
+        TypeError: `model` is no module, or one that wraps another. ValueError: it is compiled as a whole, on the meta
+            device, or has an attribute of its own under one of `used_names`.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"{caller} takes a torch.nn.Module, got {type(model).__name__}")
@@ -42,6 +42,11 @@ def check_whole_model(model: Any, caller: str, used_names: Collection[str]) -> N
         raise ValueError(
             f"this {type(model).__name__} is compiled as a whole: call model.compile() after {caller} instead, which "
             "compiles the blocks of each stage"
+        )
+    if absent := next((name for name, parameter in model.named_parameters() if parameter.is_meta), None):
+        raise ValueError(
+            f"{absent} of this {type(model).__name__} is on the meta device, without values: build the model on the "
+            "CPU, or let penstock.from_pretrained() or penstock.from_config() make each stage where it is held"
         )
     own = {*vars(model), *model._modules, *model._parameters, *model._buffers}
     if taken := sorted(own & set(used_names)):

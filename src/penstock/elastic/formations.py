@@ -47,8 +47,9 @@ class Formations:
     ) -> None:
         self.model_name = type(model).__name__
         self.units = PipelineTemplate.get_modules(model)
-        for template in settings.templates:
-            template.validate(model, self.units)
+        settings = replace(
+            settings, templates=tuple(template.fitted(model, self.units) for template in settings.templates)
+        )
         self._settings, self._schedule, self._num_microbatches = settings, schedule, num_microbatches
         self._tp_size = tp_size
         if not isinstance(schedule, str) and not settings.templates:

@@ -26,7 +26,7 @@ from penstock.checkpoint import TRAINING_VARIANT, restore_object
 from penstock.checkpoint.files import load_data
 from penstock.checkpoint.names import manifest_name
 from penstock.checkpoint.optimizer_methods import load_optimizer_state, save_optimizer_state
-from penstock.config import SECTION, Configuration
+from penstock.config import Configuration
 from penstock.data.packed import LENGTHS, cut_packed, is_packed
 from penstock.initialize import ConfigLike, initialize
 from penstock.integrations.accelerator import PipelineAccelerator
@@ -440,9 +440,7 @@ def _not_over_pipelines(name: str, instead: str) -> ValueError:
 
 
 def _configuration(parallelism: ConfigLike) -> Configuration:
-    """Also from the section alone. Raises ConfigurationError, a ValueError."""
-    if isinstance(parallelism, Mapping) and SECTION not in parallelism:
-        parallelism = {SECTION: parallelism}
+    """Raises ConfigurationError, a ValueError."""
     configuration = Configuration.from_any(parallelism)
     if not configuration.enable:
         raise ValueError("parallelism with enable=False is no parallelism: use the Trainer itself")

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 _ATTRIBUTE = "_penstock"
 
@@ -210,6 +211,10 @@ class Interceptor:
             self.remove(modules.values())
 
 
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
 def _uninstall(module: nn.Module) -> None:
     record = known_of(module)
     if record.intercepted is not None:
@@ -227,6 +232,21 @@ class Intercepted:
     original: Callable[..., Any]
     interceptor: Interceptor
 
+    def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The module's own call. Where torch only says that two types differ, the error says which are given here."""
+        try:
+            return self.original(module, *args, **kwargs)
+        except RuntimeError as error:
+            given = {leaf.dtype for leaf in pytree.tree_leaves((args, kwargs)) if _is_floating(leaf)}
+            held = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
+            if type(error) is not RuntimeError or "type" not in str(error) or not held or given <= held:
+                raise
+            types, own = (", ".join(sorted(map(str, kinds))) for kinds in (given, held))
+            raise RuntimeError(
+                f"the unit {self.name} was given values of {types}, but its weights are of {own} ({error}): give the "
+                "model inputs of the type of its weights, or change that before it is parallelised"
+            ) from error
+
 
 class OnAnotherStage(RuntimeError):
     """A part of the model was called directly on a rank that does not hold it."""
@@ -241,7 +261,7 @@ class _InterceptedModule:
         if handler is None:
             if self.__dict__[_ATTRIBUTE].absent is not None:
                 raise OnAnotherStage(on_another_stage(unit.name))
-            return unit.original(self, *args, **kwargs)
+            return unit.run(self, args, kwargs)
         return handler.call(unit, self, args, kwargs)
 
     def _apply(self: Any, fn: Any, recurse: bool = True) -> Any:

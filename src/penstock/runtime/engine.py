@@ -639,7 +639,7 @@ class Engine:
         self._refuse_if_over()
         self.split.refuse_if_moved(self.device)
         refuse_tuples(self.split.model, microbatches)
-        refuse_wrong_types(microbatches)
+        refuse_wrong_types(self.split.model, microbatches)
         hosts = None
         if self.device.type != "cpu":
             microbatches, hosts = place(microbatches, self.device)

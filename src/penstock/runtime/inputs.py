@@ -145,16 +145,17 @@ def refuse_tuples(model: nn.Module, microbatches: Sequence[Mapping[str, Any]]) -
 INTEGER_INPUTS = ("input_ids", "decoder_input_ids", "token_type_ids", "position_ids")
 
 
-def refuse_wrong_types(microbatches: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ValueError for texts and lists of numbers in place of token ids or labels, and for ids that are no
-    integers."""
+def refuse_wrong_types(model: nn.Module, microbatches: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ValueError for texts and lists of numbers in place of token ids or labels, and for ids of a model of
+    transformers that are no integers."""
     for name, value in (microbatches[0] if microbatches else {}).items():
         if name.endswith(("ids", "labels")) and isinstance(_first(value), str | bytes | int | float):
             raise ValueError(
                 f"{name} is {value!r:.40}, not a tensor: pass tensors, for texts those of "
                 "tokenizer(texts, return_tensors='pt', padding=True)"
             )
-        if name in INTEGER_INPUTS and isinstance(value, torch.Tensor) and value.is_floating_point():
+        ids = name in INTEGER_INPUTS and isinstance(model, PreTrainedModel)
+        if ids and isinstance(value, torch.Tensor) and value.is_floating_point():
             raise ValueError(
                 f"{name} is of {value.dtype}, but ids are integers: pass them as the tokenizer gives them, as "
                 "torch.int64"
@@ -171,10 +172,15 @@ def _first(value: Any) -> Any:
 def _plan(
     plan_of: Callable[..., ForwardPlan], microbatch: Mapping[str, Any], criterion: Criterion | None
 ) -> ForwardPlan:
-    """The plan, or a ValueError if labels of an unusual type are why there is none."""
+    """The plan, or a ValueError if labels of an unusual type, or no token for padding, are why there is none."""
     try:
         return plan_of(microbatch, criterion=criterion)
     except NotImplementedError as error:
+        if "no padding token is defined" in str(error):  # as transformers' classifiers of texts say it
+            raise ValueError(
+                "the model has no token for padding, so a microbatch has one sample: set model.config.pad_token_id, or "
+                f"num_microbatches to the number of samples ({error})"
+            ) from error
         for name, value in microbatch.items():
             if name.endswith("labels") and isinstance(value, torch.Tensor) and value.dtype != torch.int64:
                 raise ValueError(

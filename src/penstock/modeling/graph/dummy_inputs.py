@@ -83,6 +83,8 @@ def dummy_inputs(model: nn.Module, batch: int = BATCH, tokens: int = TOKENS) -> 
     limit = _most_positions(config)
     if limit is not None and tokens < limit <= MOST_TOKENS and "input_ids" in text:  # some take full sequences only
         yield _guess(model, batch, limit)
+    if batch > 1:  # a classifier of texts without a token for padding takes one at a time
+        yield _guess(model, 1, tokens)
 
 
 def arguments_by_name(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -111,7 +113,8 @@ def dtype_of(model: nn.Module) -> torch.dtype:
 
 def _for_first_layer(model: nn.Module, plain: Mapping[str, Any], batch: int, tokens: int) -> Iterator[dict[str, Any]]:
     """Guesses for the one argument whose name says nothing (`x`), by what the first layer with parameters takes."""
-    unknown = [name for name in _needed(inspect.signature(model.forward).parameters) if name not in plain]
+    needed = _needed(inspect.signature(model.forward).parameters)
+    unknown = [name for name in needed if name not in plain] if len(needed) > 1 else [*needed]
     if len(unknown) != 1:
         return
     dtype = dtype_of(model)

@@ -122,7 +122,7 @@ class Forwards:
     ) -> TracedForward:
         """The forward by inputs of this kind. Arguments and errors are those of `follow`."""
         entry = _entry_of(self._module_names, call)
-        key = (entry, self.model.training, _criterion_key(criterion), _kind_of(inputs))
+        key = (entry, self.model.training, _criterion_key(criterion), _kind_of(inputs), self._is_one_unpadded(inputs))
         known = self._known.get(key)
         if known is None:
             known = self._known[key] = self.follow(inputs, call, criterion)
@@ -139,6 +139,11 @@ class Forwards:
             return other
         known.fixed = all(one != another for one, another in zip(known.sizes, sizes, strict=False))
         return known
+
+    def _is_one_unpadded(self, inputs: Mapping[str, Any]) -> bool:
+        """Whether a model without a token for padding, which may refuse several samples, is given a single one."""
+        unpadded = getattr(getattr(self.model, "config", None), "pad_token_id", 0) is None
+        return unpadded and _sizes(inputs)[:1] == (1,)
 
     def follow(
         self, inputs: Mapping[str, Any], call: Callable[..., Any] | None = None, criterion: Criterion | None = None

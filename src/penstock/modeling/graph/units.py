@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from penstock.modeling.graph.plan import refusal
 from penstock.modeling.graph.shapes import ShapeFunctions
 from penstock.modeling.graph.trace import Enclosed, Trace, Untraceable, trace
 from penstock.modeling.instrumentation import Interceptor, known_of
+from penstock.modeling.weights.names import unit_of
 
 # Arguments that a text-only forward lacks.
 MEDIA = ("pixel_values", "pixel_values_videos", "input_features", "input_values")
@@ -68,7 +69,7 @@ def traced_units(
 def _units_for(model: nn.Module, arguments: Mapping[str, Any]) -> tuple[list[str], Trace]:
     """The units in forward order, and a forward on `arguments` with them."""
     units = _candidates(model)
-    if len(units) < 2:
+    if not units:
         raise Untraceable("it has no modules that follow one another")
     for _ in range(MAX_CORRECTIONS):
         inner_calls: dict[str, set[str]] = {name: set() for name in units}
@@ -201,6 +202,13 @@ def _is_sequence(module: nn.Module) -> bool:
 def _repeats(sequence: nn.Module) -> bool:
     kinds = [type(entry) for entry in sequence.children() if next(entry.children(), None) is not None]
     return len(kinds) > 1 and len(set(kinds)) == 1 and len(kinds) == len(list(sequence.children()))
+
+
+def bare_modules(model: nn.Module, units: Collection[str]) -> set[str]:
+    """The names of modules beside the units that have no parameters, such as a dropout: no stage has to hold them."""
+    return {
+        name for name, module in model.named_modules() if not _has_parameters(module) and unit_of(name, units) is None
+    }
 
 
 def _has_parameters(module: nn.Module) -> bool:

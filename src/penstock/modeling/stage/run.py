@@ -104,7 +104,7 @@ class StageRun:
         before = lengths(side_outputs()) if planned.side_sends else {}
         # Before the unit runs, as it may lengthen a cache on which shapes depend.
         expected = self._expected(planned.call, args, kwargs) if planned.call.output.assumed else None
-        output = unit.original(module, *args, **kwargs)
+        output = unit.run(module, args, kwargs)
         shape = planned.call.output
         if planned.sends or expected is not None:
             leaves = shape.flatten(output, flatten((args, kwargs))[0] if shape.stored else ())
