@@ -4,7 +4,7 @@ told to.
     python elastic_script.py STORE FOLDER STEPS START WHAT...
 
 Each WHAT is `action@step/place`: this process does it when it comes there first (kill, stop, leave, sleep,
-kill-store, stop-store, or await others), whatever the step with `any` for it. Without a STORE ("") the run is the
+late, kill-store, stop-store, or await others), whatever the step with `any` for it. Without a STORE ("") the run is the
 undisturbed one, of a single process.
 """
 
@@ -87,7 +87,10 @@ def main(store: str, folder: str, steps: int, start: int, *orders: str) -> None:
             action, _, where = order.partition("@")
             if where in (f"{now}/{place}", f"any/{place}") and order not in done:
                 done.add(order)
-                if action == "await":  # until somebody asks to join
+                if action == "late":  # until a file tells it to come
+                    while not (Path(folder) / "come").exists():
+                        time.sleep(0.02)
+                elif action == "await":  # until somebody asks to join
                     while plugin.run is not None and not plugin.run.generations.membership.asked:
                         time.sleep(0.02)
                 elif action == "sleep":
@@ -130,6 +133,7 @@ def main(store: str, folder: str, steps: int, start: int, *orders: str) -> None:
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.9)
     loader = plugin.prepare_dataloader(Samples(), shuffle=True, collate_fn=collate)
     with kept_in_double():
+        here("coming")
         model, wrapped, _, loader, scheduler = booster.boost(model, optimizer, None, loader, scheduler)
         for block in model.transformer.h if hasattr(model, "transformer") else model.model.layers:
             block.register_forward_hook(lambda *_: here("forward"))

@@ -146,6 +146,17 @@ def test_a_process_comes_in_though_another_is_killed_meanwhile(tmp_path: Path) -
     assert min(joiner.losses) in (5, 6, 7)
 
 
+def test_a_process_that_comes_as_the_run_has_ended_is_told(tmp_path: Path) -> None:
+    """It was started to join, and would wait for others to begin a new run."""
+    run = elastic_runs.Run(tmp_path, 2, 2)
+    late, *members = run.start("late@any/coming"), run.start(), run.start()
+    run.wait(but=[late])
+    assert [member.status for member in members] == [0, 0], run.printed()
+    (tmp_path / "come").touch()
+    run.wait(30)
+    assert late.status == 1 and "the run that this process was to join has ended" in late.printed()
+
+
 def test_a_process_with_other_settings_is_refused_and_the_run_goes_on(tmp_path: Path) -> None:
     run = elastic_runs.Run(tmp_path, STEPS, 2)
     members = [run.start("await@3/loop"), run.start()]

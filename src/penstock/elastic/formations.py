@@ -159,6 +159,8 @@ class Formations:
         try:
             if not devices:
                 raise Infeasible("no member is left to go on")
+            if not reports and before is not None and not before.is_first:
+                raise Infeasible("none of the members that had the model's values is left")
             values = [held[device[0]] for device in devices]
             if reports and (found := self._to_go_back_to(reports, values, checkpoint)) is not None:
                 step, restore = found

@@ -23,6 +23,7 @@ from penstock.elastic.settings import Elastic
 from penstock.runtime.comm.bootstrap import form_world
 from penstock.runtime.failures.board import FailureBoard, PipelineFailure
 from penstock.runtime.failures.keys import in_one_line
+from penstock.runtime.failures.ring import began, machine
 
 logger = logging.getLogger("penstock")
 
@@ -225,6 +226,7 @@ def _come(settings: Elastic, tp_size: int, facts: str) -> Membership:
     # A run that is over leaves its keys behind; the next one of that name goes by another number.
     while (room := store.within(str(number))).get("over") is not None or _is_dead(room):
         room.put("over", "1")
+        _refuse_if_late(room)
         number += 1
     local = os.environ.get("LOCAL_RANK")
     if tp_size > 1 and not local:
@@ -235,6 +237,22 @@ def _come(settings: Elastic, tp_size: int, facts: str) -> Membership:
     index, shard = divmod(int(local or 0), tp_size)
     group = f"{socket.gethostname()} {node} {index}" if local else f"{socket.gethostname()} {os.getpid()}"
     return Membership(room, settings.hang_timeout, group, shard, facts)
+
+
+def _refuse_if_late(room: Meeting) -> None:
+    """Refuse a process that was to join a run which ended before it came: it would wait for others to begin a new one.
+
+    One that was itself a member of the run, or began after it, begins a new one.
+    """
+    now, pulse = latest(room), Pulse(room)
+    members = () if now is None else now.members
+    records = [record for member in members if (record := pulse.record(member)) is not None]
+    ended = max((float(room.get(f"gone/{member}") or 0) for member in members), default=0.0)
+    if began() < ended and all((record.machine, record.process) != (machine(), os.getpid()) for record in records):
+        raise RunEnded(
+            f"the run that this process was to join has ended {time.time() - ended:.0f} s ago; "
+            "to begin a new one, start all processes again"
+        )
 
 
 def _is_dead(room: Meeting) -> bool:

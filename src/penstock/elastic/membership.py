@@ -171,7 +171,7 @@ class Membership:
             return
         self._closed.set()
         with contextlib.suppress(*STORE_ERRORS):
-            self.meeting.put(f"gone/{self.id}", "1")
+            self.meeting.put(f"gone/{self.id}", str(time.time()))
         if threading.current_thread() is not self._thread:
             self._thread.join(2 * BEAT_SECONDS)
 

@@ -34,6 +34,7 @@ NEWS_SECONDS = 3.0
 # How often to look for the next rank's address: often at first, because its process starts beside this one.
 FIRST_LOOK, LAST_LOOK = 0.01, 1.0
 NEWS_KEPT = 64
+_imported = time.time()
 
 _open_rings: weakref.WeakSet[Ring] = weakref.WeakSet()
 
@@ -351,6 +352,14 @@ def machine() -> str:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
     return ""
+
+
+def began() -> float:
+    """When this process began, seconds since the epoch, or imported this file if that cannot be told."""
+    with contextlib.suppress(OSError, AttributeError):
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
+    return _imported
 
 
 def has_ended(where: str, process: int) -> bool:
