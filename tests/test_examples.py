@@ -115,3 +115,16 @@ def test_the_fine_tuning_example_resumes_and_leaves_an_adapter(tmp_path: Path, t
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     adapted = PeftModel.from_pretrained(base, tmp_path / "adapter")
     assert any(bool(value.any()) for name, value in adapted.named_parameters() if "lora_B" in name)
+
+
+@pytest.mark.slow
+def test_ray_train_starts_the_ranks_and_the_losses_are_those_of_one_process(tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason="Ray is no requirement of the tests: pip install 'ray[train]'")
+    ends = []
+    for stages in ("1", "2"):
+        arguments = ["--workers", stages, "--stages", stages, "--steps", "5", "--output", str(tmp_path / stages)]
+        result = run_python(EXAMPLES / "launch/ray_train.py", *arguments, timeout=280, fresh=True)
+        assert result.returncode == 0, result.stderr[-4000:]
+        ends.append(float(result.stdout.partition("step 5  loss ")[2].split()[0]))
+        AutoModelForCausalLM.from_pretrained(tmp_path / stages / "model")
+    assert ends[0] == pytest.approx(ends[1], abs=1e-5)

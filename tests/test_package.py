@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -43,6 +44,10 @@ def test_every_public_name_is_there() -> None:
 def test_initialize_stays_the_function_when_its_module_is_imported() -> None:
     module = importlib.import_module("penstock.initialize")
     assert penstock.initialize is module.initialize
+
+
+def test_a_function_that_names_the_package_can_be_sent_to_another_process() -> None:
+    assert pickle.loads(pickle.dumps(penstock)) is penstock  # what cloudpickle, and so Ray, does with a global
 
 
 def test_schedules_and_the_command_line_start_without_torch() -> None:

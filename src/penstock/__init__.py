@@ -90,5 +90,9 @@ class _Package(ModuleType):
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *__all__})
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # As modules are pickled by those who send functions to other processes, such as Ray.
+        return importlib.import_module, (self.__name__,)
+
 
 sys.modules[__name__].__class__ = _Package
