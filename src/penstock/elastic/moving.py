@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from penstock.modeling.tensor_spec import TensorSpec
+from penstock.runtime.comm.exchange import Ranks
+from penstock.runtime.comm.plain import from_plain, to_plain
 
 if TYPE_CHECKING:
     from penstock.runtime.engine import Engine, Values
@@ -74,16 +76,15 @@ def hand_over(engine: Engine, optimizer: Optimizer, leaving: bool) -> None:
     own, index = engine.values_here(), context.place.tensor_parallel_rank
     state: Any = optimizer.state
     with engine.board.guard("handing over what leaves", context.everyone):
-        every: list[Any] = [None] * context.layout.world_size
         leaves = torch.tensor([int(leaving)])
         dist.all_reduce(leaves, group=group)
-        if not leaves.item() or leaves.item() == len(every):
+        if not leaves.item() or leaves.item() == context.layout.world_size:
             return
         has = {
             name: (TensorSpec.of(tensor), _described(state.get(engine.known.get(name), {})))
             for name, tensor in own.items()
         }
-        dist.all_gather_object(every, (leaving, index, has), group=group)
+        every = _exchange_values(engine, (leaving, index, has))
         turn, transfers = 0, _Transfers(group)
         for name in dict.fromkeys(name for _, _, theirs in every for name in theirs):
             for shard in range(context.layout.tensor_parallel_size):
@@ -120,8 +121,8 @@ def _exchange(
     context, group = engine.context, engine.context.groups.world_control
     parameters = engine.known
     has = {name: _described(state.get(parameters.get(name), {})) for name in had}
-    every: list[_Told] = [_Told(0, [], {})] * context.layout.world_size
-    dist.all_gather_object(every, _Told(context.place.tensor_parallel_rank, list(taken), has), group=group)
+    mine = context.place.tensor_parallel_rank, list(taken), has
+    every = [_Told(*told) for told in _exchange_values(engine, mine)]
     turn, transfers = 0, _Transfers(group)
     for name in dict.fromkeys(name for told in every for name in told.needs):
         for to, needing in enumerate(every):
@@ -141,6 +142,11 @@ def _exchange(
                 arrived = partial(had.__setitem__, name, taken[name].detach())
                 transfers.receive(taken[name], parameters.get(name), state, every[source].has[name], source, arrived)
     transfers.finish()
+
+
+def _exchange_values(engine: Engine, mine: Any) -> list[Any]:
+    ranks = Ranks(engine.context.groups.world_control, engine.board.guard)
+    return [from_plain(told) for told in ranks.exchange(to_plain(mine), "telling who has which values")]
 
 
 def _described(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,8 @@ from torch.optim import Optimizer
 
 from penstock.elastic.moving import from_live_ranks
 from penstock.elastic.protocol import Decision
+from penstock.runtime.comm.exchange import Ranks
+from penstock.runtime.comm.plain import from_plain, to_plain
 from penstock.runtime.engine import Engine, Values
 
 
@@ -49,15 +51,16 @@ class SharedStates:
             return
         groups = self.optimizer.param_groups
         first = next(rank for rank, member in enumerate(now.members) if member not in now.joining)
-        content: list[Any] = [None]
+        content: Any = None
         if dist.get_rank() == first:
             states = {name: one.state_dict() for name, one in self.objects.items()}
             settings = [{k: v for k, v in group.items() if k != "params"} for group in groups]
-            content = [(states, settings, engine.loss_scale)]
-        dist.broadcast_object_list(content, first, group=engine.groups.world_control)
+            content = to_plain((states, settings, engine.loss_scale))
+        ranks = Ranks(engine.groups.world_control, engine.board.guard)
+        content = ranks.exchange(content, "sharing the states of a run")[first]
         if now.members[dist.get_rank()] not in now.joining:
             return
-        self._received, settings, engine.loss_scale = content[0]
+        self._received, settings, engine.loss_scale = from_plain(content)
         if len(settings) != len(groups):
             raise ValueError(
                 f"the optimizer has {len(groups)} parameter groups, but that of the run has {len(settings)}"

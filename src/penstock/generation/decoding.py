@@ -33,6 +33,7 @@ from penstock.generation.turns import Stopped, Turns
 from penstock.modeling.graph.plan import ForwardPlan, refusal
 from penstock.modeling.tensor_spec import TensorSpec
 from penstock.random_state import generators_of, set_states
+from penstock.runtime.comm.exchange import Ranks
 from penstock.runtime.comm.forming import adopt_random_state
 from penstock.runtime.comm.rollcall import Call
 from penstock.runtime.comm.settings import compare_plans
@@ -190,12 +191,9 @@ class Decoding:
         return f"at exchange {self.exchanges}"
 
     def gather(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Every rank's `numbers` (up to 63 bits each, equally many on every rank), in pipeline order."""
-        mine = torch.tensor(numbers, dtype=torch.int64)
-        every = [torch.empty_like(mine) for _ in self.ranks]
-        with self._exchange("comparing arguments"):
-            dist.all_gather(every, mine, group=self._process_groups.model_parallel_control)
-        return [theirs.tolist() for theirs in every]
+        """Every rank's `numbers`, in pipeline order."""
+        ranks = Ranks(self._process_groups.model_parallel_control, lambda doing, peers: self._exchange(doing))
+        return ranks.exchange(list(numbers), "comparing arguments")
 
     def any(self, flags: torch.Tensor) -> torch.Tensor:
         """Which of `flags` (bool, any shape) are set on at least one rank."""

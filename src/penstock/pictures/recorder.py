@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Generator, Iterable
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from penstock.pictures.events import EventKind, TimedEvent, with_waits
 from penstock.pictures.timeline import write_timeline
 from penstock.runtime.boundary.p2p import P2PChannels
+from penstock.runtime.comm.exchange import Ranks
 from penstock.runtime.context import RankContext
 
 # Waits shorter than this are the cost of the check, not waiting.
@@ -84,9 +85,10 @@ class Recorder:
 
         On one machine the clocks are one. Between machines they are not, so there each machine's events begin at 0.
         """
-        gathered: list[Any] = [None] * dist.get_world_size(group)
         here = socket.gethostname()
-        dist.all_gather_object(gathered, (here, self._events), group=group)
+        ranks = Ranks(group, self._context.board.guard)
+        told = ranks.exchange([here, [astuple(event) for event in self._events]], "gathering the timeline")
+        gathered = [(host, [_event(*event) for event in events]) for host, events in told]
         origins: dict[str, float] = {}
         for host, events in gathered:
             for event in events:
@@ -97,6 +99,10 @@ class Recorder:
             for event in events
         ]
         return with_waits(shifted, SHORTEST_WAIT), origins.get(here, 0.0)
+
+
+def _event(rank: int, kind: str, *others: Any) -> TimedEvent:
+    return TimedEvent(rank, EventKind(kind), *others)
 
 
 def _write(events: list[TimedEvent], path: str | os.PathLike[str], title: str) -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import socket
 import statistics
 import time
+from contextlib import nullcontext
+from dataclasses import astuple
 
 import torch
 import torch.distributed as dist
 
 from penstock.planning.cluster import Link
 from penstock.runtime.comm.devices import local_device
+from penstock.runtime.comm.exchange import Ranks
 
 SMALL, LARGE = 4096, 8 * 2**20
 REPETITIONS = 9
@@ -22,16 +25,17 @@ def measure_links() -> tuple[Link | None, Link | None]:
     Rank 0 and another rank send messages to and fro; half of the median way there and back is taken. Every rank calls
     this together, with torch.distributed initialised.
     """
-    hosts: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(hosts, socket.gethostname())
+    ranks = Ranks(dist.group.WORLD, lambda doing, peers: nullcontext())
+    hosts = ranks.exchange(socket.gethostname(), "measuring links")
     found: list[Link | None] = []
     for peers in (
         [rank for rank, host in enumerate(hosts) if rank and host == hosts[0]],
         [rank for rank, host in enumerate(hosts) if host != hosts[0]],
     ):
         found.append(_between_first_and(peers[0]) if peers else None)
-    dist.broadcast_object_list(found, 0)
-    return found[0], found[1]
+    measured = ranks.exchange([link and astuple(link) for link in found], "measuring links")[0]
+    inside, between = (link and Link(*link) for link in measured)
+    return inside, between
 
 
 def _between_first_and(peer: int) -> Link | None:

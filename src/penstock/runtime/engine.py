@@ -64,6 +64,8 @@ Values = Callable[["Engine", Mapping[str, torch.Tensor], MutableMapping[str, tor
 DEFAULT_MICROBATCHES_PER_STAGE = 4
 # Calls that need the model where its stages compute, beside steps and evaluations.
 COMPUTING = frozenset({Call.GENERATE, Call.CLIP, Call.NORM})
+# Calls whose numbers all ranks should have alike.
+ALIKE = frozenset({Call.CLIP, Call.NORM})
 
 
 T = TypeVar("T")
@@ -448,15 +450,14 @@ class Engine:
     def _run(self, step: TrainingStep, settings: Settings) -> Generator[Any, None, None]:
         number, steps = self.step_number, self.trace_steps
         recorder = self._recorder() if self.trace and (steps is None or steps[0] <= number <= steps[1]) else None
-        roll_call = self._parts.roll_call.begin(Call.TRAIN, settings)
+        roll_call = self._parts.roll_call.begin(Call.TRAIN, settings, shared=self._parts.shared(settings))
 
         def all_begin() -> Begun:
-            told = roll_call.wait()
-            said = self._parts.compare(settings, told)
+            said = self._parts.compare(roll_call.wait())
             self._parts.updates.begin_step()
             self.step_number += 1
             states = states_of_stages(said, self.context, training=True)
-            return Begun(self._parts.roll_call.number, states, settled=said is not told)
+            return Begun(self._parts.roll_call.number, states)
 
         if recorder is None:
             yield from step.run(all_begin, number)
@@ -519,13 +520,19 @@ class Engine:
             self.split.refuse_if_moved(self.device)
         with self.context.interrupts.held(), self.board.call(str(call), world=everyone):
             try:
-                said: Mapping[int, Sequence[int]] = self._parts.roll_call.take(call, settings, everyone)
-                if isinstance(settings, Settings):
-                    said = self._parts.compare(settings, said)
+                said = self._meet(call, settings, everyone)
             except BaseException:
                 self.board.position.retract()
                 raise
             yield said
+
+    def _meet(self, call: Call, settings: Settings | Sequence[int], everyone: bool) -> Mapping[int, Sequence[int]]:
+        take = self._parts.roll_call.take
+        if isinstance(settings, Settings):
+            return self._parts.compare(take(call, settings, everyone, self._parts.shared(settings)))
+        shared = settings if call in ALIKE else ()
+        answers = take(call, settings, everyone, lambda said: (shared, False))
+        return answers.pipeline if not settings or (shared and answers.alike) else answers.everyone()
 
     @contextlib.contextmanager
     def saving(self, call: Call = Call.SAVE) -> Iterator[None]:

@@ -15,6 +15,8 @@ from penstock.modeling.stage.named_output import Form, named_output, output_of
 from penstock.modeling.stage.outputs import Shapes, merge_outputs
 from penstock.modeling.tensor_spec import TensorSpec
 from penstock.runtime.boundary.tensors import carried
+from penstock.runtime.comm.exchange import Ranks
+from penstock.runtime.comm.plain import from_plain, to_plain
 from penstock.runtime.context import RankContext
 from penstock.runtime.inputs import StepInputs
 from penstock.runtime.labels import numbered
@@ -76,30 +78,30 @@ def share_output(output: Any, context: RankContext, form: Form | None = None) ->
     group, control, source = context.groups.pipeline, context.groups.pipeline_control, context.output_rank
     if dist.get_world_size(group) == 1:
         return output
-    told: list[Any] = [None]
+    told: Any = None
     if context.rank == source and output is not None:
-        marked = pytree.tree_map_only(torch.Tensor, _Tensor, dict(output))
-        told = [(type(output) if form is None else None, marked)]
-    dist.broadcast_object_list(told, source, group=control)
-    if told[0] is None:
+        fields = pytree.tree_map_only(torch.Tensor, TensorSpec.of, dict(output))
+        # A class of the user's own is not looked up: the plan has it.
+        told = to_plain(fields if form is not None else output_of(type(output), fields))
+    ranks = Ranks(control, context.board.guard)
+    told = ranks.exchange(told, "sharing the output")[ranks.ranks.index(source)]
+    if told is None:
         return None
     if context.rank == source:
         for leaf in pytree.tree_leaves(dict(output)):
             if isinstance(leaf, torch.Tensor):
                 dist.broadcast(carried(leaf.detach().contiguous()), source, group=group)
         return output
-    kind, marked = told[0]
+    marked = from_plain(told)
 
-    def received(one: _Tensor) -> torch.Tensor:
-        tensor = one.spec.empty(context.device)
+    def received(spec: TensorSpec) -> torch.Tensor:
+        tensor = spec.empty(context.device)
         dist.broadcast(carried(tensor), source, group=group)
         return tensor
 
-    return output_of(form or kind, pytree.tree_map_only(_Tensor, received, marked))
-
-
-class _Tensor:
-    """Stands for a tensor of an output whose other parts are sent as they are."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.spec = TensorSpec.of(tensor)
+    fields = pytree.tree_map(
+        lambda leaf: received(leaf) if isinstance(leaf, TensorSpec) else leaf,
+        dict(marked),
+        is_leaf=lambda leaf: isinstance(leaf, TensorSpec),
+    )
+    return output_of(form or type(marked), fields)

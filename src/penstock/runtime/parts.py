@@ -22,10 +22,11 @@ from penstock.modeling.stage.split import SplitModel
 from penstock.runtime.boundary.boundaries import Boundaries
 from penstock.runtime.boundary.p2p import P2PChannels
 from penstock.runtime.comm.devices import default_timeout
+from penstock.runtime.comm.exchange import Ranks
 from penstock.runtime.comm.forming import require_layout
-from penstock.runtime.comm.frozen import FrozenParameters, Wish
+from penstock.runtime.comm.frozen import FrozenParameters, refuse_differing
 from penstock.runtime.comm.groups import Groups
-from penstock.runtime.comm.rollcall import RollCall
+from penstock.runtime.comm.rollcall import Answers, RollCall, Summary
 from penstock.runtime.comm.settings import Modes, Settings, autocast_code, bits_of
 from penstock.runtime.comm.totals import Totals
 from penstock.runtime.context import RankContext
@@ -124,7 +125,7 @@ class Parts:
         context, model = self.context, self._split.model
         self.gradients = Gradients(self.held, context, lambda: known_of(model).stand_in)
         self._modes = Modes(model, context.layout.units)
-        self._frozen = FrozenParameters(self.held, context.rank, model)
+        self._frozen = FrozenParameters(self.held, context, model)
         self.updates = UpdateWatch([held.parameter for held in self.held])
         if self.schedule(1).splits_backward:
             install(model, self.gradients.queues)
@@ -205,26 +206,18 @@ class Parts:
             *self._frozen.numbers(),
         )
 
-    def compare(self, settings: Settings, said: Mapping[int, Sequence[int]]) -> Mapping[int, Sequence[int]]:
-        """Raise, on every rank, if what the ranks said differs.
+    def shared(self, settings: Settings) -> Summary:
+        """What the pipelines compare of a step's or an evaluation's settings."""
+        return partial(settings.shared, self.context.pipeline)
 
-        Returns:
-            `said`, or what the ranks say after a tied weight that is frozen under one name was frozen under the others.
-        """
+    def compare(self, answers: Answers) -> Mapping[int, Sequence[int]]:
+        """Raise, on every rank, if what the ranks said differs; returns what those of this pipeline said."""
         context = self.context
-        if settings.compare(said, context.layout):
-            return said
-        world, ranks = context.groups.world_control, sorted(said)
-        wishes: list[dict[str, Wish]] = [{} for _ in said]
-        renewed: list[Settings] = [settings for _ in said]
-        with context.board.guard("comparing frozen parameters", ranks):
-            dist.all_gather_object(wishes, self._frozen.described(), group=world)
-        self._frozen.settle(dict(zip(ranks, wishes, strict=True)))
-        frozen, frozen_here, trainable = self._frozen.numbers()
-        own = settings._replace(frozen=frozen, frozen_here=frozen_here, trainable=trainable)
-        with context.board.guard("comparing frozen parameters", ranks):
-            dist.all_gather_object(renewed, own, group=world)
-        return dict(zip(ranks, renewed, strict=True))
+        if not answers.alike and not Settings.compare(said := answers.everyone(), context.layout):
+            ranks = Ranks(context.groups.world_control, context.board.guard)
+            every = ranks.exchange(self._frozen.described(), "comparing frozen parameters")
+            refuse_differing(dict(zip(sorted(said), every, strict=True)))
+        return answers.pipeline
 
 
 def _meet(

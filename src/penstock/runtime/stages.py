@@ -45,38 +45,27 @@ class StageExecutor:
         microbatch: int,
         seed: int | None = None,
         shares: Sequence[float] | None = None,
-        before_send: Callable[[], bool] | None = None,
+        before_send: Callable[[], None] | None = None,
     ) -> tuple[Any, list[torch.Tensor], Sequence[torch.Tensor]]:
         """Receive -> compute -> send of one stage on one microbatch.
 
         Args:
             seed, shares: see `SplitModel.forward`.
-            before_send: called once the stage has been computed; says whether it must be computed again.
+            before_send: called once the stage has been computed.
 
         Returns:
             The model's output (None below the last stage), and what was received and sent.
         """
         received = self._below[stage].recv_forward(microbatch)
-        output, sent = self._compute(inputs, stage, microbatch, received, seed, shares)
-        if before_send is not None and before_send():
-            output, sent = self._compute(inputs, stage, microbatch, received, seed, shares)
+        plan, arguments, host = inputs.plans[microbatch], inputs.microbatches[microbatch], inputs.hosts[microbatch]
+        output, sent = self.split.forward(
+            plan, stage, arguments, received, seed=seed, shares=shares, criterion=inputs.criterion, host=host
+        )
+        if before_send is not None:
+            before_send()
         if stage in self._above:
             self._above[stage].send_forward(microbatch, sent)
         return output, received, sent
-
-    def _compute(
-        self,
-        inputs: StepInputs,
-        stage: int,
-        microbatch: int,
-        received: Sequence[torch.Tensor],
-        seed: int | None,
-        shares: Sequence[float] | None,
-    ) -> tuple[Any, tuple[torch.Tensor, ...]]:
-        plan, arguments, host = inputs.plans[microbatch], inputs.microbatches[microbatch], inputs.hosts[microbatch]
-        return self.split.forward(
-            plan, stage, arguments, received, seed=seed, shares=shares, criterion=inputs.criterion, host=host
-        )
 
     def walk(
         self,

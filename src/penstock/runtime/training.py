@@ -66,12 +66,10 @@ class Begun(NamedTuple):
     Attributes:
         attempt: a number of the step that is the same on all ranks.
         states: see `Boundaries.begin`.
-        settled: whether parameters were frozen or unfrozen as the ranks met, so that what was computed before is void.
     """
 
     attempt: int
     states: Sequence[Hashable]
-    settled: bool = False
 
 
 class TrainingStep:
@@ -378,11 +376,10 @@ class TrainingStep:
 
     # -- the ends of the step --------------------------------------------------------------------------------------
 
-    def _begin(self) -> bool:
-        """Wait until all ranks have begun the step, and make ready for its messages and gradients. See
-        `Begun.settled`."""
+    def _begin(self) -> None:
+        """Wait until all ranks have begun the step, and make ready for its messages and gradients."""
         try:
-            self._attempt, states, settled = self._all_begin()
+            self._attempt, states = self._all_begin()
         except BaseException as error:
             self._refusal = error
             self._board.position.retract()
@@ -392,7 +389,6 @@ class TrainingStep:
         self._stages.begin(self._program, self._inputs, states)
         if self._program.top == self._program.last:
             self._start_counts()
-        return settled
 
     def _finish(self, waited: float) -> None:
         waited = self._channels.seconds_waited - waited

@@ -1,6 +1,8 @@
 """The roll call: before ranks do something together, each says what it is about to do, and under which settings.
 
-It is one small gather on the CPU. What it buys:
+It is one small gather on the CPU over the pipeline, and one small maximum over the world of what all must have alike,
+in both signs: its messages do not grow with the world. Only where that differs, or a call asks for what each rank said,
+does everyone hear everyone. What it buys:
 
 - No rank sends or awaits a message of a step, a save or an evaluation that another rank does not take part in. Ranks
   that do different things get an error which says who does what, and nothing is under way then: the pipeline stays
@@ -19,8 +21,10 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -35,6 +39,7 @@ PATIENCE = 3.0
 INTERRUPTED_PATIENCE = 10.0
 PAUSE = 0.02
 MAX_FACTS = 10
+MAX_SHARED = 5
 
 
 class Call(Enum):
@@ -77,42 +82,52 @@ class RollCall:
 
     Attributes:
         number: how many roll calls of the whole world agreed, alike on all ranks.
+        own_group, world_group: the numbers of the groups of this pipeline and of all; None where there is nobody else,
+            or where the world is this pipeline.
+        ranks: those of each group.
     """
 
     def __init__(self, context: RankContext):
         pipeline, world = context.groups.model_parallel_control, context.groups.world_control
         groups = [group for group in dict.fromkeys((pipeline, world)) if dist.get_world_size(group) > 1]
         self._groups: list[dist.ProcessGroup] = groups
-        self._ranks = [dist.get_process_group_ranks(group) for group in groups]
-        # How many of them a call of this pipeline alone concerns.
-        self._num_own = int(pipeline in groups)
-        self._rank = context.rank
-        self._board = context.board
-        self._interrupts = context.interrupts
+        self.ranks = [dist.get_process_group_ranks(group) for group in groups]
+        self.own_group = groups.index(pipeline) if pipeline in groups else None
+        self.world_group = groups.index(world) if world in groups and world != pipeline else None
+        self.rank, self.board, self.interrupts = context.rank, context.board, context.interrupts
         self.number = 0
         context.board.on_abort(self._groups.clear)
 
-    def begin(self, call: Call, facts: Sequence[int] = (), everyone: bool = True) -> Pending:
+    def begin(
+        self, call: Call, facts: Sequence[int] = (), everyone: bool = True, shared: Summary | None = None
+    ) -> Pending:
         """Say that this rank is about to make `call`; `facts` are numbers to hand to the others.
 
         Args:
             everyone: whether all pipelines make this call, or this one alone.
+            shared: what must be the same in all pipelines; by default nothing. See `Answers.alike`.
         """
         assert len(facts) <= MAX_FACTS, "all roll calls have one length"
-        return Pending(self, call, [*facts, *[0] * (MAX_FACTS - len(facts))], everyone)
+        return Pending(self, call, [*facts, *[0] * (MAX_FACTS - len(facts))], everyone, shared)
 
-    def take(self, call: Call, facts: Sequence[int] = (), everyone: bool = True) -> dict[int, list[int]]:
+    def take(
+        self, call: Call, facts: Sequence[int] = (), everyone: bool = True, shared: Summary | None = None
+    ) -> Answers:
         """`begin`, and wait for the answer."""
-        return self.begin(call, facts, everyone).wait()
+        return self.begin(call, facts, everyone, shared).wait()
 
-    def _alive(self, number: int) -> dist.ProcessGroup:
+    def alive(self, number: int) -> dist.ProcessGroup:
         if not self._groups:
-            self._board.check()
+            self.board.check()
             raise RuntimeError("this model's pipeline was closed")
         return self._groups[number]
 
-    def _guard(self, number: int, call: Call) -> contextlib.AbstractContextManager[None]:
-        return self._board.guard(f"beginning {call}", self._ranks[number])
+    def guard(self, number: int, call: Call) -> contextlib.AbstractContextManager[None]:
+        return self.board.guard(f"beginning {call}", self.ranks[number])
+
+
+# Of what this pipeline's ranks said: what must be the same in all pipelines, and whether something is wrong in it.
+Summary = Callable[[Mapping[int, Sequence[int]]], tuple[Sequence[int], bool]]
 
 
 class Said(NamedTuple):
@@ -123,20 +138,40 @@ class Said(NamedTuple):
     facts: list[int]
 
 
+@dataclass
+class Answers:
+    """What ranks said in a roll call in which all of them made the same call.
+
+    Attributes:
+        pipeline: the facts of this pipeline's ranks, by global rank.
+        alike: whether it is known that what must be the same in all pipelines is, and that nothing is wrong.
+        everyone: gives the facts of all ranks that were asked. All of them call it, or none.
+    """
+
+    pipeline: Mapping[int, Sequence[int]]
+    alike: bool
+    everyone: Callable[[], Mapping[int, Sequence[int]]]
+
+
 class Pending:
     """A roll call that has begun."""
 
-    def __init__(self, roll_call: RollCall, call: Call, facts: list[int], everyone: bool):
+    def __init__(self, roll_call: RollCall, call: Call, facts: list[int], everyone: bool, shared: Summary | None):
         self._roll_call = roll_call
         self._call = call
         self._facts = facts
         self._everyone = everyone
+        self._shared = shared
         self._given_up = False
-        self._num_groups = len(roll_call._ranks) if everyone else roll_call._num_own
-        self._under_way = self._launch(0) if self._num_groups else None
+        self._own = roll_call.own_group
+        self._world = roll_call.world_group if everyone else None
+        # What is under way of the first round.
+        self._gathering = None if self._own is None else self._gather(self._own)
+        alone = self._own is None and self._world is not None
+        self._comparing = self._maximum(self._me()) if alone else None
 
-    def wait(self) -> dict[int, list[int]]:
-        """Every rank's facts, by global rank, once all of them make this call.
+    def wait(self) -> Answers:
+        """What the ranks say, once all of them make this call.
 
         Raises:
             CallMismatch: they do not, on every rank.
@@ -145,69 +180,101 @@ class Pending:
         """
         deadline: float | None = None
         while True:
-            said = self._round()
-            if _agreed(said):
+            said = self._me()
+            if self._own is not None:
+                said, self._gathering = self._gathered(self._own, self._gathering or self._gather(self._own)), None
+            agreed, alike = _agreed(said), False
+            given_up = any(theirs.given_up for theirs in said.values())
+            if agreed and self._world is not None:
+                agreed, given_up, alike = self._compared(self._comparing or self._maximum(said))
+                self._comparing = None
+            if agreed:
                 self._roll_call.number += self._everyone
-                return {rank: theirs.facts for rank, theirs in said.items()}
+                return Answers(_facts(said), alike, partial(self._ask_all, said))
             # Nothing is under way, so a signal may end this call here.
-            self._roll_call._interrupts.deliver()
-            if any(theirs.given_up for theirs in said.values()):
+            self._roll_call.interrupts.deliver()
+            if given_up:
+                if _agreed(said) and self._world is not None:
+                    said = self._gathered(self._world, self._gather(self._world))
                 raise CallMismatch(_mismatch({rank: theirs.call for rank, theirs in said.items()}))
             deadline = deadline or time.monotonic() + PATIENCE
             self._given_up = time.monotonic() > deadline
-            if self._roll_call._interrupts.wait(PAUSE):
-                self._roll_call._interrupts.deliver()
+            if self._roll_call.interrupts.wait(PAUSE):
+                self._roll_call.interrupts.deliver()
 
-    def _round(self) -> dict[int, Said]:
-        """What every rank says; of the world only once this pipeline's ranks say the same."""
-        said = {self._roll_call._rank: Said(CALLS.index(self._call), 0, self._facts)}
-        for number in range(self._num_groups):
-            said = self._finish(number)
-            if not _agreed(said):
-                break
-        return said
+    def _me(self) -> dict[int, Said]:
+        return {self._roll_call.rank: Said(CALLS.index(self._call), int(self._given_up), self._facts)}
+
+    def _ask_all(self, said: Mapping[int, Said]) -> Mapping[int, Sequence[int]]:
+        return _facts(said if self._world is None else self._gathered(self._world, self._gather(self._world)))
 
     # Groups go by their number here, and a transfer that failed is let go of: whoever refers to one keeps its
     # connections open, on which neighbours may wait.
 
-    def _launch(self, number: int) -> tuple[dist.Work, list[torch.Tensor]]:
-        group = self._roll_call._alive(number)
+    def _gather(self, number: int) -> tuple[dist.Work, list[torch.Tensor]]:
+        group = self._roll_call.alive(number)
         mine = torch.tensor([CALLS.index(self._call), self._given_up, *self._facts], dtype=torch.int64)
         every = [torch.empty_like(mine) for _ in range(group.size())]
-        with self._roll_call._guard(number, self._call):
+        with self._roll_call.guard(number, self._call):
             return group.allgather([every], [mine]), every
 
-    def _finish(self, number: int) -> dict[int, Said]:
-        work, every = self._under_way or self._launch(number)
-        self._under_way = None
+    def _gathered(self, number: int, under_way: tuple[dist.Work, list[torch.Tensor]]) -> dict[int, Said]:
+        work, every = under_way
+        self._finish(number, work)
+        ranks, numbers = self._roll_call.ranks[number], [theirs.tolist() for theirs in every]
+        return {rank: Said(call, gone, facts) for rank, (call, gone, *facts) in zip(ranks, numbers, strict=True)}
+
+    def _maximum(self, said: Mapping[int, Said]) -> tuple[dist.Work, torch.Tensor]:
+        """Over all pipelines, of what the ranks of this one said: the call and what must be alike, in both signs."""
+        assert self._world is not None
+        group = self._roll_call.alive(self._world)
+        shared, wrong = ((), False) if self._shared is None else self._shared(_facts(said))
+        assert len(shared) <= MAX_SHARED, "all roll calls have one length"
+        numbers = [CALLS.index(self._call), *shared, *[0] * (MAX_SHARED - len(shared))]
+        most = torch.tensor([*numbers, *(-one for one in numbers), self._given_up, wrong], dtype=torch.int64)
+        with self._roll_call.guard(self._world, self._call):
+            return group.allreduce([most], dist.ReduceOp.MAX), most
+
+    def _compared(self, under_way: tuple[dist.Work, torch.Tensor]) -> tuple[bool, bool, bool]:
+        """Whether all make the same call, whether a rank has given up, and whether all that must be alike is."""
+        work, most = under_way
+        assert self._world is not None
+        self._finish(self._world, work)
+        *both, given_up, wrong = most.tolist()
+        alike = [high == -low for high, low in zip(both[: MAX_SHARED + 1], both[MAX_SHARED + 1 :], strict=True)]
+        return alike[0], bool(given_up), all(alike) and not wrong
+
+    def _finish(self, number: int, work: dist.Work) -> None:
+        board = self._roll_call.board
         try:
             self._await(work)
         except PipelineFailure:
             raise
         except BaseException as error:
             # The others count on this rank's part in what is under way.
-            self._roll_call._board.abort(f"{type(error).__name__} while it waited to begin {self._call}")
+            board.abort(f"{type(error).__name__} while it waited to begin {self._call}")
             raise
-        ranks = self._roll_call._ranks[number]
         try:
             work.wait()
         except RuntimeError as error:
             del work
-            raise self._roll_call._board.lost_connection(f"beginning {self._call}", ranks, error) from None
-        numbers = [theirs.tolist() for theirs in every]
-        return {rank: Said(call, gone, facts) for rank, (call, gone, *facts) in zip(ranks, numbers, strict=True)}
+            raise board.lost_connection(f"beginning {self._call}", self._roll_call.ranks[number], error) from None
 
     def _await(self, work: dist.Work) -> None:
         """Wait in Python, where handlers run, and not in the transport."""
-        interrupts = self._roll_call._interrupts
+        interrupts = self._roll_call.interrupts
         done = threading.Event()
         work.get_future().add_done_callback(lambda _: done.set())
         before, interrupts.busy = interrupts.busy, False
         while not done.wait(0.1):
-            self._roll_call._board.check()
+            self._roll_call.board.check()
             if interrupts.pending and time.monotonic() - min(interrupts.pending.values()) > INTERRUPTED_PATIENCE:
                 interrupts.deliver()
         interrupts.busy = before
+
+
+def _facts(said: Mapping[int, Said]) -> dict[int, list[int]]:
+    return {rank: theirs.facts for rank, theirs in said.items()}
 
 
 def _agreed(said: Mapping[int, Said]) -> bool:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from penstock.layout.layout import Layout
+from penstock.layout.layout import Layout, PipelineLayout
 from penstock.runtime.boundary.tensors import DTYPES
 from penstock.runtime.context import RankContext
 from penstock.runtime.failures.board import ranks_in_words
@@ -40,7 +40,7 @@ class Settings(NamedTuple):
         modes: whether the model is in train mode (the last bit), and a digest of the units' modes.
         loss_scale: the bits of the number.
         reduces: whether gradients are summed at the end of the step; not inside `no_sync()`.
-        frozen, frozen_here: see `FrozenParameters`.
+        frozen, frozen_whole: see `FrozenParameters`.
         trainable: a digest of which of this rank's parameters are trainable, and of their types.
     """
 
@@ -52,10 +52,23 @@ class Settings(NamedTuple):
     loss_scale: int = 0
     reduces: int = 1
     frozen: int = 0
-    frozen_here: int = 0
+    frozen_whole: int = 0
     trainable: int = 0
 
-    def compare(self, said: Mapping[int, Sequence[int]], layout: Layout) -> bool:
+    def shared(self, pipeline: PipelineLayout, said: Mapping[int, Sequence[int]]) -> tuple[list[int], bool]:
+        """What all pipelines must have alike, and whether something is wrong in this rank's own: see `Summary`.
+
+        If all is alike and nothing wrong, `compare` finds nothing.
+        """
+        every = {rank: Settings(*facts) for rank, facts in said.items()}
+        batches = {(one.num_microbatches, one.fingerprint, one.plans) for one in every.values()}
+        frozen = _frozen_in(pipeline, every)
+        (apart, whole), *others = frozen
+        wrong = len(batches) > 1 or apart != 0 or bool(others)
+        return [self.autocast, self.modes, self.loss_scale, self.reduces, whole], wrong
+
+    @staticmethod
+    def compare(said: Mapping[int, Sequence[int]], layout: Layout) -> bool:
         """Compare the facts of all ranks.
 
         Returns:
@@ -66,10 +79,10 @@ class Settings(NamedTuple):
             BatchMismatch, SettingsMismatch: something else differs; on every rank.
         """
         every = {rank: Settings(*facts) for rank, facts in said.items()}
-        for pipeline in layout.pipelines:
-            ranks = [rank for rank in pipeline.ranks() if rank in every]
+        pipelines = [pipeline for pipeline in layout.pipelines if pipeline.first_rank in every]
+        for pipeline in pipelines:
             for field, what in (("num_microbatches", "a batch of {} microbatches"), ("fingerprint", "a batch {:x}")):
-                values = {rank: getattr(every[rank], field) for rank in ranks}
+                values = {rank: getattr(every[rank], field) for rank in pipeline.ranks()}
                 if len(set(values.values())) > 1:
                     given = in_words(values, lambda value, what=what: what.format(value), " was given ")  # type: ignore[misc]  # bound now
                     raise BatchMismatch(
@@ -86,16 +99,20 @@ class Settings(NamedTuple):
             raise SettingsMismatch(
                 "the ranks compute under different settings, but all must have the same: " + "; ".join(differences)
             )
-        for pipeline in layout.pipelines:
-            compare_plans({rank: every[rank].plans for rank in pipeline.ranks() if rank in every})
+        for pipeline in pipelines:
+            compare_plans({rank: every[rank].plans for rank in pipeline.ranks()})
         if len(every) < layout.world_size:
             return True
-        together: dict[tuple[int, int], set[int]] = {}
-        for rank, settings in every.items():
-            place = layout.place_of(rank)
-            together.setdefault((place.pipeline, place.pipeline_rank), set()).add(settings.frozen_here)
-        frozen = sum(settings.frozen for settings in every.values()) % MODULUS
-        return frozen == 0 and all(len(digests) == 1 for digests in together.values())
+        found = {frozen for pipeline in pipelines for frozen in _frozen_in(pipeline, every)}
+        return len(found) == 1 and all(apart == 0 for apart, _ in found)
+
+
+def _frozen_in(pipeline: PipelineLayout, every: Mapping[int, Settings]) -> set[tuple[int, int]]:
+    """Of a pipeline: 0 if all holders of each parameter have it frozen or none has, and a digest of what is frozen;
+    for each tensor-parallel rank."""
+    apart = sum(every[rank].frozen for rank in pipeline.ranks()) % MODULUS
+    shards = [pipeline.ranks(index) for index in range(pipeline.tensor_parallel_size)]
+    return {(apart, sum(every[rank].frozen_whole for rank in ranks) % MODULUS) for ranks in shards}
 
 
 def compare_plans(checksums: Mapping[int, int]) -> None:
