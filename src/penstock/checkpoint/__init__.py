@@ -4,7 +4,6 @@ from .adapters import AdapterFolder
 from .background import HostMemory, PendingSave
 from .comm import Comm, GroupComm, OnceLost, SoloComm
 from .folder import find_checkpoints, remove_older, step_folder
-from .gradients import GradientKeeper
 from .load import WeightsLoad, from_parallelized, is_parallelized
 from .ordinary import load_ordinary
 from .plain_objects import load_object, restore_object, save_object, state_of
@@ -24,7 +23,6 @@ __all__ = [
     "AdapterFolder",
     "CheckpointError",
     "Comm",
-    "GradientKeeper",
     "GroupComm",
     "HostMemory",
     "OnceLost",

@@ -23,6 +23,7 @@ import torch
 
 from .files import write_bytes, writing
 from .manifest import MAX_RANKS, FileEntry, parse_file
+from .saving_ranks import SavingRank
 from .tensors import once_for_tied
 from .untrusted import CheckpointError, Field, describe, read_json
 
@@ -125,9 +126,9 @@ def _finish_all() -> None:
 # -- words in the staging folder ---------------------------------------------------------------------------------------
 
 
-def word_name(pipeline_rank: int, tensor_parallel_rank: int) -> str:
+def word_name(place: SavingRank) -> str:
     """The file in which a rank says that it has written its files."""
-    return f"written_tp_{tensor_parallel_rank}_pp_{pipeline_rank}.json"
+    return f"written_tp_{place.tensor_parallel_rank}_pp_{place.pipeline_rank}.json"
 
 
 @contextlib.contextmanager

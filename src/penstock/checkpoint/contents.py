@@ -20,7 +20,6 @@ from penstock.modeling.weights.initialise import meta_model, resolve_model_class
 from .comm import SoloComm
 from .files import write_bytes
 from .folder import Found, find_checkpoints
-from .gradients import is_gradient
 from .manifest import MODEL, TRAINING, Manifest, whole_manifest
 from .merge import Holding, ModelFolder, write_merged
 from .names import is_configuration
@@ -93,7 +92,6 @@ def inspect_checkpoint(path: str, values: bool = True) -> dict[str, Any]:
                 "ranks": len(common["random"]),
                 "pipelines": len(set(common.get("pipelines") or [0])),
                 "parameter_groups": len(common["groups"] or []),
-                "gradients": any(is_gradient(key) for file in manifest.files.values() for key in file.tensors),
             }
     return {
         "path": path,
@@ -120,8 +118,7 @@ def _parameters(manifest: Manifest, reader: CheckpointReader) -> Iterator[dict[s
     for entry in manifest.files.values():
         for key in entry.tensors if entry.part == TRAINING else ():
             name, _, state = key.partition(SEPARATOR)
-            if not is_gradient(key):
-                states.setdefault(name, set()).add(state)
+            states.setdefault(name, set()).add(state)
     ties = {name: group for group in manifest.tied for name in group}
     seen = set[str]()
     for name, location in reader.locations.items():

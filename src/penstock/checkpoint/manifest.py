@@ -39,8 +39,7 @@ class FileEntry:
 
     Attributes:
         part: `"model"` or `"training"`.
-        stage: the pipeline rank that wrote it, under the word that the file has for it. Files with nothing but
-            gradients of other pipelines' ranks have numbers after those.
+        stage: the pipeline rank that wrote it, under the word that the file has for it.
         size: in bytes.
         tensors: what it holds, by name.
         aliases: further names of these tensors (tied weights), each with the name it is stored under.
@@ -169,8 +168,7 @@ def _parse(content: Field, variant: str | None) -> Manifest:
         part = entry["part"].text()
         if part not in STEMS:
             entry["part"].refuse(f"one of {sorted(STEMS)}")
-        # Ranks of other pipelines may have gradients to write; they are numbered on.
-        pipeline_rank = entry["stage"].integer(0, num_stages - 1 if part == MODEL else MAX_RANKS)
+        pipeline_rank = entry["stage"].integer(0, num_stages - 1)
         rank = entry["tensor_parallel_rank"].integer(0, tensor_parallel_size - 1)
         allowed = [rank_file_name(STEMS[part], rank, pipeline_rank, extension, variant) for extension in EXTENSIONS]
         allowed += [common_file_name(variant)] if part == TRAINING else []

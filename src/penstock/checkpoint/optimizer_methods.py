@@ -74,13 +74,12 @@ def load_optimizer_state(optimizer: Any, pipeline: Engine, folder: PathLike) -> 
     Raises:
         CheckpointError: the folder holds no optimizer state of this model.
     """
-    place = pipeline.place
     with pipeline.together(Call.LOAD_OPTIMIZER):
         state = load_training_state(
             pipeline.split.model,
             folder,
             TrainingState(unwrapped(optimizer)),
-            place=(place.pipeline, place.pipeline_rank),
+            pipeline=pipeline.place.pipeline,
             world_comm=checkpoint_comms(pipeline)[0],
             variant=TRAINING_VARIANT,
         )

@@ -18,12 +18,11 @@ from torch import nn
 from .adapters import AdapterFolder
 from .background import HostMemory, PendingSave, leaving_word, word_name, words_of
 from .comm import Comm, together
-from .gradients import is_part
 from .manifest import MODEL, TRAINING, FileEntry, Manifest
 from .merge import MergedFolder, MergePlan, ModelFolder, describe_holdings, write_merged
 from .rank_files import parallel_operations, warn_of_drift, write_rank_files
 from .save_pretrained import SaveOptions, refuse_unsupported
-from .saving_ranks import SavingRank, SavingReport, names_to_write, places_in_files, writers_of
+from .saving_ranks import SavingRank, SavingReport, names_to_write, writers_of
 from .staging import commit, discard, prepare
 from .tensors import held_state, shards_of, tensor_parallel_place, tied_groups
 from .training_state import RankTrainingState, TrainingState, collect_training_state, common_content
@@ -204,14 +203,13 @@ class _Save:
         return PendingSave(self.directory, partial(self._finish_alone, staging, reports, given_up))
 
     def _finish_alone(self, staging: str, reports: list[SavingReport], given_up: Callable[[], str | None]) -> None:
-        places = places_in_files(reports)
-        if self.place not in places:
+        if not self.place.is_writer:
             return
         folder = os.path.join(self.directory, staging)
-        words = {place: word_name(number, place.tensor_parallel_rank) for place, number in places.items()}
+        words = {report.place: word_name(report.place) for report in writers_of(reports)}
         try:
             with leaving_word(folder, words[self.place], self.world.rank) as word:
-                word.update(self._write_files(folder, places[self.place]))
+                word.update(self._write_files(folder))
             if self.place.is_leader:
                 self._commit(staging, words_of(folder, list(words.values()), given_up))
         except BaseException:
@@ -260,22 +258,19 @@ class _Save:
                 raise CheckpointError(f"was asked for {self._call}, but rank {rank} for {call}")
         needed: list[str] = []
         if self.training_state is not None:
-            place = self.place.pipeline, self.place.pipeline_rank
-            self.training = collect_training_state(self.model, self.training_state, place)
-        names = frozenset[str]()
-        if self.once:
-            tensors = frozenset(self.training.tensors if self.training is not None else ())
-            names = tensors if self.place.is_writer else frozenset(filter(is_part, tensors))
-        if (self.place.is_writer or names) and not os.path.isdir(folder):
+            self.training = collect_training_state(self.model, self.training_state, self.place.pipeline)
+        if self.place.is_writer and not os.path.isdir(folder):
             raise CheckpointError(f"{folder} is not visible here; all ranks must share the file system")
         if self.place.is_writer and self.with_model:
             self.state = held_state(self.model, self.options.state_dict)
             if self.place.is_leader:
                 self.sides, needed = (self.form or ModelFolder(self.model, self.options)).describe(folder)
         holdings = describe_holdings(self.model, self.state) if self.form else {}
-        names |= frozenset(self.state) if self.once else frozenset()
         training = None if self.training is None else self.training.report
-        return SavingReport(self.place, needed, holdings, training, names)
+        names = frozenset(self.state)
+        if self.training is not None and self.place.is_writer:
+            names |= frozenset(self.training.tensors)
+        return SavingReport(self.place, needed, holdings, training, names if self.once else frozenset())
 
     def _collect(self, reports: list[SavingReport]) -> None:
         """Settle what this rank writes."""
@@ -291,8 +286,7 @@ class _Save:
             self.common = common_content(self.training_state, every, pipeline)
 
     def _write(self, folder: str, reports: list[SavingReport]) -> dict[str, FileEntry]:
-        places = places_in_files(reports)
-        if self.place not in places:
+        if not self.place.is_writer:
             return {}
         if self.form is not None:
             writers = writers_of(reports)
@@ -301,16 +295,15 @@ class _Save:
             write_merged(self.form, self.state, self.plan, folder, self.pipeline)
             return {}
         self._collect(reports)
-        return self._write_files(folder, places[self.place])
+        return self._write_files(folder)
 
-    def _write_files(self, folder: str, number: int) -> dict[str, FileEntry]:
-        """Write this rank's files, with this number as its pipeline rank."""
+    def _write_files(self, folder: str) -> dict[str, FileEntry]:
         parts: dict[str, Mapping[str, torch.Tensor]] = {}
-        if self.with_model and self.place.is_writer:
+        if self.with_model:
             parts[MODEL] = self.state
         if self.training is not None and self.training.tensors:
             parts[TRAINING] = self.training.tensors
-        return write_rank_files(parts, self.common, folder, replace(self.place, pipeline_rank=number), self.options)
+        return write_rank_files(parts, self.common, folder, self.place, self.options)
 
     def _commit(self, staging: str, written: Sequence[Mapping[str, FileEntry]]) -> None:
         if not self.place.is_leader:

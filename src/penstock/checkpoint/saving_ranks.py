@@ -54,19 +54,6 @@ def writers_of(reports: Sequence[SavingReport]) -> list[SavingReport]:
     return sorted(writers, key=lambda report: (report.place.pipeline_rank, report.place.tensor_parallel_rank))
 
 
-def places_in_files(reports: Sequence[SavingReport]) -> dict[SavingRank, int]:
-    """The ranks that write files, and the number that each has in their names in the place of its pipeline rank.
-
-    That is its pipeline rank in the pipeline that writes the model. Ranks of others, which have parts of gradients to
-    write, are numbered on.
-    """
-    places = {report.place: report.place.pipeline_rank for report in writers_of(reports)}
-    others = [report.place for report in reports if report.names and report.place not in places]
-    stages = sorted({(place.pipeline, place.pipeline_rank) for place in others})
-    first = next((place.num_pipeline_ranks for place in places), 0)
-    return places | {place: first + stages.index((place.pipeline, place.pipeline_rank)) for place in others}
-
-
 def names_to_write(model: nn.Module, reports: Sequence[SavingReport], place: SavingRank) -> set[str]:
     """Of the tensors and states that a rank has to write, those that no rank before it writes.
 
@@ -80,8 +67,7 @@ def names_to_write(model: nn.Module, reports: Sequence[SavingReport], place: Sav
         return first.get(parameter, parameter), state
 
     whole, sharded = set[tuple[str, str]](), set[tuple[str, str]]()
-    others = [report for report in reports if not report.place.is_writer]
-    for report in [*writers_of(reports), *others]:
+    for report in writers_of(reports):
         if report.place == place:
             return {name for name in report.names if key(name) not in (sharded if key(name)[0] in shards else whole)}
         keys = {key(name) for name in report.names}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field
@@ -11,13 +12,13 @@ from functools import partial
 from typing import Any
 
 import torch.distributed as dist
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
 from penstock.checkpoint import (
     CheckpointError,
     Comm,
-    GradientKeeper,
     HostMemory,
     PendingSave,
     Run,
@@ -131,8 +132,8 @@ def save_checkpoint(
         step=number,
         extra=dict(extra or {}),
         run=run.progress,
-        gradients=run.gradients,
     )
+    run.warn_of_gradients(state.optimizer)
     path = step_folder(folder, number)
     saver = _saver_of(model)
     with run.saving():
@@ -187,7 +188,6 @@ def load_checkpoint(
     state = TrainingState(
         unwrapped(optimizer),
         _objects(optimizer, lr_scheduler=lr_scheduler, dataloader=dataloader, scaler=scaler, **objects),
-        gradients=run.gradients,
     )
     with run.loading():
         world, _ = run.comms()
@@ -238,9 +238,8 @@ def _load_newest(
     folder: str, which: str | int, model: PreTrainedModel, state: TrainingState, run: Participants, world: Comm
 ) -> Checkpoint:
     damaged: dict[str, str] = {}
-    place = run.place.pipeline, run.place.pipeline_rank
     for path, fault in _candidates(folder, which, world):
-        weights, training = WeightsLoad(model, path), TrainingStateLoad(model, path, state, place=place)
+        weights, training = WeightsLoad(model, path), TrainingStateLoad(model, path, state, pipeline=run.place.pipeline)
         doing = f"load {path}"
         with closing(weights), closing(training):
             try:
@@ -307,18 +306,19 @@ class Participants:
     def place(self) -> SavingRank:
         return SavingRank(0, 1) if self.engine is None else saving_rank(self.engine)
 
-    @property
-    def gradients(self) -> GradientKeeper | None:
-        """What knows of gradients that no step of the optimizer has used. An elastic run has such only between its own
-        calls, which it repeats after a loss."""
-        if self.engine is None:
-            return GradientKeeper()
-        if (engine := self.engine).run is not None:
-            return None
-        return GradientKeeper(
-            pending=lambda: engine.gradients_pending,
-            is_part=engine.is_part_of_gradient,
-            note=engine.note_gradients,
+    def warn_of_gradients(self, optimizer: Optimizer | None) -> None:
+        """Warn if there are gradients that no step of the optimizer has used: a save leaves them out. An elastic run
+        has such only between its own calls, which it repeats after a loss."""
+        pending = self.engine is None or (self.engine.run is None and self.engine.gradients_pending)
+        groups = [] if optimizer is None else optimizer.param_groups
+        if not pending or all(parameter.grad is None for group in groups for parameter in group["params"]):
+            return
+        # A single process without a pipeline does not know whether they were used.
+        unless = "" if self.engine is not None else ", unless it has used them already: then call zero_grad() first"
+        warnings.warn(
+            "gradients are not saved, so a run that goes on from this checkpoint begins its accumulation anew: save "
+            f"after optimizer.step(){unless}",
+            stacklevel=3,
         )
 
     @property
@@ -332,7 +332,10 @@ class Participants:
         return {"seed": self.engine.seed, "steps_begun": self.engine.step_number}
 
     def go_on(self, run: Run | None) -> None:
-        if self.engine is not None and run is not None:
+        if self.engine is None:
+            return
+        self.engine.note_loaded()
+        if run is not None:
             self.engine.seed, self.engine.step_number = run["seed"], run["steps_begun"]
 
     def lost(self) -> str | None:

@@ -9,7 +9,7 @@ import contextlib
 import copy
 import os
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
@@ -21,9 +21,8 @@ from penstock.random_state import capture_random_state, check_random_state, rest
 
 from .comm import Comm, together
 from .files import load_data
-from .gradients import GradientKeeper, Place, collect_gradients, is_gradient, restore_gradients
 from .manifest import MAX_RANKS, TRAINING, Manifest, whole_manifest
-from .optimizer_state import collect_optimizer, reshardings_of, restore_optimizer
+from .optimizer_state import collect_optimizer, parameters_by_name, reshardings_of, restore_optimizer
 from .plain_objects import plain_data, restore_object, state_of
 from .reader import CheckpointReader, Resharding
 from .tensors import tensor_parallel_place
@@ -52,7 +51,6 @@ class TrainingState:
         step: how many steps were done.
         extra: values of your own, of simple types or tensors, the same on all ranks.
         run: what decides the run's dropout: its seed, and how many training steps were begun.
-        gradients: knows of those that are pending, which go along with the optimizer; None leaves them out.
     """
 
     optimizer: Optimizer | None = None
@@ -60,7 +58,6 @@ class TrainingState:
     step: int = 0
     extra: Mapping[str, Any] = field(default_factory=dict)
     run: Run | None = None
-    gradients: GradientKeeper | None = None
 
 
 @dataclass(frozen=True)
@@ -71,15 +68,14 @@ class RankTrainingState:
     tensors: dict[str, torch.Tensor]
 
 
-def collect_training_state(model: nn.Module, state: TrainingState, place: Place) -> RankTrainingState:
-    """Read the share of the rank at this place. See `optimizer_state.collect_optimizer` for what is refused."""
-    report: dict[str, Any] = {"random": capture_random_state(), "pipeline": place[0]}
+def collect_training_state(model: nn.Module, state: TrainingState, pipeline: int) -> RankTrainingState:
+    """Read the share of a rank of this pipeline. See `optimizer_state.collect_optimizer` for what is refused."""
+    report: dict[str, Any] = {"random": capture_random_state(), "pipeline": pipeline}
     if state.optimizer is None:
         return RankTrainingState(report, {})
     collected = collect_optimizer(model, state.optimizer)
     report |= {"groups": collected.groups, "members": collected.members, "values": collected.values}
-    gradients = {} if state.gradients is None else collect_gradients(model, state.optimizer, state.gradients, place)
-    return RankTrainingState(report, collected.tensors | gradients)
+    return RankTrainingState(report, collected.tensors)
 
 
 def common_content(
@@ -123,7 +119,7 @@ def load_training_state(
     *,
     world_comm: Comm,
     variant: str | None = None,
-    place: Place = (0, 0),
+    pipeline: int = 0,
 ) -> TrainingState:
     """Load the training state that `save_parallelized(..., training_state=...)` saved, into the objects of `state`.
 
@@ -132,7 +128,7 @@ def load_training_state(
     rank's, or as the first rank's of all if there was no such pipeline.
 
     Args:
-        place: this rank's pipeline, and pipeline rank.
+        pipeline: this rank's.
 
     Returns:
         `state` with the saved `step` and `extra`.
@@ -141,7 +137,7 @@ def load_training_state(
         CheckpointError: a file is missing, truncated or foreign, the optimizer's groups are not the saved ones, or
             something of its state cannot be sharded for another tensor-parallel size.
     """
-    load = TrainingStateLoad(model, directory, state, variant, place)
+    load = TrainingStateLoad(model, directory, state, variant, pipeline)
     doing = f"load {load.directory}"
     try:
         load.held = together(world_comm, doing, "checking the training state", load.check)
@@ -154,9 +150,9 @@ def load_training_state(
 
 @dataclass(frozen=True)
 class Holder:
-    """What a rank that loads tells the others: its place, and the parameters in its optimizer."""
+    """What a rank that loads tells the others: its pipeline, and the parameters in its optimizer."""
 
-    place: Place
+    pipeline: int
     names: Sequence[str] = ()
 
 
@@ -173,18 +169,17 @@ class TrainingStateLoad:
         directory: str | os.PathLike[str],
         state: TrainingState,
         variant: str | None = None,
-        place: Place = (0, 0),
+        pipeline: int = 0,
     ) -> None:
         self.directory = os.path.abspath(directory)
         self.held: Sequence[Holder] = ()
-        self._place = place
+        self._pipeline = pipeline
         self._model = model
         self._state = state
         self._variant = variant
         self._content: dict[str, Any] = {}
         self._reader: CheckpointReader | None = None
         self._mine: dict[str, Resharding] = {}
-        self._note_gradients: Callable[[], None] = lambda: None
 
     def check(self) -> Holder:
         """Check that the training state is whole and fits; raises CheckpointError."""
@@ -194,7 +189,7 @@ class TrainingStateLoad:
         if missing := sorted(state.objects.keys() - content["objects"].keys() - OPTIONAL):
             raise CheckpointError(f"{directory} has no state for {missing}; it has {sorted(content['objects'])}")
         if state.optimizer is None:
-            return Holder(self._place)
+            return Holder(self._pipeline)
         if content["groups"] is None:
             raise CheckpointError(f"{directory} has no optimizer state")
         self._reader = CheckpointReader(directory, manifest, TRAINING, tensor_parallel_place(model))
@@ -202,50 +197,35 @@ class TrainingStateLoad:
         self._mine = reshardings_of(model, state.optimizer, manifest, saved_shapes)
         self._reader.verify(self._mine)
         names = [name for group in collect_optimizer(model, state.optimizer).members for name in group]
-        return Holder(self._place, names)
+        return Holder(self._pipeline, names)
 
     def apply(self, world_comm: Comm) -> None:
         """Give everything its saved state."""
         content, state = self._content, self._state
         if state.optimizer is not None:
             assert self._reader is not None
-            reader, resharding = self._reader, self._mine
-
-            def read(key: str) -> torch.Tensor:
-                return reader.read(key, resharding[key])
-
+            reader = self._reader
             saved = {name for group in content["members"] for name in group}
             if lost := sorted(saved - {name for holder in self.held for name in holder.names}):
                 raise CheckpointError(f"the optimizer lacks parameters that it had when it was saved: {lost[:5]}")
-            gradients = set(filter(is_gradient, resharding))
-            tensors = ((key, read(key)) for key in resharding if key not in gradients)
+            tensors = ((key, reader.read(key, sharding)) for key, sharding in self._mine.items())
             groups = (content["groups"], content["members"], content["values"])
             restore_optimizer(self._model, state.optimizer, *groups, tensors)
-            if (keeper := state.gradients) is not None:
-                self._note_gradients = restore_gradients(
-                    self._model, state.optimizer, keeper, self._place, self._places(), gradients, read
-                )
+            for parameter in parameters_by_name(self._model, state.optimizer).values():
+                parameter.grad = None  # of another run's step
         for name, stateful in state.objects.items():
             if name in content["objects"]:
                 restore_object(stateful, content["objects"][name], f"the state of {name!r} in {self.directory}")
         restore_random_state(content["random"][self._generators_of(world_comm.rank)])
 
-    def _places(self) -> dict[str, list[Place]]:
-        """For each parameter, the places of the ranks that hold it."""
-        places: dict[str, list[Place]] = {}
-        for holder in self.held:
-            for name in holder.names:
-                places.setdefault(name, []).append(holder.place)
-        return places
-
     def _generators_of(self, rank: int) -> int:
         """The rank of the saving run whose random generators this one continues."""
-        here, saved = [holder.place[0] for holder in self.held], self._content.get("pipelines")
+        here, saved = [holder.pipeline for holder in self.held], self._content.get("pipelines")
         if saved is None:
             saved = here if len(here) == len(self._content["random"]) else [0]
         if saved == here:
             return rank
-        return saved.index(self._place[0]) if self._place[0] in saved else 0
+        return saved.index(self._pipeline) if self._pipeline in saved else 0
 
     @contextlib.contextmanager
     def undone_if_it_fails(self) -> Iterator[None]:
@@ -256,13 +236,11 @@ class TrainingStateLoad:
         except BaseException:
             before.put_back()
             raise
-        self._note_gradients()
 
     def result(self) -> TrainingState:
         """The state with the saved numbers."""
         content, state = self._content, self._state
-        extra, run = content["extra"], content.get("run")
-        return TrainingState(state.optimizer, state.objects, content["step"], extra, run, state.gradients)
+        return TrainingState(state.optimizer, state.objects, content["step"], content["extra"], content.get("run"))
 
     def close(self) -> None:
         """Close the files."""

@@ -58,7 +58,6 @@ def _lines(found: dict[str, Any], parameters: bool) -> list[str]:
             f"  step {training['step']}, with the state of {', '.join(training['objects']) or 'no object'}, and of "
             f"{training['parameter_groups']} parameter group(s) of an optimizer; {training['ranks']} rank(s) in "
             f"{training['pipelines']} pipeline(s)"
-            + (", in the middle of an accumulation" if training["gradients"] else "")
         )
     weights = found["parameters"]
     lines.append(

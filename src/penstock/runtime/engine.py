@@ -548,14 +548,8 @@ class Engine:
         """Whether no weight has changed since the last training step, so that its gradients may be in use yet."""
         return self._parts.updates.none
 
-    def is_part_of_gradient(self, parameter: torch.Tensor) -> bool:
-        """Whether a parameter's gradient is this rank's part of a sum over several, as it is after steps under
-        `no_sync`."""
-        return self._parts.gradients.reducer.is_part(parameter)
-
-    def note_gradients(self, whole: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> None:
-        """Parameters were given weights, and gradients: such that are summed over all their holders, and parts."""
-        self._parts.gradients.reducer.note(whole, parts)
+    def note_loaded(self) -> None:
+        """The weights were given values that no step of an optimizer has made."""
         self._parts.updates.end_step()
 
     def check_open(self) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,7 +89,6 @@ class GradientReducer:
         self._at_end, self._all_at_end = at_end, all_at_end
         self._shared = [(parameter, ranks) for parameter, ranks in holders if len(ranks) > 1]
         self._parameters = [parameter for parameter, _ in self._shared]
-        self._shared_ids = frozenset(map(id, self._parameters))
         self._arrange(tuple(map(requires_grad, self._parameters)))
         self._armed = False
         self._next = 0
@@ -223,15 +222,6 @@ class GradientReducer:
         self._unsummed.clear()
         intervals = tuple((bucket.launched_at, bucket.finished_at) for bucket in self._buckets)
         return ReductionReport(num_bytes, intervals, waited)
-
-    def is_part(self, parameter: torch.Tensor) -> bool:
-        """Whether a parameter's gradient is to be summed with those of other ranks yet."""
-        return id(parameter) in self._shared_ids and id(parameter) not in self._summed
-
-    def note(self, summed: Collection[torch.Tensor], parts: Collection[torch.Tensor]) -> None:
-        """Parameters were given gradients: sums over all holders, and parts of such sums."""
-        self._summed = set(self._shared_ids.intersection(map(id, summed)))
-        self._unsummed = set(self._shared_ids.intersection(map(id, parts)))
 
     def clear(self) -> None:
         """Forget everything under way, so that nothing keeps a dead group's connections open."""
