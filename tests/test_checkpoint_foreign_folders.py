@@ -31,6 +31,7 @@ from penstock.checkpoint import (
 )
 
 STAGING = ".saving-" + "0" * 32
+FIRST = "pytorch_model_tp_0_pp_0.bin"
 
 
 def build(seed: int = 0) -> torch.nn.Module:
@@ -69,10 +70,9 @@ def edit(folder: Path, change: Callable[[dict], object]) -> Path:
     return path
 
 
-def plant(folder: Path, journal: object, *staged: str) -> None:
-    """Make the folder's table of contents name a staging folder with this journal."""
+def plant(folder: Path, *staged: str) -> None:
+    """Make the folder's table of contents name a staging folder with these files."""
     (folder / STAGING).mkdir()
-    (folder / STAGING / "journal.json").write_text(journal if isinstance(journal, str) else json.dumps(journal))
     for name in staged:
         (folder / STAGING / name).write_text("foreign")
     edit(folder, lambda table: table.update(staging=STAGING))
@@ -81,83 +81,50 @@ def plant(folder: Path, journal: object, *staged: str) -> None:
 # ---------------------------------------------------------------- saving
 
 
-@pytest.mark.parametrize(
-    "journal",
-    [
-        [["remove", "", "{home}/victim"]],
-        [["remove", "", "../home/victim"]],
-        [["replace", "payload", "../home/victim"]],
-        [["replace", "payload", "{home}/victim"]],
-        [["publish", "payload", "../home/victim"]],
-        [["replace", "../../home/victim", "config.json"]],
-        [["remove", "", "train.py"]],
-        [["remove", "", ".bashrc"]],
-        [["replace", "payload", "train.py"]],
-        [["replace", "payload", ".bashrc"]],
-        [["remove", "", "pytorch_model_tp_0_pp_0.bin"]],
-        [["remove", "", "pytorch_model.bin"]],
-        [["remove", "", ".."]],
-        [["remove", "", ""]],
-        [["remove", "", "victim\x00"]],
-        [["remove", "", "victim\n"]],
-        [["remove", "payload", "pytorch_model_tp_0_pp_7.bin"]],
-        [["wipe", "", "train.py"]],
-        [["remove", ""]],
-        [["remove", "", 7]],
-        [[True, None, []]],
-        {"remove": "train.py"},
-        "[" * 100_000,
-        "not JSON",
-        '[["remove", "", NaN]]',
-    ],
-    ids=str,
-)
-def test_a_planted_journal_is_refused_and_nothing_is_touched(journal, saved: Path, tmp_path: Path) -> None:
-    home = tmp_path / "home"
-    (saved / "train.py").write_text("mine")
-    (saved / ".bashrc").write_text("mine")
-    text = journal if isinstance(journal, str) else json.dumps(journal).replace("{home}", str(home))
-    plant(saved, text, "payload")
-    before = {name: (saved / name).read_bytes() for name in os.listdir(saved) if (saved / name).is_file()}
+@pytest.mark.parametrize("merge", [False, True])
+def test_a_planted_staging_folder_moves_nothing_but_files_of_weights(merge: bool, saved: Path, tmp_path: Path) -> None:
+    """The folder's own table of contents names it; what an interrupted save left there would be put in place."""
+    mine = ["train.py", ".bashrc", "thesis.bin", "pytorch_model.bin" if not merge else "notes.bin"]
+    for name in mine:
+        (saved / name).write_text("mine")
+    config = (saved / "config.json").read_bytes()
+    journal = json.dumps([["remove", "", "train.py"], ["replace", "payload", "../home/victim"]])
+    plant(saved, *mine, "config.json", "payload", "pytorch_model_tp_0_pp_7.bin", "model.safetensors")
+    (saved / STAGING / "journal.json").write_text(journal)
     with only_within(saved):
-        results = save(split_copies(build(2), 2), saved)
-    for result in results:
-        assert isinstance(result, CheckpointError), result
-        assert str(saved / STAGING / "journal.json") in str(result)
-    assert (home / "victim").read_text() == "precious"
-    assert {name: (saved / name).read_bytes() for name in before} == before
-
-
-def test_a_planted_journal_does_not_overwrite_the_users_code(saved: Path) -> None:
-    """A save may stage code beside the weights, so a journal that names some is no forgery by that alone."""
-    (saved / "train.py").write_text("mine")
-    plant(saved, [["replace", "train.py", "train.py"]], "train.py")
-    raised(save(split_copies(build(2), 2), saved))
-    assert (saved / "train.py").read_text() == "mine"
-    assert not (saved / STAGING).exists()
+        raised(save(split_copies(build(2), 2), saved, merge_checkpoints=merge))
+    assert (tmp_path / "home" / "victim").read_text() == "precious"
+    assert {(saved / name).read_text() for name in mine} == {"mine"}
+    assert (saved / "config.json").read_bytes() == config
+    names = {"payload", "journal.json", "pytorch_model_tp_0_pp_7.bin", "model.safetensors", STAGING}
+    assert not names & set(os.listdir(saved))
 
 
 @pytest.mark.parametrize("other", ["notes.json", "config.json", "parallel_checkpoint.json.bak"])
-def test_only_the_folders_own_table_of_contents_makes_a_journal_count(other: str, tmp_path: Path) -> None:
+def test_only_the_folders_own_table_of_contents_makes_a_staging_folder_count(other: str, tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
     (folder / "pytorch_model_tp_0_pp_0.bin").write_text("mine")
     (folder / other).write_text(json.dumps({"staging": STAGING, "note": f"{STAGING}/x"}))
     (folder / STAGING).mkdir()
-    (folder / STAGING / "journal.json").write_text(json.dumps([["remove", "", "pytorch_model_tp_0_pp_0.bin"]]))
+    (folder / STAGING / "pytorch_model_tp_0_pp_0.bin").write_text("foreign")
     raised(save(split_copies(build(2), 2), folder, merge_checkpoints=True))
     assert (folder / "pytorch_model_tp_0_pp_0.bin").read_text() == "mine"
     assert not (folder / STAGING).exists()
 
 
-def test_a_journal_that_an_index_names_moves_only_what_goes_with_an_index(saved: Path) -> None:
-    """The index of a merged checkpoint is no reason to remove files of a parallel one."""
+@pytest.mark.parametrize("name", [FIRST, "train.py", "model.safetensors"])
+def test_an_index_moves_only_what_goes_with_an_index(name: str, saved: Path) -> None:
+    """The index of a merged checkpoint is no reason to replace files of a parallel one."""
+    (saved / "train.py").write_text("mine")
+    before = {one: (saved / one).read_bytes() for one in (FIRST, "train.py")}
     (saved / STAGING).mkdir()
-    index = {"metadata": {}, "weight_map": {"w": f"{STAGING}/model-00001-of-00001.safetensors"}}
+    (saved / STAGING / name).write_text("foreign")
+    index = {"metadata": {}, "weight_map": {"w": f"{STAGING}/{name}"}}
     (saved / "model.safetensors.index.json").write_text(json.dumps(index))
-    (saved / STAGING / "journal.json").write_text(json.dumps([["remove", "", "pytorch_model_tp_0_pp_0.bin"]]))
-    assert all(isinstance(result, CheckpointError) for result in save(split_copies(build(2), 2), saved))
-    assert (saved / "pytorch_model_tp_0_pp_0.bin").exists()
+    raised(save(split_copies(build(2), 2), saved, merge_checkpoints=True))
+    assert {one: (saved / one).read_bytes() for one in before} == before
+    assert not (saved / STAGING).exists() and not (saved / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize("name", ["train.py", ".bashrc", "thesis.bin", "pytorch_model.bin"])
@@ -170,21 +137,17 @@ def test_a_table_of_contents_that_lists_a_file_of_the_user_does_not_cost_it(name
 
 def test_a_staging_folder_that_is_a_link_is_neither_followed_nor_emptied(saved: Path, tmp_path: Path) -> None:
     outside = tmp_path / "home"
-    (outside / "journal.json").write_text(json.dumps([["replace", "victim", "config.json"]]))
+    (outside / FIRST).write_text("theirs")
     (saved / STAGING).symlink_to(outside)
     edit(saved, lambda table: table.update(staging=STAGING))
     raised(save(split_copies(build(2), 2), saved))
-    assert (outside / "victim").read_text() == "precious" and (outside / "journal.json").exists()
-    assert "foreign" not in (saved / "config.json").read_text()
+    assert (outside / "victim").read_text() == "precious" and (outside / FIRST).read_text() == "theirs"
 
 
-@pytest.mark.parametrize("place", ["staged", "final", "journal"])
-def test_a_found_journal_moves_no_links(place: str, saved: Path, tmp_path: Path) -> None:
+def test_a_link_in_a_found_staging_folder_is_not_put_in_place(saved: Path, tmp_path: Path) -> None:
     victim = tmp_path / "home" / "victim"
-    plant(saved, [["replace", "config.json", "config.json"]], "config.json")
-    path = {"staged": saved / STAGING / "config.json", "final": saved / "config.json"}.get(place)
-    path = path or saved / STAGING / "journal.json"
-    path.unlink()
+    plant(saved)
+    path = saved / STAGING / FIRST
     path.symlink_to(victim)
     results = save(split_copies(build(2), 2), saved)
     assert all(isinstance(result, CheckpointError) and str(path) in str(result) for result in results)
@@ -231,7 +194,6 @@ def test_an_object_is_not_written_through_a_link(tmp_path: Path) -> None:
 
 # ---------------------------------------------------------------- reading a table of contents
 
-FIRST = "pytorch_model_tp_0_pp_0.bin"
 WEIGHT = "transformer.wte.weight"
 
 

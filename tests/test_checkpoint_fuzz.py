@@ -255,35 +255,39 @@ def test_tables_of_contents(world: World, data: st.DataObject) -> None:
     world.attempt("table of contents", folder, lambda: world.load_parallel(folder), same_values=False)
 
 
-OPERATIONS = st.lists(st.tuples(st.sampled_from(["replace", "publish", "remove"]), NAMES, NAMES).map(list), max_size=4)
+STAGED = st.lists(
+    st.sampled_from(
+        [
+            *("train.py", "payload", "config.json", ".bashrc", "manifest.staged", "index.staged", "journal.json"),
+            *("pytorch_model_tp_0_pp_0.bin", "pytorch_model_tp_0_pp_5.bin", "model-00001-of-00004.safetensors"),
+        ]
+    ),
+    unique=True,
+)
 
 
 @fuzz(80)
 @given(data=st.data(), kind=st.sampled_from(["parallel-False", "merged-True"]))
-def test_journals(world: World, data: st.DataObject, kind: str) -> None:
+def test_staging_folders(world: World, data: st.DataObject, kind: str) -> None:
     """The save that finds one succeeds or says why not; the user's files and those elsewhere stay."""
     folder = world.copy(kind)
     add_specials(folder)
     (folder / STAGING).mkdir()
-    for name in ("train.py", "payload", "config.json", "manifest.staged", "model-00001-of-00004.safetensors"):
-        (folder / STAGING / name).write_text("foreign")
-    if data.draw(st.booleans()):
-        (folder / STAGING / ".bashrc").symlink_to(folder.parent / "outside" / "victim")
-    genuine = [["replace", "config.json", "config.json"], ["remove", "", "pytorch_model_tp_0_pp_5.bin"]]
-    journal = data.draw(st.one_of(OPERATIONS, ABSURD, st.just(None)))
-    journal = mutated(data.draw, genuine) if journal is None else journal
-    text = dump(journal) if data.draw(st.integers(0, 4)) else spoiled(data.draw, dump(genuine))
-    (folder / STAGING / "journal.json").write_bytes(text)
+    for name in data.draw(STAGED):
+        if data.draw(st.integers(0, 4)):
+            (folder / STAGING / name).write_text("foreign")
+        else:
+            (folder / STAGING / name).symlink_to(folder.parent / "outside" / "victim")
     table = folder / ("parallel_checkpoint.json" if kind.startswith("parallel") else "model.safetensors.index.json")
     content = json.loads(table.read_text())
     if kind.startswith("parallel"):
         content["staging"] = STAGING
     else:
         content["weight_map"] = {name: f"{STAGING}/{shard}" for name, shard in content["weight_map"].items()}
-    table.write_bytes(dump(content))
+    table.write_bytes(dump(mutated(data.draw, content) if data.draw(st.booleans()) else content))
     merge = data.draw(st.booleans())
     world.attempt(
-        "journal", folder, lambda: save_alone(world.model, folder, merge_checkpoints=merge), same_values=False
+        "staging", folder, lambda: save_alone(world.model, folder, merge_checkpoints=merge), same_values=False
     )
 
 

@@ -17,9 +17,9 @@ from penstock.modeling.placeholders.ghosts import shown_whole
 
 from .comm import Comm, together
 from .files import flush_file, writing
-from .merge import Holding, MergePlan, Shard, first_holders, followed, same_files
+from .merge import Holding, MergePlan, Shard, first_holders, followed
 from .names import EXTENSIONS
-from .staging import Operation
+from .staging import Replacement
 from .tensors import to_cpu, whole_state
 from .untrusted import CheckpointError, cannot_read, kind_of
 
@@ -64,18 +64,14 @@ class AdapterFolder:
             for name in os.listdir(folder):
                 flush_file(os.path.join(folder, name))
 
-    def operations(self, directory: str, folder: str, plan: MergePlan, sides: Sequence[str]) -> list[Operation]:
+    def replacement(self, directory: str, folder: str, plan: MergePlan, sides: Sequence[str]) -> Replacement:
         """The configuration is put in place before the weights. Weights in the format that would be read first go."""
-        written = sorted(os.listdir(folder), key=lambda name: (name.startswith(_STEM), name))
-        operations: list[Operation] = [
-            ("replace", name, name)
-            for name in written
-            if not same_files(os.path.join(folder, name), os.path.join(directory, name))
-        ]
+        written = sorted(os.listdir(folder))
+        weights = [name for name in written if name.startswith(_STEM)]
         first, second = (f"{_STEM}{extension}" for extension in EXTENSIONS)
-        if second in written and first not in written and kind_of(os.path.join(directory, first)):
-            operations.append(("remove", "", first))
-        return operations
+        hides = second in written and first not in written and kind_of(os.path.join(directory, first)) is not None
+        others = [name for name in written if name not in weights]
+        return Replacement(others, {name: name for name in weights}, hiding=[first] if hides else [])
 
 
 def load_adapters(model: nn.Module, folders: Mapping[str, str], *, world_comm: Comm, strict: bool = True) -> None:

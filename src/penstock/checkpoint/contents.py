@@ -195,7 +195,7 @@ def merge_checkpoint(
                 with open_plain(os.path.join(path, name)) as file:
                     write_bytes(os.path.join(folder, name), file.read(MAX_SIDE_BYTES))
             write_merged(form, state, plan, folder, SoloComm())
-            commit(directory, staging, form.operations(directory, folder, plan, sides))
+            commit(directory, staging, form.replacement(directory, folder, plan, sides))
         except BaseException:
             discard(directory, staging)
             raise

@@ -6,7 +6,6 @@ time is gathered and written.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,9 +24,9 @@ from penstock.tensor_parallel import Sharding
 
 from .comm import Comm
 from .files import write_bytes, write_tensors
-from .names import EXTENSIONS, FINAL_INDEX, STAGED_INDEX, is_shard, weight_file_names
+from .names import EXTENSIONS, STAGED_INDEX, is_shard, weight_file_names
 from .save_pretrained import SaveOptions, write_side_files
-from .staging import Operation
+from .staging import Replacement, index_content
 from .tensors import (
     dtype_name,
     dtype_of,
@@ -39,7 +38,7 @@ from .tensors import (
     whole_shape,
     whole_state,
 )
-from .untrusted import CheckpointError, is_regular, kind_of, open_plain
+from .untrusted import CheckpointError, is_regular, kind_of
 
 
 @dataclass(frozen=True)
@@ -97,8 +96,8 @@ class MergedFolder(Protocol):
     def assemble(self, gathered: dict[str, torch.Tensor], shard: Shard, folder: str) -> None:
         """Write a shard from its tensors."""
 
-    def operations(self, directory: str, folder: str, plan: MergePlan, sides: Sequence[str]) -> list[Operation]:
-        """The renames that put what was written to `folder` in its place in `directory`; see `staging`."""
+    def replacement(self, directory: str, folder: str, plan: MergePlan, sides: Sequence[str]) -> Replacement:
+        """How what was written to `folder` becomes the checkpoint in `directory`."""
 
 
 @dataclass(frozen=True)
@@ -124,8 +123,8 @@ class ModelFolder:
             wanted.update({name: wanted[name].clone() for name in shared})
         write_tensors(os.path.join(folder, shard.file_name), wanted, self.options.save_function)
 
-    def operations(self, directory: str, folder: str, plan: MergePlan, sides: Sequence[str]) -> list[Operation]:
-        return merged_operations(directory, folder, plan, sides, self.options)
+    def replacement(self, directory: str, folder: str, plan: MergePlan, sides: Sequence[str]) -> Replacement:
+        return merged_replacement(directory, plan, sides, self.options)
 
 
 def describe_holdings(model: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, Holding]:
@@ -241,7 +240,7 @@ def write_merged(
     for shard in plan.shards:
         failure = _write_shard(form, state, plan, shard, folder, comm, failure)
     if failure is None and plan.index_name is not None and comm.rank == 0:
-        write_indices(plan.index["weight_map"], plan.index["metadata"], folder)
+        write_index(plan.index["weight_map"], plan.index["metadata"], folder)
     if failure is not None:
         raise failure
 
@@ -290,43 +289,33 @@ def _write_shard(
     return failure
 
 
-def write_indices(weight_map: Mapping[str, str], metadata: Mapping[str, Any], folder: str) -> None:
-    """Stage the two indices of a save: one leads to the files where they are staged, one to their final names."""
+def write_index(weight_map: Mapping[str, str], metadata: Mapping[str, Any], folder: str) -> None:
+    """Stage the index of a save, which leads to the files where they are staged."""
     staging = os.path.basename(folder)
     staged = {name: f"{staging}/{file_name}" for name, file_name in weight_map.items()}
-    for name, places in ((STAGED_INDEX, staged), (FINAL_INDEX, weight_map)):
-        content = {"metadata": metadata, "weight_map": places}
-        write_bytes(os.path.join(folder, name), (json.dumps(content, indent=2, sort_keys=True) + "\n").encode())
+    write_bytes(os.path.join(folder, STAGED_INDEX), index_content({"metadata": metadata, "weight_map": staged}))
 
 
-def merged_operations(
-    directory: str, folder: str, plan: MergePlan, sides: Sequence[str], options: SaveOptions
-) -> list[Operation]:
-    """The renames that turn the staged files into the checkpoint in `directory`; any prefix leaves a whole one.
+def merged_replacement(directory: str, plan: MergePlan, sides: Sequence[str], options: SaveOptions) -> Replacement:
+    """How the staged files become the checkpoint in `directory`.
 
     transformers starts from the first of these that exists: `model.safetensors`, its index, `pytorch_model.bin`, its
-    index. So the new one is put in place first, and then those are removed that come before it in this order, the one
-    in use until now last. An index first refers to the shards where they are staged, and to their final names only when
-    they are there. A configuration that changed is replaced a moment before: the one step that is not atomic with the
-    rest, and only seen when another model, or a resized one, is saved into the same folder.
+    index. So the new one is put in place first, and then those are removed that come before it in this order.
     """
-    changed = [name for name in sides if not same_files(os.path.join(folder, name), os.path.join(directory, name))]
-    operations: list[Operation] = [("replace", name, name) for name in changed]
     search_order = [
         *weight_file_names(".safetensors", options.variant),
         *weight_file_names(".bin", options.variant),
     ]
-    start = plan.index_name or plan.shards[0].file_name
-    operations.append(("replace", STAGED_INDEX if plan.index_name else start, start))
-    hiding = search_order[: search_order.index(start)]
-    operations += [("remove", "", name) for name in reversed(hiding) if kind_of(os.path.join(directory, name))]
-    if plan.index_name is not None:
-        operations += [("publish", shard.file_name, shard.file_name) for shard in plan.shards]
-        operations.append(("replace", FINAL_INDEX, start))
-    elif kind_of(os.path.join(directory, index := weight_file_names(options.extension, options.variant)[1])):
-        operations.append(("remove", "", index))
-    operations += [("remove", "", name) for name in _old_shards(directory, plan, options)]
-    return operations
+    start, (_, index) = (
+        plan.index_name or plan.shards[0].file_name,
+        weight_file_names(options.extension, options.variant),
+    )
+    found = [name for name in search_order if kind_of(os.path.join(directory, name)) is not None]
+    hiding = [name for name in reversed(search_order[: search_order.index(start)]) if name in found]
+    old = [index] if index in found and index != start else []
+    shards = () if plan.index_name is None else [shard.file_name for shard in plan.shards]
+    starts = {start: STAGED_INDEX if plan.index_name else start}
+    return Replacement(sides, starts, shards, hiding, old + _old_shards(directory, plan, options))
 
 
 def _old_shards(directory: str, plan: MergePlan, options: SaveOptions) -> list[str]:
@@ -341,12 +330,3 @@ def _old_shards(directory: str, plan: MergePlan, options: SaveOptions) -> list[s
         and any(is_shard(name, extension, options.variant) for extension in extensions)
         and is_regular(os.path.join(directory, name))
     )
-
-
-def same_files(one: str, other: str) -> bool:
-    """Whether two files exist with the same content."""
-    try:
-        with open_plain(one) as first, open_plain(other) as second:
-            return first.read() == second.read()
-    except (OSError, CheckpointError):
-        return False

@@ -9,18 +9,15 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGH
 from .untrusted import CheckpointError
 
 EXTENSIONS = (".safetensors", ".bin")
-# In the staging folder: what becomes the table of contents, and the index, which first refers to the shards in the
-# staging folder and then to their final names.
+# In the staging folder: what becomes the table of contents, and the index, which refers to files in the staging folder.
 STAGED_MANIFEST = "manifest.staged"
 STAGED_INDEX = "index.staged"
-FINAL_INDEX = "index.final"
 # The folder in which a save stages its files, inside the checkpoint's.
 STAGING = re.compile(r"\.saving-[0-9a-f]{32}")
 
 _VARIANT = r"[\w+.-]+"
 _MANIFEST = re.compile(rf"parallel_checkpoint(?:\.({_VARIANT}))?\.json")
 _INDEX = re.compile(rf"(?:model(\.safetensors)|pytorch_model(\.bin))\.index(?:\.({_VARIANT}))?\.json")
-_SIDE = re.compile(r"[A-Za-z_]\w*\.(?:json|py)", re.ASCII)
 _RANK_FILE = re.compile(
     rf"(?:pytorch_model|optimizer)_tp_[0-9]+_pp_[0-9]+(?:\.({_VARIANT}))?\.(?:bin|safetensors)"
     rf"|training_state(?:\.({_VARIANT}))?\.bin"
@@ -69,11 +66,6 @@ def is_rank_file(name: str, variant: str | None) -> bool:
     return found is not None and (found[1] or found[2]) == variant
 
 
-def is_some_rank_file(name: str) -> bool:
-    """The same, of any variant."""
-    return _RANK_FILE.fullmatch(name) is not None
-
-
 def weight_file_names(extension: str, variant: str | None) -> tuple[str, str]:
     """The standard names of a single file of weights, and of the index of several."""
     safe = extension == ".safetensors"
@@ -87,11 +79,6 @@ def is_shard(name: str, extension: str, variant: str | None) -> bool:
     """Whether `name` is that of one of several files of weights."""
     stem, _, _ = weight_file_names(extension, variant)[0].rpartition(".")
     return re.fullmatch(re.escape(stem) + r"-\d{5}-of-\d{5}" + re.escape(extension), name, re.ASCII) is not None
-
-
-def is_side_file(name: str) -> bool:
-    """Whether a file of this name can be one that `save_pretrained` writes beside the weights."""
-    return _SIDE.fullmatch(name) is not None
 
 
 def is_configuration(name: str) -> bool:

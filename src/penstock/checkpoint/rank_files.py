@@ -11,13 +11,13 @@ from dataclasses import replace
 import torch
 
 from .files import write_bytes, write_tensors
-from .manifest import MODEL, STEMS, TRAINING, FileEntry, Manifest, read_manifest
-from .merge import write_indices
+from .manifest import MODEL, STEMS, TRAINING, FileEntry, Manifest
+from .merge import write_index
 from .names import (
-    FINAL_INDEX,
     STAGED_INDEX,
     STAGED_MANIFEST,
     common_file_name,
+    is_rank_file,
     manifest_name,
     rank_file_name,
     weight_file_names,
@@ -25,9 +25,9 @@ from .names import (
 from .safetensors_file import Behind
 from .save_pretrained import SaveOptions
 from .saving_ranks import SavingRank
-from .staging import Operation
+from .staging import Replacement
 from .tensors import TensorInfo, first_of_tied, to_cpu
-from .untrusted import CheckpointError, kind_of
+from .untrusted import is_regular, kind_of
 
 logger = logging.getLogger(__name__)
 
@@ -84,38 +84,31 @@ def _write_tensors(
     return name, entry
 
 
-def parallel_operations(
+def parallel_replacement(
     directory: str, folder: str, manifest: Manifest, sides: Sequence[str], options: SaveOptions, with_index: bool
-) -> list[Operation]:
-    """Stage the table of contents, and list the renames that make `manifest` the checkpoint in `directory`.
-
-    Replacing the table of contents comes first and decides; files whose turn has not come are found where they were
-    staged. Files of the previous parallel checkpoint that the new one has not are removed last.
+) -> Replacement:
+    """Stage the table of contents, and how it becomes that of the checkpoint in `directory`.
 
     Args:
-        with_index: plain transformers shall find the weights as well. For it an index leads first to the staged files,
-            and to their final names only when they are there. A tensor-parallel model's files have none.
+        with_index: plain transformers shall find the weights as well. A tensor-parallel model's files have no index.
     """
-    name, (_, index) = manifest_name(options.variant), weight_file_names(options.extension, options.variant)
+    table, (_, index) = manifest_name(options.variant), weight_file_names(options.extension, options.variant)
     write_bytes(os.path.join(folder, STAGED_MANIFEST), manifest.dump())
-    operations: list[Operation] = [("replace", STAGED_MANIFEST, name)]
-    with_index = with_index and manifest.tensor_parallel_size == 1
-    if with_index:
+    starts, old = {table: STAGED_MANIFEST}, list[str]()
+    if with_index and manifest.tensor_parallel_size == 1:
         weights = {
             name: file for file, entry in manifest.files.items() if entry.part == MODEL for name in entry.tensors
         }
-        write_indices(weights, {}, folder)
-        operations.append(("replace", STAGED_INDEX, index))
+        write_index(weights, {}, folder)
+        starts[index] = STAGED_INDEX
     elif kind_of(os.path.join(directory, index)) is not None and not options.variant:
-        operations.append(("remove", "", index))
-    operations += [("publish" if with_index else "replace", file_name, file_name) for file_name in manifest.files]
-    operations += [("replace", file_name, file_name) for file_name in sides]
-    operations += [("replace", FINAL_INDEX, index)] if with_index else []
-    try:
-        previous = read_manifest(directory, options.variant)
-    except CheckpointError:
-        return operations  # none, or one that cannot be read any more
-    return operations + [("remove", "", old) for old in sorted(previous.files.keys() - manifest.files.keys())]
+        old.append(index)
+    if kind_of(os.path.join(directory, table)) is not None:
+        names = (name for name in os.listdir(directory) if is_rank_file(name, options.variant))
+        old += sorted(
+            name for name in names if name not in manifest.files and is_regular(os.path.join(directory, name))
+        )
+    return Replacement(sides, starts, manifest.files, old=old)
 
 
 def warn_of_drift(manifest: Manifest) -> None:

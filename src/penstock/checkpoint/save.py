@@ -20,7 +20,7 @@ from .background import HostMemory, PendingSave, leaving_word, word_name, words_
 from .comm import Comm, together
 from .manifest import MODEL, TRAINING, FileEntry, Manifest
 from .merge import MergedFolder, MergePlan, ModelFolder, describe_holdings, write_merged
-from .rank_files import parallel_operations, warn_of_drift, write_rank_files
+from .rank_files import parallel_replacement, warn_of_drift, write_rank_files
 from .save_pretrained import SaveOptions, refuse_unsupported
 from .saving_ranks import SavingRank, SavingReport, names_to_write, writers_of
 from .staging import commit, discard, prepare
@@ -310,7 +310,7 @@ class _Save:
             return
         folder = os.path.join(self.directory, staging)
         if self.form is not None and self.plan is not None:
-            operations = self.form.operations(self.directory, folder, self.plan, self.sides)
+            what = self.form.replacement(self.directory, folder, self.plan, self.sides)
         else:
             manifest = Manifest(
                 model_class=type(self.model).__name__,
@@ -322,6 +322,6 @@ class _Save:
                 shards={name: (shard.dim, shard.blocks) for name, shard in shards_of(self.model).items()},
             )
             warn_of_drift(manifest)
-            operations = parallel_operations(self.directory, folder, manifest, self.sides, self.options, self.once)
-        commit(self.directory, staging, operations)
+            what = parallel_replacement(self.directory, folder, manifest, self.sides, self.options, self.once)
+        commit(self.directory, staging, what)
         self.after()
