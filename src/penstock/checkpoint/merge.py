@@ -38,7 +38,7 @@ from .tensors import (
     whole_shape,
     whole_state,
 )
-from .untrusted import CheckpointError, is_regular, kind_of
+from .untrusted import is_regular, kind_of
 
 
 @dataclass(frozen=True)
