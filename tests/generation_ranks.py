@@ -16,13 +16,14 @@ from unittest import mock
 import torch
 from torch import nn
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
-from transformers.cache_utils import EncoderDecoderCache
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.generation.streamers import BaseStreamer
 
 import penstock
 from families import FAMILIES, batch
 from penstock.generation.decoding import decoding_of
 from penstock.runtime.boundary.p2p import P2PChannel
+from training import kept_in_double
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
 THREE_GROUPS: dict[str, Any] = {**GREEDY, "generation_groups": 3}
@@ -210,6 +211,44 @@ def continued(model: Any) -> torch.Tensor:
 
 def continued_on_stages() -> torch.Tensor:
     return continued(parallel(build("llama")))
+
+
+def decode_by_hand(model: Any, family: str, cache: Any = None) -> list[Any]:
+    """Greedy tokens, with the logits of every position and the loss of each forward, from a loop without generate()."""
+    inputs, seen = {**prompt(family, 2), "past_key_values": cache}, []
+    encoded = family == "bart"
+    ids = inputs["decoder_input_ids"] = torch.tensor([[2, 5], [2, 7]]) if encoded else inputs["input_ids"]
+    if not encoded:
+        del inputs["decoder_input_ids"]
+    with torch.no_grad(), kept_in_double():
+        for _ in range(4):
+            out = model(**inputs, use_cache=True, labels=ids)
+            ids = out.logits[:, -1:].argmax(-1)
+            seen += [out.logits, out.loss, ids]
+            inputs["past_key_values"] = out.past_key_values
+            inputs["decoder_input_ids" if encoded else "input_ids"] = ids
+            if encoded:
+                inputs.pop("input_ids", None)
+                inputs["encoder_outputs"] = (out.encoder_last_hidden_state,)
+            else:
+                more = torch.ones_like(ids)
+                inputs["attention_mask"] = torch.cat([inputs["attention_mask"], more], 1)
+    return seen
+
+
+def decode_by_hand_on_stages(family: str, schedule: str) -> tuple[list[Any], str, str]:
+    """Also with a cache of one's own, and what is said of different inputs, and of no cache."""
+    model = parallel(build(family), schedule=schedule)
+    cache = DynamicCache() if schedule != "1f1b" else None
+    seen, refused = decode_by_hand(model, family, cache), []
+    for ids in (prompt(family)["input_ids"][:, rank() :], prompt(family)["input_ids"]):
+        try:
+            with torch.no_grad():
+                model(ids, use_cache=True)
+            refused.append("")
+        except (ValueError, NotImplementedError) as error:
+            refused.append(str(error))
+    return seen, *refused
 
 
 class Collect(BaseStreamer):

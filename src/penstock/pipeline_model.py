@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
 
 from penstock.modeling.adapters import base_of
 from penstock.modeling.graph.dummy_inputs import arguments_by_name
@@ -81,7 +82,8 @@ class PipelineModel(torch.nn.Module):
         stage only. Where the forward returns a tensor or a tuple, that is the field `output`.
 
         With gradients disabled: the model's own output for the whole batch, on every rank; of a module that returns no
-        `ModelOutput`, and with a criterion, one with the fields above. Inside generate(): one step of it.
+        `ModelOutput`, and with a criterion, one with the fields above. Inside generate(): one step of it. With
+        `use_cache=True` or a cache, the whole batch in one forward, and a cache of each rank's own layers.
 
         Raises:
             ValueError: an empty batch, no tensors, too few samples, no labels in training, or a criterion that fails.
@@ -97,6 +99,8 @@ class PipelineModel(torch.nn.Module):
         inputs = self._bind(args, kwargs)
         if torch.is_grad_enabled():
             return self.pipeline.train(inputs, criterion)
+        if inputs.get("use_cache") is True or any(isinstance(value, Cache) for value in inputs.values()):
+            return room("evaluate_with_cache")(self, inputs, criterion)
         output = self.pipeline.evaluate(inputs, criterion)
         # With a criterion, the fields of what has no place for a loss; otherwise what the model returns.
         return output.original() if criterion is None and isinstance(output, NamedOutput) else output

@@ -17,6 +17,7 @@ _ROOMS = {
     "optimizer_checkpoints": "penstock.checkpoint.optimizer_methods",
     "is_parallelized": "penstock.checkpoint.load",
     "generate": "penstock.generation.generate",
+    "evaluate_with_cache": "penstock.generation.generate",
     "TensorParallel": "penstock.tensor_parallel.apply",
     "Recorder": "penstock.pictures.recorder",
     "LayoutDescription": "penstock.pictures.describe",

@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
 
+from penstock.data.batch import to_device
 from penstock.data.fingerprint import fingerprint
 from penstock.data.microbatch import MAIN_INPUTS
 from penstock.generation import groups
@@ -27,8 +28,12 @@ from penstock.generation.choosing import Choosing, RowsOfBatch
 from penstock.generation.decoding import Decoding, decoding_of
 from penstock.generation.groups import MANY_POSITIONS, setting
 from penstock.modeling.graph.forwards import entries_of_generation, named_arguments
+from penstock.modeling.graph.loss import Criterion, loss_by
 from penstock.modeling.instrumentation import OnAnotherStage
 from penstock.modeling.placeholders.caches import past_length
+from penstock.modeling.stage.named_output import output_with_loss
+from penstock.runtime.gradients.precision import autocast
+from penstock.runtime.inputs import refuse_tuples
 
 # Arguments in which the ranks may differ.
 INDIVIDUAL_ARGUMENTS = ("streamer", "stopping_criteria")
@@ -91,6 +96,41 @@ def generate(
                     f"generate() of {type(model).__name__} runs a part of the model by itself, past the model's "
                     f"forward, which is not implemented over pipeline stages: {error}"
                 ) from error
+
+
+def evaluate_with_cache(model: Any, inputs: Mapping[str, Any], criterion: Criterion | None) -> Any:
+    """An evaluation with a cache of keys and values: the whole batch in one forward, without gradients.
+
+    All ranks of the pipeline call this together, with equal inputs.
+
+    Returns:
+        The model's output, on every rank. Of the cache in it, each rank has the layers of its own stages, and for the
+        others entries of the right length: it may be passed to the next call.
+
+    Raises:
+        NotImplementedError: `model` is no model of transformers, or has several stages on a rank and is given no cache.
+        ValueError: the ranks were given different inputs.
+    """
+    engine = model.pipeline
+    if not isinstance(model, PreTrainedModel):
+        raise NotImplementedError(
+            f"{type(model).__name__} is no model of transformers, whose caches of keys and values alone are known: "
+            "call it without one"
+        )
+    several = engine.context.pipeline.num_stages != engine.context.pipeline.num_ranks
+    if several and not any(isinstance(value, Cache) for value in inputs.values()):
+        raise NotImplementedError(
+            "use_cache=True with several stages on a rank, each of which would make a cache of its own: pass an empty "
+            "one to the first call, such as past_key_values=DynamicCache(), or use_cache=False"
+        )
+    inputs, decoding = to_device(inputs, engine.device), decoding_of(engine)
+    refuse_tuples(model, [inputs])
+    with autocast(engine.device, engine.autocast), decoding.session():
+        _compare(inputs, {}, decoding, f"{type(model).__name__} with a cache")
+        decoding.every_position = True
+        output = decoding.forward(inputs)
+    loss = None if criterion is None else loss_by(criterion, output, inputs)
+    return output if loss is None else output_with_loss(output, loss)
 
 
 def _run(
@@ -173,7 +213,7 @@ def _refuse(arguments: Mapping[str, Any], model: nn.Module) -> None:
 
 
 def _compare(
-    arguments: Mapping[str, Any], options: Mapping[str, Any], decoding: Decoding
+    arguments: Mapping[str, Any], options: Mapping[str, Any], decoding: Decoding, called: str = "generate()"
 ) -> tuple[tuple[bool, bool], bool]:
     """Compare the ranks' arguments.
 
@@ -188,7 +228,7 @@ def _compare(
     every = decoding.gather([fingerprint({**described, **options}), int(streams), int(stops)])
     if any(theirs[0] != every[0][0] for theirs in every):
         raise ValueError(
-            f"generate() was given different arguments on ranks {list(decoding.ranks)} of this pipeline: every "
+            f"{called} was given different arguments on ranks {list(decoding.ranks)} of this pipeline: every "
             f"rank passes the same inputs and options, except for {' and '.join(INDIVIDUAL_ARGUMENTS)}; this rank "
             f"passed {sorted(arguments)}"
         )
