@@ -32,7 +32,7 @@ BELOW = {
     "elastic": CORE | {"planning", "pipeline_template", "pipeline_model", "optimizer", "plugin"},
 }
 # Lines of the package that importing a module may load: whoever changes a training step need not know the rest.
-MOST_LINES = {"initialize": 17_000, "plugin": 17_400, "runtime.engine": 14_200}
+MOST_LINES = {"initialize": 17_150, "plugin": 17_550, "runtime.engine": 14_300}
 
 
 def test_every_public_name_is_there() -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import math
 import os
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -169,7 +171,8 @@ class PipelineModel(torch.nn.Module):
 
         It is what transformers' `save_pretrained` writes, whose arguments it takes; `safe_serialization=False` writes
         `.bin` files. `is_main_process` has no effect, as each rank writes what it holds. Of a module that is no model
-        of transformers it is the file of weights, whose content `load_state_dict` takes. See `save_parallelized`.
+        of transformers it is the file of weights, whose content `load_state_dict` takes. See `save_parallelized`. A
+        class that has a `save_pretrained` of its own keeps it; it is called on one rank, with the whole model.
 
         Raises:
             ValueError: `push_to_hub` or `distributed_checkpoint` is asked for.
@@ -272,7 +275,7 @@ class PipelineModel(torch.nn.Module):
         """Refused: the engine that runs the model cannot be written to a file."""
         raise TypeError(
             f"a parallelised {type(self).__name__} cannot be pickled, as process groups belong to it: save it with "
-            "save_pretrained() or save_parallelized(), or its state_dict()"
+            "save_pretrained() or save_parallelized()"
         )
 
     def _bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -389,10 +392,35 @@ def attach(
     if pipeline.rank == 0:
         _warn_of_batch_statistics(model)
     mix_in(model, PipelinePreTrainedModel if isinstance(model, PreTrainedModel) else PipelineModel)
+    _hand_over_saving(type(model))
     record = record_of(model)
     record.engine, record.configuration, record.criterion = pipeline, configuration, criterion
     pipeline.make_recorder = lambda context, channels: room("Recorder")(context, channels)
     return model
+
+
+# Whose methods that save are not a class's own: of a stage they save what they should, or are replaced above.
+_KNOWN_PACKAGES = frozenset({"builtins", "penstock", "peft", "torch", "transformers"})
+
+
+def _hand_over_saving(kind: type) -> None:
+    """Let the own methods of a model's class that save it (`save`, `save_...`) have the whole model."""
+    own = original_class(kind)
+    for name in dir(own):
+        holder = next(one for one in own.__mro__ if name in vars(one)) if name.startswith("save") else object
+        method = vars(holder).get(name)
+        if isinstance(method, FunctionType) and holder.__module__.partition(".")[0] not in _KNOWN_PACKAGES:
+            setattr(kind, name, _of_the_whole_model(name, method))
+
+
+def _of_the_whole_model(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def save(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(one, (str, os.PathLike)) or hasattr(one, "write") for one in (*args, *kwargs.values())):
+            return room("save_by_own_method")(self, name, args, kwargs)
+        return method(self, *args, **kwargs)
+
+    return save
 
 
 def _warn_of_batch_statistics(model: torch.nn.Module) -> None:

@@ -16,6 +16,7 @@ _ROOMS = {
     "model_checkpoints": "penstock.checkpoint.model_methods",
     "optimizer_checkpoints": "penstock.checkpoint.optimizer_methods",
     "is_parallelized": "penstock.checkpoint.load",
+    "save_by_own_method": "penstock.checkpoint.own_methods",
     "generate": "penstock.generation.generate",
     "evaluate_with_cache": "penstock.generation.generate",
     "TensorParallel": "penstock.tensor_parallel.apply",

@@ -84,7 +84,14 @@ class MergePlan:
     index: dict[str, Any] = field(default_factory=dict)
 
 
-class MergedFolder(Protocol):
+class Assembler(Protocol):
+    """Writes what was gathered."""
+
+    def assemble(self, gathered: dict[str, torch.Tensor], shard: Shard, folder: str) -> None:
+        """Write a shard from its tensors."""
+
+
+class MergedFolder(Assembler, Protocol):
     """A kind of folder that one rank's files do not make up: how the ranks of a pipeline write it together."""
 
     def describe(self, folder: str) -> tuple[list[str], list[str]]:
@@ -92,9 +99,6 @@ class MergedFolder(Protocol):
 
     def plan(self, ranks: Sequence[Mapping[str, Holding]], needed: Collection[str]) -> MergePlan:
         """What each rank gathers and writes; the same plan on every rank, from what all hold and the leader needs."""
-
-    def assemble(self, gathered: dict[str, torch.Tensor], shard: Shard, folder: str) -> None:
-        """Write a shard from its tensors."""
 
     def replacement(self, directory: str, folder: str, plan: MergePlan, sides: Sequence[str]) -> Replacement:
         """How what was written to `folder` becomes the checkpoint in `directory`."""
@@ -228,9 +232,7 @@ def followed(inputs: Mapping[str, torch.Tensor]) -> Iterator[Callable[[torch.Ten
         yield lambda tensor: frozenset(one.name for one in flow.sources(tensor) if isinstance(one, Given))
 
 
-def write_merged(
-    form: MergedFolder, state: Mapping[str, torch.Tensor], plan: MergePlan, folder: str, comm: Comm
-) -> None:
+def write_merged(form: Assembler, state: Mapping[str, torch.Tensor], plan: MergePlan, folder: str, comm: Comm) -> None:
     """Assemble and write this rank's shards into `folder`, and send what others need for theirs.
 
     Transfers happen in one order on all ranks, so they cannot deadlock. A rank that fails goes on taking part in them,
@@ -246,7 +248,7 @@ def write_merged(
 
 
 def _write_shard(
-    form: MergedFolder,
+    form: Assembler,
     state: Mapping[str, torch.Tensor],
     plan: MergePlan,
     shard: Shard,

@@ -24,6 +24,7 @@ from penstock.modeling.placeholders.ghosts import (
     restore,
     strip,
 )
+from penstock.modeling.placeholders.partial_states import mark_states
 from penstock.modeling.randomness import draws_random_numbers
 from penstock.modeling.stage.host_values import HostValues
 from penstock.modeling.stage.named_output import output_with_loss
@@ -145,6 +146,7 @@ class SplitModel:
         interceptor = self._forwards.interceptor
         answer_for_parameters(self.model, lambda: interceptor.handler is not None, lambda: self.device)
         refuse_calls(self.model, lambda: interceptor.handler is not None)
+        mark_states(self.model)
 
     def _place(self, stages: Sequence[Sequence[str]], local_stages: Collection[int], placement: dict[str, int]) -> None:
         """Make ghosts of the units of stages that are not held here, and whole modules of those that are."""
