@@ -13,6 +13,7 @@ import pytest
 from ended import LIMIT, kill_self, run_ranks
 from families import FAMILIES, batch
 from hetero import make_plugin
+from penstock import form
 from pool import Pool
 from training import parallelize, run_step
 
@@ -47,7 +48,7 @@ def initialize(victim: int, where: str, name: str, count: int) -> None:
     ("where", "name", "count"),
     [
         ("torch.distributed", "init_process_group", 1),
-        ("penstock.runtime.comm.exchange:Ranks", "_exchange", 1),
+        ("penstock.runtime.comm.exchange:Ranks", "differing", 1),
         ("penstock.runtime.engine", "SplitModel", 1),
         ("torch.distributed", "new_group", 1),
         ("torch.distributed", "new_group", 2),
@@ -71,10 +72,8 @@ def fail_to_estimate(face: str) -> None:
     """Rank 0 fails as it estimates what the units cost, and its process goes on."""
     model = FAMILIES["gpt2"].build()
     plugin = make_plugin(model, "2x2")
-    # The name `penstock.initialize` is the function's.
-    module = importlib.import_module(face)
     failing = mock.Mock(side_effect=MemoryError("no memory is left"))
-    with mock.patch.object(module, "unit_costs", failing if os.environ["RANK"] == "0" else module.unit_costs):
+    with mock.patch.object(form, "unit_costs", failing if os.environ["RANK"] == "0" else form.unit_costs):
         if face == "penstock.plugin":
             plugin.configure(model)
         else:

@@ -6,17 +6,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from transformers import PretrainedConfig, PreTrainedModel
 
 from penstock.config import Configuration, take_keys
-from penstock.initialize import ConfigLike, choose_layout, distribute
+from penstock.initialize import ConfigLike, form_equal
+from penstock.layout.layout import Layout
 from penstock.modeling.graph.loss import Criterion
 from penstock.modeling.weights.initialise import init_stage, meta_model, resolve_model_class
 from penstock.modeling.weights.load import StageLoadingInfo, forget_ties, load_config, load_stage
 from penstock.modeling.weights.names import alias_groups
 from penstock.rooms import room
-from penstock.runtime.comm.forming import forming, world_ranks
+from penstock.runtime.comm.exchange import Ranks
+from penstock.runtime.comm.forming import forming
 from penstock.whole_model import remember_example_inputs
 
 # A model with this rank's weights, and what was found where they were loaded.
@@ -121,19 +122,20 @@ def _make_in_stages(
     with forming(configuration.time_limit) as board:
         skeleton = make_skeleton()
         remember_example_inputs(skeleton, example_inputs)
-        layout = choose_layout(skeleton, configuration, board)
-        place, size, sharding = layout.place_of(dist.get_rank()), layout.tensor_parallel_size, None
-        if size > 1:
-            sharding = room("TensorParallel")(skeleton, place.tensor_parallel_rank, size, alias_groups(skeleton))
-        mine = layout.pipelines[place.pipeline]
-        local_stages = mine.stages_of(place.pipeline_rank)
-        ranks, made = world_ranks(board), list[Made]()
 
-        def make_mine() -> list[str]:
-            made.append(make(mine.stages, local_stages, sharding))
-            return sorted(made[0][1].untied)
+        def make_mine(layout: Layout, ranks: Ranks) -> PreTrainedModel:
+            place, size, sharding = layout.place_of(ranks.rank), layout.tensor_parallel_size, None
+            if size > 1:
+                sharding = room("TensorParallel")(skeleton, place.tensor_parallel_rank, size, alias_groups(skeleton))
+            mine, made = layout.pipelines[place.pipeline], list[Made]()
 
-        untied = ranks.together("making its part of the model", make_mine)
-        model, _ = made[0]
-        forget_ties(model, set().union(*untied))
-        return distribute(model, layout, configuration, board, criterion)
+            def work() -> Sequence[str]:
+                made.append(make(mine.stages, mine.stages_of(place.pipeline_rank), sharding))
+                return made[0][1].untied
+
+            untied = ranks.together("making its part of the model", work)
+            model, _ = made[0]
+            forget_ties(model, set().union(*untied))
+            return model
+
+        return form_equal(skeleton, configuration, board, criterion, make_mine)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -12,20 +13,19 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from penstock.config import SECTION, Configuration, ConfigurationError
-from penstock.layout.announce import announce
+from penstock.form import Found, Plan, form
 from penstock.layout.layout import Layout
 from penstock.layout.partition import partition, split_into
 from penstock.layout.template import chosen_stages, split_stages
 from penstock.modeling.adapters import is_peft_model
-from penstock.modeling.graph.costs import unit_costs
 from penstock.modeling.graph.loss import Criterion
-from penstock.modeling.graph.units import bare_modules, list_units
+from penstock.modeling.graph.units import bare_modules
 from penstock.modeling.weights.names import alias_groups
 from penstock.pipeline_model import USED_NAMES, PipelineModel, attach
-from penstock.rooms import room, sharding_of
-from penstock.runtime.comm.devices import device_memory
-from penstock.runtime.comm.forming import facts_of, forming, require_agreement, world_ranks
-from penstock.runtime.engine import DEFAULT_MICROBATCHES_PER_STAGE, parallelize
+from penstock.rooms import room
+from penstock.runtime.comm.exchange import Ranks
+from penstock.runtime.comm.forming import forming
+from penstock.runtime.engine import DEFAULT_MICROBATCHES_PER_STAGE
 from penstock.runtime.failures.board import FailureBoard
 from penstock.schedule.actions import Schedule
 from penstock.schedule.text import own_or_named, summary, written_schedule
@@ -85,12 +85,20 @@ def initialize(
     check_whole_model(model, "initialize()", USED_NAMES)
     remember_example_inputs(model, example_inputs)
     with forming(configuration.time_limit) as board:
-        return distribute(model, choose_layout(model, configuration, board), configuration, board, criterion)
+        return form_equal(model, configuration, board, criterion)
 
 
-def choose_layout(model: nn.Module, configuration: Configuration, board: FailureBoard) -> Layout:
-    """Equal pipelines, each with the model's units balanced over its stages by cost, unless the configuration has the
-    stages. All ranks call this together.
+def form_equal(
+    model: Any,
+    configuration: Configuration,
+    board: FailureBoard,
+    criterion: Criterion | None = None,
+    make: Callable[[Layout, Ranks], Any] | None = None,
+) -> Any:
+    """Form equal pipelines of a whole model, and attach the engine. All ranks call this together, inside `forming()`.
+
+    Args:
+        make: makes a model with this rank's weights, where `model` has none.
 
     Raises:
         ConfigurationError: the configuration does not fit the world or the model.
@@ -99,14 +107,19 @@ def choose_layout(model: nn.Module, configuration: Configuration, board: Failure
     settings = {f"{SECTION}.{name}": value for name, value in vars(configuration).items()}
     if (written := written_schedule(configuration.schedule)) is not None:
         settings[f"{SECTION}.schedule"] = summary(written)  # a file may differ between machines
-    require_agreement({**facts_of(model), **settings}, board)
-    configuration = _with_size(model, configuration, board)
-    units, costs = _units_and_costs(model, board)
+    model, engine = form(model, settings, partial(_plan, model, configuration), board, make=make)
+    return attach(model, engine, configuration, criterion)
+
+
+def _plan(model: nn.Module, configuration: Configuration, found: Found, ranks: Ranks) -> Plan:
+    """Equal pipelines, each with the model's units balanced over its stages by cost, unless the configuration has the
+    stages."""
+    configuration = _with_size(model, configuration, found, ranks)
     if configuration.stages is not None:
-        bare = bare_modules(model, units)
+        bare = bare_modules(model, found.units)
         chosen = [[name for name in stage if name not in bare] for stage in configuration.stages]
         configuration = replace(configuration, stages=chosen)
-    stages, stage_to_rank, num_pipelines = plan_stages(configuration, units, costs)
+    stages, stage_to_rank, num_pipelines = plan_stages(configuration, found.units, found.costs)
     size = configuration.tensor_parallel_size
     if size > 1:
         if not isinstance(model, PreTrainedModel):
@@ -117,39 +130,26 @@ def choose_layout(model: nn.Module, configuration: Configuration, board: Failure
             room("TensorParallel")(model, 0, size, alias_groups(model))
         except ValueError as error:
             raise ConfigurationError(f"model_parallelism.{error}") from error
+    written, num_microbatches = written_schedule(configuration.schedule), configuration.num_microbatches
+    if written is not None and num_microbatches is None and configuration.micro_batch_size is None:
+        num_microbatches = written.num_microbatches
+    options = {
+        "num_microbatches": num_microbatches,
+        "micro_batch_size": configuration.micro_batch_size,
+        "trace": configuration.trace,
+        "trace_steps": configuration.trace_steps,
+        "timeout": configuration.time_limit,
+        "patience": float(configuration.patience),
+    }
     layout = Layout.place([stages] * num_pipelines, [stage_to_rank] * num_pipelines, size)
-    if dist.get_rank() == 0:
-        schedule = str(configuration.schedule) if written is None else written.name
-        split = [_microbatches_in_words(configuration, written, len(stages))] * num_pipelines
-        announce(type(model).__name__, layout, [schedule] * num_pipelines, split, dict(zip(units, costs, strict=True)))
-    return layout
-
-
-def _units_and_costs(model: nn.Module, board: FailureBoard) -> tuple[list[str], list[float]]:
-    """The model's units, and what they cost in rank 0's estimate, so that all ranks balance the same numbers.
-
-    Raises:
-        ValueError: on every rank, if the model's forward was followed differently on one.
-        RuntimeError: another rank could not follow it, or rank 0 could not estimate the costs.
-    """
-    ranks = world_ranks(board)
-
-    def find() -> tuple[list[str], list[float]]:
-        units = list_units(model)
-        return units, unit_costs(model, units) if ranks.rank == 0 else []
-
-    every = ranks.together("finding the model's units and their costs", find)
-
-    def words(first: Sequence[str], theirs: Sequence[str], rank: int) -> str:
-        only = sorted({*first} ^ {*theirs})
-        return (
-            f"{type(model).__name__} has {len(first)} units on rank 0 and {len(theirs)} on rank {rank} (on one of "
-            f"them only: {', '.join(only[:5])}{' ...' if len(only) > 5 else ''}): use the same versions of "
-            "Penstock, torch and transformers on all ranks, and the same files of the model"
-        )
-
-    ranks.alike([units for units, _ in every], words)
-    return every[0]
+    return Plan(
+        layout,
+        own_or_named(configuration.schedule, layout.pipelines[0].num_ranks),
+        dict(zip(found.units, found.costs, strict=True)),
+        [str(configuration.schedule) if written is None else written.name] * num_pipelines,
+        [_microbatches_in_words(configuration, written, len(stages))] * num_pipelines,
+        options,
+    )
 
 
 def _microbatches_in_words(configuration: Configuration, written: Schedule | None, num_stages: int) -> str:
@@ -159,7 +159,7 @@ def _microbatches_in_words(configuration: Configuration, written: Schedule | Non
     return f"{configuration.num_microbatches or number} microbatches in a batch"
 
 
-def _with_size(model: nn.Module, configuration: Configuration, board: FailureBoard) -> Configuration:
+def _with_size(model: nn.Module, configuration: Configuration, found: Found, ranks: Ranks) -> Configuration:
     """The configuration with the planner's number of stages in place of "auto"; the same on all ranks."""
     if configuration.pipeline_parallel_size != "auto":
         return configuration
@@ -167,16 +167,16 @@ def _with_size(model: nn.Module, configuration: Configuration, board: FailureBoa
         raise ConfigurationError(
             f'{SECTION}.pipeline_parallel_size "auto" needs a schedule by name: one that is written out has its ranks'
         )
-    limits = [limit for limit in world_ranks(board).exchange(device_memory(), "planning") if limit is not None]
     size = room("auto_pipeline_size")(
         model,
-        dist.get_world_size() // configuration.tensor_parallel_size,
+        ranks.size // configuration.tensor_parallel_size,
         configuration.num_microbatches,
         configuration.micro_batch_size or 1,
         str(configuration.schedule),
-        min(limits, default=None),
+        found.memory,
     )
-    return replace(configuration, pipeline_parallel_size=world_ranks(board).exchange(size, "planning")[0])
+    # Estimates differ between machines: rank 0's counts.
+    return replace(configuration, pipeline_parallel_size=ranks.exchange(size, "planning")[0])
 
 
 def plan_stages(
@@ -188,7 +188,7 @@ def plan_stages(
         ConfigurationError: the pipeline does not fit the world or the model.
     """
     num_ranks, world_size = configuration.pipeline_parallel_size, dist.get_world_size()
-    assert num_ranks != "auto"  # `choose_layout` has replaced it
+    assert num_ranks != "auto"  # `_with_size` has replaced it
     key = "model_parallelism.pipeline_parallel_size"
     if (size := configuration.tensor_parallel_size) > 1:
         if world_size % (num_ranks * size):
@@ -233,31 +233,3 @@ def plan_stages(
             f"{configuration.schedule!r} has {len(stage_to_rank)}"
         )
     return stages, stage_to_rank, num_pipelines
-
-
-def distribute(
-    model: Model,
-    layout: Layout,
-    configuration: Configuration,
-    board: FailureBoard,
-    criterion: Criterion | None = None,
-) -> Model:
-    """Form the engine of `model` and attach it."""
-    num_microbatches = configuration.num_microbatches
-    own = written_schedule(configuration.schedule)
-    if own is not None and num_microbatches is None and configuration.micro_batch_size is None:
-        num_microbatches = own.num_microbatches
-    pipeline = parallelize(
-        model,
-        layout,
-        own_or_named(configuration.schedule, layout.pipelines[0].num_ranks),
-        board,
-        num_microbatches=num_microbatches,
-        micro_batch_size=configuration.micro_batch_size,
-        trace=configuration.trace,
-        trace_steps=configuration.trace_steps,
-        timeout=configuration.time_limit,
-        patience=float(configuration.patience),
-        make_sharding=sharding_of(layout),
-    )
-    return attach(model, pipeline, configuration, criterion)

@@ -9,16 +9,16 @@ import datetime
 import os
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel
 
-from penstock.layout.announce import announce
+from penstock.form import Found, Plan, form
 from penstock.layout.layout import Layout
 from penstock.layout.pipelines import (
     Microbatches,
@@ -30,7 +30,6 @@ from penstock.layout.pipelines import (
     schedule_maker,
 )
 from penstock.modeling.adapters import base_of, is_peft_model
-from penstock.modeling.graph.costs import unit_costs
 from penstock.modeling.graph.loss import Criterion
 from penstock.optimizer import PipelineOptimizer
 from penstock.pipeline_model import USED_NAMES, PipelineModel, attach
@@ -38,13 +37,9 @@ from penstock.pipeline_template import PipelineTemplate
 from penstock.rooms import room, sharding_of
 from penstock.runtime.comm.bootstrap import rank_and_world_size
 from penstock.runtime.comm.devices import device_memory
-from penstock.runtime.comm.forming import (
-    facts_of,
-    forming,
-    require_agreement,
-    world_ranks,
-)
-from penstock.runtime.engine import parallelize
+from penstock.runtime.comm.exchange import Ranks
+from penstock.runtime.comm.forming import forming
+from penstock.runtime.engine import Engine, parallelize
 from penstock.runtime.failures.board import PATIENCE_SECONDS, FailureBoard
 from penstock.runtime.gradients.precision import LossScale
 from penstock.schedule.actions import Schedule
@@ -380,17 +375,8 @@ class HeterogeneousParallelPlugin:
         if dataloader is not None:
             self.check_dataloader(dataloader)
         with forming(self.time_limit) as board:
-            require_agreement({**facts_of(model), **self._facts()}, board)
-            ranks = world_ranks(board)
-            costs = ranks.together(
-                "estimating the model's costs", lambda: unit_costs(model, layout.units) if ranks.rank == 0 else []
-            )[0]
-            self._description = self._describe(model, costs)
-            if dist.get_rank() == 0:
-                schedules = [schedule.name for schedule in self._schedules]
-                split = [f"{count} microbatches of {self.microbatch_size}" for count in self.num_microbatches]
-                announce(type(model).__name__, layout, schedules, split, self._description.costs or {})
-            model = self._parallelise(model, board, criterion)
+            model, engine = form(model, self._facts(), partial(self._plan, model), board, layout.units)
+            model = self._attach(model, engine, criterion)
         wrapped = None if optimizer is None else self._wrap(optimizer, model)
         return model, wrapped, criterion, dataloader, lr_scheduler
 
@@ -404,19 +390,29 @@ class HeterogeneousParallelPlugin:
         facts = {f"the plugin's {name}": getattr(self, name) for name in names}
         return {**facts, "the pipelines' schedules": [summary(schedule) for schedule in self._schedules]}
 
-    def _parallelise(self, model: Any, board: FailureBoard, criterion: Criterion | None, **options: Any) -> Any:
-        pipeline = parallelize(
-            model,
+    def _plan(self, model: nn.Module, found: Found, ranks: Ranks) -> Plan:
+        self._description = self._describe(model, found.costs)
+        return Plan(
             self.layout,
             self._makers[self.pipeline_index],
-            board,
-            micro_batch_size=self.microbatch_size,
-            patience=self.patience,
-            make_sharding=sharding_of(self.layout),
-            **{"timeout": self.time_limit, **options},
+            self._description.costs or {},
+            [schedule.name for schedule in self._schedules],
+            [f"{count} microbatches of {self.microbatch_size}" for count in self.num_microbatches],
+            self._engine_options(),
         )
-        pipeline.autocast = PRECISIONS[self.precision]
-        self._model = attach(model, pipeline, criterion=criterion)
+
+    def _engine_options(self) -> dict[str, Any]:
+        return {"micro_batch_size": self.microbatch_size, "timeout": self.time_limit, "patience": self.patience}
+
+    def _parallelise(self, model: Any, board: FailureBoard, criterion: Criterion | None, **options: Any) -> Any:
+        """Make the engine of a model for the present pipelines, and attach it."""
+        layout, maker = self.layout, self._makers[self.pipeline_index]
+        options = {"make_sharding": sharding_of(layout), **self._engine_options(), **options}
+        return self._attach(model, parallelize(model, layout, maker, board, **options), criterion)
+
+    def _attach(self, model: Any, engine: Engine, criterion: Criterion | None) -> Any:
+        engine.autocast = PRECISIONS[self.precision]
+        self._model = attach(model, engine, criterion=criterion)
         return self._model
 
     def _wrap(self, optimizer: Optimizer, model: Any) -> PipelineOptimizer:

@@ -6,6 +6,7 @@ What one process tells another is JSON or a tensor. Nothing is pickled, as whoev
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -100,18 +101,36 @@ class Ranks:
             self._fail(doing, failed, unchanged, failure)
         return [result for result, _ in outcomes]
 
-    def alike(self, values: Sequence[T], words: Callable[[T, T, int], str]) -> None:
-        """Compare what `exchange` or `together` gave.
+    def differing(self, mine: Plain, doing: str) -> list[Plain] | None:
+        """None if all ranks have the same plain data; otherwise that of every rank.
+
+        One digest is compared, so that what is told does not grow with the number of ranks.
+        """
+        if self.size == 1:
+            return None
+        digest = hashlib.sha256(_encoded(mine)).digest()
+        numbers = [int.from_bytes(digest[start : start + 7]) for start in range(0, 28, 7)]
+        most = torch.tensor([*numbers, *(-number for number in numbers)], device=self._device())
+        with self._guard(doing, self._others):
+            dist.all_reduce(most, dist.ReduceOp.MAX, group=self._group)
+        found = most.tolist()
+        if all(high == -low for high, low in zip(found[:4], found[4:], strict=True)):
+            return None
+        return self.exchange(mine, doing)
+
+    def alike(self, mine: Plain, doing: str, words: Callable[[Plain, Plain, int], str]) -> None:
+        """Compare plain data over all ranks; see `differing`.
 
         Args:
-            words: what to say of the first rank's value and another, which is that of a global rank.
+            words: what to say of the first rank's and another's, which is that of a global rank.
 
         Raises:
-            ValueError: a rank's value is not the first rank's; the same on every rank.
+            ValueError: a rank's is not the first rank's; the same on every rank.
         """
-        for rank, value in zip(self.ranks, values, strict=True):
-            if value != values[0]:
-                raise ValueError(words(values[0], value, rank))
+        every = self.differing(mine, doing)
+        for rank, theirs in zip(self.ranks, every or (), strict=every is not None):
+            if every is not None and theirs != every[0]:
+                raise ValueError(words(every[0], theirs, rank))
 
     def send(self, tensor: torch.Tensor, peer: int, doing: str) -> None:
         """Send a contiguous CPU tensor to a rank of the group. May block until the other side receives."""
@@ -136,12 +155,20 @@ class Ranks:
         said = "; ".join(f"rank {rank} failed while {doing}: {words}" for rank, words in failed.items())
         raise RuntimeError(said + (f"; {unchanged}" if unchanged else ""))
 
+    @property
+    def _others(self) -> list[int]:
+        return [rank for place, rank in enumerate(self.ranks) if place != self.rank]
+
+    def _device(self) -> torch.device:
+        """Where this group's backend takes tensors from: the CPU, if it can."""
+        return torch.device(dist.distributed_c10d._get_object_coll_device(self._group))
+
     def _exchange(self, mine: bytes, doing: str) -> list[Plain]:
         """Tell the lengths; then sum what has each rank's bytes in a place of their own."""
         if self.size == 1:
             return [json.loads(mine)]
-        device = torch.device(dist.distributed_c10d._get_object_coll_device(self._group))
-        with self._guard(doing, [rank for place, rank in enumerate(self.ranks) if place != self.rank]):
+        device = self._device()
+        with self._guard(doing, self._others):
             lengths = torch.zeros(self.size, dtype=torch.int64)
             lengths[self.rank] = len(mine)
             lengths = lengths.to(device)

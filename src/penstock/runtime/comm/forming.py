@@ -111,7 +111,9 @@ def require_agreement(facts: Mapping[str, Any], board: FailureBoard) -> None:
         PipelineFailure: a rank ended before it came here.
     """
     told = {name: _told(value) for name, value in facts.items()}
-    every = world_ranks(board).exchange(told, "comparing models")
+    every = world_ranks(board).differing(told, "comparing models")
+    if every is None:
+        return
     differences = []
     for name in sorted(set().union(*every)):
         values = [theirs.get(name, "nothing") for theirs in every]
@@ -132,29 +134,28 @@ def require_layout(layout: Layout, board: FailureBoard) -> None:
         ValueError: on every rank, if they differ; says where.
     """
     mine = [(p.stages, p.stage_to_rank) for p in layout.pipelines]
-    every = world_ranks(board).exchange(mine, "comparing layouts")
-    other = next((rank for rank, theirs in enumerate(every) if theirs != every[0]), None)
-    if other is None:
-        return
-    first, second = every[0], every[other]
-    if len(first) != len(second):
-        what = f"{len(first)} pipelines on rank 0 and {len(second)} on rank {other}"
+    world_ranks(board).alike(mine, "comparing layouts", _different_layouts)
+
+
+def _different_layouts(first: Sequence[Any], theirs: Sequence[Any], rank: int) -> str:
+    if len(first) != len(theirs):
+        what = f"{len(first)} pipelines on rank 0 and {len(theirs)} on rank {rank}"
     else:
-        index = next(index for index, pair in enumerate(zip(first, second, strict=True)) if pair[0] != pair[1])
-        (stages, places), (their_stages, their_places) = first[index], second[index]
+        index = next(index for index, pair in enumerate(zip(first, theirs, strict=True)) if pair[0] != pair[1])
+        (stages, places), (their_stages, their_places) = first[index], theirs[index]
         sizes, their_sizes = [len(stage) for stage in stages], [len(stage) for stage in their_stages]
         if sizes != their_sizes:
-            what = f"pipeline {index} has stages of {sizes} units on rank 0 and {their_sizes} on rank {other}"
+            what = f"pipeline {index} has stages of {sizes} units on rank 0 and {their_sizes} on rank {rank}"
         elif stages != their_stages:
             pairs = zip(chain(*stages), chain(*their_stages), strict=True)
             here, there = next(pair for pair in pairs if pair[0] != pair[1])
-            what = f"pipeline {index} has {here} on rank 0 where it has {there} on rank {other}"
+            what = f"pipeline {index} has {here} on rank 0 where it has {there} on rank {rank}"
         else:
             what = (
                 f"pipeline {index} has its stages on its ranks {tuple(places)} on rank 0, on {tuple(their_places)} "
-                f"on rank {other}"
+                f"on rank {rank}"
             )
-    raise ValueError(f"the ranks have different layouts: {what}; give all ranks the same templates or stages")
+    return f"the ranks have different layouts: {what}; give all ranks the same templates or stages"
 
 
 def digest_of(facts: Mapping[str, Any]) -> str:

@@ -1,0 +1,112 @@
+"""How both faces form a pipeline: the ranks compare what they were given, plan alike, and make the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from penstock.layout.announce import announce
+from penstock.layout.layout import Layout
+from penstock.modeling.graph.costs import unit_costs
+from penstock.modeling.graph.units import list_units
+from penstock.rooms import sharding_of
+from penstock.runtime.comm.devices import device_memory
+from penstock.runtime.comm.exchange import Ranks
+from penstock.runtime.comm.forming import facts_of, require_agreement, world_ranks
+from penstock.runtime.engine import Engine, parallelize
+from penstock.runtime.failures.board import FailureBoard
+from penstock.runtime.parts import ScheduleMaker
+
+
+class Found(NamedTuple):
+    """What all ranks know of the model before they plan.
+
+    Attributes:
+        units: its units.
+        costs: what each costs, in rank 0's estimate, so that all ranks balance the same numbers.
+        memory: bytes that the run may use of each device; None where there is no limit.
+    """
+
+    units: list[str]
+    costs: list[float]
+    memory: float | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be formed, the same on all ranks.
+
+    Attributes:
+        make_schedule: gives the schedule of this rank's pipeline for a number of microbatches.
+        costs: relative ones, of each unit, for the log.
+        schedules, microbatches: of each pipeline, in words, for the log.
+        options: of the engine.
+    """
+
+    layout: Layout
+    make_schedule: ScheduleMaker
+    costs: Mapping[str, float]
+    schedules: Sequence[str]
+    microbatches: Sequence[str]
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def form(
+    model: Any,
+    facts: Mapping[str, Any],
+    plan: Callable[[Found, Ranks], Plan],
+    board: FailureBoard,
+    units: Sequence[str] | None = None,
+    make: Callable[[Layout, Ranks], Any] | None = None,
+) -> tuple[Any, Engine]:
+    """Form the engine of a model. All ranks call this together, inside `forming()`.
+
+    Args:
+        facts: what else must be the same on all ranks, by name.
+        plan: makes the plan of what was found; it fails alike on all ranks.
+        units: the model's, if they are known.
+        make: makes the model with this rank's weights for a layout, where `model` has none.
+
+    Returns:
+        The model, with this rank's stages, and the engine.
+
+    Raises:
+        ValueError: on every rank, if the ranks were given different models, or followed one's forward differently.
+        RuntimeError: another rank could not follow it, or rank 0 could not estimate the costs.
+    """
+    require_agreement({**facts_of(model), **facts}, board)
+    ranks = world_ranks(board)
+    planned = plan(_find(model, units, ranks), ranks)
+    layout = planned.layout
+    if ranks.rank == 0:
+        announce(type(model).__name__, layout, planned.schedules, planned.microbatches, planned.costs)
+    if make is not None:
+        model = make(layout, ranks)
+    sharding = sharding_of(layout)
+    return model, parallelize(model, layout, planned.make_schedule, board, make_sharding=sharding, **planned.options)
+
+
+def _find(model: nn.Module, units: Sequence[str] | None, ranks: Ranks) -> Found:
+    """See `Found`: of the units all ranks tell a digest, and only where that differs the names."""
+    known: list[str] = []
+
+    def find() -> tuple[list[float], float | None]:
+        known[:] = list_units(model) if units is None else units
+        return unit_costs(model, known) if ranks.rank == 0 else [], device_memory()
+
+    every = ranks.together("finding the model's units and their costs", find)
+    ranks.alike(known, "comparing units", lambda first, theirs, rank: _different_units(model, first, theirs, rank))
+    limits = [limit for _, limit in every if limit is not None]
+    return Found(known, every[0][0], min(limits, default=None))
+
+
+def _different_units(model: nn.Module, first: Sequence[str], theirs: Sequence[str], rank: int) -> str:
+    only = sorted({*first} ^ {*theirs})
+    return (
+        f"{type(model).__name__} has {len(first)} units on rank 0 and {len(theirs)} on rank {rank} (on one of them "
+        f"only: {', '.join(only[:5])}{' ...' if len(only) > 5 else ''}): use the same versions of Penstock, torch and "
+        "transformers on all ranks, and the same files of the model"
+    )
