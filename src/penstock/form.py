@@ -21,7 +21,7 @@ from penstock.runtime.failures.board import FailureBoard
 from penstock.runtime.parts import ScheduleMaker
 
 
-class Found(NamedTuple):
+class UnitsAndCosts(NamedTuple):
     """What all ranks know of the model before they plan.
 
     Attributes:
@@ -36,7 +36,7 @@ class Found(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class LayoutPlan:
     """What is to be formed, the same on all ranks.
 
     Attributes:
@@ -57,7 +57,7 @@ class Plan:
 def form(
     model: Any,
     facts: Mapping[str, Any],
-    plan: Callable[[Found, Ranks], Plan],
+    plan: Callable[[UnitsAndCosts, Ranks], LayoutPlan],
     board: FailureBoard,
     units: Sequence[str] | None = None,
     make: Callable[[Layout, Ranks], Any] | None = None,
@@ -89,8 +89,8 @@ def form(
     return model, parallelize(model, layout, planned.make_schedule, board, make_sharding=sharding, **planned.options)
 
 
-def _find(model: nn.Module, units: Sequence[str] | None, ranks: Ranks) -> Found:
-    """See `Found`: of the units all ranks tell a digest, and only where that differs the names."""
+def _find(model: nn.Module, units: Sequence[str] | None, ranks: Ranks) -> UnitsAndCosts:
+    """See `UnitsAndCosts`: of the units all ranks tell a digest, and only where that differs the names."""
     known: list[str] = []
 
     def find() -> tuple[list[float], float | None]:
@@ -100,7 +100,7 @@ def _find(model: nn.Module, units: Sequence[str] | None, ranks: Ranks) -> Found:
     every = ranks.together("finding the model's units and their costs", find)
     ranks.alike(known, "comparing units", lambda first, theirs, rank: _different_units(model, first, theirs, rank))
     limits = [limit for _, limit in every if limit is not None]
-    return Found(known, every[0][0], min(limits, default=None))
+    return UnitsAndCosts(known, every[0][0], min(limits, default=None))
 
 
 def _different_units(model: nn.Module, first: Sequence[str], theirs: Sequence[str], rank: int) -> str:

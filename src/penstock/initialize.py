@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from penstock.config import SECTION, Configuration, ConfigurationError
-from penstock.form import Found, Plan, form
+from penstock.form import LayoutPlan, UnitsAndCosts, form
 from penstock.layout.layout import Layout
 from penstock.layout.partition import partition, split_into
 from penstock.layout.template import chosen_stages, split_stages
@@ -111,7 +111,7 @@ def form_equal(
     return attach(model, engine, configuration, criterion)
 
 
-def _plan(model: nn.Module, configuration: Configuration, found: Found, ranks: Ranks) -> Plan:
+def _plan(model: nn.Module, configuration: Configuration, found: UnitsAndCosts, ranks: Ranks) -> LayoutPlan:
     """Equal pipelines, each with the model's units balanced over its stages by cost, unless the configuration has the
     stages."""
     configuration = _with_size(model, configuration, found, ranks)
@@ -142,7 +142,7 @@ def _plan(model: nn.Module, configuration: Configuration, found: Found, ranks: R
         "patience": float(configuration.patience),
     }
     layout = Layout.place([stages] * num_pipelines, [stage_to_rank] * num_pipelines, size)
-    return Plan(
+    return LayoutPlan(
         layout,
         own_or_named(configuration.schedule, layout.pipelines[0].num_ranks),
         dict(zip(found.units, found.costs, strict=True)),
@@ -159,7 +159,7 @@ def _microbatches_in_words(configuration: Configuration, written: Schedule | Non
     return f"{configuration.num_microbatches or number} microbatches in a batch"
 
 
-def _with_size(model: nn.Module, configuration: Configuration, found: Found, ranks: Ranks) -> Configuration:
+def _with_size(model: nn.Module, configuration: Configuration, found: UnitsAndCosts, ranks: Ranks) -> Configuration:
     """The configuration with the planner's number of stages in place of "auto"; the same on all ranks."""
     if configuration.pipeline_parallel_size != "auto":
         return configuration

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel
 
-from penstock.form import Found, Plan, form
+from penstock.form import LayoutPlan, UnitsAndCosts, form
 from penstock.layout.layout import Layout
 from penstock.layout.pipelines import (
     Microbatches,
@@ -390,9 +390,9 @@ class HeterogeneousParallelPlugin:
         facts = {f"the plugin's {name}": getattr(self, name) for name in names}
         return {**facts, "the pipelines' schedules": [summary(schedule) for schedule in self._schedules]}
 
-    def _plan(self, model: nn.Module, found: Found, ranks: Ranks) -> Plan:
+    def _plan(self, model: nn.Module, found: UnitsAndCosts, ranks: Ranks) -> LayoutPlan:
         self._description = self._describe(model, found.costs)
-        return Plan(
+        return LayoutPlan(
             self.layout,
             self._makers[self.pipeline_index],
             self._description.costs or {},
