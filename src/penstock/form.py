@@ -22,13 +22,8 @@ from penstock.runtime.parts import ScheduleMaker
 
 
 class UnitsAndCosts(NamedTuple):
-    """What all ranks know of the model before they plan.
-
-    Attributes:
-        units: its units.
-        costs: what each costs, in rank 0's estimate, so that all ranks balance the same numbers.
-        memory: bytes that the run may use of each device; None where there is no limit.
-    """
+    """What all ranks know before they plan: the model's units, what each costs in rank 0's estimate, so that all ranks
+    balance the same numbers, and the bytes that the run may use of each device (None without a limit)."""
 
     units: list[str]
     costs: list[float]
@@ -37,14 +32,8 @@ class UnitsAndCosts(NamedTuple):
 
 @dataclass(frozen=True)
 class LayoutPlan:
-    """What is to be formed, the same on all ranks.
-
-    Attributes:
-        make_schedule: gives the schedule of this rank's pipeline for a number of microbatches.
-        costs: relative ones, of each unit, for the log.
-        schedules, microbatches: of each pipeline, in words, for the log.
-        options: of the engine.
-    """
+    """What is to be formed: the engine's `make_schedule` and `options`; for the log the relative cost of each unit, and
+    each pipeline's schedule and microbatches in words."""
 
     layout: Layout
     make_schedule: ScheduleMaker
@@ -70,9 +59,6 @@ def form(
         units: the model's, if they are known.
         make: makes the model with this rank's weights for a layout, where `model` has none.
 
-    Returns:
-        The model, with this rank's stages, and the engine.
-
     Raises:
         ValueError: on every rank, if the ranks were given different models, or followed one's forward differently.
         RuntimeError: another rank could not follow it, or rank 0 could not estimate the costs.
@@ -91,10 +77,10 @@ def form(
 
 def _find(model: nn.Module, units: Sequence[str] | None, ranks: Ranks) -> UnitsAndCosts:
     """See `UnitsAndCosts`: of the units all ranks tell a digest, and only where that differs the names."""
-    known: list[str] = []
+    known = list(units or ())
 
     def find() -> tuple[list[float], float | None]:
-        known[:] = list_units(model) if units is None else units
+        known.extend([] if known else list_units(model))
         return unit_costs(model, known) if ranks.rank == 0 else [], device_memory()
 
     every = ranks.together("finding the model's units and their costs", find)

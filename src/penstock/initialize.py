@@ -27,7 +27,6 @@ from penstock.runtime.comm.exchange import Ranks
 from penstock.runtime.comm.forming import forming
 from penstock.runtime.engine import DEFAULT_MICROBATCHES_PER_STAGE
 from penstock.runtime.failures.board import FailureBoard
-from penstock.schedule.actions import Schedule
 from penstock.schedule.text import own_or_named, summary, written_schedule
 from penstock.whole_model import check_whole_model, remember_example_inputs
 
@@ -95,15 +94,7 @@ def form_equal(
     criterion: Criterion | None = None,
     make: Callable[[Layout, Ranks], Any] | None = None,
 ) -> Any:
-    """Form equal pipelines of a whole model, and attach the engine. All ranks call this together, inside `forming()`.
-
-    Args:
-        make: makes a model with this rank's weights, where `model` has none.
-
-    Raises:
-        ConfigurationError: the configuration does not fit the world or the model.
-        ValueError: the ranks were given different models or configurations.
-    """
+    """Form equal pipelines of a whole model, and attach the engine; see `form`."""
     settings = {f"{SECTION}.{name}": value for name, value in vars(configuration).items()}
     if (written := written_schedule(configuration.schedule)) is not None:
         settings[f"{SECTION}.schedule"] = summary(written)  # a file may differ between machines
@@ -130,33 +121,22 @@ def _plan(model: nn.Module, configuration: Configuration, found: UnitsAndCosts, 
             room("TensorParallel")(model, 0, size, alias_groups(model))
         except ValueError as error:
             raise ConfigurationError(f"model_parallelism.{error}") from error
-    written, num_microbatches = written_schedule(configuration.schedule), configuration.num_microbatches
-    if written is not None and num_microbatches is None and configuration.micro_batch_size is None:
-        num_microbatches = written.num_microbatches
-    options = {
-        "num_microbatches": num_microbatches,
-        "micro_batch_size": configuration.micro_batch_size,
-        "trace": configuration.trace,
-        "trace_steps": configuration.trace_steps,
-        "timeout": configuration.time_limit,
-        "patience": float(configuration.patience),
-    }
     layout = Layout.place([stages] * num_pipelines, [stage_to_rank] * num_pipelines, size)
+    written, number = written_schedule(configuration.schedule), configuration.num_microbatches
+    if written is not None and number is None and configuration.micro_batch_size is None:
+        number = written.num_microbatches
+    options = {name: getattr(configuration, name) for name in ("micro_batch_size", "trace", "trace_steps", "patience")}
+    in_words = f"{number or DEFAULT_MICROBATCHES_PER_STAGE * len(stages)} microbatches in a batch"
+    if configuration.micro_batch_size is not None:
+        in_words = f"microbatches of {configuration.micro_batch_size}"
     return LayoutPlan(
         layout,
         own_or_named(configuration.schedule, layout.pipelines[0].num_ranks),
         dict(zip(found.units, found.costs, strict=True)),
         [str(configuration.schedule) if written is None else written.name] * num_pipelines,
-        [_microbatches_in_words(configuration, written, len(stages))] * num_pipelines,
-        options,
+        [in_words] * num_pipelines,
+        options | {"num_microbatches": number, "timeout": configuration.time_limit},
     )
-
-
-def _microbatches_in_words(configuration: Configuration, written: Schedule | None, num_stages: int) -> str:
-    if configuration.micro_batch_size is not None:
-        return f"microbatches of {configuration.micro_batch_size}"
-    number = written.num_microbatches if written is not None else DEFAULT_MICROBATCHES_PER_STAGE * num_stages
-    return f"{configuration.num_microbatches or number} microbatches in a batch"
 
 
 def _with_size(model: nn.Module, configuration: Configuration, found: UnitsAndCosts, ranks: Ranks) -> Configuration:

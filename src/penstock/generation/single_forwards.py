@@ -55,7 +55,7 @@ class SingleForwards:
 
     def __init__(self, context: RankContext, stages: StageExecutor) -> None:
         self.seed: int | None = None
-        self._stages, self._split = stages, stages.split
+        self._split = stages.split
         self._channels, self._device = stages.boundaries.channels, context.device
         self._own_stages = own = context.stages
         last = context.pipeline.num_stages - 1
@@ -105,16 +105,20 @@ class SingleForwards:
             self._ask(begun, stage)
             expected, above = begun.incoming.get(stage), self._above.get(stage)
             with label(f"F stage {stage}"):
-                output = self._stages.walk(
+                # Received when the walk first needs it, sent as soon as it is there; and the walk goes on to the end.
+                receive = handed.pop if expected is None else partial(self._below[stage].take, expected)
+                received = _Awaited(len(plan.boundaries[stage - 1]) if stage else 0, receive)
+                output, _ = self._split.forward(
                     plan,
                     stage,
                     inputs if caches is None else caches.inputs(stage),
-                    handed.pop if expected is None else partial(self._below[stage].take, expected),
-                    handed.append if above is None else partial(begun.send, above),
+                    received,
                     seed=seed,
                     early_exit=stage != self._own_stages[-1],
                     call=call,
+                    hand_over=handed.append if above is None else partial(begun.send, above),
                 )
+                received.values()  # also what the walk had no use for
         if caches is not None:
             caches.merge(output)
         return output
@@ -125,6 +129,26 @@ class SingleForwards:
             return None
         self.seed = int(torch.randint(1 << 62, ())) if self.seed is None else mixed(self.seed, 1)
         return self.seed
+
+
+class _Awaited(Sequence[torch.Tensor]):
+    """Values on their way: their number is known, they are waited for when the first one is asked for."""
+
+    def __init__(self, count: int, receive: Callable[[], Sequence[torch.Tensor]]) -> None:
+        self._count = count
+        self._receive: Callable[[], Sequence[torch.Tensor]] = receive
+        self._values: Sequence[torch.Tensor] | None = None
+
+    def values(self) -> Sequence[torch.Tensor]:
+        if self._values is None:
+            self._values = self._receive()
+        return self._values
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.values()[index]
 
 
 def _shapes(inputs: Mapping[str, Any]) -> Iterator[Hashable]:

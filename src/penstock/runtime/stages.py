@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -11,7 +11,6 @@ import torch
 from transformers.utils import ModelOutput
 
 from penstock.modeling.graph.loss import set_loss
-from penstock.modeling.graph.plan import ForwardPlan
 from penstock.modeling.stage.split import SplitModel
 from penstock.runtime.boundary.boundaries import Boundaries
 from penstock.runtime.gradients.weight_gradients import direct_apply
@@ -67,29 +66,6 @@ class StageExecutor:
             self._above[stage].send_forward(microbatch, sent)
         return output, received, sent
 
-    def walk(
-        self,
-        plan: ForwardPlan,
-        stage: int,
-        inputs: Mapping[str, Any],
-        receive: Callable[[], Sequence[torch.Tensor]],
-        hand_over: Callable[[Sequence[torch.Tensor]], None] | None,
-        **options: Any,
-    ) -> Any:
-        """The same for a single forward, which may go on to the end of the model's: receives late and sends early.
-
-        Args:
-            receive: called when the walk first needs what it is to receive.
-            hand_over: takes what is to be sent, as soon as that is there; None on the last stage.
-
-        Returns:
-            The model's output, in which only the last stage's values are right; None after an early exit.
-        """
-        received = _Awaited(len(plan.boundaries[stage - 1]) if stage else 0, receive)
-        output, _ = self.split.forward(plan, stage, inputs, received, hand_over=hand_over, **options)
-        received.values()  # also what the walk had no use for
-        return output
-
     def pass_on(self, stage: int, microbatch: int) -> list[torch.Tensor]:
         """The communication of `forward` without its computation: sends zeros. Returns what was received."""
         received = self._below[stage].recv_forward(microbatch)
@@ -97,26 +73,6 @@ class StageExecutor:
             above = self._above[stage]
             above.send_forward(microbatch, above.placeholders(microbatch))
         return received
-
-
-class _Awaited(Sequence[torch.Tensor]):
-    """Values on their way: their number is known, they are waited for when the first one is asked for."""
-
-    def __init__(self, count: int, receive: Callable[[], Sequence[torch.Tensor]]) -> None:
-        self._count = count
-        self._receive: Callable[[], Sequence[torch.Tensor]] = receive
-        self._values: Sequence[torch.Tensor] | None = None
-
-    def values(self) -> Sequence[torch.Tensor]:
-        if self._values is None:
-            self._values = self._receive()
-        return self._values
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.values()[index]
 
 
 # -- a microbatch between its forward and its backward ----------------------------------------------------------------

@@ -127,9 +127,9 @@ class Ranks:
         Raises:
             ValueError: a rank's is not the first rank's; the same on every rank.
         """
-        every = self.differing(mine, doing)
-        for rank, theirs in zip(self.ranks, every or (), strict=every is not None):
-            if every is not None and theirs != every[0]:
+        every = self.differing(mine, doing) or []
+        for rank, theirs in zip(self.ranks, every, strict=False):
+            if theirs != every[0]:
                 raise ValueError(words(every[0], theirs, rank))
 
     def send(self, tensor: torch.Tensor, peer: int, doing: str) -> None:

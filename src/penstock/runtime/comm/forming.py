@@ -101,15 +101,8 @@ def world_ranks(board: FailureBoard) -> Ranks:
 
 
 def require_agreement(facts: Mapping[str, Any], board: FailureBoard) -> None:
-    """Compare what every rank of the world was given.
-
-    Args:
-        facts: names and values; what differs is quoted.
-
-    Raises:
-        ValueError: on every rank, if one was given something else; names the facts that differ.
-        PipelineFailure: a rank ended before it came here.
-    """
+    """Compare what every rank of the world was given, by name. Raises ValueError, on every rank, that quotes what
+    differs."""
     told = {name: _told(value) for name, value in facts.items()}
     every = world_ranks(board).differing(told, "comparing models")
     if every is None:
@@ -128,11 +121,7 @@ def require_agreement(facts: Mapping[str, Any], board: FailureBoard) -> None:
 
 
 def require_layout(layout: Layout, board: FailureBoard) -> None:
-    """Compare every rank's layout, before groups are made of it. Every rank of the world calls this.
-
-    Raises:
-        ValueError: on every rank, if they differ; says where.
-    """
+    """Compare every rank's layout, before groups are made of it. Raises ValueError, on every rank, if they differ."""
     mine = [(p.stages, p.stage_to_rank) for p in layout.pipelines]
     world_ranks(board).alike(mine, "comparing layouts", _different_layouts)
 

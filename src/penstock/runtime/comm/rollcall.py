@@ -113,7 +113,7 @@ class RollCall:
     def take(
         self, call: Call, facts: Sequence[int] = (), everyone: bool = True, shared: Summary | None = None
     ) -> Answers:
-        """`begin`, and wait for the answer."""
+        """`begin`, and wait."""
         return self.begin(call, facts, everyone, shared).wait()
 
     def alive(self, number: int) -> dist.ProcessGroup:
