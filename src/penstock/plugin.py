@@ -391,24 +391,19 @@ class HeterogeneousParallelPlugin:
         return {**facts, "the pipelines' schedules": [summary(schedule) for schedule in self._schedules]}
 
     def _plan(self, model: nn.Module, found: UnitsAndCosts, ranks: Ranks) -> LayoutPlan:
-        self._description = self._describe(model, found.costs)
-        return LayoutPlan(
-            self.layout,
-            self._makers[self.pipeline_index],
-            self._description.costs or {},
-            [schedule.name for schedule in self._schedules],
-            [f"{count} microbatches of {self.microbatch_size}" for count in self.num_microbatches],
-            self._engine_options(),
-        )
+        described = self._description = self._describe(model, found.costs)
+        names = [schedule.name for schedule in self._schedules]
+        counts = [f"{count} microbatches of {self.microbatch_size}" for count in self.num_microbatches]
+        maker = self._makers[self.pipeline_index]
+        return LayoutPlan(self.layout, maker, described.costs or {}, names, counts, self._engine_options())
 
     def _engine_options(self) -> dict[str, Any]:
         return {"micro_batch_size": self.microbatch_size, "timeout": self.time_limit, "patience": self.patience}
 
     def _parallelise(self, model: Any, board: FailureBoard, criterion: Criterion | None, **options: Any) -> Any:
-        """Make the engine of a model for the present pipelines, and attach it."""
-        layout, maker = self.layout, self._makers[self.pipeline_index]
-        options = {"make_sharding": sharding_of(layout), **self._engine_options(), **options}
-        return self._attach(model, parallelize(model, layout, maker, board, **options), criterion)
+        options = {"make_sharding": sharding_of(self.layout), **self._engine_options(), **options}
+        engine = parallelize(model, self.layout, self._makers[self.pipeline_index], board, **options)
+        return self._attach(model, engine, criterion)
 
     def _attach(self, model: Any, engine: Engine, criterion: Criterion | None) -> Any:
         engine.autocast = PRECISIONS[self.precision]

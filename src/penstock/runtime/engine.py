@@ -527,11 +527,11 @@ class Engine:
             yield said
 
     def _meet(self, call: Call, settings: Settings | Sequence[int], everyone: bool) -> Mapping[int, Sequence[int]]:
-        take = self._parts.roll_call.take
+        begin = self._parts.roll_call.begin
         if isinstance(settings, Settings):
-            return self._parts.compare(take(call, settings, everyone, self._parts.shared(settings)))
+            return self._parts.compare(begin(call, settings, everyone, self._parts.shared(settings)).wait())
         shared = settings if call in ALIKE else ()
-        answers = take(call, settings, everyone, lambda said: (shared, False))
+        answers = begin(call, settings, everyone, lambda said: (shared, False)).wait()
         return answers.pipeline if not settings or (shared and answers.alike) else answers.everyone()
 
     @contextlib.contextmanager

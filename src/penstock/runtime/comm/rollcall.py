@@ -110,12 +110,6 @@ class RollCall:
         assert len(facts) <= MAX_FACTS, "all roll calls have one length"
         return Pending(self, call, [*facts, *[0] * (MAX_FACTS - len(facts))], everyone, shared)
 
-    def take(
-        self, call: Call, facts: Sequence[int] = (), everyone: bool = True, shared: Summary | None = None
-    ) -> Answers:
-        """`begin`, and wait."""
-        return self.begin(call, facts, everyone, shared).wait()
-
     def alive(self, number: int) -> dist.ProcessGroup:
         if not self._groups:
             self.board.check()
