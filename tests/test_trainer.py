@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,6 +15,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
+from torch.utils.data import IterableDataset
 from transformers import (
     AutoModelForCausalLM,
     BertConfig,
@@ -244,6 +246,42 @@ def test_classification_with_metrics_and_the_best_model(pool: Pool, tmp_path: Pa
             assert theirs["eval_samples"] == 11
             for name in ("eval_loss", "eval_accuracy", "eval_samples", "eval_mean_logit"):
                 assert mine[name] == pytest.approx(theirs[name], abs=1e-5), name
+
+
+class Stream(IterableDataset[dict[str, Any]]):
+    """Without a length."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(sentences(self._count))
+
+
+def classify_streams(folder: Path, stages: int = 0) -> list[Any]:
+    """Losses of a run on a stream of 13 and of a resumed one; predictions and losses for 10 and for 13 samples."""
+    kind, parallelism = kind_of(stages)
+    options = arguments(folder, gradient_accumulation_steps=1, save_strategy="steps", save_steps=3)
+    losses = []
+    for resume in (False, True):
+        trainer = kind(bert(), options, train_dataset=Stream(13), **parallelism)
+        trainer.train(resume_from_checkpoint=str(folder / "checkpoint-3") if resume else None)
+        losses += [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    trainer.args.average_tokens_across_devices = False  # with it the plain one doubles the loss over two processes
+    found = [trainer.predict(Stream(count)) for count in (10, 13)]
+    return [losses, [one.metrics["test_loss"] for one in found], *(one.predictions for one in found)]
+
+
+@pytest.mark.parametrize(("stages", "processes"), [(2, 1), (1, 2)], ids=["one pipeline", "two"])
+def test_iterable_data_are_shared_out_and_weighed_as_in_the_plain_trainer(
+    pool: Pool, tmp_path: Path, stages: int, processes: int
+) -> None:
+    """Two pipelines are held to two processes."""
+    expected = pool.run(processes, classify_streams, tmp_path / "plain", init=False)[0]
+    assert [len(part) for part in expected] == [16, 2, 10, 13]
+    for run in pool.run(2, classify_streams, tmp_path / "split", stages, init=False):
+        for mine, theirs in zip(run, expected, strict=True):
+            np.testing.assert_allclose(mine, theirs, atol=1e-5)
 
 
 class PipelineSeq2SeqTrainer(PipelineTrainerMixin, Seq2SeqTrainer):

@@ -3,17 +3,79 @@
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import recursively_apply
-from torch.utils.data import DataLoader
+from accelerate.data_loader import DataLoaderShard
+from accelerate.state import GradientState
+from accelerate.utils import find_batch_size, recursively_apply
+from torch.utils.data import DataLoader, IterableDataset
 from transformers import PreTrainedModel
 
 from penstock.optimizer import PipelineOptimizer
 from penstock.runtime.engine import Engine
+
+
+class OwnShares(IterableDataset[Any]):
+    """This pipeline's batches of what `loader` reads of an iterable data set. Every rank reads all of it.
+
+    They are those that accelerate's dispatcher sends to a process: as many batches as there are pipelines are cut into
+    equal parts, the last ones filled up with the first samples. Nothing is sent, and each pipeline pads its own part.
+    """
+
+    def __init__(self, loader: DataLoader, index: int, num_pipelines: int, at_once: int):
+        self.loader, self._index, self._num_pipelines, self._at_once = loader, index, num_pipelines, at_once
+        self._collate = loader.collate_fn
+        if num_pipelines > 1:
+            loader.collate_fn = list
+
+    def __len__(self) -> int:
+        return len(self.loader.dataset)  # type: ignore[arg-type]  # as any data set's: it may have no length
+
+    def num_batches(self) -> int:
+        """How many there are of this pipeline. Raises TypeError if nobody knows."""
+        rest = 0 if self.loader.drop_last else self._at_once - 1
+        return (len(self.loader) + rest) // self._at_once
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the data set, if it wants to know."""
+        if hasattr(self.loader.dataset, "set_epoch"):
+            self.loader.dataset.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = iter(self.loader)
+        first: list[Any] = []
+        while group := list(itertools.islice(batches, self._at_once)):
+            if self._num_pipelines == 1:
+                (share,) = group
+                count = find_batch_size(share) or -1
+            elif self.loader.drop_last and len(group) < self._at_once:
+                return
+            else:
+                samples = list(itertools.chain(*group))
+                count, size = len(samples), -(-len(samples) // self._num_pipelines)
+                first = first or samples[: self._num_pipelines]
+                while len(samples) < size * self._num_pipelines:
+                    samples += first
+                share = self._collate(samples[self._index * size : (self._index + 1) * size])
+            # What is gathered of the last batches is cut to so many.
+            GradientState().active_dataloader.remainder = count
+            yield share
+
+
+class StreamLoader(DataLoaderShard):
+    """Loads `OwnShares`."""
+
+    def __len__(self) -> int:
+        return int(self.dataset.num_batches())
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
 
 
 class PipelineAccelerator(Accelerator):
@@ -31,7 +93,7 @@ class PipelineAccelerator(Accelerator):
         """Turn `accelerator` into one for `model`, which is parallelised."""
         accelerator.__class__ = cls
         accelerator.engine = model.pipeline
-        # A loader of an iterable data set would otherwise read on the first rank and deal out to all ranks.
+        # Data would otherwise be read on the first rank and sent to all others.
         accelerator.dataloader_config.dispatch_batches = False
 
     @property
@@ -71,7 +133,25 @@ class PipelineAccelerator(Accelerator):
             data_loader.worker_init_fn = functools.partial(
                 seeding.func, *seeding.args, **{**seeding.keywords, "rank": self.process_index}
             )
-        return super().prepare_data_loader(data_loader, *args, **kwargs)
+        if not isinstance(data_loader.dataset, IterableDataset) or data_loader.batch_size is None:
+            return super().prepare_data_loader(data_loader, *args, **kwargs)
+        at_once = 1 if self.split_batches else self.num_processes
+        shuffling = getattr(data_loader.dataset, "generator", None)
+        prepared: DataLoader = StreamLoader(
+            OwnShares(data_loader, self.process_index, self.num_processes, at_once),
+            device=self.device if self.device_placement else None,
+            batch_size=None,
+            collate_fn=_as_it_is,
+            pin_memory=data_loader.pin_memory,
+            generator=torch.Generator(),  # the data set's loader alone draws from the user's random stream
+            rng_types=None if shuffling is None else ["generator"],
+            synchronized_generator=shuffling,
+            _drop_last=data_loader.drop_last,
+            _non_blocking=self.non_blocking,
+        )
+        data_loader.pin_memory = False
+        self._dataloaders.append(prepared)
+        return prepared
 
     def gather(self, tensor: Any) -> Any:
         """The tensors of all pipelines, concatenated along the first dimension. They have the same shape everywhere."""
