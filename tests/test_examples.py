@@ -1,17 +1,25 @@
 """The examples, run as a user runs them."""
 
 import json
+import math
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
+from datasets import Dataset
 from peft import PeftModel
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
+from trl import DPOConfig, DPOTrainer
 
 from launch import ROOT, run_python, torchrun
 
 sys.path.insert(0, str(ROOT / "examples"))
+import run_dpo
+from common import VOCABULARY_SIZE
 from corpus import END_OF_TEXT, read_texts, token_blocks, train_tokenizer
 
 EXAMPLES = ROOT / "examples"
@@ -128,3 +136,43 @@ def test_ray_train_starts_the_ranks_and_the_losses_are_those_of_one_process(tmp_
         ends.append(float(result.stdout.partition("step 5  loss ")[2].split()[0]))
         AutoModelForCausalLM.from_pretrained(tmp_path / stages / "model")
     assert ends[0] == pytest.approx(ends[1], abs=1e-5)
+
+
+def dpo_of_trl(text: Path, folder: Path, lora: bool) -> tuple[list[float], Any]:
+    """Losses of TRL's DPOTrainer in one process on the example's first batches, and the trained model."""
+    AcceleratorState._reset_state(True)
+    texts = read_texts(str(text), 100_000)
+    tokenizer = train_tokenizer(texts, VOCABULARY_SIZE)
+    model = run_dpo.small_model(tokenizer)
+    options = DPOConfig(
+        output_dir=str(folder), max_steps=4, per_device_train_batch_size=8, learning_rate=1e-2, beta=1.0,
+        max_grad_norm=0.0, lr_scheduler_type="constant", train_sampling_strategy="sequential", logging_steps=1,
+        save_strategy="no", max_length=None, bf16=False, report_to="none", use_cpu=True, disable_tqdm=True,
+    )  # fmt: skip
+    trainer = DPOTrainer(
+        model=run_dpo.with_adapters(model) if lora else model,
+        ref_model=None if lora else run_dpo.small_model(tokenizer),
+        args=options,
+        train_dataset=Dataset.from_list(run_dpo.preferences(texts)[:40]),
+        processing_class=tokenizer,
+    )
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], trainer.model
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["all weights", "adapters"])
+def test_the_preference_example_trains_as_trl_does(tmp_path: Path, text: Path, lora: bool) -> None:
+    arguments = ["--dataset", str(text), "--steps", "4", "--output", str(tmp_path / "split"), *["--lora"] * lora]
+    arguments += ["--learning-rate", "1e-2", "--beta", "1.0"]
+    result = torchrun(2, str(EXAMPLES / "run_dpo.py"), *arguments, timeout=200)
+    assert result.returncode == 0, result.stderr[-4000:]
+    losses = json.loads((tmp_path / "split/losses.json").read_text())
+    expected, model = dpo_of_trl(text, tmp_path, lora)
+    assert losses == pytest.approx(expected, abs=1e-4) and expected[0] == pytest.approx(math.log(2), abs=1e-5)
+    assert max(abs(loss - expected[0]) for loss in expected) > 0.05, "it learns something"
+    file = "adapter_model.safetensors" if lora else "model.safetensors"
+    model.save_pretrained(tmp_path / "plain")
+    theirs, found = (load_file(tmp_path / folder / file) for folder in ("plain", "split"))
+    assert found.keys() == theirs.keys()
+    for name, value in theirs.items():
+        torch.testing.assert_close(found[name], value, atol=2e-4, rtol=0)

@@ -29,6 +29,7 @@ from transformers import (
     Trainer,
     TrainingArguments,
 )
+from trl import DPOTrainer, GRPOTrainer, RewardTrainer
 
 import penstock
 from launch import run_python
@@ -362,6 +363,13 @@ class OwnLoss(PipelineTrainer):
 def test_arguments_are_refused_by_name(tmp_path: Path, changes: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=rf"{named}.* does not work over pipelines"):
         PipelineTrainer(gpt2(), arguments(tmp_path, **changes), parallelism={"pipeline_parallel_size": 2})
+
+
+@pytest.mark.parametrize("trainer", [DPOTrainer, RewardTrainer, GRPOTrainer])
+def test_trainers_that_run_the_model_themselves_are_refused_with_what_to_do(trainer: Any) -> None:
+    kind = type("Own", (PipelineTrainerMixin, trainer), {})
+    with pytest.raises(ValueError, match=rf"{trainer.__name__}\.compute_loss .*loop of your own.*examples/run_dpo\.py"):
+        kind(model=gpt2(), parallelism={"pipeline_parallel_size": 2})
 
 
 def test_losses_that_training_would_not_call_are_refused(tmp_path: Path) -> None:

@@ -61,6 +61,13 @@ REFUSED_IF_SET = {
 }
 
 
+# What TRL's trainers other than SFTTrainer do in their `compute_loss`, and what to do instead.
+RUNS_THE_MODEL = (
+    "it runs the model itself. Write a loop of your own, with the loss as a criterion: examples/run_dpo.py has that of "
+    "DPOTrainer, a reward model's is alike, and what GRPO and its kin train on comes from model.generate()"
+)
+
+
 class PipelineTrainerMixin(Trainer):
     """A mixin to put before a class derived from transformers' `Trainer`: it trains the model over pipeline stages.
 
@@ -160,7 +167,8 @@ class PipelineTrainerMixin(Trainer):
                 continue
             if is_sft_class(kind):
                 continue  # adds metrics to the model's own loss; see TokenMetrics
-            raise _not_over_pipelines(f"{kind.__name__}.compute_loss", "use compute_loss_func")
+            instead = RUNS_THE_MODEL if kind.__module__.startswith("trl.") else "use compute_loss_func"
+            raise _not_over_pipelines(f"{kind.__name__}.compute_loss", instead)
 
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
         """Do nothing: the model is on its device already."""
