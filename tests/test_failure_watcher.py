@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hmac
+import json
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -214,10 +217,10 @@ class Heard(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def save_while_one_sleeps(folder: str) -> list[str]:
+def save_while_one_sleeps(folder: str, stages: int = 2) -> list[str]:
     heard = Heard()
     logging.getLogger("penstock").addHandler(heard)
-    model = build(2, patience=1.0)
+    model = build(stages, patience=1.0)
     if my_rank() == 1:
         time.sleep(6.0)
     model.save_parallelized(folder)
@@ -231,6 +234,14 @@ def test_a_rank_that_waits_for_long_says_once_for_whom(tmp_path: Path) -> None:
     assert line.startswith("rank 0 has waited ") and " s in save_parallelized; rank 1 is in its own program " in line
     assert "test_failure_watcher.py, line" in line and "every rank of a pipeline must make the same calls" in line
     assert other.value == []
+
+
+def test_one_rank_asks_for_all_that_wait(tmp_path: Path) -> None:
+    ends = run_ranks(4, save_while_one_sleeps, str(tmp_path), 2)
+    assert all(end.kind == "nothing" for end in ends), ends
+    ((line,), *others) = [end.value for end in ends]
+    assert line.startswith("rank 0 has waited ") and "; rank 1 is in its own program " in line
+    assert "rank 2" not in line and "rank 3" not in line and others == [[], [], []]
 
 
 def make_different_calls(folder: str) -> None:
@@ -377,6 +388,56 @@ def test_a_rank_that_ends_early_hands_its_news_to_one_that_starts_late() -> None
     assert heard == [("2 from 0", {"lost": 1}), ("2 saw leave", 0)]
     first.close()
     last.close()
+
+
+# ---------------------------------------------------------------- strangers
+
+
+def test_who_knows_the_store_but_not_the_secret_takes_no_ranks_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the secret, the same call is taken for the rank's: its end without leave is a loss."""
+    monkeypatch.setenv("PENSTOCK_SECRET", "known to the ranks")
+    store, lost = torch.distributed.HashStore(), []
+    ring = Ring(
+        Keys(store, 5.0), 0, 3, "127.0.0.1",
+        on_news=lambda *_: None, on_lost=lost.append, on_left=lambda _: None,
+    )  # fmt: skip
+    thread = threading.Thread(target=ring.serve, args=(lambda: None, 1.0), daemon=True)
+    thread.start()
+    key = "penstock/ring/0/0"
+    address = json.loads(store.get(key))
+    for secret in ("", "guessed", "known to the ranks"):
+        assert lost == []
+        call = socket.create_connection(("127.0.0.1", address["port"]), timeout=10)
+        with call, call.makefile("rwb") as lines:
+            challenge = json.loads(lines.readline())
+            said = ["calls", 2, address["token"], challenge["number"], "mine", None]
+            proof = hmac.new(secret.encode(), json.dumps(said).encode(), "sha256").hexdigest()
+            lines.write(json.dumps({"calls": 2, "number": "mine", "news": None, "proof": proof}).encode() + b"\n")
+            lines.flush()
+            answer = lines.readline()
+            assert bool(answer) == (secret == "known to the ranks")
+            assert secret.encode() not in json.dumps(challenge).encode() + answer or not secret
+    deadline = time.monotonic() + 10
+    while not lost and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert lost == [2]
+    ring.stop(leave=False)
+    thread.join(10)
+    ring.close()
+
+
+def test_a_rank_listens_only_where_the_others_are() -> None:
+    """Ranks that meet at a loopback address are on one machine: 127.0.0.2 is another address of it."""
+    store = torch.distributed.HashStore()
+    for host, is_open in (("127.0.0.1", False), (None, True)):
+        nobody: Any = dict.fromkeys(("on_news", "on_lost", "on_left"), lambda *_: None)
+        ring = Ring(Keys(store, 5.0), 0, 3, host, **nobody)
+        try:
+            with socket.create_connection(("127.0.0.2", ring.address["port"]), timeout=10):
+                assert is_open
+        except ConnectionRefusedError:
+            assert not is_open
+        ring.close()
 
 
 ASK_TO_THE_END = """

@@ -33,6 +33,8 @@ FORMING = datetime.timedelta(seconds=20)
 FORMING_PATIENCE = 10.0
 # How long a failure's details are waited for.
 DETAILS = 0.1
+# How long others that begin a run are waited for without a word.
+WAITING = 10.0
 # How long the members of a run that may be over are looked at before it is taken to be.
 DEAD = 3.0
 # So many changes in a row that no loss explains, without an update in between, are no accident.
@@ -114,13 +116,19 @@ class Generations:
         """Meet the other members that begin the run."""
         settings, meeting, pulse = self.settings, self.membership.meeting, self.membership.pulse
         known: list[int] = []
-        changed = time.monotonic()
+        changed, told = time.monotonic(), False
         while (first := decision(meeting, 0)) is None:
             here = [m for m in pulse.everyone() if m == self.number or not pulse.lost([m], (), FORMING_PATIENCE)]
             if here != known:
                 known, changed = here, time.monotonic()
             waited = time.monotonic() - changed
             enough = len(here) >= settings.start if settings.start else waited > settings.gather
+            if settings.start and waited > WAITING and not told:
+                told = True
+                logger.warning(
+                    "member %d waits for others to begin the run: %d of %d processes are here",
+                    self.number, len(here), settings.start,
+                )  # fmt: skip
             if enough and here and here[0] == self.number:
                 proposal = self.formations.first(here[: settings.start or len(here)], pulse.record)
                 meeting.create("decision/0", proposal.to_json())

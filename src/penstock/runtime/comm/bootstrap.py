@@ -67,7 +67,12 @@ def _join(timeout: datetime.timedelta | None) -> None:
     store.set_timeout(limit)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         store = dist.PrefixStore(agree_on_start(store, rank, world_size, limit), store)
-    _meet(store, rank, world_size, timeout)
+    _meet(store, rank, world_size, timeout, here=all_here(world_size))
+
+
+def all_here(world_size: int) -> bool:
+    """Whether the launcher says that all ranks are on this machine."""
+    return os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE")) == str(world_size)
 
 
 def agree_on_start(store: dist.Store, rank: int, world_size: int, limit: datetime.timedelta) -> str:
@@ -146,12 +151,13 @@ def _meet(
     world_size: int,
     timeout: datetime.timedelta | None,
     on_board: Callable[[FailureBoard], object] = lambda board: None,
+    here: bool = False,
 ) -> None:
     join = partial(
         dist.init_process_group, backend(), store=dist.PrefixStore("default_pg", store), rank=rank,
         world_size=world_size, timeout=timeout,
     )  # fmt: skip
-    watch = watcher.start(store, rank, world_size)
+    watch = watcher.start(store, rank, world_size, here)
     if watch is None:
         join()
         return

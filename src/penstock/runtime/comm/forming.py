@@ -20,7 +20,7 @@ from transformers import PretrainedConfig
 from penstock.layout.layout import Layout
 from penstock.modeling.instrumentation import known_of
 from penstock.random_state import generators_of, set_states, states_of
-from penstock.runtime.comm.bootstrap import default_store, ensure_process_group
+from penstock.runtime.comm.bootstrap import all_here, default_store, ensure_process_group
 from penstock.runtime.comm.devices import refuse_shared_devices
 from penstock.runtime.comm.exchange import Ranks
 from penstock.runtime.comm.groups import Groups, abort_groups
@@ -80,7 +80,7 @@ def job_board() -> FailureBoard:
     assert world is not None
     number = _num_jobs[world] = _num_jobs.get(world, 0) + 1
     store, rank, world_size = default_store(), dist.get_rank(), dist.get_world_size()
-    watch = watcher.start(store, rank, world_size)
+    watch = watcher.start(store, rank, world_size, all_here(world_size))
     board = FailureBoard(rank, f"job {number}", watch, range(world_size))
     if watch is not None:
         watcher.hear_of_errors(watch)

@@ -92,8 +92,15 @@ class Watching(Protocol):
     endings: Endings
     keys: Any
 
-    def tell(self, news: dict[str, Any]) -> None:
-        """Tell the other ranks."""
+    @property
+    def address(self) -> dict[str, Any]:
+        """Where another rank can `tell_one` this one."""
+
+    def tell(self, news: dict[str, Any], lasting: bool = True) -> None:
+        """Tell the other ranks; what is `lasting` also those that are connected later."""
+
+    def tell_one(self, address: dict[str, Any], news: dict[str, Any]) -> None:
+        """Tell the rank that has this address, in another thread."""
 
     def wait(self, known: Callable[[], bool], seconds: float) -> bool:
         """Wait up to `seconds` until `known()`."""

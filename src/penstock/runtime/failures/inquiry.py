@@ -4,6 +4,7 @@ that shows that the wait can never end."""
 from __future__ import annotations
 
 import logging
+import math
 import time
 import weakref
 from dataclasses import dataclass
@@ -11,25 +12,33 @@ from typing import Any
 
 from penstock.runtime.failures.account import Watching
 from penstock.runtime.failures.board import FailureBoard
-from penstock.runtime.failures.position import difference
+from penstock.runtime.failures.position import CallRecord, difference
 
 logger = logging.getLogger("penstock")
 
-# How long the others have to say where they are.
-ANSWER_SECONDS = 1.0
+# How long the others have to say where they are, and how much longer for each of them.
+ANSWER_SECONDS, SECONDS_EACH = 1.0, 0.002
+# How much later a rank asks than one that has half its place among those that may wait together.
+TURN_SECONDS = 1.0
+# So many times its patience a rank waits for one that has asked in its place.
+TRUST = 10
 
 
 @dataclass
 class _Wait:
-    """What was last seen of a board's host: where it was, since when, and whether it was said that it waits there."""
+    """What was last seen of a board's host: where it was, since when, and when to ask for it."""
 
     mark: Any = None
     since: float = 0.0
-    reported: bool = False
+    ask_at: float = math.inf
 
 
 class Inquiries:
-    """The questions of this rank's watcher, one at a time."""
+    """The questions of this rank's watcher, one at a time.
+
+    One rank asks for all that wait in a call, the lowest of them: the others give it the time to, and take its question
+    for theirs. It is answered directly, by those that take part in the call.
+    """
 
     def __init__(self, watch: Watching):
         self._watch = watch
@@ -45,49 +54,83 @@ class Inquiries:
         wait = self._waits.setdefault(board, _Wait())
         mark, now = board.position.mark(), time.monotonic()
         if mark != wait.mark or not board.position.waits():
-            wait.mark, wait.since, wait.reported = mark, now, False
+            wait.mark, wait.since, wait.ask_at = mark, now, now + board.patience + self._turn(board)
             if self._asking is board:
                 self._asking = None
-        elif self._asking is board and now - self._asked_at >= ANSWER_SECONDS:
-            self._asking, wait.reported = None, True
+        elif self._asking is board and now - self._asked_at >= ANSWER_SECONDS + SECONDS_EACH * self._watch.world_size:
+            self._asking = None
             self._conclude(board, now - wait.since)
-        elif self._asking is None and not wait.reported and now - wait.since >= board.patience:
+        elif self._asking is None and now >= wait.ask_at:
+            wait.ask_at = math.inf
             self._answers = {}
             self._asking, self._asked_at = board, now
             self._question += 1
-            self._watch.tell({"where": self._question, "board": board.name})
+            question = {
+                "where": self._question, "board": board.name, "to": self._watch.address,
+                "call": _call(board.position.report()),
+            }  # fmt: skip
+            self._watch.tell(question, lasting=False)
 
-    def answer(self, board: FailureBoard, origin: int, question: int) -> None:
-        """Tell the rank that asked where this one is."""
-        self._watch.tell({"at": board.position.report(), "to": origin, "question": question})
+    def answer(self, board: FailureBoard, origin: int, question: dict[str, Any]) -> None:
+        """Tell a rank that asks where this one is, if that is of use to it."""
+        mine, call = board.position.report(), CallRecord(*question["call"])
+        if call.world_number is None and origin not in board.mates:
+            return
+        mine["pipeline"] = min(board.mates, default=self._watch.rank)
+        self._watch.tell_one(question["to"], {"at": mine, "question": question["where"]})
+        if mine["waits"] and _is_same(call, _call(mine)):
+            self._waits.setdefault(board, _Wait()).ask_at = time.monotonic() + TRUST * board.patience
+            if self._asking is board and origin < self._watch.rank:
+                self._asking = None
 
     def hear(self, origin: int, news: dict[str, Any]) -> None:
-        """A rank has answered somebody's question."""
-        if news["to"] == self._watch.rank and news["question"] == self._question:
+        """A rank has answered a question of this one."""
+        if news["question"] == self._question:
             self._answers[origin] = news["at"]
+
+    def _turn(self, board: FailureBoard) -> float:
+        """How many seconds others have to ask first."""
+        rank, world = self._watch.rank, _call(board.position.report()).world_number is not None
+        return TURN_SECONDS * (rank if world else sum(mate < rank for mate in board.mates)).bit_length()
 
     def _conclude(self, board: FailureBoard, waited: float) -> None:
         """The others have said where they are."""
-        rank, everyone = self._watch.rank, range(self._watch.world_size)
-        mine = board.position.report()
-        others = {other: self._answers[other] for other in everyone if other in self._answers}
+        rank, mine = self._watch.rank, board.position.report()
+        world = _call(mine).world_number is not None
+        asked = range(self._watch.world_size) if world else sorted(board.mates)
+        others = {other: self._answers[other] for other in asked if other in self._answers}
+        # Ranks of other pipelines are compared among themselves, too: nobody else asks them.
+        first = {theirs["pipeline"]: theirs for theirs in reversed(others.values())}
         impossible = [
-            other for other, theirs in others.items() if difference(mine, theirs, other in board.mates) is not None
-        ]
-        gone = [other for other in sorted(self._watch.endings.left) if other not in others]
+            other for other, theirs in others.items()
+            if difference(mine, theirs, other in board.mates) is not None
+            or difference(first[theirs["pipeline"]], theirs, same_pipeline=True) is not None
+        ]  # fmt: skip
+        gone = [other for other in sorted(self._watch.endings.left) if other in asked and other not in others]
         here = [f"rank {rank} has waited {waited:.0f} s in {mine['words']}"]
         there = [
             f"rank {other} is in {theirs['words']}" for other, theirs in others.items()
             if other in impossible or not (theirs["waits"] and theirs["words"] == mine["words"])
         ]  # fmt: skip
         there += [f"rank {other} has ended its program" for other in gone]
-        silent = [other for other in everyone if other not in others and other not in gone and other != rank]
+        silent = [other for other in asked if other not in others and other not in gone and other != rank]
         there += [f"rank {other} does not answer" for other in silent]
         if not there:
             there = ["all other ranks wait there too"]
         said = "; ".join([*here, *there[:8]]) + ": every rank of a pipeline must make the same calls"
-        needed = [other for other in gone if other in board.mates or mine["calls"][-1][2] is not None]
-        if impossible or needed:
+        if impossible or gone:
             board.fail(f"{said}; this can never end", suspects=())
         else:
             logger.warning(said)
+
+
+def _call(report: dict[str, Any]) -> CallRecord:
+    """The call that a rank is in, or was in last."""
+    return CallRecord(*report["calls"][-1]) if report["calls"] else CallRecord("", -1, -1)
+
+
+def _is_same(one: CallRecord, other: CallRecord) -> bool:
+    """Whether two ranks are in one call: of all pipelines, or of the one that both are in."""
+    if one.world_number is None:
+        return (one.name, one.number) == (other.name, other.number)
+    return (one.name, one.world_number) == (other.name, other.world_number)

@@ -37,6 +37,14 @@ class Keys:
         # What was asked without an answer, for all parts of the store.
         self._unanswered: list[Future[Any]] = []
 
+    @property
+    def host(self) -> str | None:
+        """The host that has the store; None if no single one has it."""
+        store: Any = self._whole
+        while isinstance(store, dist.PrefixStore):
+            store = store.underlying_store
+        return store.host if isinstance(store, dist.TCPStore) else None
+
     def within(self, prefix: str) -> Self:
         """A part of this part."""
         part = copy.copy(self)

@@ -3,12 +3,17 @@
 The kernel closes a process's connections however it ends, so both neighbours of a killed rank notice within
 milliseconds, whatever its host or its device was doing, and before any process group exists. News is passed on by every
 rank that has not heard it, so it reaches all ranks even when some are gone; no key-value store is needed for that.
+
+Who calls proves that it knows the job's secret, by an answer to a number that was made for this call, and so does who
+is called. The secret is the variable PENSTOCK_SECRET; without it, what is in the store, which whoever reaches the
+store can read.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import secrets
 import select
@@ -22,6 +27,18 @@ from pathlib import Path
 from typing import Any
 
 from penstock.runtime.failures.keys import Keys, Unanswered
+from penstock.runtime.failures.strangers import (
+    SECRET,
+    interface,
+    is_loopback,
+    listen,
+    own_addresses,
+    proof,
+    proves,
+    warn_of_strangers,
+)
+
+logger = logging.getLogger("penstock")
 
 # A line is one message: far more than any has.
 LONGEST_LINE = 1 << 20
@@ -34,6 +51,9 @@ NEWS_SECONDS = 3.0
 # How often to look for the next rank's address: often at first, because its process starts beside this one.
 FIRST_LOOK, LAST_LOOK = 0.01, 1.0
 NEWS_KEPT = 64
+# So many messages are known again when they come by the other way, beside some for each rank.
+HEARD_KEPT = 4096
+
 _imported = time.time()
 
 _open_rings: weakref.WeakSet[Ring] = weakref.WeakSet()
@@ -47,8 +67,11 @@ class _Peer:
         # The one we called, or None until the one who called us has said who it is.
         self.rank = rank
         self.called = rank is not None
-        # Whether the one we called has said that it is the one.
-        self.confirmed = not self.called
+        # Whether both have proved who they are.
+        self.confirmed = False
+        # The one we called, as it says in the store; the number that was made for this connection here, and there.
+        self.address: dict[str, Any] = {}
+        self.number, self.theirs = secrets.token_hex(16), ""
         self.received = b""
         self.left = False
         self._sending = threading.Lock()
@@ -71,6 +94,7 @@ class Ring:
 
     Args:
         keys: where the ranks find each other. They are asked nothing once both neighbours are connected.
+        host: where the ranks meet. This machine listens on the interface that leads there; without it, on all.
         on_news: called with the rank that has news and what it is, once for each.
         on_lost: called with a rank whose process ended without a word of leave.
         on_left: called with a rank that took its leave.
@@ -81,6 +105,7 @@ class Ring:
         keys: Keys,
         rank: int,
         world_size: int,
+        host: str | None = None,
         *,
         on_news: Callable[[int, dict[str, Any]], None],
         on_lost: Callable[[int], None],
@@ -97,7 +122,8 @@ class Ring:
         self._leaves = False
         self._peers: list[_Peer] = []
         self._gone: set[int] = set()
-        self._heard: set[tuple[int, int]] = set()
+        self._heard: dict[tuple[int, int], None] = {}
+        self._most_heard = HEARD_KEPT + 8 * world_size
         self._num_told = 0
         # For a neighbour that is connected later.
         self._latest: deque[dict[str, Any]] = deque(maxlen=NEWS_KEPT)
@@ -106,16 +132,21 @@ class Ring:
         self._untried: list[tuple[str, int]] = []
         self._look_every, self._look_at = FIRST_LOOK, 0.0
         self._store_is_gone = False
-        self._listener = _listen()
-        self._secret = secrets.token_hex(8)
+        reached_by = interface(host)
+        self._listener = listen(reached_by)
         self._waker, self._wakes = socket.socketpair()
         self._wakes.setblocking(False)
         _open_rings.add(self)
-        mine = {
-            "hosts": _own_addresses(), "port": self._listener.getsockname()[1], "secret": self._secret,
-            "machine": machine(), "process": os.getpid(),
+        self._warned = False
+        self.address: dict[str, Any] = {
+            "rank": rank, "hosts": [reached_by] if reached_by else own_addresses(),
+            "port": self._listener.getsockname()[1], "token": secrets.token_hex(16), "machine": machine(),
+            "process": os.getpid(),
         }  # fmt: skip
-        self._keys.put(str(rank), json.dumps(mine))
+        self.address["proof"] = proof("address", self.address)
+        self._keys.put(str(rank), json.dumps(self.address))
+        if rank == 0 and not os.environ.get(SECRET) and not (reached_by and is_loopback(reached_by)):
+            warn_of_strangers()
 
     @property
     def complete(self) -> bool:
@@ -124,13 +155,29 @@ class Ring:
             known = {peer.rank for peer in self._peers if peer.confirmed} | self._gone
         return {self._next, self._before} <= known
 
-    def tell(self, news: dict[str, Any]) -> None:
-        """Send news round the ring. This rank is not told."""
+    def tell(self, news: dict[str, Any], lasting: bool = True) -> None:
+        """Send news round the ring. This rank is not told.
+
+        Args:
+            lasting: whether it is of use to a neighbour that is connected later.
+        """
         with self._lock:
             self._num_told += 1
             identity = (self._rank, self._num_told)
-            self._heard.add(identity)
-        self._pass_on({"id": identity, "news": news})
+            self._remember(identity)
+        self._pass_on({"id": identity, "news": news, "lasting": lasting})
+
+    def tell_one(self, address: dict[str, Any], news: dict[str, Any]) -> None:
+        """Send news to one rank alone, by its `address`. What does not arrive is lost."""
+        if not _is_written_by_a_rank(address):
+            return
+        for host in address["hosts"]:
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                with socket.create_connection((host, address["port"]), CONNECT_SECONDS) as connection:
+                    challenge = json.loads(connection.makefile("rb").readline(LONGEST_LINE))
+                    call = self._call(address, challenge["number"], secrets.token_hex(16), news)
+                    connection.sendall(json.dumps(call).encode() + b"\n")
+                return
 
     def serve(self, on_tick: Callable[[], None], every: float) -> None:
         """Listen to the neighbours until `stop`. `on_tick` is called about every `every` seconds."""
@@ -139,7 +186,7 @@ class Ring:
             if time.monotonic() >= next_tick:
                 on_tick()
                 next_tick = time.monotonic() + every
-            self._look_and_listen(next_tick)
+            self._look_andlisten(next_tick)
         if self._leaves:
             self._wait_for_neighbours()
             self._take_leave()
@@ -155,7 +202,7 @@ class Ring:
         """One that starts later than this rank ends would not hear what this rank knows, and blame this rank."""
         deadline = time.monotonic() + NEWS_SECONDS
         while self._latest and not self.complete and time.monotonic() < deadline:
-            self._look_and_listen(deadline)
+            self._look_andlisten(deadline)
 
     def _take_leave(self) -> None:
         for peer in self._peers:
@@ -183,7 +230,7 @@ class Ring:
 
     # -- the neighbours --------------------------------------------------------------------------------------------
 
-    def _look_and_listen(self, until: float) -> None:
+    def _look_andlisten(self, until: float) -> None:
         """Call the next rank if it is time to, and listen once, no longer than `until`."""
         if time.monotonic() >= self._look_at:
             self._call_next()
@@ -220,6 +267,15 @@ class Ring:
         if written is None:
             return
         address = json.loads(written)
+        if not _is_written_by_a_rank(address):
+            if not self._warned:
+                self._warned = True
+                logger.warning(
+                    "rank %d has another %s than rank %d, or somebody else has written its address: it is not called. "
+                    "All processes must have the same",
+                    self._next, SECRET, self._rank,
+                )  # fmt: skip
+            return
         if written != self._address:
             self._address = written
             self._gone.discard(self._next)
@@ -238,7 +294,7 @@ class Ring:
                 self._look_at = 0.0
             return
         peer = _Peer(connection, self._next)
-        peer.send({"calls": self._rank, "secret": address["secret"]})
+        peer.address = address
         with self._lock:
             self._peers.append(peer)
 
@@ -247,8 +303,10 @@ class Ring:
             connection, _ = self._listener.accept()
         except OSError:
             return
+        peer = _Peer(connection)
+        peer.send({"number": peer.number})
         with self._lock:
-            self._peers.append(_Peer(connection))
+            self._peers.append(peer)
 
     def _read(self, peer: _Peer) -> None:
         try:
@@ -269,14 +327,24 @@ class Ring:
 
     def _take(self, peer: _Peer, message: dict[str, Any]) -> None:
         if peer.rank is None:
-            if message.get("secret") != self._secret:
+            caller = int(message["calls"])
+            token, news = self.address["token"], message["news"]
+            if not proves(message["proof"], "calls", caller, token, peer.number, message["number"], news):
                 raise ValueError("the caller is no rank of this job")
-            peer.rank = int(message["calls"])
+            if news is not None:
+                self._on_news(caller, news)
+                return
+            peer.rank, peer.confirmed = caller, True
             self._gone.discard(peer.rank)
-            peer.send({"answers": self._rank})
+            peer.send({"proof": proof("answers", token, peer.number, message["number"])})
             self._catch_up(peer)
-        elif "answers" in message:
-            peer.confirmed = message["answers"] == peer.rank
+        elif not peer.confirmed and "number" in message:
+            peer.theirs = message["number"]
+            peer.send(self._call(peer.address, peer.theirs, peer.number))
+        elif not peer.confirmed:
+            if not proves(message["proof"], "answers", peer.address["token"], peer.theirs, peer.number):
+                raise ValueError("who answers is no rank of this job")
+            peer.confirmed = True
             self._catch_up(peer)
         elif "leaves" in message:
             peer.left = True
@@ -284,7 +352,7 @@ class Ring:
             origin, number = message["id"]
             with self._lock:
                 known = (origin, number) in self._heard
-                self._heard.add((origin, number))
+                self._remember((origin, number))
             if not known:
                 self._pass_on(message, but=peer)
                 self._on_news(origin, message["news"])
@@ -310,10 +378,23 @@ class Ring:
             self._gone.add(rank)
             self._on_lost(rank)
 
+    def _call(
+        self, address: dict[str, Any], theirs: str, number: str, news: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """What is said to a rank that is called, and has made the number `theirs`; with the news that is all of it."""
+        proved = proof("calls", self._rank, address["token"], theirs, number, news)
+        return {"calls": self._rank, "number": number, "news": news, "proof": proved}
+
+    def _remember(self, identity: tuple[int, int]) -> None:
+        self._heard[identity] = None
+        if len(self._heard) > self._most_heard:
+            del self._heard[next(iter(self._heard))]
+
     def _pass_on(self, message: dict[str, Any], but: _Peer | None = None) -> None:
         with self._lock:
-            self._latest.append(message)
-            peers = [peer for peer in self._peers if peer is not but and peer.rank is not None]
+            if message["lasting"]:
+                self._latest.append(message)
+            peers = [peer for peer in self._peers if peer is not but and peer.confirmed]
         for peer in peers:
             peer.send(message)
 
@@ -324,26 +405,8 @@ class Ring:
             peer.send(message)
 
 
-def _listen() -> socket.socket:
-    """A socket that every interface of this machine listens on, at a free port."""
-    if socket.has_dualstack_ipv6():
-        with contextlib.suppress(OSError):
-            return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server(("", 0))
-
-
-def _own_addresses() -> list[str]:
-    """Addresses of this machine as another rank may know it, the likeliest first."""
-    found = []
-    with contextlib.suppress(OSError, KeyError):
-        # Finds the interface that leads to the machine where the ranks meet. Nothing is sent.
-        for family, _, _, _, address in socket.getaddrinfo(os.environ["MASTER_ADDR"], 1, type=socket.SOCK_DGRAM)[:1]:
-            with socket.socket(family, socket.SOCK_DGRAM) as probe:
-                probe.connect(address)
-                found.append(probe.getsockname()[0])
-    with contextlib.suppress(OSError):
-        found.append(socket.gethostbyname(socket.gethostname()))
-    return list(dict.fromkeys([*found, "127.0.0.1"]))
+def _is_written_by_a_rank(address: dict[str, Any]) -> bool:
+    return proves(address["proof"], "address", {name: value for name, value in address.items() if name != "proof"})
 
 
 def machine() -> str:

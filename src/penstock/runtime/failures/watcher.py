@@ -50,7 +50,7 @@ class Watch:
         endings: how ranks ended.
     """
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int):
+    def __init__(self, store: dist.Store, rank: int, world_size: int, here: bool):
         self.rank = rank
         self.world_size = world_size
         self.endings = Endings()
@@ -65,7 +65,10 @@ class Watch:
         self.expecting = True
         # A separate client: one that waits for a key blocks other threads.
         self.keys = Keys(_own_client(store), STORE_SECONDS)
-        self._ring = Ring(self.keys, rank, world_size, on_news=self._hear, on_lost=self._lose, on_left=self._see_off)
+        self._ring = Ring(
+            self.keys, rank, world_size, "127.0.0.1" if here else self.keys.host,
+            on_news=self._hear, on_lost=self._lose, on_left=self._see_off,
+        )  # fmt: skip
         self._thread = start_thread(self._serve, name="penstock-watcher")
 
     def add(self, board: FailureBoard) -> None:
@@ -77,9 +80,18 @@ class Watch:
         """Stop telling `board`."""
         self._boards.discard(board)
 
-    def tell(self, news: dict[str, Any]) -> None:
-        """Tell the other ranks."""
-        self._ring.tell(news)
+    @property
+    def address(self) -> dict[str, Any]:
+        """For `tell_one`."""
+        return self._ring.address
+
+    def tell(self, news: dict[str, Any], lasting: bool = True) -> None:
+        """Tell the other ranks; what is `lasting` also those that are connected later."""
+        self._ring.tell(news, lasting)
+
+    def tell_one(self, address: dict[str, Any], news: dict[str, Any]) -> None:
+        """Tell the rank that has this address, in another thread."""
+        start_thread(self._ring.tell_one, address, news, name="penstock-answer")
 
     def ends_with(self, error: BaseException) -> None:
         """Tell the other ranks that `error` is ending this process."""
@@ -138,7 +150,7 @@ class Watch:
                 if board.name == news["board"] and "failure" in news:
                     board.hear(news["failure"])
                 elif board.name == news["board"]:
-                    self._inquiries.answer(board, origin, news["where"])
+                    self._inquiries.answer(board, origin, news)
         self.notify()
 
     def _lose(self, rank: int, first: bool = True) -> None:
@@ -193,8 +205,10 @@ def _own_client(store: Any) -> dist.Store:  # torch's stubs know neither of thes
         store.set_timeout(before)
 
 
-def start(store: dist.Store | None, rank: int, world_size: int) -> Watch | None:
+def start(store: dist.Store | None, rank: int, world_size: int, here: bool = False) -> Watch | None:
     """Begin to watch the other ranks of a world that meets in `store`; None if there is nobody to watch.
+
+    `here` says that all of them are on this machine.
 
     The watch is to be held (`Watch.hold`) by those who need it, and closes with the last of them.
     """
@@ -207,7 +221,7 @@ def start(store: dist.Store | None, rank: int, world_size: int) -> Watch | None:
             _close(_watch)
         if store is None or world_size == 1:
             return None
-        _watch = Watch(store, rank, world_size)
+        _watch = Watch(store, rank, world_size, here)
         _watch.world = world
         _hook_up()
         return _watch
