@@ -255,16 +255,15 @@ class Ring:
         self._look_every = min(LAST_LOOK, 1.5 * self._look_every)
         if any(peer.called for peer in self._peers):
             return
-        if self._store_is_gone:
-            return
-        try:
-            written = self._keys.get(str(self._next))
-        except Unanswered:
-            return
-        except Exception:  # its process has ended; what is connected stays connected
-            self._store_is_gone = True
-            return
-        if written is None:
+        written: str | None = self._address
+        if not self._store_is_gone:
+            try:
+                written = self._keys.get(str(self._next))
+            except Unanswered:
+                return
+            except Exception:  # its process has ended; what is connected stays connected
+                self._store_is_gone = True
+        if not written:
             return
         address = json.loads(written)
         if not _is_written_by_a_rank(address):
