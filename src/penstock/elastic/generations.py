@@ -12,6 +12,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from penstock.elastic.agreement import agree, decision, latest
@@ -23,7 +24,7 @@ from penstock.elastic.settings import Elastic
 from penstock.runtime.comm.bootstrap import form_world
 from penstock.runtime.failures.board import FailureBoard, PipelineFailure
 from penstock.runtime.failures.keys import in_one_line
-from penstock.runtime.failures.ring import began, machine
+from penstock.runtime.failures.ring import machine
 
 logger = logging.getLogger("penstock")
 
@@ -37,6 +38,7 @@ DETAILS = 0.1
 WAITING = 10.0
 # How long the members of a run that may be over are looked at before it is taken to be.
 DEAD = 3.0
+_imported = time.time()
 # So many changes in a row that no loss explains, without an update in between, are no accident.
 MOST_FRUITLESS = 3
 
@@ -256,11 +258,19 @@ def _refuse_if_late(room: Meeting) -> None:
     members = () if now is None else now.members
     records = [record for member in members if (record := pulse.record(member)) is not None]
     ended = max((float(room.get(f"gone/{member}") or 0) for member in members), default=0.0)
-    if began() < ended and all((record.machine, record.process) != (machine(), os.getpid()) for record in records):
+    if _began() < ended and all((record.machine, record.process) != (machine(), os.getpid()) for record in records):
         raise RunEnded(
             f"the run that this process was to join has ended {time.time() - ended:.0f} s ago; "
             "to begin a new one, start all processes again"
         )
+
+
+def _began() -> float:
+    """When this process began, seconds since the epoch, or imported this file if that cannot be told."""
+    with contextlib.suppress(OSError, AttributeError):
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
+    return _imported
 
 
 def _is_dead(room: Meeting) -> bool:

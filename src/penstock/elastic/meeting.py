@@ -70,6 +70,14 @@ class TcpMeeting(Keys):
             ) from None
         super().__init__(client, ANSWER.total_seconds(), prefix)
 
+    def next_number(self, key: str) -> int:
+        return self.ask(lambda: self.store.add(key, 1)) - 1
+
+    def process_store(self, name: str, timeout: datetime.timedelta) -> dist.Store:
+        store = dist.PrefixStore(name, self.store)
+        store.set_timeout(timeout)
+        return store
+
     def clone(self) -> TcpMeeting:
         return TcpMeeting(self._host, self._port, self._prefix)
 

@@ -260,16 +260,16 @@ class FailureBoard:
             return True
         if self._keys is None:
             return False
-        keys = [f"{key}/{rank}" for rank in ranks]
+        ours, keys = self._keys, [f"{key}/{rank}" for rank in ranks]
         deadline = time.monotonic() + max(AGREEMENT_WAIT.total_seconds(), patience)
         try:
-            self._keys.put(f"{key}/{self._rank}", position)
+            ours.put(f"{key}/{self._rank}", position)
             # Not the store's own wait: it prints a long message when it times out.
-            while not self._keys.all_set(keys):
+            while not ours.ask(lambda: ours.store.check(keys)):
                 if time.monotonic() > deadline or self.failed is not None:
                     return False
                 time.sleep(0.005)
-            return all(self._keys.get(each) in (position, unless) for each in keys)
+            return all(ours.get(each) in (position, unless) for each in keys)
         except Exception:
             return False
 

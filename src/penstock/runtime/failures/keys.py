@@ -7,7 +7,6 @@ timeouts are kept by the process that is asked.
 from __future__ import annotations
 
 import copy
-import datetime
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import Any, Self, TypeVar
@@ -33,7 +32,7 @@ class Keys:
     def __init__(self, store: dist.Store, seconds: float, prefix: str = "") -> None:
         self.seconds = seconds
         self._whole, self._prefix = store, prefix
-        self._store = dist.PrefixStore(prefix, store) if prefix else store
+        self.store = dist.PrefixStore(prefix, store) if prefix else store
         # What was asked without an answer, for all parts of the store.
         self._unanswered: list[Future[Any]] = []
 
@@ -49,42 +48,29 @@ class Keys:
         """A part of this part."""
         part = copy.copy(self)
         part._prefix = "/".join(filter(None, (self._prefix, prefix)))
-        part._store = dist.PrefixStore(part._prefix, self._whole)
+        part.store = dist.PrefixStore(part._prefix, self._whole)
         return part
 
     def put(self, key: str, value: str) -> None:
         """Set a key."""
-        self._ask(lambda: self._store.set(key, value))
+        self.ask(lambda: self.store.set(key, value))
 
     def get(self, key: str) -> str | None:
         """The value of a key, None if it has none: at once, while torch's `get` would wait for it."""
         unlikely = "?"
-        found = self._ask(lambda: self._store.compare_set(key, unlikely, unlikely)).decode()
+        found = self.ask(lambda: self.store.compare_set(key, unlikely, unlikely)).decode()
         return None if found == unlikely else found
 
     def create(self, key: str, value: str) -> str:
         """Set a key that has no value; returns its value afterwards, which another process may have set first."""
-        return self._ask(lambda: self._store.compare_set(key, "", value)).decode() or value
-
-    def next_number(self, key: str) -> int:
-        """The next of 0, 1, 2, ...: every call of any process gets a different one."""
-        return self._ask(lambda: self._store.add(key, 1)) - 1
-
-    def all_set(self, keys: list[str]) -> bool:
-        """Whether all these keys have values."""
-        return self._ask(lambda: self._store.check(keys))
+        return self.ask(lambda: self.store.compare_set(key, "", value)).decode() or value
 
     def delete(self, key: str) -> None:
         """Delete a key."""
-        self._ask(lambda: self._store.delete_key(key))
+        self.ask(lambda: self.store.delete_key(key))
 
-    def process_store(self, name: str, timeout: datetime.timedelta) -> dist.Store:
-        """A part as a store of torch's, which waits for `timeout`."""
-        store = dist.PrefixStore(name, self._store)
-        store.set_timeout(timeout)
-        return store
-
-    def _ask(self, question: Callable[[], T]) -> T:
+    def ask(self, question: Callable[[], T]) -> T:
+        """The answer to a question to the store."""
         self._unanswered[:] = [each for each in self._unanswered if not each.done()]
         if not self._unanswered:
             answer = in_thread(question, "penstock-store")

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import secrets
 import select
@@ -26,19 +25,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from penstock.runtime.failures import strangers
 from penstock.runtime.failures.keys import Keys, Unanswered
-from penstock.runtime.failures.strangers import (
-    SECRET,
-    interface,
-    is_loopback,
-    listen,
-    own_addresses,
-    proof,
-    proves,
-    warn_of_strangers,
-)
-
-logger = logging.getLogger("penstock")
+from penstock.runtime.failures.strangers import proof, proves
 
 # A line is one message: far more than any has.
 LONGEST_LINE = 1 << 20
@@ -53,8 +42,6 @@ FIRST_LOOK, LAST_LOOK = 0.01, 1.0
 NEWS_KEPT = 64
 # So many messages are known again when they come by the other way, beside some for each rank.
 HEARD_KEPT = 4096
-
-_imported = time.time()
 
 _open_rings: weakref.WeakSet[Ring] = weakref.WeakSet()
 
@@ -127,26 +114,22 @@ class Ring:
         self._num_told = 0
         # For a neighbour that is connected later.
         self._latest: deque[dict[str, Any]] = deque(maxlen=NEWS_KEPT)
-        # The next rank's address that was tried last, and the parts of it left to try.
+        # The next rank's address that was tried last.
         self._address = ""
-        self._untried: list[tuple[str, int]] = []
         self._look_every, self._look_at = FIRST_LOOK, 0.0
         self._store_is_gone = False
-        reached_by = interface(host)
-        self._listener = listen(reached_by)
+        reached_by = strangers.interface(host)
+        self._listener = strangers.listen(reached_by)
         self._waker, self._wakes = socket.socketpair()
         self._wakes.setblocking(False)
         _open_rings.add(self)
-        self._warned = False
         self.address: dict[str, Any] = {
-            "rank": rank, "hosts": [reached_by] if reached_by else own_addresses(),
-            "port": self._listener.getsockname()[1], "token": secrets.token_hex(16), "machine": machine(),
-            "process": os.getpid(),
+            "hosts": [reached_by] if reached_by else strangers.own_addresses(), "port": self._listener.getsockname()[1],
+            "token": secrets.token_hex(16), "machine": machine(), "process": os.getpid(),
         }  # fmt: skip
-        self.address["proof"] = proof("address", self.address)
         self._keys.put(str(rank), json.dumps(self.address))
-        if rank == 0 and not os.environ.get(SECRET) and not (reached_by and is_loopback(reached_by)):
-            warn_of_strangers()
+        if rank == 0 and not (reached_by and strangers.is_loopback(reached_by)):
+            strangers.warn_without_secret()
 
     @property
     def complete(self) -> bool:
@@ -169,15 +152,10 @@ class Ring:
 
     def tell_one(self, address: dict[str, Any], news: dict[str, Any]) -> None:
         """Send news to one rank alone, by its `address`. What does not arrive is lost."""
-        if not _is_written_by_a_rank(address):
-            return
-        for host in address["hosts"]:
-            with contextlib.suppress(OSError, ValueError, KeyError):
-                with socket.create_connection((host, address["port"]), CONNECT_SECONDS) as connection:
-                    challenge = json.loads(connection.makefile("rb").readline(LONGEST_LINE))
-                    call = self._call(address, challenge["number"], secrets.token_hex(16), news)
-                    connection.sendall(json.dumps(call).encode() + b"\n")
-                return
+        with contextlib.suppress(OSError, ValueError, KeyError), _connect(address) as connection:
+            said = json.loads(connection.makefile("rb").readline(LONGEST_LINE))
+            call = self._call(address, said["number"], secrets.token_hex(16), news)
+            connection.sendall(json.dumps(call).encode() + b"\n")
 
     def serve(self, on_tick: Callable[[], None], every: float) -> None:
         """Listen to the neighbours until `stop`. `on_tick` is called about every `every` seconds."""
@@ -186,7 +164,7 @@ class Ring:
             if time.monotonic() >= next_tick:
                 on_tick()
                 next_tick = time.monotonic() + every
-            self._look_andlisten(next_tick)
+            self._look_and_listen(next_tick)
         if self._leaves:
             self._wait_for_neighbours()
             self._take_leave()
@@ -202,7 +180,7 @@ class Ring:
         """One that starts later than this rank ends would not hear what this rank knows, and blame this rank."""
         deadline = time.monotonic() + NEWS_SECONDS
         while self._latest and not self.complete and time.monotonic() < deadline:
-            self._look_andlisten(deadline)
+            self._look_and_listen(deadline)
 
     def _take_leave(self) -> None:
         for peer in self._peers:
@@ -230,7 +208,7 @@ class Ring:
 
     # -- the neighbours --------------------------------------------------------------------------------------------
 
-    def _look_andlisten(self, until: float) -> None:
+    def _look_and_listen(self, until: float) -> None:
         """Call the next rank if it is time to, and listen once, no longer than `until`."""
         if time.monotonic() >= self._look_at:
             self._call_next()
@@ -266,36 +244,19 @@ class Ring:
         if not written:
             return
         address = json.loads(written)
-        if not _is_written_by_a_rank(address):
-            if not self._warned:
-                self._warned = True
-                logger.warning(
-                    "rank %d has another %s than rank %d, or somebody else has written its address: it is not called. "
-                    "All processes must have the same",
-                    self._next, SECRET, self._rank,
-                )  # fmt: skip
-            return
         if written != self._address:
             self._address = written
             self._gone.discard(self._next)
-            self._untried = []
         elif self._next in self._gone:
             return
-        elif not self._untried and has_ended(address["machine"], address["process"]):
+        elif has_ended(address["machine"], address["process"]):
             self._lose(self._next)
             return
-        if not self._untried:
-            self._untried = [(host, address["port"]) for host in reversed(address["hosts"])]
-        try:
-            connection = socket.create_connection(self._untried.pop(), timeout=CONNECT_SECONDS)
-        except OSError:
-            if self._untried:
-                self._look_at = 0.0
-            return
-        peer = _Peer(connection, self._next)
-        peer.address = address
-        with self._lock:
-            self._peers.append(peer)
+        with contextlib.suppress(OSError):
+            peer = _Peer(_connect(address), self._next)
+            peer.address = address
+            with self._lock:
+                self._peers.append(peer)
 
     def _accept(self) -> None:
         try:
@@ -322,6 +283,7 @@ class Ring:
             for line in lines:
                 self._take(peer, json.loads(line))
         except (ValueError, KeyError, TypeError, AttributeError):  # somebody else called, as anybody can
+            strangers.warn_of_stranger(str(peer.connection.getpeername()[0]))
             self._drop(peer)
 
     def _take(self, peer: _Peer, message: dict[str, Any]) -> None:
@@ -404,8 +366,12 @@ class Ring:
             peer.send(message)
 
 
-def _is_written_by_a_rank(address: dict[str, Any]) -> bool:
-    return proves(address["proof"], "address", {name: value for name, value in address.items() if name != "proof"})
+def _connect(address: dict[str, Any]) -> socket.socket:
+    """Call a rank by its address: at the first of its hosts where somebody answers. Raises OSError."""
+    for host in address["hosts"][:-1]:
+        with contextlib.suppress(OSError):
+            return socket.create_connection((host, address["port"]), CONNECT_SECONDS)
+    return socket.create_connection((address["hosts"][-1], address["port"]), CONNECT_SECONDS)
 
 
 def machine() -> str:
@@ -414,14 +380,6 @@ def machine() -> str:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
     return ""
-
-
-def began() -> float:
-    """When this process began, seconds since the epoch, or imported this file if that cannot be told."""
-    with contextlib.suppress(OSError, AttributeError):
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
-    return _imported
 
 
 def has_ended(where: str, process: int) -> bool:

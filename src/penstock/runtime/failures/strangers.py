@@ -24,13 +24,20 @@ SECRET = "PENSTOCK_SECRET"
 
 
 @functools.cache
-def warn_of_strangers() -> None:
-    """Say once what no secret means where others than this machine can call."""
-    logger.warning(
-        "%s is not set: whoever reaches the job's store over the network can take a rank's place in the watch and end "
-        "the run. Set it to one secret for all processes, or let the job have a network of its own",
-        SECRET,
-    )
+def warn_without_secret() -> None:
+    """Say once what it means to have no secret where other machines can call."""
+    if not os.environ.get(SECRET):
+        logger.warning(
+            "%s is not set: whoever reaches the job's store over the network can take a rank's place in the watch and "
+            "end the run. Set it to one secret for all processes, or let the job have a network of its own",
+            SECRET,
+        )
+
+
+@functools.cache
+def warn_of_stranger(host: str) -> None:
+    """Say once that somebody at `host` did not prove what a rank can."""
+    logger.warning("a call from %s was refused: all ranks must have the same %s", host, SECRET)
 
 
 def proof(*said: Any) -> str:
