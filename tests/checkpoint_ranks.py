@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import queue
 import signal
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.checkpoint import SavingRank, SoloComm, from_parallelized, save_parallelized
+from penstock.checkpoint import CheckpointRanks, SavingRank, from_parallelized, save_parallelized
 from penstock.modeling.graph.units import list_units
 from penstock.modeling.stage.split import SplitModel
 from stage_driver import cut
@@ -21,19 +22,19 @@ from stage_driver import cut
 TIMEOUT = 60.0
 
 
-class ThreadComm:
-    """`penstock.checkpoint.Comm` between threads. Counts the bytes each rank received."""
+class ThreadComm(CheckpointRanks):
+    """`CheckpointRanks` between threads. Counts the bytes each rank received."""
 
     def __init__(self, shared: _Shared, rank: int) -> None:
+        super().__init__()
         self._shared = shared
-        self.rank = rank
-        self.size = shared.size
+        self.rank, self.size, self.ranks = rank, shared.size, list(range(shared.size))
         self.received = 0
 
-    def all_gather_object(self, obj: Any, doing: str) -> list[Any]:
-        self._shared.slots[self.rank] = obj
+    def _exchange(self, mine: bytes, doing: str) -> list[Any]:
+        self._shared.slots[self.rank] = mine
         self._shared.barrier.wait(TIMEOUT)
-        gathered = list(self._shared.slots)
+        gathered = [json.loads(one) for one in self._shared.slots]
         self._shared.barrier.wait(TIMEOUT)
         return gathered
 
@@ -124,7 +125,7 @@ def load(models: Sequence[nn.Module], directory: Any, **options: Any) -> list[An
 
 def save_alone(model: nn.Module, directory: Any, **options: Any) -> None:
     """Save a whole model from one rank."""
-    comm = SoloComm()
+    comm = CheckpointRanks()
     options.setdefault("place", SavingRank(0, 1))
     save_parallelized(model, directory, world_comm=comm, pipeline_comm=comm, **options)
 

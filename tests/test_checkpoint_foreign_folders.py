@@ -20,8 +20,8 @@ from checkpoint_ranks import assert_hold_together, load, raised, save, scramble,
 from families import FAMILIES
 from penstock.checkpoint import (
     CheckpointError,
+    CheckpointRanks,
     SavingRank,
-    SoloComm,
     TrainingState,
     load_object,
     load_ordinary,
@@ -186,9 +186,9 @@ def test_an_object_is_not_written_through_a_link(tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_text("precious")
     (tmp_path / "object.bin.draft").symlink_to(victim)
-    save_object({"step": 1}, tmp_path / "object.bin", world_comm=SoloComm())
+    save_object({"step": 1}, tmp_path / "object.bin", world_comm=CheckpointRanks())
     assert victim.read_text() == "precious"
-    assert load_object(tmp_path / "object.bin", world_comm=SoloComm()) == {"step": 1}
+    assert load_object(tmp_path / "object.bin", world_comm=CheckpointRanks()) == {"step": 1}
     assert sorted(os.listdir(tmp_path)) == ["object.bin", "object.bin.draft", "victim"]
 
 
@@ -223,7 +223,7 @@ def tensor(table: dict) -> dict:
         (lambda t: t.update(shards={WEIGHT: [7, 1]}), [WEIGHT, "[7, 1]"]),
         (lambda t: t.update(shards={WEIGHT: [0, 0]}), [WEIGHT, "[1] is 0"]),
         (lambda t: t.update(shards={WEIGHT: [0, 10**15]}), [WEIGHT, "1000000000000000"]),
-        (lambda t: t.update(shards={WEIGHT: [0]}), [WEIGHT, "[0], expected a dimension"]),
+        (lambda t: t.update(shards={WEIGHT: [0]}), [WEIGHT, "[0], expected 2 values"]),
         (lambda t: t.update(model_class="A\x1b[2J"), ["model_class is 'A\\x1b[2J'"]),
         (lambda t: t["files"][FIRST].update(stage=7), ["stage is 7, expected an integer from 0 to 1"]),
         (lambda t: t["files"][FIRST].update(stage=1), [FIRST, "pytorch_model_tp_0_pp_1.bin"]),
@@ -354,7 +354,7 @@ def test_a_pickle_that_wants_to_run_code_is_refused_without_advice_to_let_it(
     path = tmp_path / "object.bin"
     path.write_bytes(evil_bytes())
     with pytest.raises(CheckpointError) as error:
-        load_object(path, world_comm=SoloComm())
+        load_object(path, world_comm=CheckpointRanks())
     messages.append((str(path), error.value))
     ordinary = tmp_path / "ordinary"
     ordinary.mkdir()
@@ -363,7 +363,7 @@ def test_a_pickle_that_wants_to_run_code_is_refused_without_advice_to_let_it(
         load_whole(ordinary)
     messages.append((str(ordinary / "pytorch_model.bin"), error.value))
     with pytest.raises(CheckpointError) as error:
-        save_object({"evil": Evil()}, tmp_path / "other.bin", world_comm=SoloComm())
+        save_object({"evil": Evil()}, tmp_path / "other.bin", world_comm=CheckpointRanks())
     messages.append(("plain data", error.value))
     for path, message in messages:
         assert path in str(message) and "posix.mkdir" in str(message)
@@ -398,7 +398,7 @@ def load_whole(folder: Path) -> torch.nn.Module:
     stages = stages_of(build(9), 1)
     try:
         with only_within(folder):
-            load_ordinary(model, folder, type(model), stages, [0], world_comm=SoloComm())
+            load_ordinary(model, folder, type(model), stages, [0], world_comm=CheckpointRanks())
     except CheckpointError:
         assert_hold_together([model], build(9))
         raise
@@ -475,7 +475,7 @@ def trained(folder: Path) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     state = TrainingState(optimizer, {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 3)}, step=4)
-    place = {"place": SavingRank(0, 1), "world_comm": SoloComm(), "pipeline_comm": SoloComm()}
+    place = {"place": SavingRank(0, 1), "world_comm": CheckpointRanks(), "pipeline_comm": CheckpointRanks()}
     save_parallelized(model, folder, training_state=state, **place)
     return model, optimizer
 
@@ -496,11 +496,8 @@ def change_common(folder: Path, change: Callable[[dict], object]) -> Path:
     [
         (lambda c: c.update(step="four"), "step is 'four'"),
         (lambda c: c.update(step=-1), "step is -1"),
-        (lambda c: c.update(random=[]), "random is []"),
-        (lambda c: c.update(random=[{}]), "random[0] is {}"),
-        (lambda c: c["random"][0].update(python=(3, (1, 2), None)), "random[0].python is"),
-        (lambda c: c["random"][0].update(numpy=(torch.zeros(2), 0, 0, 0.0)), "random[0].numpy is"),
-        (lambda c: c["random"][0].update(torch=torch.zeros(3)), "random[0].torch is"),
+        (lambda c: c.update(pipelines=[]), "pipelines is []"),
+        (lambda c: c.update(pipelines=[-1]), "pipelines[0] is -1"),
         (lambda c: c.update(members=[["x"], ["y"]]), "members is"),
         (lambda c: c.update(members=7), "members is 7"),
         (lambda c: c.update(groups=[3]), "groups[0] is 3"),
@@ -512,15 +509,52 @@ def change_common(folder: Path, change: Callable[[dict], object]) -> Path:
         (lambda c: c["objects"].update(scheduler=[1]), "scheduler"),
         (lambda c: c.pop("extra"), "'extra'"),
     ],
-    ids=range(17),
+    ids=range(14),
 )
 def test_an_absurd_training_state_is_named_and_nothing_is_restored(change, part: str, tmp_path: Path) -> None:
     model, optimizer = trained(tmp_path)
     change_common(tmp_path, change)
+    restores_nothing(model, optimizer, tmp_path, part)
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        (lambda c: c.clear(), "its content is {}"),
+        (lambda c: c.update(python=(3, (1, 2), None)), "python is"),
+        (lambda c: c.update(numpy=(torch.zeros(2), 0, 0, 0.0)), "numpy is"),
+        (lambda c: c.update(torch=torch.zeros(3)), "torch is"),
+        (lambda c: c.update(torch=Evil()), "asks to run code"),
+    ],
+    ids=range(5),
+)
+def test_absurd_random_states_are_named_and_nothing_is_restored(
+    change, part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PENSTOCK_TEST_EVIL", str(tmp_path / "ran"))
+    model, optimizer = trained(tmp_path)
+    path, key = tmp_path / "optimizer_tp_0_pp_0.bin", "//random.0"
+    tensors = torch.load(path)
+    content = torch.load(io.BytesIO(tensors[key].numpy().tobytes()))
+    change(content)
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    tensors[key] = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+    torch.save(tensors, path)
+    info = {"shape": list(tensors[key].shape), "dtype": "uint8", "checksum": zlib.crc32(buffer.getvalue())}
+    edit(tmp_path, lambda t: t["files"][path.name]["tensors"].update({key: info}))
+    edit(tmp_path, lambda t: t["files"][path.name].update(size=path.stat().st_size))
+    restores_nothing(model, optimizer, tmp_path, part)
+    assert not (tmp_path / "ran").exists()
+
+
+def restores_nothing(model: torch.nn.Module, optimizer: torch.optim.Optimizer, tmp_path: Path, part: str) -> None:
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
     before = {**optimizer.state_dict()["state"][0]}, torch.get_rng_state(), dict(scheduler.state_dict())
     with pytest.raises(CheckpointError) as error:
-        load_training_state(model, tmp_path, TrainingState(optimizer, {"scheduler": scheduler}), world_comm=SoloComm())
+        load_training_state(
+            model, tmp_path, TrainingState(optimizer, {"scheduler": scheduler}), world_comm=CheckpointRanks()
+        )
     assert part in str(error.value) and str(tmp_path) in str(error.value)
     after = optimizer.state_dict()["state"][0]
     assert all(torch.equal(after[key], value) for key, value in before[0].items())
@@ -543,11 +577,11 @@ def test_a_training_state_that_fits_in_part_is_restored_not_at_all(tmp_path: Pat
     before = torch.get_rng_state()
     with pytest.raises(CheckpointError, match="not mine"):
         state = TrainingState(optimizer, {"scheduler": Failing()})
-        load_training_state(model, tmp_path, state, world_comm=SoloComm())
+        load_training_state(model, tmp_path, state, world_comm=CheckpointRanks())
     assert optimizer.param_groups[0]["lr"] == 0.5 and torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_pipe_in_place_of_an_object_does_not_block(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "object.bin")
     with pytest.raises(CheckpointError, match="a named pipe"):
-        load_object(tmp_path / "object.bin", world_comm=SoloComm())
+        load_object(tmp_path / "object.bin", world_comm=CheckpointRanks())

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import penstock
 from checkpoint_ranks import assert_hold_together, in_fork, load, raised, save, scramble, split_copies
 from families import FAMILIES
-from penstock.checkpoint import CheckpointError, SoloComm, files, save_object
+from penstock.checkpoint import CheckpointError, CheckpointRanks, files, save_object
 from pool import Pool
 
 
@@ -81,7 +81,7 @@ def test_a_file_system_for_reading_only_is_told(small_disk: Path) -> None:
     refuse(directory, "Read-only file system; the file system is mounted for reading only")
     assert_whole(directory, 1)
     with pytest.raises(CheckpointError, match="Read-only file system"):
-        save_object({}, small_disk / "object.bin", world_comm=SoloComm())
+        save_object({}, small_disk / "object.bin", world_comm=CheckpointRanks())
 
 
 @pytest.mark.parametrize("options", [{}, {"safe_serialization": True}, {"merge_checkpoints": True}], ids=str)

@@ -28,7 +28,7 @@ from checkpoint_ranks import save_alone, scramble, split_copies, stages_of
 from families import FAMILIES
 from penstock.checkpoint import (
     CheckpointError,
-    SoloComm,
+    CheckpointRanks,
     TrainingState,
     from_parallelized,
     load_object,
@@ -140,11 +140,11 @@ class World:
         shutil.rmtree(folder)
 
     def load_parallel(self, folder: Path) -> None:
-        from_parallelized(self.model, folder, world_comm=SoloComm())
+        from_parallelized(self.model, folder, world_comm=CheckpointRanks())
 
     def load_merged(self, folder: Path) -> None:
         stages = stages_of(self.reference, 1)
-        load_ordinary(self.model, folder, type(self.model), stages, [0], world_comm=SoloComm())
+        load_ordinary(self.model, folder, type(self.model), stages, [0], world_comm=CheckpointRanks())
 
 
 @pytest.fixture(scope="module")
@@ -361,7 +361,7 @@ def restore(world: World, folder: Path) -> None:
     before = copy.deepcopy((optimizer.state_dict(), scheduler.state_dict())), torch.get_rng_state()
     state = TrainingState(optimizer, {"scheduler": scheduler})
     try:
-        load_training_state(world.model, folder, state, world_comm=SoloComm())
+        load_training_state(world.model, folder, state, world_comm=CheckpointRanks())
     except CheckpointError:
         assert (optimizer.state_dict(), scheduler.state_dict()) == before[0]
         assert torch.equal(torch.get_rng_state(), before[1])
@@ -509,4 +509,4 @@ def test_objects(world: World, data: st.DataObject) -> None:
     folder = world.copy("parallel-False")
     path = folder / "object.bin"
     path.write_bytes(spoiled(data.draw, (world.whole / "object.bin").read_bytes()))
-    world.attempt("object", folder, lambda: load_object(path, world_comm=SoloComm()), same_values=False)
+    world.attempt("object", folder, lambda: load_object(path, world_comm=CheckpointRanks()), same_values=False)

@@ -14,7 +14,7 @@ from families import FAMILIES
 from penstock import PipelineFailure
 from penstock.checkpoint import (
     CheckpointError,
-    GroupComm,
+    CheckpointRanks,
     SavingRank,
     TrainingState,
     files,
@@ -40,12 +40,15 @@ def save_as(seed: int, directory: Path, num_stages: int, **options) -> None:
     pipelines = [list(range(start, start + num_stages)) for start in range(0, size, num_stages)]
     groups = [dist.new_group(ranks, backend="gloo") for ranks in pipelines]
     place = SavingRank(rank % num_stages, num_stages, is_writer=rank < num_stages)
-    comms = {"world_comm": GroupComm(), "pipeline_comm": GroupComm(groups[rank // num_stages])}
+    comms = {
+        "world_comm": CheckpointRanks(dist.group.WORLD),
+        "pipeline_comm": CheckpointRanks(groups[rank // num_stages]),
+    }
     save_parallelized(my_part(seed, num_stages), directory, place=place, **comms, **options)
 
 
 def load_as(seed: int, directory: Path, num_stages: int) -> set[str]:
-    model = from_parallelized(my_part(seed + 1, num_stages), directory, world_comm=GroupComm())
+    model = from_parallelized(my_part(seed + 1, num_stages), directory, world_comm=CheckpointRanks(dist.group.WORLD))
     return assert_holds(model, build(seed))
 
 
@@ -125,14 +128,16 @@ def train_and_save(directory: Path) -> None:
     optimizer.step()
     torch.manual_seed(dist.get_rank())
     place = SavingRank(dist.get_rank(), 2)
-    comms = {"world_comm": GroupComm(), "pipeline_comm": GroupComm()}
+    comms = {"world_comm": CheckpointRanks(dist.group.WORLD), "pipeline_comm": CheckpointRanks(dist.group.WORLD)}
     save_parallelized(model, directory, training_state=TrainingState(optimizer, step=4), place=place, **comms)
 
 
 def resume(directory: Path) -> tuple[int, float, int]:
     model = my_part(2, dist.get_world_size())
     optimizer = torch.optim.AdamW(model.parameters())
-    state = load_training_state(model, directory, TrainingState(optimizer), world_comm=GroupComm())
+    state = load_training_state(
+        model, directory, TrainingState(optimizer), world_comm=CheckpointRanks(dist.group.WORLD)
+    )
     return state.step, torch.rand(1).item(), len(optimizer.state)
 
 
@@ -187,8 +192,8 @@ def lose_a_rank(directory: Path, loads: bool, call: str, number: int, **options)
 @pytest.mark.parametrize(
     ("loads", "call", "number", "phase"),
     [
-        *((False, "all_gather_object", number, phase) for number, phase in enumerate(SAVING)),
-        *((True, "all_gather_object", number, phase) for number, phase in enumerate(LOADING)),
+        *((False, "all_reduce", 2 * number, phase) for number, phase in enumerate(SAVING)),  # lengths, and content
+        *((True, "all_reduce", 2 * number, phase) for number, phase in enumerate(LOADING)),
         (False, "send", 0, "for pytorch_model-000"),
     ],
 )
@@ -210,9 +215,9 @@ def test_a_rank_lost_in_a_save_or_a_load_is_named_with_the_phase(
 
 def lose_a_rank_of_a_plain_group(directory: Path) -> Exception | None:
     if dist.get_rank() == DYING:
-        die_at("all_gather_object", 0)
+        die_at("all_reduce", 0)
     try:
-        save_object({"step": 1}, directory / "object.bin", world_comm=GroupComm())
+        save_object({"step": 1}, directory / "object.bin", world_comm=CheckpointRanks(dist.group.WORLD))
     except Exception as error:
         return error
     return None

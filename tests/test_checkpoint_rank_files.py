@@ -18,7 +18,7 @@ from checkpoint_ranks import (
     split_copies,
 )
 from families import FAMILIES
-from penstock.checkpoint import SavingRank, SoloComm, from_parallelized, reader, save_parallelized
+from penstock.checkpoint import CheckpointRanks, SavingRank, from_parallelized, reader, save_parallelized
 
 
 def build(family: str) -> torch.nn.Module:
@@ -141,7 +141,7 @@ def test_a_rank_reads_only_files_and_tensors_it_needs(tmp_path, monkeypatch) -> 
         reader.CheckpointReader, "_read", lambda self, location: read.append(location) or original(self, location)
     )
     first_of_two, _ = split_copies(build("llama"), 2)
-    from_parallelized(first_of_two, tmp_path, world_comm=SoloComm())
+    from_parallelized(first_of_two, tmp_path, world_comm=CheckpointRanks())
     assert {location.stored_name for location in read} == set(first_of_two.state_dict())
     assert {location.file_name for location in read} == {f"pytorch_model_tp_0_pp_{stage}.bin" for stage in (0, 1)}
 

@@ -81,6 +81,23 @@ def load_all(models, optimizers, schedulers, directory) -> list:
     return on_ranks(len(models), work)
 
 
+def test_the_leader_alone_gathers_random_states_and_the_common_file_does_not_grow_with_the_ranks(tmp_path) -> None:
+    sizes = []
+    for num_ranks in (2, 4):
+        models = split_copies(build(1), num_ranks)
+
+        def work(rank: int, comm, models=models, num_ranks=num_ranks) -> int:
+            place = SavingRank(rank, num_ranks)
+            kwargs = {"world_comm": comm, "pipeline_comm": comm, "training_state": TrainingState(step=1)}
+            save_parallelized(models[rank], tmp_path, place=place, **kwargs)
+            return comm.received
+
+        leader, *others = raised(on_ranks(num_ranks, work))
+        assert leader > 5000 * (num_ranks - 1) and not any(others)
+        sizes.append((tmp_path / "training_state.bin").stat().st_size)
+    assert sizes[1] - sizes[0] < 500
+
+
 @pytest.mark.parametrize("kind", sorted(OPTIMIZERS))
 def test_a_run_that_moves_from_3_to_2_to_1_stages_is_the_unsplit_run(kind: str, tmp_path) -> None:
     reference = build(1)

@@ -148,6 +148,6 @@ def test_foreign_checkpoints_are_refused_by_name(pool: Pool, tmp_path: Path) -> 
     assert first == second
     missing, llama, wider, optimizer = first
     assert f"{tmp_path}/missing is no directory" in missing
-    assert f"cannot load {tmp_path}/llama" in llama
-    assert f"cannot load {tmp_path}/wider" in wider and "c_fc" in wider
+    assert f"to load {tmp_path}/llama failed" in llama
+    assert f"to load {tmp_path}/wider failed" in wider and "c_fc" in wider
     assert "holds no parallel checkpoint" in optimizer

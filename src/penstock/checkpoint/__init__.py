@@ -2,7 +2,7 @@
 
 from .adapters import AdapterFolder
 from .background import HostMemory, PendingSave
-from .comm import Comm, GroupComm, OnceLost, SoloComm
+from .comm import CheckpointRanks
 from .folder import find_checkpoints, remove_older, step_folder
 from .load import WeightsLoad, from_parallelized, is_parallelized
 from .ordinary import load_ordinary
@@ -22,14 +22,11 @@ __all__ = [
     "TRAINING_VARIANT",
     "AdapterFolder",
     "CheckpointError",
-    "Comm",
-    "GroupComm",
+    "CheckpointRanks",
     "HostMemory",
-    "OnceLost",
     "PendingSave",
     "Run",
     "SavingRank",
-    "SoloComm",
     "TrainingState",
     "TrainingStateLoad",
     "WeightsLoad",

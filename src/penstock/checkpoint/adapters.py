@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from penstock.modeling.placeholders.ghosts import shown_whole
 
-from .comm import Comm, together
+from .comm import CheckpointRanks
 from .files import flush_file, writing
 from .merge import Holding, MergePlan, Shard, first_holders, followed
 from .names import EXTENSIONS
@@ -74,7 +74,9 @@ class AdapterFolder:
         return Replacement(others, {name: name for name in weights}, hiding=[first] if hides else [])
 
 
-def load_adapters(model: nn.Module, folders: Mapping[str, str], *, world_comm: Comm, strict: bool = True) -> None:
+def load_adapters(
+    model: nn.Module, folders: Mapping[str, str], *, world_comm: CheckpointRanks, strict: bool = True
+) -> None:
     """Copy the weights of ordinary adapter folders into the adapters that a model has on this rank.
 
     Args:
@@ -110,7 +112,7 @@ def load_adapters(model: nn.Module, folders: Mapping[str, str], *, world_comm: C
                     raise CheckpointError(f"{folder} has another shape of {key}: {shapes}")
             found[name] = state
 
-    together(world_comm, f"load {', '.join(folders.values())}", "reading the adapters", read)
+    world_comm.together(f"reading the adapters to load {', '.join(folders.values())}", read)
     for name, state in found.items():
         set_peft_model_state_dict(model, state, adapter_name=name)
 

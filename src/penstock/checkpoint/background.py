@@ -22,10 +22,10 @@ from dataclasses import asdict
 import torch
 
 from .files import write_bytes, writing
-from .manifest import MAX_RANKS, FileEntry, parse_file
+from .manifest import FileEntry
 from .saving_ranks import SavingRank
 from .tensors import once_for_tied
-from .untrusted import CheckpointError, Field, describe, read_json
+from .untrusted import CheckpointError, describe, read_json
 
 logger = logging.getLogger(__name__)
 
@@ -176,7 +176,7 @@ def words_of(
                 content = read_json(path)
                 if (error := content.get("error")) is not None:
                     raise CheckpointError(f"rank {content['rank'].value}: {error.value}")
-                found[name] = {file: _entry(fields) for file, fields in content["files"].items()}
+                found[name] = content["files"].read(dict[str, FileEntry])
             elif os.path.exists(path + _FAILED):
                 raise CheckpointError(
                     f"the rank that leaves {name} could not write, not even the reason; that rank raises it"
@@ -194,11 +194,6 @@ def words_of(
                 f"{missing} was not written to {folder}, where nothing has changed for {STANDSTILL:g} s"
             )
         time.sleep(PAUSE)
-
-
-def _entry(fields: Field) -> FileEntry:
-    ranks = (fields[name].integer(0, MAX_RANKS) for name in ("stage", "tensor_parallel_rank"))
-    return parse_file(fields, fields["part"].text(), *ranks)
 
 
 def _size_of(folder: str) -> int:

@@ -17,7 +17,7 @@ from transformers.utils import CONFIG_NAME
 from penstock.modeling.instrumentation import record_of
 from penstock.modeling.weights.initialise import meta_model, resolve_model_class
 
-from .comm import SoloComm
+from .comm import CheckpointRanks
 from .files import write_bytes
 from .folder import Found, find_checkpoints
 from .manifest import MODEL, TRAINING, Manifest, whole_manifest
@@ -89,8 +89,8 @@ def inspect_checkpoint(path: str, values: bool = True) -> dict[str, Any]:
             training = {
                 "step": common["step"],
                 "objects": sorted(common["objects"]),
-                "ranks": len(common["random"]),
-                "pipelines": len(set(common.get("pipelines") or [0])),
+                "ranks": len(common["pipelines"]),
+                "pipelines": len(set(common["pipelines"])),
                 "parameter_groups": len(common["groups"] or []),
             }
     return {
@@ -194,7 +194,7 @@ def merge_checkpoint(
             for name in sides:
                 with open_plain(os.path.join(path, name)) as file:
                     write_bytes(os.path.join(folder, name), file.read(MAX_SIDE_BYTES))
-            write_merged(form, state, plan, folder, SoloComm())
+            write_merged(form, state, plan, folder, CheckpointRanks())
             commit(directory, staging, form.replacement(directory, folder, plan, sides))
         except BaseException:
             discard(directory, staging)

@@ -208,11 +208,16 @@ def load_data(path: str) -> Any:
         CheckpointError: naming the path.
     """
     with open_plain(path) as file:
-        try:
-            check_archive(file, path)
-            return torch.load(file, weights_only=True, map_location="cpu")
-        except Exception as error:
-            raise cannot_read(path, error) from None
+        return plain_content(file, path)
+
+
+def plain_content(file: BinaryIO, path: str) -> Any:
+    """The same, of an open file."""
+    try:
+        check_archive(file, path)
+        return torch.load(file, weights_only=True, map_location="cpu")
+    except Exception as error:
+        raise cannot_read(path, error) from None
 
 
 def check_archive(file: BinaryIO, path: str) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from .comm import Comm, together
+from .comm import CheckpointRanks
 from .manifest import MODEL, Manifest, whole_manifest
 from .names import manifest_name
 from .reader import CheckpointReader, Resharding
@@ -34,7 +34,7 @@ def from_parallelized(
     model: Model,
     directory: str | os.PathLike[str],
     *,
-    world_comm: Comm,
+    world_comm: CheckpointRanks,
     variant: str | None = None,
 ) -> Model:
     """Load what `save_parallelized` wrote into the parameters and buffers that `model` has on this rank.
@@ -55,10 +55,9 @@ def from_parallelized(
             class, or of a model with other names or shapes. The message names the file, or the tensors.
     """
     load = WeightsLoad(model, directory, variant)
-    doing = f"load {load.directory}"
     try:
-        together(world_comm, doing, "checking the files", load.check)
-        together(world_comm, doing, "copying the weights", load.apply)
+        world_comm.together(f"checking the files to load {load.directory}", load.check)
+        world_comm.together(f"copying the weights to load {load.directory}", load.apply)
     finally:
         load.close()
     return model

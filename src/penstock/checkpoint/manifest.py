@@ -11,10 +11,11 @@ import json
 import math
 import os
 from dataclasses import dataclass, field, fields
+from typing import Annotated
 
 from .names import EXTENSIONS, STAGING, check_plain, check_variant, common_file_name, manifest_name, rank_file_name
 from .tensors import DTYPES, TensorInfo
-from .untrusted import CheckpointError, Field, is_directory, locate, read_json
+from .untrusted import MAX_RANKS, CheckpointError, Checksum, Count, Field, Place, is_directory, locate, read_json
 
 FORMAT = "penstock parallel checkpoint"
 VERSION = 1
@@ -22,15 +23,12 @@ VERSION = 1
 MODEL = "model"
 TRAINING = "training"
 
-# More stages, or slices of one, than any machine has devices.
-MAX_RANKS = 65536
-
 # How the names of the files with tensors begin.
 STEMS = {MODEL: "pytorch_model", TRAINING: "optimizer"}
-_MAX_DIMENSIONS = 64
+_MOST = 64  # dimensions
 _SHOWN = 5
-_MOST = 2**63 - 1
-_CRC = (0, 2**32 - 1)
+# A dimension, and a number of blocks.
+_Shard = tuple[Annotated[int, (-_MOST, _MOST - 1)], Annotated[int, (1, 2**63 - 1)]]
 
 
 @dataclass(frozen=True)
@@ -46,13 +44,13 @@ class FileEntry:
         checksum: CRC-32 of a file that is read whole and holds no tensors of its own.
     """
 
-    part: str
-    stage: int
-    tensor_parallel_rank: int
-    size: int
+    part: Annotated[str, STEMS]
+    stage: Place
+    tensor_parallel_rank: Place
+    size: Count
     tensors: dict[str, TensorInfo] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
-    checksum: int | None = None
+    checksum: Checksum | None = None
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,7 @@ class Manifest:
     staging: str
     tied: list[list[str]]
     files: dict[str, FileEntry]
-    shards: dict[str, tuple[int, int]] = field(default_factory=dict)
+    shards: dict[str, _Shard] = field(default_factory=dict)
 
     def dump(self) -> bytes:
         content = {"format": FORMAT, "version": VERSION} | {one.name: getattr(self, one.name) for one in fields(self)}
@@ -142,7 +140,7 @@ def read_manifest(directory: str, variant: str | None = None) -> Manifest:
         raise CheckpointError(_missing(directory, path)) from None
     if not isinstance(content.value, dict) or content.value.get("format") != FORMAT:
         raise CheckpointError(f"{path} is not the table of contents of a parallel checkpoint")
-    if (version := content["version"].integer(1, _MOST)) != VERSION:
+    if (version := content["version"].integer(1, MAX_RANKS)) != VERSION:
         raise CheckpointError(f"{path} has format version {version}; this Penstock reads {VERSION}")
     return _parse(content, variant)
 
@@ -160,72 +158,44 @@ def _missing(directory: str, path: str) -> str:
 
 
 def _parse(content: Field, variant: str | None) -> Manifest:
-    num_stages = content["num_stages"].integer(1, MAX_RANKS)
-    tensor_parallel_size = content["tensor_parallel_size"].integer(1, MAX_RANKS)
-    files: dict[str, FileEntry] = {}
-    for name, entry in content["files"].items():
+    """The table of contents, whose parts go together. Raises CheckpointError for an absurd one."""
+    content["num_stages"].integer(1, MAX_RANKS)
+    content["tensor_parallel_size"].integer(1, MAX_RANKS)
+    manifest: Manifest = content.read(Manifest)
+    for name, one in content["files"].items():
         check_plain(name, f"{content.file} is damaged: a file name in it")
-        part = entry["part"].text()
-        if part not in STEMS:
-            entry["part"].refuse(f"one of {sorted(STEMS)}")
-        pipeline_rank = entry["stage"].integer(0, num_stages - 1)
-        rank = entry["tensor_parallel_rank"].integer(0, tensor_parallel_size - 1)
-        allowed = [rank_file_name(STEMS[part], rank, pipeline_rank, extension, variant) for extension in EXTENSIONS]
-        allowed += [common_file_name(variant)] if part == TRAINING else []
+        entry = manifest.files[name]
+        one["stage"].integer(0, manifest.num_stages - 1)
+        one["tensor_parallel_rank"].integer(0, manifest.tensor_parallel_size - 1)
+        place = entry.tensor_parallel_rank, entry.stage
+        allowed = [rank_file_name(STEMS[entry.part], *place, extension, variant) for extension in EXTENSIONS]
+        allowed += [common_file_name(variant)] if entry.part == TRAINING else []
         if name not in allowed:
-            entry.refuse(f"it under a name that Penstock gives such a file: one of {allowed}")
-        files[name] = parse_file(entry, part, pipeline_rank, rank)
-        if (files[name].checksum is None) == (name == common_file_name(variant)):
-            entry.refuse("a checksum for the file that every rank reads whole, and for no other")
-    held = {(entry.stage, entry.tensor_parallel_rank) for entry in files.values() if entry.part == MODEL}
-    if held and len(held) != num_stages * tensor_parallel_size:
+            one.refuse(f"it under a name that Penstock gives such a file: one of {allowed}")
+        if (entry.checksum is None) == (name == common_file_name(variant)):
+            one.refuse("a checksum for the file that every rank reads whole, and for no other")
+        _check_entry(one, entry)
+    held = {(entry.stage, entry.tensor_parallel_rank) for entry in manifest.files.values() if entry.part == MODEL}
+    if held and len(held) != manifest.num_stages * manifest.tensor_parallel_size:
         content["tensor_parallel_size"].refuse(
-            f"one that goes with {len(held)} files of weights: one for each of num_stages {num_stages} times "
-            f"tensor_parallel_size {tensor_parallel_size}"
+            f"one that goes with {len(held)} files of weights: one for each of num_stages {manifest.num_stages} times "
+            f"tensor_parallel_size {manifest.tensor_parallel_size}"
         )
-    staging, model_class = content["staging"], content["model_class"]
-    if not STAGING.fullmatch(check_plain(staging.text(), f"{content.file} is damaged: the staging folder")):
-        staging.refuse("the name of a folder that a save stages its files in: .saving- and 32 hexadecimal digits")
-    if not model_class.text().isidentifier():
-        model_class.refuse("the name of a class")
-    shards = {}
-    for name, shard in content["shards"].items() if content.get("shards") else ():
-        numbers = list(shard.elements())
-        if len(numbers) != 2:
-            shard.refuse("a dimension and a number of blocks")
-        shards[name] = numbers[0].integer(-_MAX_DIMENSIONS, _MAX_DIMENSIONS - 1), numbers[1].integer(1, _MOST)
-    return Manifest(
-        model_class=model_class.text(),
-        num_stages=num_stages,
-        tensor_parallel_size=tensor_parallel_size,
-        staging=staging.text(),
-        tied=[[name.text() for name in group.elements()] for group in content["tied"].elements()],
-        files=files,
-        shards=shards,
-    )
+    if not STAGING.fullmatch(check_plain(manifest.staging, f"{content.file} is damaged: the staging folder")):
+        content["staging"].refuse("the name of a folder that a save stages its files in: .saving- and 32 hexadecimals")
+    if not manifest.model_class.isidentifier():
+        content["model_class"].refuse("the name of a class")
+    return manifest
 
 
-def parse_file(entry: Field, part: str, pipeline_rank: int, tensor_parallel_rank: int) -> FileEntry:
-    """A file's entry. Raises CheckpointError for an absurd one."""
-    size = entry["size"].integer(0, _MOST)
-    tensors = {name: _parse_tensor(info, size) for name, info in entry["tensors"].items()}
-    aliases = {}
-    for name, stored in entry["aliases"].items() if entry.get("aliases") else ():
-        if stored.text() not in tensors:
-            stored.refuse("the name of a tensor in the same file")
-        aliases[name] = stored.text()
-    checksum = entry.get("checksum")
-    number = None if checksum is None else checksum.integer(*_CRC)
-    return FileEntry(part, pipeline_rank, tensor_parallel_rank, size, tensors, aliases, number)
-
-
-def _parse_tensor(info: Field, file_size: int) -> TensorInfo:
-    dtype, shape = info["dtype"], info["shape"]
-    if dtype.text() not in DTYPES:
-        dtype.refuse("a dtype that this version of torch has")
-    sizes = tuple(size.integer(0, _MOST) for size in shape.elements())
-    if len(sizes) > _MAX_DIMENSIONS:
-        shape.refuse(f"{_MAX_DIMENSIONS} dimensions at most")
-    if (needed := math.prod(sizes) * DTYPES[dtype.value].itemsize) > file_size:
-        shape.refuse(f"one that fits in the file: it takes {needed} bytes of {dtype.value}, the file has {file_size}")
-    return TensorInfo(sizes, dtype.value, info["checksum"].integer(*_CRC))
+def _check_entry(content: Field, entry: FileEntry) -> None:
+    """Check that a file can hold what its entry says. Raises CheckpointError."""
+    for name, stored in entry.aliases.items():
+        if stored not in entry.tensors:
+            content["aliases"][name].refuse("the name of a tensor in the same file")
+    for name, info in entry.tensors.items():
+        if (needed := math.prod(info.shape) * DTYPES[info.dtype].itemsize) > entry.size or len(info.shape) > _MOST:
+            content["tensors"][name]["shape"].refuse(
+                f"{_MOST} dimensions at most, and one that fits in the file: it takes {needed} bytes of {info.dtype}, "
+                f"the file has {entry.size}"
+            )

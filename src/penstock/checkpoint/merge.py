@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
@@ -22,12 +22,13 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from penstock.modeling.graph.dataflow import DataFlow, Given
 from penstock.tensor_parallel import Sharding
 
-from .comm import Comm
+from .comm import CheckpointRanks
 from .files import write_bytes, write_tensors
 from .names import EXTENSIONS, STAGED_INDEX, is_shard, weight_file_names
 from .save_pretrained import SaveOptions, write_side_files
 from .staging import Replacement, index_content
 from .tensors import (
+    DTYPES,
     dtype_name,
     dtype_of,
     first_of_tied,
@@ -38,15 +39,15 @@ from .tensors import (
     whole_shape,
     whole_state,
 )
-from .untrusted import is_regular, kind_of
+from .untrusted import Count, is_regular, kind_of
 
 
 @dataclass(frozen=True)
 class Holding:
     """A tensor that a rank holds, by its name in the unsplit model."""
 
-    shape: tuple[int, ...]
-    dtype: str
+    shape: tuple[Count, ...]
+    dtype: Annotated[str, DTYPES]
     is_parameter: bool
 
 
@@ -232,7 +233,9 @@ def followed(inputs: Mapping[str, torch.Tensor]) -> Iterator[Callable[[torch.Ten
         yield lambda tensor: frozenset(one.name for one in flow.sources(tensor) if isinstance(one, Given))
 
 
-def write_merged(form: Assembler, state: Mapping[str, torch.Tensor], plan: MergePlan, folder: str, comm: Comm) -> None:
+def write_merged(
+    form: Assembler, state: Mapping[str, torch.Tensor], plan: MergePlan, folder: str, comm: CheckpointRanks
+) -> None:
     """Assemble and write this rank's shards into `folder`, and send what others need for theirs.
 
     Transfers happen in one order on all ranks, so they cannot deadlock. A rank that fails goes on taking part in them,
@@ -253,7 +256,7 @@ def _write_shard(
     plan: MergePlan,
     shard: Shard,
     folder: str,
-    comm: Comm,
+    comm: CheckpointRanks,
     failure: Exception | None,
 ) -> Exception | None:
     """Do this rank's transfers for a shard, and write it if it is this rank's and nothing has failed.

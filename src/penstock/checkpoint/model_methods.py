@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from penstock.checkpoint.adapters import AdapterFolder, load_adapters
-from penstock.checkpoint.comm import GroupComm, OnceLost
+from penstock.checkpoint.comm import CheckpointRanks
 from penstock.checkpoint.load import from_parallelized
 from penstock.checkpoint.ordinary import load_ordinary
 from penstock.checkpoint.save import save_adapter, save_parallelized
@@ -17,6 +17,7 @@ from penstock.checkpoint.save_pretrained import SaveOptions
 from penstock.checkpoint.saving_ranks import SavingRank
 from penstock.modeling.adapters import base_of
 from penstock.modeling.instrumentation import original_class
+from penstock.runtime.comm.exchange import OnceLost
 from penstock.runtime.comm.rollcall import Call
 from penstock.runtime.engine import Engine
 
@@ -91,11 +92,12 @@ def _has_injected(model: Any) -> bool:
     return getattr(model, "_hf_peft_config_loaded", False)
 
 
-def checkpoint_comms(pipeline: Engine) -> tuple[GroupComm, GroupComm]:
+def checkpoint_comms(pipeline: Engine) -> tuple[CheckpointRanks, CheckpointRanks]:
     """How all ranks, and the ranks of this pipeline, talk about checkpoints."""
     pipeline.check_open()
     guard = OnceLost(pipeline.board.guard)
-    return GroupComm(pipeline.groups.world_control, guard), GroupComm(pipeline.groups.model_parallel_control, guard)
+    groups = pipeline.groups
+    return CheckpointRanks(groups.world_control, guard), CheckpointRanks(groups.model_parallel_control, guard)
 
 
 def saving_rank(pipeline: Engine) -> SavingRank:

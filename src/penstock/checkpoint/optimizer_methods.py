@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from penstock.checkpoint.comm import Comm, GroupComm, SoloComm
+from penstock.checkpoint.comm import CheckpointRanks
 from penstock.checkpoint.model_methods import checkpoint_comms, saving_ranks
 from penstock.checkpoint.plain_objects import load_object, restore_object, save_object, state_of
 from penstock.checkpoint.save import TRAINING_VARIANT, save_training_state
@@ -99,5 +99,5 @@ def load_lr_scheduler(lr_scheduler: LRScheduler, path: PathLike) -> None:
     restore_object(lr_scheduler, content, f"the scheduler's state in {path}")
 
 
-def _world() -> Comm:
-    return GroupComm() if dist.is_initialized() else SoloComm()
+def _world() -> CheckpointRanks:
+    return CheckpointRanks(dist.group.WORLD if dist.is_initialized() else None)

@@ -20,7 +20,7 @@ from penstock.modeling.weights.whole import tensor_parallel_of, whole_state
 from penstock.random_state import restored
 from penstock.tensor_parallel import take_shards
 
-from .comm import Comm, together
+from .comm import CheckpointRanks
 from .files import check_archive, open_tensors
 from .names import EXTENSIONS, STAGING, check_plain, weight_file_names
 from .tensors import held_state, tied_groups
@@ -37,7 +37,7 @@ def load_ordinary(
     stages: Sequence[Sequence[str]],
     local_stages: Collection[int],
     *,
-    world_comm: Comm,
+    world_comm: CheckpointRanks,
     strict: bool = True,
 ) -> None:
     """Copy the weights of this rank's stages from an ordinary checkpoint into the model's existing parameters.
@@ -77,7 +77,7 @@ def load_ordinary(
                 raise CheckpointError(f"{directory} has another shape of {name}: {shapes}")
         loaded.append(found)
 
-    together(world_comm, f"load {directory}", "reading the files", read)
+    world_comm.together(f"reading the files to load {directory}", read)
     with torch.no_grad():
         for name, target in held_state(model).items():
             if name in loaded[0]:

@@ -12,11 +12,10 @@ from torch import nn
 
 from penstock.modeling.instrumentation import absent_of, original_class, record_of
 
-from .comm import together
 from .merge import MergePlan, Shard, describe_holdings, first_holders, write_merged
 from .model_methods import saving_ranks
 from .save_pretrained import refuse_unsupported
-from .saving_ranks import SavingReport, writers_of
+from .saving_ranks import SavingReport, tell_reports, writers_of
 from .tensors import held_state, shards_of, tied_groups
 
 
@@ -41,7 +40,7 @@ def save_by_own_method(model: Any, name: str, args: tuple[Any, ...], kwargs: dic
     def describe() -> SavingReport:
         refuse_unsupported(model)
         state.update(held_state(model) if place.is_writer else {})
-        return SavingReport(place, [], describe_holdings(model, state), None, frozenset())
+        return SavingReport(place, [], describe_holdings(model, state), None, [])
 
     def write(reports: Sequence[SavingReport]) -> None:
         if not place.is_writer:
@@ -53,8 +52,8 @@ def save_by_own_method(model: Any, name: str, args: tuple[Any, ...], kwargs: dic
         write_merged(own, state, plan, "", comm)
 
     with pipeline.saving():
-        reports = together(world, doing, "comparing what ranks hold", describe)
-        together(world, doing, f"running {name}()", lambda: write(reports))
+        reports = tell_reports(world, f"comparing what ranks hold to {doing}", describe)
+        world.together(f"running {name}() to {doing}", lambda: write(reports))
     return own.result
 
 

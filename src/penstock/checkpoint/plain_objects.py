@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from .comm import Comm, together
+from .comm import CheckpointRanks
 from .files import flush_file, load_data, write_bytes, writing
 from .untrusted import CheckpointError, Field, describe, is_regular, refused_global
 
@@ -70,7 +70,7 @@ def restore_object(stateful: Any, content: Any, what: str) -> None:
         raise CheckpointError(f"{what} does not fit: {describe(error)}") from error
 
 
-def save_object(content: Any, path: str | os.PathLike[str], *, world_comm: Comm) -> None:
+def save_object(content: Any, path: str | os.PathLike[str], *, world_comm: CheckpointRanks) -> None:
     """Write plain data to a file, from the first rank. A kill at any moment leaves the previous file whole.
 
     Raises:
@@ -98,10 +98,10 @@ def save_object(content: Any, path: str | os.PathLike[str], *, world_comm: Comm)
             flush_file(folder)
         _remove_drafts(folder, name)
 
-    together(world_comm, f"save {path}", "writing the file", write, unchanged=f"what was in {path} before is intact")
+    world_comm.together(f"writing the file to save {path}", write, f"what was in {path} before is intact")
 
 
-def load_object(path: str | os.PathLike[str], *, world_comm: Comm) -> Any:
+def load_object(path: str | os.PathLike[str], *, world_comm: CheckpointRanks) -> Any:
     """What `save_object` wrote. No code in the file is run. Raises CheckpointError if some rank cannot read it."""
     path = os.path.abspath(path)
     found: list[Any] = []
@@ -112,7 +112,7 @@ def load_object(path: str | os.PathLike[str], *, world_comm: Comm) -> Any:
         except FileNotFoundError:
             raise CheckpointError(f"{path} is missing") from None
 
-    together(world_comm, f"load {path}", "reading the file", read)
+    world_comm.together(f"reading the file to load {path}", read)
     return found[0]
 
 

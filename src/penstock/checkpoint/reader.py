@@ -104,8 +104,8 @@ class CheckpointReader:
         # The shape first: a small file may claim to hold more than fits into memory.
         if not location.info.fits(tensor) or TensorInfo.of(tensor) != location.info:
             raise CheckpointError(
-                f"{self._path(location)} is not the file that was saved: {location.stored_name} differs from what the "
-                "checkpoint's table of contents says"
+                f"{self.path_of(location)} is not the file that was saved: {location.stored_name} differs from what "
+                "the checkpoint's table of contents says"
             )
 
     def read(self, name: str, sharding: Resharding) -> torch.Tensor:
@@ -139,19 +139,20 @@ class CheckpointReader:
 
     def _read(self, location: Location) -> torch.Tensor:
         if location.file_name not in self._open:
-            opened = open_tensors(self._path(location), location.file_name)
+            opened = open_tensors(self.path_of(location), location.file_name)
             self._open[location.file_name] = self._stack.enter_context(opened)
         file = self._open[location.file_name]
         if location.stored_name not in file.names:
             raise CheckpointError(
-                f"{self._path(location)} is not the file that was saved: it has no {location.stored_name}"
+                f"{self.path_of(location)} is not the file that was saved: it has no {location.stored_name}"
             )
         try:
             return file.read(location.stored_name)
         except Exception as error:
-            raise cannot_read(self._path(location), error) from None
+            raise cannot_read(self.path_of(location), error) from None
 
-    def _path(self, location: Location) -> str:
+    def path_of(self, location: Location) -> str:
+        """Where a tensor's file is now."""
         return self._manifest.path_of(self._directory, location.file_name)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -17,16 +17,22 @@ from torch import nn
 
 from .adapters import AdapterFolder
 from .background import HostMemory, PendingSave, leaving_word, word_name, words_of
-from .comm import Comm, together
+from .comm import CheckpointRanks
 from .manifest import MODEL, TRAINING, FileEntry, Manifest
 from .merge import MergedFolder, MergePlan, ModelFolder, describe_holdings, write_merged
 from .rank_files import parallel_replacement, warn_of_drift, write_rank_files
 from .save_pretrained import SaveOptions, refuse_unsupported
-from .saving_ranks import SavingRank, SavingReport, names_to_write, writers_of
+from .saving_ranks import SavingRank, SavingReport, names_to_write, tell_reports, writers_of
 from .staging import commit, discard, prepare
 from .tensors import held_state, shards_of, tensor_parallel_place, tied_groups
-from .training_state import RankTrainingState, TrainingState, collect_training_state, common_content
-from .untrusted import CheckpointError
+from .training_state import (
+    RankTrainingState,
+    TrainingState,
+    collect_training_state,
+    common_content,
+    gather_random_states,
+)
+from .untrusted import CheckpointError, Field
 
 Result = TypeVar("Result")
 
@@ -39,8 +45,8 @@ def save_parallelized(
     save_directory: str | os.PathLike[str],
     *,
     place: SavingRank,
-    world_comm: Comm,
-    pipeline_comm: Comm,
+    world_comm: CheckpointRanks,
+    pipeline_comm: CheckpointRanks,
     merge_checkpoints: bool = False,
     training_state: TrainingState | None = None,
     **save_pretrained_kwargs: Any,
@@ -82,8 +88,8 @@ def save_adapter(
     adapter: AdapterFolder,
     *,
     place: SavingRank,
-    world_comm: Comm,
-    pipeline_comm: Comm,
+    world_comm: CheckpointRanks,
+    pipeline_comm: CheckpointRanks,
 ) -> None:
     """Save one adapter of a split model as one ordinary folder. Else as `save_parallelized`."""
     refuse_unsupported(model)
@@ -97,8 +103,8 @@ def save_training_state(
     training_state: TrainingState,
     *,
     place: SavingRank,
-    world_comm: Comm,
-    pipeline_comm: Comm,
+    world_comm: CheckpointRanks,
+    pipeline_comm: CheckpointRanks,
 ) -> None:
     """Save a training state without the model's weights, for `load_training_state(..., variant=TRAINING_VARIANT)`.
 
@@ -115,8 +121,8 @@ def save_checkpoint(
     training_state: TrainingState,
     *,
     place: SavingRank,
-    world_comm: Comm,
-    pipeline_comm: Comm,
+    world_comm: CheckpointRanks,
+    pipeline_comm: CheckpointRanks,
     memory: HostMemory | None = None,
     given_up: Callable[[], str | None] = lambda: None,
     afterwards: Callable[[], None] = lambda: None,
@@ -162,8 +168,8 @@ class _Save:
     model: nn.Module
     directory: str
     place: SavingRank
-    world: Comm
-    pipeline: Comm
+    world: CheckpointRanks
+    pipeline: CheckpointRanks
     form: MergedFolder | None
     training_state: TrainingState | None
     options: SaveOptions
@@ -175,13 +181,17 @@ class _Save:
     sides: Sequence[str] = ()
     state: Mapping[str, torch.Tensor] = field(default_factory=dict)
     training: RankTrainingState | None = None
+    training_tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
     common: bytes | None = None
     plan: MergePlan | None = None
 
     def run(self) -> None:
         with self._staged() as (staging, reports):
             folder = os.path.join(self.directory, staging)
-            written = self._together("writing the files", lambda: self._write(folder, reports), self._intact)
+            said = self._together("writing the files", lambda: self._write(folder, reports), self._intact)
+            written = [
+                Field(one, f"what rank {rank} wrote").read(dict[str, FileEntry]) for rank, one in enumerate(said)
+            ]
             self._together(
                 "putting the files in place",
                 lambda: self._commit(staging, written),
@@ -195,8 +205,7 @@ class _Save:
         def copy() -> None:
             self._collect(reports)
             self.state = memory.copy("model", self.state)
-            if self.training is not None:
-                self.training = replace(self.training, tensors=memory.copy("training", self.training.tensors))
+            self.training_tensors = memory.copy("training", self.training_tensors)
 
         with self._staged() as (staging, reports):
             self._together("copying to host memory", copy, self._intact)
@@ -218,7 +227,7 @@ class _Save:
                 discard(self.directory, staging)
             raise
         finally:
-            self.state, self.training, self.common = {}, None, None
+            self.state, self.training, self.training_tensors, self.common = {}, None, {}, None
 
     @contextlib.contextmanager
     def _staged(self) -> Iterator[tuple[str, list[SavingReport]]]:
@@ -228,8 +237,8 @@ class _Save:
         folder = os.path.join(self.directory, staging)
         calls = [call for call, _ in prepared]
         try:
-            reports = self._together("comparing what ranks hold", lambda: self._describe(folder, calls), self._intact)
-            yield staging, reports
+            doing = f"comparing what ranks hold to save to {self.directory}"
+            yield staging, tell_reports(self.world, doing, lambda: self._describe(folder, calls), self._intact)
         except CheckpointError:
             # After the exchange nobody writes any more.
             if self.place.is_leader:
@@ -237,17 +246,17 @@ class _Save:
             raise
 
     def _together(self, phase: str, work: Callable[[], Result], unchanged: str) -> list[Result]:
-        return together(self.world, f"save to {self.directory}", phase, work, unchanged=unchanged)
+        return self.world.together(f"{phase} to save to {self.directory}", work, unchanged)
 
     @property
     def _intact(self) -> str:
         return f"the checkpoint that was in {self.directory} before, if any, is intact"
 
     @property
-    def _call(self) -> tuple[Any, ...]:
+    def _call(self) -> list[Any]:
         """What must be the same on all ranks."""
         form, with_training_state = type(self.form).__name__, self.training_state is not None
-        return self.directory, form, with_training_state, self.options.safe_serialization, self.options.variant
+        return [self.directory, form, with_training_state, self.options.safe_serialization, self.options.variant]
 
     def _prepare(self) -> tuple[Any, str | None]:
         return self._call, prepare(self.directory) if self.place.is_leader else None
@@ -258,7 +267,9 @@ class _Save:
                 raise CheckpointError(f"was asked for {self._call}, but rank {rank} for {call}")
         needed: list[str] = []
         if self.training_state is not None:
-            self.training = collect_training_state(self.model, self.training_state, self.place.pipeline)
+            place = self.place.pipeline, self.place.is_writer
+            self.training = collect_training_state(self.model, self.training_state, *place)
+            self.training_tensors = self.training.optimizer.tensors if self.place.is_writer else {}
         if self.place.is_writer and not os.path.isdir(folder):
             raise CheckpointError(f"{folder} is not visible here; all ranks must share the file system")
         if self.place.is_writer and self.with_model:
@@ -267,25 +278,29 @@ class _Save:
                 self.sides, needed = (self.form or ModelFolder(self.model, self.options)).describe(folder)
         holdings = describe_holdings(self.model, self.state) if self.form else {}
         training = None if self.training is None else self.training.report
-        names = frozenset(self.state)
-        if self.training is not None and self.place.is_writer:
-            names |= frozenset(self.training.tensors)
-        return SavingReport(self.place, needed, holdings, training, names if self.once else frozenset())
+        names = [*self.state, *self.training_tensors] if self.once else []
+        return SavingReport(self.place, needed, holdings, training, names)
 
     def _collect(self, reports: list[SavingReport]) -> None:
         """Settle what this rank writes."""
+        random: dict[str, torch.Tensor] = {}
+        every = [report.training for report in reports if report.training is not None]
+        if self.training is not None:  # first, as no rank may fail before it
+            leader = next(rank for rank, report in enumerate(reports) if report.place.is_leader)
+            random = gather_random_states(self.training, every, leader, self.world)
         if self.once:
             own = names_to_write(self.model, reports, self.place)
             self.state = {name: tensor for name, tensor in self.state.items() if name in own}
-            if self.training is not None:
-                tensors = {name: tensor for name, tensor in self.training.tensors.items() if name in own}
-                self.training = replace(self.training, tensors=tensors)
-        if self.training_state is not None and self.place.is_leader:
-            every = [report.training or {} for report in reports]
-            pipeline = [report.training or {} for report in writers_of(reports)]
-            self.common = common_content(self.training_state, every, pipeline)
+            self.training_tensors = {name: tensor for name, tensor in self.training_tensors.items() if name in own}
+        if self.training_state is not None and self.training is not None and self.place.is_leader:
+            self.training_tensors = {**self.training_tensors, **random}
+            pipeline = [report.training for report in writers_of(reports) if report.training is not None]
+            self.common = common_content(self.training_state, self.training.optimizer.groups, every, pipeline)
 
-    def _write(self, folder: str, reports: list[SavingReport]) -> dict[str, FileEntry]:
+    def _write(self, folder: str, reports: list[SavingReport]) -> dict[str, Any]:
+        """Write this rank's files; their entries as plain data."""
+        if self.form is None:
+            self._collect(reports)
         if not self.place.is_writer:
             return {}
         if self.form is not None:
@@ -294,15 +309,14 @@ class _Save:
             self.plan = self.form.plan([report.holdings for report in writers], needed)
             write_merged(self.form, self.state, self.plan, folder, self.pipeline)
             return {}
-        self._collect(reports)
-        return self._write_files(folder)
+        return {name: asdict(entry) for name, entry in self._write_files(folder).items()}
 
     def _write_files(self, folder: str) -> dict[str, FileEntry]:
         parts: dict[str, Mapping[str, torch.Tensor]] = {}
         if self.with_model:
             parts[MODEL] = self.state
-        if self.training is not None and self.training.tensors:
-            parts[TRAINING] = self.training.tensors
+        if self.training_tensors:
+            parts[TRAINING] = self.training_tensors
         return write_rank_files(parts, self.common, folder, self.place, self.options)
 
     def _commit(self, staging: str, written: Sequence[Mapping[str, FileEntry]]) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 
 from torch import nn
 
+from .comm import CheckpointRanks
 from .merge import Holding
 from .optimizer_state import SEPARATOR
 from .tensors import first_of_tied, shards_of, tied_groups
+from .training_state import TrainingReport
+from .untrusted import Field
 
 
 @dataclass(frozen=True)
@@ -44,8 +46,16 @@ class SavingReport:
     place: SavingRank
     needed: list[str]
     holdings: dict[str, Holding]
-    training: dict[str, Any] | None
-    names: frozenset[str]
+    training: TrainingReport | None
+    names: list[str]
+
+
+def tell_reports(
+    ranks: CheckpointRanks, doing: str, describe: Callable[[], SavingReport], unchanged: str = ""
+) -> list[SavingReport]:
+    """Make a report on every rank; returns every rank's. See `CheckpointRanks.together`."""
+    said = ranks.together(doing, lambda: asdict(describe()), unchanged)
+    return [Field(one, f"what rank {rank} says").read(SavingReport) for rank, one in enumerate(said)]
 
 
 def writers_of(reports: Sequence[SavingReport]) -> list[SavingReport]:

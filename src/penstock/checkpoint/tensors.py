@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ from penstock.modeling.instrumentation import known_of
 from penstock.modeling.weights.names import ties_of
 from penstock.modeling.weights.whole import shards_of, tensor_parallel_place, whole_shape, whole_state  # noqa: F401  # as before
 
-from .untrusted import CheckpointError
+from .untrusted import CheckpointError, Checksum, Count
 
 # Every dtype of torch, by the name that `dtype_name` gives it.
 DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
@@ -24,9 +24,9 @@ DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).valu
 class TensorInfo:
     """One tensor in a file. `checksum` is the CRC-32 of its bytes in memory order."""
 
-    shape: tuple[int, ...]
-    dtype: str
-    checksum: int
+    shape: tuple[Count, ...]
+    dtype: Annotated[str, DTYPES]
+    checksum: Checksum
 
     @classmethod
     def of(cls, tensor: torch.Tensor, known: int | None = None) -> TensorInfo:

@@ -18,12 +18,11 @@ from transformers import PreTrainedModel
 
 from penstock.checkpoint import (
     CheckpointError,
-    Comm,
+    CheckpointRanks,
     HostMemory,
     PendingSave,
     Run,
     SavingRank,
-    SoloComm,
     TrainingState,
     TrainingStateLoad,
     WeightsLoad,
@@ -32,7 +31,6 @@ from penstock.checkpoint import (
     step_folder,
 )
 from penstock.checkpoint import save_checkpoint as save_to
-from penstock.checkpoint.comm import together
 from penstock.checkpoint.model_methods import checkpoint_comms, saving_rank
 from penstock.checkpoint.optimizer_methods import LossScaleState, unwrapped
 from penstock.checkpoint.training_state import LOSS_SCALE
@@ -222,7 +220,7 @@ def has_checkpoint(folder: PathLike, model: PreTrainedModel) -> bool:
 # -- loading -----------------------------------------------------------------------------------------------------------
 
 
-def _candidates(folder: str, which: str | int, world: Comm) -> list[tuple[str, str | None]]:
+def _candidates(folder: str, which: str | int, world: CheckpointRanks) -> list[tuple[str, str | None]]:
     """Paths of checkpoints, the newest first, and what is wrong with each as far as the first rank sees."""
 
     def look() -> list[tuple[str, str | None]]:
@@ -231,28 +229,32 @@ def _candidates(folder: str, which: str | int, world: Comm) -> list[tuple[str, s
         found = find_checkpoints(folder)
         return [(one.path, one.fault) for one in found if not one.unfinished and which in (LATEST, one.step)]
 
-    return together(world, f"load from {folder}", "looking for checkpoints", look)[0]
+    return world.together(f"looking for checkpoints to load from {folder}", look)[0]
 
 
 def _load_newest(
-    folder: str, which: str | int, model: PreTrainedModel, state: TrainingState, run: Participants, world: Comm
+    folder: str,
+    which: str | int,
+    model: PreTrainedModel,
+    state: TrainingState,
+    run: Participants,
+    world: CheckpointRanks,
 ) -> Checkpoint:
     damaged: dict[str, str] = {}
     for path, fault in _candidates(folder, which, world):
-        weights, training = WeightsLoad(model, path), TrainingStateLoad(model, path, state, pipeline=run.place.pipeline)
-        doing = f"load {path}"
+        weights, training = WeightsLoad(model, path), TrainingStateLoad(model, path, state, world, run.place.pipeline)
         with closing(weights), closing(training):
             try:
                 if fault is not None:
                     raise CheckpointError(fault)
-                together(world, doing, "checking the weights", weights.check)
-                training.held = together(world, doing, "checking the training state", training.check)
+                world.together(f"checking the weights to load {path}", weights.check)
+                training.check_together()
             except CheckpointError as error:
                 damaged[path] = str(error)
                 continue
             with training.undone_if_it_fails():
-                together(world, doing, "restoring the training state", partial(training.apply, world))
-                together(world, doing, "copying the weights", weights.apply)
+                world.together(f"restoring the training state to load {path}", training.apply)
+                world.together(f"copying the weights to load {path}", weights.apply)
         for other, reason in damaged.items() if world.rank == 0 else ():
             logger.warning("passed over the checkpoint %s: %s", other, reason)
         found = training.result()
@@ -294,8 +296,8 @@ class Participants:
         with self.engine.together(Call.COMPARE_STEPS, numbers) as said:
             return {rank: list(facts[: len(numbers)]) for rank, facts in said.items()}
 
-    def comms(self) -> tuple[Comm, Comm]:
-        return (SoloComm(), SoloComm()) if self.engine is None else checkpoint_comms(self.engine)
+    def comms(self) -> tuple[CheckpointRanks, CheckpointRanks]:
+        return (CheckpointRanks(), CheckpointRanks()) if self.engine is None else checkpoint_comms(self.engine)
 
     @property
     def elastic(self) -> Any:
@@ -357,11 +359,11 @@ class _Saver:
         self.memory = HostMemory()
         self.pending: PendingSave | None = None
 
-    def finish(self, world: Comm) -> None:
+    def finish(self, world: CheckpointRanks) -> None:
         """Wait for the save under way on all ranks; raises on all of them what went wrong on any."""
         pending, self.pending = self.pending, None
         if pending is not None:
-            together(world, f"save to {pending.directory}", "writing the files", pending.finish)
+            world.together(f"writing the files to save to {pending.directory}", pending.finish)
 
 
 def _saver_of(model: PreTrainedModel) -> _Saver:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import io
 import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, TypedDict
 
 import torch
@@ -19,14 +20,21 @@ from torch.optim import Optimizer
 
 from penstock.random_state import capture_random_state, check_random_state, restore_random_state
 
-from .comm import Comm, together
-from .files import load_data
-from .manifest import MAX_RANKS, TRAINING, Manifest, whole_manifest
-from .optimizer_state import collect_optimizer, parameters_by_name, reshardings_of, restore_optimizer
+from .comm import CheckpointRanks
+from .files import load_data, plain_content
+from .manifest import TRAINING, Manifest, whole_manifest
+from .optimizer_state import (
+    SEPARATOR,
+    OptimizerState,
+    collect_optimizer,
+    parameters_by_name,
+    reshardings_of,
+    restore_optimizer,
+)
 from .plain_objects import plain_data, restore_object, state_of
 from .reader import CheckpointReader, Resharding
-from .tensors import tensor_parallel_place
-from .untrusted import CheckpointError, Field, open_plain
+from .tensors import bytes_of, tensor_parallel_place
+from .untrusted import CheckpointError, Count, Field, Place, open_plain
 
 # Of objects that may have no saved state: the float16 loss scale of a run that was in another precision.
 LOSS_SCALE = "optimizer.loss_scale"
@@ -61,29 +69,69 @@ class TrainingState:
 
 
 @dataclass(frozen=True)
+class TrainingReport:
+    """What a rank tells the others of its share.
+
+    Attributes:
+        pipeline: its pipeline.
+        random: bytes that the states of its random generators take.
+        members, values: see `OptimizerState`.
+    """
+
+    pipeline: int
+    random: Count
+    members: list[list[str]]
+    values: dict[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
 class RankTrainingState:
-    """One rank's share: `report` is small and goes to the rank that writes the common file, `tensors` stay here."""
+    """One rank's share: `report` goes to the others, `random` to the rank that leads."""
 
-    report: dict[str, Any]
-    tensors: dict[str, torch.Tensor]
+    report: TrainingReport
+    random: torch.Tensor
+    optimizer: OptimizerState
 
 
-def collect_training_state(model: nn.Module, state: TrainingState, pipeline: int) -> RankTrainingState:
+def collect_training_state(model: nn.Module, state: TrainingState, pipeline: int, is_writer: bool) -> RankTrainingState:
     """Read the share of a rank of this pipeline. See `optimizer_state.collect_optimizer` for what is refused."""
-    report: dict[str, Any] = {"random": capture_random_state(), "pipeline": pipeline}
-    if state.optimizer is None:
-        return RankTrainingState(report, {})
-    collected = collect_optimizer(model, state.optimizer)
-    report |= {"groups": collected.groups, "members": collected.members, "values": collected.values}
-    return RankTrainingState(report, collected.tensors)
+    found = OptimizerState() if state.optimizer is None else collect_optimizer(model, state.optimizer)
+    data = bytearray(plain_data(capture_random_state(), "the state of the random generators"))
+    told = found if is_writer else OptimizerState()
+    report = TrainingReport(pipeline, len(data), told.members, told.values)
+    return RankTrainingState(report, torch.frombuffer(data, dtype=torch.uint8), found)
+
+
+def gather_random_states(
+    mine: RankTrainingState, reports: Sequence[TrainingReport], leader: int, ranks: CheckpointRanks
+) -> dict[str, torch.Tensor]:
+    """On the rank that leads the states of all ranks' random generators, by their names in its file."""
+    if ranks.rank != leader:
+        ranks.send(mine.random, leader, "giving the states of random generators")
+        return {}
+    states = [torch.empty(report.random, dtype=torch.uint8) for report in reports]
+    states[leader] = mine.random
+    for rank, state in enumerate(states):
+        if rank != leader:
+            ranks.receive(state, rank, "gathering the states of random generators")
+    return {_random_key(rank): state for rank, state in enumerate(states)}
+
+
+def _random_key(rank: int) -> str:
+    """The name of a rank's random generators' states among those of the optimizer, which is no parameter's."""
+    return f"{SEPARATOR}random.{rank}"
 
 
 def common_content(
-    state: TrainingState, reports: Sequence[Mapping[str, Any]], pipeline: Sequence[Mapping[str, Any]]
+    state: TrainingState,
+    groups: Sequence[Mapping[str, Any]],
+    reports: Sequence[TrainingReport],
+    pipeline: Sequence[TrainingReport],
 ) -> bytes:
     """The file that every rank reads whole when it loads.
 
     Args:
+        groups: of the optimizer, on any rank.
         reports: of all ranks of the world, in order.
         pipeline: of the ranks of the pipeline that writes, in order.
 
@@ -93,18 +141,17 @@ def common_content(
     members: list[list[str]] = []
     values: dict[str, dict[str, Any]] = {}
     for report in pipeline:
-        for number, names in enumerate(report.get("members", [])):
+        for number, names in enumerate(report.members):
             if number == len(members):
                 members.append([])
             members[number] = list(dict.fromkeys([*members[number], *names]))
-        values = {**report.get("values", {}), **values}
+        values = {**report.values, **values}
     content = {
         "step": state.step,
         "extra": dict(state.extra),
         "objects": {name: state_of(stateful) for name, stateful in state.objects.items()},
-        "random": [report["random"] for report in reports],
-        "pipelines": [report["pipeline"] for report in reports],
-        "groups": pipeline[0].get("groups"),
+        "pipelines": [report.pipeline for report in reports],
+        "groups": None if state.optimizer is None else list(groups),
         "members": members,
         "values": values,
         "run": state.run,
@@ -117,7 +164,7 @@ def load_training_state(
     directory: str | os.PathLike[str],
     state: TrainingState,
     *,
-    world_comm: Comm,
+    world_comm: CheckpointRanks,
     variant: str | None = None,
     pipeline: int = 0,
 ) -> TrainingState:
@@ -137,12 +184,11 @@ def load_training_state(
         CheckpointError: a file is missing, truncated or foreign, the optimizer's groups are not the saved ones, or
             something of its state cannot be sharded for another tensor-parallel size.
     """
-    load = TrainingStateLoad(model, directory, state, variant, pipeline)
-    doing = f"load {load.directory}"
+    load = TrainingStateLoad(model, directory, state, world_comm, pipeline, variant)
     try:
-        load.held = together(world_comm, doing, "checking the training state", load.check)
+        load.check_together()
         with load.undone_if_it_fails():
-            together(world_comm, doing, "restoring the training state", lambda: load.apply(world_comm))
+            world_comm.together(f"restoring the training state to load {load.directory}", load.apply)
     finally:
         load.close()
     return load.result()
@@ -153,27 +199,25 @@ class Holder:
     """What a rank that loads tells the others: its pipeline, and the parameters in its optimizer."""
 
     pipeline: int
-    names: Sequence[str] = ()
+    names: list[str]
 
 
 class TrainingStateLoad:
-    """What `load_training_state` does on one rank, in two steps: nothing has changed before `apply`.
-
-    Attributes:
-        held: what `check` returned on each rank; to be set before `apply`.
-    """
+    """What `load_training_state` does on one rank, in two steps: nothing has changed before `apply`."""
 
     def __init__(
         self,
         model: nn.Module,
         directory: str | os.PathLike[str],
         state: TrainingState,
-        variant: str | None = None,
+        world: CheckpointRanks,
         pipeline: int = 0,
+        variant: str | None = None,
     ) -> None:
         self.directory = os.path.abspath(directory)
-        self.held: Sequence[Holder] = ()
-        self._pipeline = pipeline
+        self._world, self._pipeline = world, pipeline
+        self._held: list[Holder] = []
+        self._random: dict[int, dict[str, Any]] = {}
         self._model = model
         self._state = state
         self._variant = variant
@@ -181,32 +225,42 @@ class TrainingStateLoad:
         self._reader: CheckpointReader | None = None
         self._mine: dict[str, Resharding] = {}
 
-    def check(self) -> Holder:
-        """Check that the training state is whole and fits; raises CheckpointError."""
+    def check_together(self) -> None:
+        """On all ranks: check that the training state is whole and fits; raises CheckpointError."""
+        said = self._world.together(
+            f"checking the training state to load {self.directory}", lambda: asdict(self._check())
+        )
+        self._held = [Holder(**one) for one in said]
+
+    def _check(self) -> Holder:
         model, directory, state = self._model, self.directory, self._state
         manifest = whole_manifest(directory, self._variant, type(model).__name__)
         self._content = content = read_common(manifest, directory)
         if missing := sorted(state.objects.keys() - content["objects"].keys() - OPTIONAL):
             raise CheckpointError(f"{directory} has no state for {missing}; it has {sorted(content['objects'])}")
+        self._reader = CheckpointReader(directory, manifest, TRAINING, tensor_parallel_place(model))
+        saved = content["pipelines"]
+        first = saved.index(self._pipeline) if self._pipeline in saved else 0
+        for rank in dict.fromkeys([first, min(self._world.rank, len(saved) - 1)]):
+            self._random[rank] = read_random_state(self._reader, rank)
         if state.optimizer is None:
-            return Holder(self._pipeline)
+            return Holder(self._pipeline, [])
         if content["groups"] is None:
             raise CheckpointError(f"{directory} has no optimizer state")
-        self._reader = CheckpointReader(directory, manifest, TRAINING, tensor_parallel_place(model))
         saved_shapes = {key: location.info.shape for key, location in self._reader.locations.items()}
         self._mine = reshardings_of(model, state.optimizer, manifest, saved_shapes)
         self._reader.verify(self._mine)
         names = [name for group in collect_optimizer(model, state.optimizer).members for name in group]
         return Holder(self._pipeline, names)
 
-    def apply(self, world_comm: Comm) -> None:
+    def apply(self) -> None:
         """Give everything its saved state."""
         content, state = self._content, self._state
         if state.optimizer is not None:
             assert self._reader is not None
             reader = self._reader
             saved = {name for group in content["members"] for name in group}
-            if lost := sorted(saved - {name for holder in self.held for name in holder.names}):
+            if lost := sorted(saved - {name for holder in self._held for name in holder.names}):
                 raise CheckpointError(f"the optimizer lacks parameters that it had when it was saved: {lost[:5]}")
             tensors = ((key, reader.read(key, sharding)) for key, sharding in self._mine.items())
             groups = (content["groups"], content["members"], content["values"])
@@ -216,16 +270,9 @@ class TrainingStateLoad:
         for name, stateful in state.objects.items():
             if name in content["objects"]:
                 restore_object(stateful, content["objects"][name], f"the state of {name!r} in {self.directory}")
-        restore_random_state(content["random"][self._generators_of(world_comm.rank)])
-
-    def _generators_of(self, rank: int) -> int:
-        """The rank of the saving run whose random generators this one continues."""
-        here, saved = [holder.pipeline for holder in self.held], self._content.get("pipelines")
-        if saved is None:
-            saved = here if len(here) == len(self._content["random"]) else [0]
-        if saved == here:
-            return rank
-        return saved.index(self._pipeline) if self._pipeline in saved else 0
+        alike = content["pipelines"] == [holder.pipeline for holder in self._held]
+        first = next(iter(self._random))
+        restore_random_state(self._random[self._world.rank if alike else first])
 
     @contextlib.contextmanager
     def undone_if_it_fails(self) -> Iterator[None]:
@@ -285,33 +332,40 @@ def read_common(manifest: Manifest, directory: str) -> dict[str, Any]:
             if zlib.crc32(file.read()) != entry.checksum:
                 raise CheckpointError(f"{path} is not the file that was saved")
         content = Field(load_data(path), path)
-        content["step"].integer(0, 2**63 - 1)
+        content["step"].read(Count)
         if (run := content.get("run")) is not None:
             for name in Run.__annotations__:
-                run[name].integer(0, 2**63 - 1)
-        for part in ("extra", "objects", "values"):
-            for _, value in content[part].items():
-                if part == "values":
-                    dict(value.items())
-        for group in content["groups"].elements() if content.get("groups") else ():
-            dict(group.items())
-        members = [[name.text() for name in group.elements()] for group in content["members"].elements()]
-        if content.get("groups") and len(members) > len(content.value["groups"]):
+                run[name].read(Count)
+        for part in ("extra", "objects"):
+            content[part].read(dict[str, Any])
+        content["values"].read(dict[str, dict[str, Any]])
+        members = content["members"].read(list[list[str]])
+        if content.get("groups") and len(members) > len(content["groups"].read(list[dict[str, Any]])):
             content["members"].refuse(f"one list for each of the {len(content.value['groups'])} parameter groups")
-        generators = list(content["random"].elements())
-        if not generators:
-            content["random"].refuse("the states of random generators of at least one rank")
-        for states in generators:
-            for name in ("python", "numpy", "torch", *(["cuda"] if states.get("cuda") else [])):
-                try:
-                    check_random_state(name, states[name].value)
-                except ValueError:
-                    states[name].refuse(f"the state of {name}'s random generator")
-        pipelines = content.get("pipelines")
-        for pipeline in () if pipelines is None else pipelines.elements():
-            pipeline.integer(0, MAX_RANKS)
-        if pipelines is not None and len(pipelines.value) != len(generators):
-            pipelines.refuse(f"a pipeline for each of the {len(generators)} ranks")
+        if not content["pipelines"].read(list[Place]):
+            content["pipelines"].refuse("the pipeline of each rank")
         found: dict[str, Any] = content.value
         return found
     raise CheckpointError(f"{directory} has no training state")
+
+
+def read_random_state(reader: CheckpointReader, rank: int) -> dict[str, Any]:
+    """The states of the random generators of a rank of the saving run.
+
+    Raises:
+        CheckpointError: they are not there, are not those that were saved, or are none.
+    """
+    key = _random_key(rank)
+    if (location := reader.locations.get(key)) is None:
+        raise CheckpointError(f"the checkpoint's table of contents is damaged: it has no {key}")
+    path = f"{reader.path_of(location)}, {key}"
+    reader.verify({key: Resharding()})
+    data = io.BytesIO(bytes_of(reader.read(key, Resharding())))
+    content = Field(plain_content(data, path), path)
+    for name in ("python", "numpy", "torch", *(["cuda"] if content.get("cuda") else [])):
+        try:
+            check_random_state(name, content[name].value)
+        except ValueError:
+            content[name].refuse(f"the state of {name}'s random generator of rank {rank}")
+    found: dict[str, Any] = content.value
+    return found

@@ -14,9 +14,18 @@ import re
 import reprlib
 import stat
 from collections.abc import Iterator
-from typing import Any, BinaryIO, NoReturn
+from dataclasses import fields, is_dataclass
+from functools import cache
+from typing import Annotated, Any, BinaryIO, NoReturn, get_args, get_origin, get_type_hints
 
 _SHOWN = 300
+
+
+# More stages, or shards of one, than any machine has devices.
+MAX_RANKS = 65536
+Count = Annotated[int, (0, 2**63 - 1)]
+Place = Annotated[int, (0, MAX_RANKS - 1)]
+Checksum = Annotated[int, (0, 2**32 - 1)]
 
 
 class CheckpointError(RuntimeError):
@@ -164,6 +173,13 @@ def _refuse_constant(text: str) -> Any:
     raise ValueError(f"{text} is no JSON")
 
 
+@cache
+def _fields_of(kind: type) -> dict[str, tuple[Any, bool]]:
+    """For each field of a dataclass its type, and whether it must be given."""
+    hints = get_type_hints(kind, include_extras=True)
+    return {one.name: (hints[one.name], one.default is one.default_factory) for one in fields(kind)}  # both are MISSING
+
+
 _shorten = reprlib.Repr()
 _shorten.maxstring = _shorten.maxother = _shorten.maxlong = 60
 
@@ -213,6 +229,49 @@ class Field:
             self.refuse(f"an integer from {least} to {most}")
         found: int = self.value
         return found
+
+    def read(self, kind: Any) -> Any:
+        """The value as this type, in which every part is of the type that is written there.
+
+        Args:
+            kind: a dataclass, whose fields with defaults may be missing; `dict[str, ...]`, `list[...]`, `tuple[...]`,
+                `str`, `int`, `bool`, `Any`, `... | None`; `Annotated[int, (least, most)]`, or `Annotated[str, names]`
+                with the texts that it may be.
+        """
+        origin, parts = get_origin(kind), get_args(kind)
+        if kind is Any:
+            return self.value
+        if kind is str:
+            return self.text()
+        if kind in (int, bool):
+            if type(self.value) is not kind:
+                self.refuse("an integer" if kind is int else "true or false")
+            return self.value
+        if origin is Annotated:
+            if parts[0] is int:
+                return self.integer(*parts[1])
+            if self.text() not in parts[1]:
+                self.refuse(f"one of {sorted(parts[1])}")
+            return self.value
+        if origin is dict:
+            return {name: value.read(parts[1]) for name, value in self.items()}
+        if origin is list:
+            return [value.read(parts[0]) for value in self.elements()]
+        if origin is tuple:
+            values = list(self.elements())
+            kinds = [parts[0]] * len(values) if parts[-1] is ... else parts
+            if len(values) != len(kinds):
+                self.refuse(f"{len(kinds)} values")
+            return tuple(value.read(one) for value, one in zip(values, kinds, strict=True))
+        if not is_dataclass(kind):  # what may be null
+            return None if self.value is None else self.read(parts[0])
+        made: Any = kind
+        given = {
+            name: self[name].read(one)
+            for name, (one, needed) in _fields_of(made).items()
+            if needed or self.get(name) is not None
+        }
+        return made(**given)
 
     def refuse(self, expected: str) -> NoReturn:
         """Raise CheckpointError, naming field, value and file."""
