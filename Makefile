@@ -12,12 +12,13 @@ SESSIONS ?= 2
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help install demo demo-elastic test test-fast lint format docs package bench clean
+.PHONY: help install demo demo-elastic test test-fast test-slurm lint format docs package bench clean
 
 help:
 	@echo "make demo    train, save, merge, reload and sample a small GPT-2 over $(STAGES) processes (STAGES=3 STEPS=200)"
 	@echo "make demo-elastic  four processes train, two are killed, one joins: what happens, beside a run left alone"
 	@echo "make test    all tests; make test-fast leaves out the slow ones"
+	@echo "make test-slurm  the launch scripts under a SLURM of four virtual nodes (Debian: slurm-wlm and munge, as root)"
 	@echo "make lint    ruff and mypy; make format rewrites the files as ruff wants them"
 	@echo "make docs    the site of docs/ and the public API, in site/; a dead link is an error"
 	@echo "make package build wheel and sdist, and run the README's script from the installed wheel"
@@ -46,6 +47,9 @@ test: $(STAMP)
 
 test-fast: $(STAMP)
 	$(BIN)/python -m pytest -n $(SESSIONS) --dist loadfile -m "not slow"
+
+test-slurm: $(STAMP)
+	$(BIN)/python -m pytest tests/slurm_launches.py --timeout 600
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -175,10 +175,14 @@ SLURM = {
         ("slurm_one_node.sh", SLURM, {"standalone": True, "nproc_per_node": "4"}),
         (
             "slurm_many_nodes.sh",
-            SLURM,
-            {"nnodes": "2", "nproc_per_node": "4", "rdzv_endpoint": "node3:21234", "rdzv_id": "31234"},
+            {**SLURM, "SLURM_NODEID": "1"},
+            {"nnodes": "2", "nproc_per_node": "4", "node_rank": 1, "master_addr": "node3", "master_port": 21234},
         ),
-        ("slurm_many_nodes.sh", {**SLURM, "PROCESSES_PER_NODE": "8"}, {"nproc_per_node": "8", "rdzv_backend": "c10d"}),
+        (
+            "slurm_many_nodes.sh",
+            {**SLURM, "PROCESSES_PER_NODE": "8", "SLURM_NODEID": "0"},
+            {"nproc_per_node": "8", "rdzv_backend": "static"},
+        ),
         (
             "many_nodes.sh",
             {"NODE_RANK": "1", "MASTER_ADDR": "10.0.0.7"},

@@ -21,7 +21,8 @@ if [[ "${SLURM_LOCALID:-0}" != 0 ]]; then
 fi
 
 nodes="${SLURM_STEP_NUM_NODES:-${SLURM_NNODES:-1}}"
-# The first host is where all agents meet.
+# The first host is where all agents meet. SLURM has numbered the nodes, so nothing is left to a dynamic rendezvous, whose
+# agents print stack traces when the first of them has ended a good run.
 read -r head < <(scontrol show hostnames "${SLURM_STEP_NODELIST:-${SLURM_JOB_NODELIST}}")
 
 gpus="${GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-${SLURM_GPUS_PER_NODE:-}}}"
@@ -43,7 +44,7 @@ fi
 exec "${TORCHRUN:-torchrun}" \
     --nnodes="${nodes}" \
     --nproc_per_node="$((gpus / devices))" \
-    --rdzv_id="${SLURM_JOB_ID}" \
-    --rdzv_backend=c10d \
-    --rdzv_endpoint="${head}:${MASTER_PORT:-$((29500 + SLURM_JOB_ID % 10000))}" \
+    --node_rank="${SLURM_NODEID:-0}" \
+    --master_addr="${head}" \
+    --master_port="${MASTER_PORT:-$((29500 + SLURM_JOB_ID % 10000))}" \
     "${folder}/trainer.py" "${arguments[@]}"

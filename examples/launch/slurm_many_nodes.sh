@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Several nodes: sbatch --nodes 2 examples/launch/slurm_many_nodes.sh run_gpt2.py --pipelines 3x6,5x10
-# srun starts one torchrun on each node; they find each other through the first node of the job.
+# srun starts one torchrun on each node; they meet at the first node of the job.
 #SBATCH --job-name=penstock
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
@@ -18,10 +18,10 @@ first_node=${nodes%%$'\n'*}
 # The port follows from the job's number, so that two jobs that share a node do not collide.
 port=$((20000 + SLURM_JOB_ID % 10000))
 
-srun torchrun \
+# SLURM has numbered the nodes; a dynamic rendezvous would print stack traces when the first agent has ended a good run.
+srun bash -c 'exec torchrun --node-rank "$SLURM_NODEID" "$@"' torchrun \
     --nnodes "$SLURM_JOB_NUM_NODES" \
     --nproc-per-node "$processes" \
-    --rdzv-id "$SLURM_JOB_ID" \
-    --rdzv-backend c10d \
-    --rdzv-endpoint "$first_node:$port" \
+    --master-addr "$first_node" \
+    --master-port "$port" \
     "$examples/$script" "$@"
