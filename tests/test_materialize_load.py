@@ -16,6 +16,8 @@ from penstock.modeling.stage.split import SplitModel
 from penstock.modeling.weights import load as stage_loading
 from penstock.modeling.weights.initialise import meta_model
 from penstock.modeling.weights.load import forget_ties, load_config, load_stage
+from penstock.modeling.weights.names import alias_groups
+from penstock.tensor_parallel import TensorParallel
 from stage_driver import cut
 from test_materialize_init import assert_is_part_of, peak_growth
 
@@ -71,7 +73,28 @@ def reads(monkeypatch) -> collections.Counter:
             return self.inner.get_tensor(name)
 
     monkeypatch.setattr(transformers.modeling_utils, "safe_open", File)
+    monkeypatch.setattr(stage_loading, "safe_open", File)
     return counter
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_stage_opens_only_the_files_that_have_its_own_tensors(sharded: bool, tmp_path) -> None:
+    """All others may be damaged."""
+    reference = build("llama", vocab_size=98)
+    reference.save_pretrained(tmp_path, max_shard_size="20KB")
+    places = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    stages = stages_of(reference, 3)
+    own = {file for name, file in places.items() if name.startswith(tuple(f"{unit}." for unit in stages[1]))}
+    assert 1 < len(own) < len(set(places.values()))
+    for file in set(places.values()) - own:
+        (tmp_path / file).write_bytes(b"damaged")
+    skeleton = meta_model(type(reference), reference.config)
+    tensor_parallel = TensorParallel(skeleton, 0, 2, alias_groups(skeleton)) if sharded else None
+    model, info = load_stage(type(reference), str(tmp_path), stages, [1], tensor_parallel, dtype=torch.float32)
+    assert (info.missing_keys, info.unexpected_keys) == ((), ())
+    assert any(not parameter.is_meta for parameter in model.parameters())
+    if not sharded:
+        assert_is_part_of(model, reference)
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))

@@ -174,11 +174,12 @@ class ShardLoading:
 
     @contextlib.contextmanager
     def sources(
-        self, model: PreTrainedModel, files: Sequence[str], transforms: Sequence[Any] | None
+        self, model: PreTrainedModel, files: Sequence[str] | Mapping[str, Any], transforms: Sequence[Any] | None
     ) -> Iterator[dict[str, Any]]:
         """What to load from, by the checkpoint's names, for as long as the context lasts.
 
         Args:
+            files: of the checkpoint, or its tensors, unread, by name.
             transforms: transformers' renamings and converters of the checkpoint's names.
         """
         plain: dict[str, _ShardedSource] = {}
@@ -289,7 +290,10 @@ def _pairs_of_ties(ties: Mapping[str, str], loaded: Collection[str]) -> Iterator
 
 
 def _named(
-    model: PreTrainedModel, files: Sequence[str], transforms: Sequence[Any] | None, opened: contextlib.ExitStack
+    model: PreTrainedModel,
+    files: Sequence[str] | Mapping[str, Any],
+    transforms: Sequence[Any] | None,
+    opened: contextlib.ExitStack,
 ) -> Iterator[tuple[str, Any, str, bool]]:
     """For each tensor in a checkpoint: its name, itself (unread), its name in the model, and whether it is converted.
 
@@ -306,8 +310,11 @@ def _named(
         yield key, source, name, pattern is not None
 
 
-def _tensors_of(files: Sequence[str], opened: contextlib.ExitStack) -> Iterator[tuple[str, Any]]:
+def _tensors_of(files: Sequence[str] | Mapping[str, Any], opened: contextlib.ExitStack) -> Iterator[tuple[str, Any]]:
     """Names and unread tensors of a checkpoint's files."""
+    if isinstance(files, Mapping):
+        yield from files.items()
+        return
     for file in files:
         if file.endswith(".safetensors"):
             pointer = opened.enter_context(safe_open(file, framework="pt", device="cpu"))

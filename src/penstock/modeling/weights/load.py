@@ -9,11 +9,14 @@ machinery (initialising what the checkpoint lacks, tying) then sees the whole mo
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Mapping, Sequence
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -146,9 +149,12 @@ def _stage_class(
             model._held = _with_tied_names(model, held_names(names, stages, local_stages))
             model._declared_ties = set(model.all_tied_weights_keys)
             with contextlib.ExitStack() as opened:
+                index = (load_config.sharded_metadata or {}).get("weight_map", {})
+                if state_dict is None and index and not load_config.disable_mmap:
+                    state_dict = _unread(checkpoint_files, index, opened)
                 if tensor_parallel is not None:
                     model._shards = tensor_parallel.shard_loading(model, model._held)
-                    sources = model._shards.sources(model, checkpoint_files, load_config.weight_mapping)
+                    sources = model._shards.sources(model, state_dict or checkpoint_files, load_config.weight_mapping)
                     state_dict = opened.enter_context(sources)
                     # Without sharded ones: transformers would reserve an accelerator's memory for each as a whole.
                     kwargs["expected_keys"] = [name for name in model._held if name not in tensor_parallel.shards]
@@ -190,6 +196,37 @@ def _stage_class(
         model_class.__module__,
     )
     return Stage
+
+
+class _Unread:
+    """A tensor in a file of safetensors, which is opened once something of the tensor is asked for."""
+
+    def __init__(self, name: str, open_file: Callable[[], Any]) -> None:
+        self._name, self._open = name, open_file
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        found: torch.Tensor = self._open().get_slice(self._name)[index]
+        return found
+
+    def get_shape(self) -> list[int]:
+        return list(self._open().get_slice(self._name).get_shape())
+
+    def get_dtype(self) -> str:
+        return str(self._open().get_slice(self._name).get_dtype())
+
+
+def _unread(files: Sequence[str], index: Mapping[str, str], opened: contextlib.ExitStack) -> dict[str, _Unread] | None:
+    """The tensors of a checkpoint by the names in its index, so that only files with a rank's own ones are opened;
+    None for other files than those of safetensors."""
+    paths = {os.path.basename(file): file for file in files}
+    if not all(name.endswith(".safetensors") and name in paths for name in index.values()):
+        return None
+
+    @cache
+    def open_file(path: str) -> Any:
+        return opened.enter_context(safe_open(path, framework="pt", device="cpu"))
+
+    return {name: _Unread(name, partial(open_file, paths[file])) for name, file in index.items()}
 
 
 def _known_to_the_whole_model(
