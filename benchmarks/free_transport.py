@@ -33,7 +33,7 @@ from penstock.runtime.gradients.ownership import HeldParameter
 from penstock.runtime.inputs import StepInputs
 from penstock.runtime.program import Program
 from penstock.runtime.stages import StageExecutor, StageOutput, copied, hook_loss, proxy_loss
-from penstock.runtime.training import Begun, TrainingStep
+from penstock.runtime.training import TrainingStep
 from penstock.schedule import Schedule, build
 from penstock.schedule import actions as compute
 
@@ -101,12 +101,12 @@ def with_executor(arguments: dict[str, Any]) -> Step:
     header = encode_header([TensorSpec(SHAPE, torch.float32, requires_grad=True)])
     stages = StageExecutor(stage, Boundaries(FreeChannels(header, board), schedule.stage_to_rank, rank, CPU))
     gradients, totals = Gradients([HeldParameter("weight", stage.weight, (rank,))], context), Totals(context)
-    begun = Begun(0, [()] * schedule.num_stages)
+    states = [()] * schedule.num_stages
     program = Program.of(schedule, rank, far_ahead=True)
 
     def step() -> Figures:
         stage.weight.grad = None
-        for output in TrainingStep(context, stages, gradients, totals, program, inputs).run(lambda: begun):
+        for output in TrainingStep(context, stages, gradients, totals, program, inputs).run(lambda: states):
             output.loss.backward()
         return {}
 

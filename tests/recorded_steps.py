@@ -26,7 +26,7 @@ from penstock.runtime.boundary.boundaries import Boundaries
 from penstock.runtime.boundary.p2p import TAGS_PER_CHANNEL, Message, P2PChannels
 from penstock.runtime.boundary.tensors import encode_header
 from penstock.runtime.comm.groups import Groups
-from penstock.runtime.comm.totals import Totals
+from penstock.runtime.comm.totals import Found, Totals
 from penstock.runtime.context import RankContext
 from penstock.runtime.evaluation import evaluate
 from penstock.runtime.failures.board import FailureBoard
@@ -37,7 +37,7 @@ from penstock.runtime.gradients.weight_gradients import install
 from penstock.runtime.inputs import StepInputs
 from penstock.runtime.program import Program
 from penstock.runtime.stages import StageExecutor, StageOutput
-from penstock.runtime.training import Begun, TrainingStep
+from penstock.runtime.training import TrainingStep
 from penstock.schedule import Schedule
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -263,13 +263,12 @@ class RecordedRank:
 
         `left_at`: the microbatch at which all ranks leave the loop, with backward() `called` or not.
         """
-        agreed = mock.patch.object(self.board, "agree", lambda *arguments, **options: True)
-        # The groups sum nothing, so they cannot tell how many ranks left: here all do.
-        settled = mock.patch.object(TrainingStep, "_settle", lambda *arguments: None)
-        with self.events() as events, agreed, settled:
+        # The groups sum nothing, so they cannot tell how many ranks left: here all do, or none.
+        found, finish = Found(num_left=0 if left_at is None else self.world.size), self.totals.finish
+        with self.events() as events, mock.patch.object(self.totals, "finish", lambda: (finish()[0], found)):
             inputs = self._inputs(signatures)
             parts = self.context, self.executor, self.gradients, self.totals
-            step = TrainingStep(*parts, self.program, inputs).run(lambda: Begun(0, self.states))
+            step = TrainingStep(*parts, self.program, inputs).run(lambda: self.states)
             for microbatch, output in enumerate(step):
                 self.world.log.append(Event(Do.COMPUTE, what="the loop's body"))
                 if microbatch != left_at or called:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 
 from families import FAMILIES, batch
-from penstock.runtime.failures import board
 from pool import Pool
 from training import (
     EXACT,
@@ -124,12 +121,12 @@ def misbehave(
     body: Callable[[Iterator[Any], int | None], None], rank: int | None, ranks: int, schedule: str = "1f1b"
 ) -> dict[str, Any]:
     """A good step, one with a bad body, and a good one again; what each raised, and the last one's gradients."""
-    patience = timedelta(seconds=3.0 if rank is None else 0.5)  # one that is alone need not wait for the others long
-    with kept_in_double(), mock.patch.object(board, "AGREEMENT_WAIT", patience):
+    with kept_in_double():
         stages = ranks if ranks < 4 else ranks // 2
         model = parallelize(build(), stages, num_microbatches=MICROBATCHES, schedule=schedule)
         inputs = rows(batch("causal", 8), model.data_parallel_rank, model.data_parallel_size)
         run_step(model, inputs)
+        model.zero_grad()
         found: dict[str, Any] = {}
         start = time.monotonic()
         try:
@@ -138,6 +135,7 @@ def misbehave(
         except Exception as error:
             found["error"] = (type(error).__name__, str(error))
         found["seconds"] = time.monotonic() - start
+        found["left with"] = gradients_of(model)
         model.zero_grad()
         try:
             found["losses"] = run_step(model, inputs)
@@ -172,9 +170,19 @@ def test_a_backward_that_is_not_as_due_is_an_error_on_every_rank(
             assert found["later"][0] == "PipelineFailure" and words in found["later"][1]
 
 
-@pytest.mark.parametrize("body", [stop_before_backward, stop_after_backward, stop_at_the_first, stop_at_the_last])
+def stop_where_one_stands(outputs: Iterator[Any], rank: int | None) -> None:
+    """Each rank at another microbatch."""
+    for number, output in enumerate(outputs):
+        if number == torch.distributed.get_rank() % MICROBATCHES:
+            break
+        output.loss.backward()
+
+
+@pytest.mark.parametrize(
+    "body", [stop_before_backward, stop_after_backward, stop_at_the_first, stop_at_the_last, stop_where_one_stands]
+)
 @pytest.mark.parametrize(("ranks", "schedule"), [(3, "1f1b"), (2, "zb-v"), (4, "1f1b")])
-def test_a_break_on_all_ranks_ends_the_step_and_the_next_one_is_exact(
+def test_after_a_break_on_all_ranks_the_step_is_whole_and_the_next_one_is_exact(
     pool: Pool, body: Callable[..., None], ranks: int, schedule: str
 ) -> None:
     expected = unsplit_step(build(), (batch("causal", 8), 1.0))
@@ -182,6 +190,7 @@ def test_a_break_on_all_ranks_ends_the_step_and_the_next_one_is_exact(
     for rank in found:
         assert rank["error"] is None and rank["seconds"] < SOON
         assert "later" not in rank, rank.get("later")
+        assert_same_gradients(rank["left with"], expected.gradients)
         assert_same_gradients(rank["gradients"], expected.gradients)
     replicas = 2 if ranks == 4 else 1
     total = sum(sum(rank["losses"]) for rank in found[:: ranks // replicas])
@@ -201,6 +210,32 @@ def test_leaving_the_loop_on_one_rank_is_an_error_on_every_rank(
             kind, text = found["error"] or found["later"]
             assert kind == "PipelineFailure" and f"rank {odd}" in text, text
         assert found["later"][0] == "PipelineFailure"
+
+
+def fail_from_the_second_backward_on(odd: int) -> tuple[str, str]:
+    """The backwards that a rank's step would run for itself fail too."""
+    model = parallelize(build(), 2, num_microbatches=MICROBATCHES)
+    seen = []
+
+    def hook(gradient: torch.Tensor) -> None:
+        seen.append(gradient)
+        if len(seen) > 1:
+            raise KeyError("mistake in the backward")
+
+    if torch.distributed.get_rank() == odd:
+        next(model.parameters()).register_hook(hook)
+    with pytest.raises((KeyError, RuntimeError)) as first:
+        run_step(model, batch("causal", 8))
+    with pytest.raises(RuntimeError) as later:
+        run_step(model, batch("causal", 8))
+    return str(first.value), str(later.value)
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+def test_a_step_that_cannot_come_to_its_end_fails_on_every_rank(pool: Pool, odd: int) -> None:
+    for first, later in pool.run(2, fail_from_the_second_backward_on, odd, timeout=30):
+        assert "mistake in the backward" in first
+        assert f"rank {odd}" in later and "mistake in the backward" in later
 
 
 def see_nan(spoiled: int) -> dict[str, Any]:

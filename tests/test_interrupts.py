@@ -24,6 +24,8 @@ import zygote
 from families import FAMILIES, batch
 from launch import ROOT, free_port
 from penstock.runtime import training
+from penstock.runtime.comm import rollcall
+from penstock.runtime.comm.rollcall import CallMismatch
 from penstock.runtime.failures import interrupts
 from penstock.runtime.failures.interrupts import Interrupts
 from penstock.runtime.gradients.updates import Update, UpdateWatch, mixed_update
@@ -296,31 +298,42 @@ def test_a_checkpoint_of_two_steps_says_so(pool: Pool, tmp_path: Path) -> None:
 # ---------------------------------------------------------------- one rank alone
 
 
-def interrupt_one_rank(odd: int) -> dict[str, Any]:
-    """Ctrl-C reaches one rank only, in the middle of a step."""
-    with default_handlers(), mock.patch.object(training, "LATE_SIGNAL", 0.2):
+def interrupt_one_rank(odd: int, folder: str) -> dict[str, Any]:
+    """Ctrl-C reaches one rank only, in the middle of a step; then it saves, while the others train."""
+    found: dict[str, Any] = {"interrupted": False}
+    quickly = mock.patch.object(training, "LATE_SIGNAL", 0.2), mock.patch.object(rollcall, "PATIENCE", 0.2)
+    with default_handlers(), kept_in_double(), quickly[0], quickly[1]:
         model = parallelize(build(), 2, num_microbatches=MICROBATCHES)
         inputs = batch("causal", 8)
+        alone = dist.get_rank() == odd
+        try:
+            for number, output in enumerate(model(**inputs)):
+                output.loss.backward()
+                if number == 1 and alone:
+                    send(signal.SIGINT)
+        except KeyboardInterrupt:
+            found["interrupted"] = True
+        found["gradients"] = [gradients_of(model)]
+        with pytest.raises(CallMismatch) as caught:
+            if alone:
+                model.save_parallelized(folder)
+            else:
+                run_step(model, inputs)
+        found["refused"] = str(caught.value)
+        model.zero_grad()
         run_step(model, inputs)
-        found = {}
-        for name in ("error", "later"):
-            try:
-                for number, output in enumerate(model(**inputs)):
-                    output.loss.backward()
-                    if number == 1 and dist.get_rank() == odd and name == "error":
-                        send(signal.SIGINT)
-            except BaseException as error:
-                found[name] = type(error).__name__, str(error)
+        found["gradients"].append(gradients_of(model))
         return found
 
 
 @pytest.mark.parametrize("odd", [0, 1])
-def test_an_interrupt_of_one_rank_ends_all_by_name(pool: Pool, odd: int) -> None:
-    for rank, found in enumerate(pool.run(2, interrupt_one_rank, odd)):
-        kind, text = found["error"]
-        if rank == odd:
-            assert kind == "KeyboardInterrupt"
-        else:
-            assert kind == "PipelineFailure" and f"rank {odd}" in text and "KeyboardInterrupt" in text
-        kind, text = found["later"]
-        assert kind == "PipelineFailure" and f"rank {odd}" in text and "left the training step" in text
+def test_an_interrupt_of_one_rank_comes_after_a_whole_step_and_another_call_is_refused_by_name(
+    pool: Pool, tmp_path: Path, odd: int
+) -> None:
+    expected = unsplit_step(build(), (batch("causal", 8), 1.0)).gradients
+    for rank, found in enumerate(pool.run(2, interrupt_one_rank, odd, str(tmp_path / "saved"), timeout=60)):
+        assert found["interrupted"] == (rank == odd)
+        assert f"rank {odd} entered save_parallelized" in found["refused"]
+        assert f"rank {1 - odd} entered training step" in found["refused"]
+        for gradients in found["gradients"]:
+            assert_same_gradients(gradients, expected)

@@ -249,7 +249,7 @@ class Decoding:
             self._channels.flush()
 
     def _all_stopped_here(self) -> bool:
-        return self._board.agree(f"generation/{self._num_sessions}", str(self.exchanges), self.ranks, patience=0.0)
+        return self._board.agree(f"generation/{self._num_sessions}", str(self.exchanges), self.ranks)
 
     @contextmanager
     def _one_random_state(self) -> Iterator[None]:

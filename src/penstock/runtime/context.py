@@ -67,11 +67,6 @@ class RankContext:
         """The global rank that holds the last stage, of those with this rank's tensor-parallel rank."""
         return self.rank_of(self.pipeline.num_stages - 1)
 
-    @property
-    def computes_together(self) -> bool:
-        """Whether other ranks compute each of this rank's microbatches with it (tensor parallelism)."""
-        return self.layout.tensor_parallel_size > 1
-
     def rank_of(self, stage: int) -> int:
         """The global rank that holds `stage` of this pipeline, of those with this rank's tensor-parallel rank."""
         return self.pipeline.global_rank(stage, self.place.tensor_parallel_rank)

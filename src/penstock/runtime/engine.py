@@ -12,7 +12,7 @@ import contextlib
 import datetime
 import os
 import warnings
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Generator, Hashable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -54,7 +54,7 @@ from penstock.runtime.parts import Parts, ScheduleMaker
 from penstock.runtime.replicas import copy_from_first_holders
 from penstock.runtime.report import StepRecorder, StepReport
 from penstock.runtime.stages import StageExecutor
-from penstock.runtime.training import Begun, TrainingStep
+from penstock.runtime.training import TrainingStep
 from penstock.schedule.validation import check_trains
 
 # Fills in what a rank holds newly after a re-formation: given the engine, these parameters and buffers by their unsplit
@@ -452,12 +452,11 @@ class Engine:
         recorder = self._recorder() if self.trace and (steps is None or steps[0] <= number <= steps[1]) else None
         roll_call = self._parts.roll_call.begin(Call.TRAIN, settings, shared=self._parts.shared(settings))
 
-        def all_begin() -> Begun:
+        def all_begin() -> Sequence[Hashable]:
             said = self._parts.compare(roll_call.wait())
             self._parts.updates.begin_step()
             self.step_number += 1
-            states = states_of_stages(said, self.context, training=True)
-            return Begun(self._parts.roll_call.number, states)
+            return states_of_stages(said, self.context, training=True)
 
         if recorder is None:
             yield from step.run(all_begin, number)
@@ -466,6 +465,8 @@ class Engine:
             yield from recorder.recording(step.run(all_begin, number, recorder), path, number, goes_on)
         self.last_step = step.report
         self._parts.updates.end_step()
+        if step.interruption is not None:
+            raise step.interruption
 
     def evaluate(self, inputs: Mapping[str, Any], criterion: Criterion | None = None) -> Any:
         """The model's output for the whole batch, on every rank of this pipeline, without gradients.
@@ -491,8 +492,8 @@ class Engine:
         """
         with self._evaluation(inputs, criterion, over_all_pipelines=True) as (output, form):
             own = torch.zeros((), device=self.device) if output is None else output.loss.detach()
-            self._parts.totals.start(own.to(torch.float64), False)
-            loss, *_ = self._parts.totals.finish()
+            self._parts.totals.start(own.to(torch.float64))
+            loss, _ = self._parts.totals.finish()
             return float(loss), share_output(output, self.context, form) if share_outputs else output
 
     def sum_over_pipelines(self, values: Sequence[float]) -> list[float]:

@@ -66,14 +66,6 @@ class StageExecutor:
             self._above[stage].send_forward(microbatch, sent)
         return output, received, sent
 
-    def pass_on(self, stage: int, microbatch: int) -> list[torch.Tensor]:
-        """The communication of `forward` without its computation: sends zeros. Returns what was received."""
-        received = self._below[stage].recv_forward(microbatch)
-        if stage in self._above:
-            above = self._above[stage]
-            above.send_forward(microbatch, above.placeholders(microbatch))
-        return received
-
 
 # -- a microbatch between its forward and its backward ----------------------------------------------------------------
 

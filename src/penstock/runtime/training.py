@@ -4,32 +4,28 @@ It runs actions until a backward of the rank's top stage is due, yields that mic
 caller has called `.backward()` on its loss. Everything else, receiving, sending, inner backwards, deferred weight
 gradients, reduction, happens between two yields or inside that backward.
 
-A step that is left early (a break, an exception in the loop's body, a signal) must not leave a message under way that
-the next call would take for its own. So the rank runs the communication of all actions that are left, with zeros, as
-the others may be at other actions and need it to go on; then all meet in the sum at the step's end, which counts who
-left. If everyone did, nothing is under way and the pipeline goes on; if not, every rank hears who did. Ranks that a
-signal ends leave at different microbatches, as it reaches them at different moments, and a rank may have come to the
-end before it arrives: it is given a moment. Without a signal a rank is alone with its break or its error unless all
-leave at the same place, which they tell each other first, so that nobody computes with zeros.
-
-Running a step and leaving it early go through the same actions and share their state; that makes the file long.
+A step always comes to its end. If the caller leaves the loop early (a break, an exception in its body), the step runs
+what is left by itself, as the other ranks may be anywhere in it and wait for this one's messages. All ranks then meet
+in the sum at its end, which counts those that left: if everyone did, the pipeline goes on; if not, every rank hears who
+did. A signal ends no step either: its handler is called at the end, where nothing is half done. A signal that came to
+some ranks may reach the others a moment later, and they wait for it, so that all have trained on the same steps.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from penstock.runtime.boundary.boundaries import LOSS_DTYPE
-from penstock.runtime.comm.totals import Totals
+from penstock.runtime.comm.totals import Found, Totals
 from penstock.runtime.context import RankContext
-from penstock.runtime.failures.board import PipelineFailure, ranks_in_words
+from penstock.runtime.failures.board import PipelineFailure
 from penstock.runtime.gradients.gradients import Gradients
 from penstock.runtime.gradients.precision import autocast_now, multiply_gradients
 from penstock.runtime.gradients.reduction import ReductionReport
@@ -49,27 +45,13 @@ from penstock.runtime.stages import (
 from penstock.schedule.actions import Kind
 from penstock.schedule.communication import Step
 
-# What a rank that a signal ended gives as its position; it never equals another rank's position.
-INTERRUPTED = "interrupted"
-# How many seconds a signal that ended the step on some ranks may take to reach one that came to its end.
+# How many seconds a signal that interrupted some ranks may take to reach another one.
 LATE_SIGNAL = 3.0
 
 
 class LoopError(RuntimeError):
     """The loop over the microbatches was not written as it must be: one `backward()` for each yielded loss, in
     order."""
-
-
-class Begun(NamedTuple):
-    """What a rank knows once all ranks have begun a step.
-
-    Attributes:
-        attempt: a number of the step that is the same on all ranks.
-        states: see `Boundaries.begin`.
-    """
-
-    attempt: int
-    states: Sequence[Hashable]
 
 
 class TrainingStep:
@@ -113,15 +95,14 @@ class TrainingStep:
         self._total_counts: Sequence[int] | None = None
         self._counting = False
         self._position = 0
-        # What a signal's handler raised, at a place where the step may end; whether all ranks have met at the end.
-        self._interruption: BaseException | None = None
-        self._concluded = False
         self._begun = False
         # Why the step was not begun.
         self._refusal: BaseException | None = None
-        self._attempt = 0
         self._open: int | None = None
         self._called = False
+        # What is yielded next, and its loss.
+        self._output: Any = None
+        self._loss: Any = None
         # The fault of a backward() call, raised inside the loop's body.
         self._fault: str | None = None
         self._losses: list[torch.Tensor] = []
@@ -133,6 +114,8 @@ class TrainingStep:
         self._random = stages.split.random
         self._proxy_dtype = torch.float64 if stages.split.dtype == torch.float64 else torch.float32
         self.report: StepReport | None = None
+        # What a signal's handler raised at the end of the step.
+        self.interruption: BaseException | None = None
 
     @property
     def num_microbatches(self) -> int:
@@ -153,77 +136,93 @@ class TrainingStep:
         return self._inputs.microbatches[self.microbatch]
 
     def run(
-        self, all_begin: Callable[[], Begun], number: int = 0, recorder: StepRecorder | None = None
+        self, all_begin: Callable[[], Sequence[Hashable]], number: int = 0, recorder: StepRecorder | None = None
     ) -> Generator[Any, None, None]:
         """Run the step, yielding each microbatch's output when its backward is due.
 
         Args:
-            all_begin: waits until all ranks have begun the step; called before the first message. What it raises ends
-                a step that no rank has begun.
+            all_begin: waits until all ranks have begun the step, and gives their states, see `Boundaries.begin`; called
+                before the first message. What it raises ends a step that no rank has begun.
             number: which training step this is, counted from 0 alike on all ranks; it seeds dropout.
             recorder: notes when what was run.
         """
         self._inputs, self._recorder = replace(self._inputs, number=number), recorder
-        board, interrupts = self._board, self._interrupts
-        self._started = time.perf_counter()
-        waited = self._channels.seconds_waited
+        board = self._board
+        self._started, self._waited = time.perf_counter(), self._channels.seconds_waited
         self._all_begin = all_begin
         name = "training step" if self._reduce else "training step under no_sync()"
         board.position.enter(name, world=True, detail=self)
+        losses = self._run_actions()
         try:
-            for position, action in numbered(self._program.actions):
-                kind, stage, microbatch = action.kind, action.stage, action.microbatch
-                self._position = position
-                if self._posts:
-                    self._post(self._posts[position].before)
-                if interrupts.pending:
-                    self._interruption_point()
-                start = 0.0 if self._recorder is None else time.perf_counter()
-                if kind is Kind.F:
-                    self._forward(stage, microbatch)
-                elif kind is Kind.W:
-                    self._weight_gradients(stage, microbatch)
-                elif stage == self._program.top:
-                    yield self._open_backward(microbatch)
-                    if board.failed is not None:
-                        board.check()
-                    if not self._called:
-                        raise LoopError(
-                            f"backward() was not called on the loss of microbatch {microbatch}; call it exactly once "
-                            "on each yielded loss, before taking the next (to give up the step, break out of the loop "
-                            "on every rank)"
-                        )
-                    self._open = None
-                    self._finish_backward(stage, microbatch)
-                else:
-                    self._inner_backward(stage, microbatch)
-                if self._recorder is not None:
-                    self._recorder.action(kind.value, stage, microbatch, start, time.perf_counter())
-            self._position = len(self._program.actions)
-            if not self._begun:  # not a single microbatch here
-                self._begin()
-            self._interruption_point()
-            self._finish(waited)
+            for self._loss in losses:
+                yield self._take_output()
+                if board.failed is not None:
+                    board.check()
+                if not self._called:
+                    raise LoopError(
+                        f"backward() was not called on the loss of microbatch {self._open}; call it exactly once on "
+                        "each yielded loss, before taking the next (to give up the step, break out of the loop on "
+                        "every rank)"
+                    )
+            self._finish()
         except GeneratorExit:
-            self._leave(self._fault or "a break, or an exception in the loop's body")
-            return
+            self._run_to_the_end(losses, self._fault or "a break, or an exception in the loop's body")
         except LoopError as error:
             # The rank at fault raises its own error; the others get it as a failure of this rank.
             with contextlib.suppress(PipelineFailure):
-                self._leave(str(error))
+                self._run_to_the_end(losses, str(error))
             raise
         except PipelineFailure:
             raise
         except BaseException as error:
-            if error is self._interruption:
-                if not self._concluded:
-                    with contextlib.suppress(PipelineFailure):
-                        self._leave(f"{type(error).__name__} {error}".strip())
-            elif error is not self._refusal:
+            if error is not self._refusal:
                 board.abort(f"{type(error).__name__}: {error}")
             raise
         finally:
             board.position.leave()
+
+    def _run_actions(self) -> Generator[torch.Tensor, None, None]:
+        """Run this rank's part of the schedule; gives each loss whose backward is due."""
+        for position, action in numbered(self._program.actions):
+            kind, stage, microbatch = action.kind, action.stage, action.microbatch
+            self._position = position
+            if self._posts:
+                self._post(self._posts[position].before)
+            start = 0.0 if self._recorder is None else time.perf_counter()
+            if kind is Kind.F:
+                self._forward(stage, microbatch)
+            elif kind is Kind.W:
+                self._weight_gradients(stage, microbatch)
+            elif stage == self._program.top:
+                yield self._open_backward(microbatch)
+                self._open = None
+                self._finish_backward(stage, microbatch)
+            else:
+                self._inner_backward(stage, microbatch)
+            if self._recorder is not None:
+                self._recorder.action(kind.value, stage, microbatch, start, time.perf_counter())
+        self._position = len(self._program.actions)
+        if not self._begun:  # not a single microbatch here
+            self._begin()
+
+    def _run_to_the_end(self, losses: Iterator[torch.Tensor], fault: str) -> None:
+        """The caller has left the loop: call the backwards that are left, which nobody else will."""
+        if self._board.failed is not None:
+            return
+        at = self.microbatch
+        # Of what nobody sees that an error is raised here: it is told to every rank.
+        with self._board.guard("working together"), torch.enable_grad():
+            if not self._called:
+                self._loss.backward(self._incoming)
+            for loss in losses:
+                loss.backward(self._incoming)  # scaled as the caller scaled those before
+            if self._finish(fault):
+                raise self._board.abort(f"left the training step at microbatch {at}, while others did not ({fault})")
+
+    def _take_output(self) -> Any:
+        """The output to yield, of which nothing is kept here."""
+        output, self._output = self._output, None
+        return output
 
     @property
     def progress(self) -> int:
@@ -268,8 +267,8 @@ class TrainingStep:
                 self._begin()
             self._stages.boundaries.post(users)
 
-    def _open_backward(self, microbatch: int) -> Any:
-        """The output to yield for `microbatch`, its loss hooked so that the backward is noticed."""
+    def _open_backward(self, microbatch: int) -> torch.Tensor:
+        """Make the output to yield for `microbatch`, its loss hooked so that the backward is noticed."""
         stage = self._program.top
         live = self._live[stage, microbatch]
         self._open, self._called = microbatch, False
@@ -286,11 +285,13 @@ class TrainingStep:
         else:
             assert self._stages.boundaries.top is not None
             value = self._stages.boundaries.top.recv_loss()
-            loss = proxy_loss(value, self._proxy_dtype, live.sent, on_backward)
-            output = StageOutput(loss, self._inputs.plans[microbatch].fields)
+            proxy = proxy_loss(value, self._proxy_dtype, live.sent, on_backward)
+            output = StageOutput(proxy, self._inputs.plans[microbatch].fields)
         self._below[stage].send_loss(value)
         self._losses.append(value)
-        return output
+        self._output = output
+        loss = output.loss
+        return loss
 
     def _backward_begins(self, microbatch: int, incoming: torch.Tensor | None) -> Sequence[torch.Tensor]:
         """Progress the user's `backward()`: check that it is due, and give autograd the next stage's gradients."""
@@ -303,7 +304,7 @@ class TrainingStep:
             raise LoopError(self._fault)
         self._called, self._incoming = True, incoming
         # Not to be torn, not even by a repeated signal.
-        self._interrupts.busy = True
+        before, self._interrupts.busy = self._interrupts.busy, True
         if self._posts:
             self._post(self._posts[self._position].inside)
         top = self._program.top
@@ -315,7 +316,7 @@ class TrainingStep:
             send = partial(self._send_backward, top, microbatch, live)
             torch.autograd.Variable._execution_engine.queue_callback(send)
         gradients = () if top == self._program.last else self._above[top].recv_backward(microbatch)
-        self._interrupts.busy = False
+        self._interrupts.busy = before
         return gradients
 
     def _inner_backward(self, stage: int, microbatch: int) -> None:
@@ -379,7 +380,7 @@ class TrainingStep:
     def _begin(self) -> None:
         """Wait until all ranks have begun the step, and make ready for its messages and gradients."""
         try:
-            self._attempt, states = self._all_begin()
+            states = self._all_begin()
         except BaseException as error:
             self._refusal = error
             self._board.position.retract()
@@ -390,136 +391,67 @@ class TrainingStep:
         if self._program.top == self._program.last:
             self._start_counts()
 
-    def _finish(self, waited: float) -> None:
-        waited = self._channels.seconds_waited - waited
-        loss, global_loss, reduction, sizes = self._conclude(left=False)
+    def _finish(self, fault: str | None = None) -> bool:
+        """Meet all ranks at the end of the step, which the caller may have left; whether this rank left it alone."""
+        interrupts = self._interrupts
+        if fault is None:
+            self._call_handlers()
+        # A repeated signal leaves the loop's body by an exception: such a rank is not alone with it.
+        interrupted = self.interruption is not None or (fault is not None and bool(interrupts.called))
+        left = fault is not None and not interrupted
+        if self._program.top == self._program.last:
+            self._global_counts()
+        waited = self._channels.seconds_waited - self._waited
+        self._channels.flush()
+        scaled = self._gradients.scaling.note(self._incoming, self._in_half)
+        loss, global_loss, reduction, found = self._sum_over_pipelines(scaled, left, interrupted)
         if reduction is not None and self._recorder is not None:
             self._recorder.reductions(reduction.intervals)
         seconds = time.perf_counter() - self._started
         on_cpu = self._context.device.type == "cpu"
         bubble = waited / seconds if on_cpu and seconds > 0 else None
+        sizes = found.num_samples, found.num_tokens
         self.report = StepReport(loss, global_loss, seconds, bubble, len(self._losses), *sizes, reduction)
+        alone = 0 < found.num_left < len(self._context.everyone)
+        if alone and not left:  # those that left say why, and end this
+            self._totals.ask(0)
+        if found.num_interrupted and not (interrupted or left) and interrupts.wait(LATE_SIGNAL):
+            self._call_handlers()
+        return alone
 
-    def _conclude(self, left: bool) -> tuple[torch.Tensor, torch.Tensor, ReductionReport | None, tuple[int, int]]:
-        """Meet all ranks at the end of the step, which this one may have left early."""
-        if self._program.top == self._program.last:
-            self._global_counts()
-        self._channels.flush()
-        scaled = self._gradients.scaling.note(self._incoming, self._in_half)
-        own, loss, reduction, num_left, sizes = self._sum_over_pipelines(scaled, left)
-        self._concluded = True
-        if 0 < num_left < len(self._context.everyone):
-            self._settle(left)
-        return own, loss, reduction, sizes
+    def _call_handlers(self) -> None:
+        """Of signals that came in the step; what they raise is raised once nothing is under way."""
+        try:
+            self._interrupts.deliver()
+        except BaseException as error:
+            self.interruption = error
 
     def _sum_over_pipelines(
-        self, scaled: bool, left: bool
-    ) -> tuple[torch.Tensor, torch.Tensor, ReductionReport | None, int, tuple[int, int]]:
+        self, scaled: bool, left: bool, interrupted: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, ReductionReport | None, Found]:
         """Complete the gradients, and sum the loss. Every rank does this, also one without any microbatch.
 
         Args:
             scaled: whether the caller scaled the losses on this rank; it is enough that one rank knows.
-            left: whether this rank left the step early. Its gradients are worth nothing then, but it is counted on.
 
         Returns:
             This pipeline's loss and that of the global batch (shape (), where the stage computes), what the reduction
-            took (None without one), how many ranks left the step early, and samples and tokens of the global batch.
+            took (None without one), and what is found of all ranks.
         """
         totals, reducer, report = self._totals, self._reducer, None
         if self._reduce:
             reducer.launch_rest()
         losses = self._losses or [torch.zeros((), dtype=LOSS_DTYPE, device=self._context.device)]
         own = loss = torch.stack(losses).sum()
-        num_left, sizes = int(left), (sum(self._inputs.sizes), self._inputs.num_tokens())
+        mine = found = Found(scaled, left, interrupted, sum(self._inputs.sizes), self._inputs.num_tokens())
         if totals.shared:
             # Behind every bucket, which is one order on all ranks, and under way while they are waited for.
-            totals.start(loss, scaled, left, sizes)
+            totals.start(loss, mine)
         if self._reduce and reducer.active:
             report = reducer.finish()
         if totals.shared:
-            loss, scaled, num_left, sizes = totals.finish()
+            loss, found = totals.finish()
         multiply_gradients(self._gradients.parameters, 1.0 / self._loss_scale)
-        if self._reduce and scaled and not num_left:
+        if self._reduce and found.num_scaled:
             self._gradients.norm.share_overflow()
-        return own, loss, report, num_left, sizes
-
-    def _settle(self, left: bool) -> None:
-        """Some ranks left the step and others came to its end: all leave it if what ended it reaches them now."""
-        if not left and self._interrupts.wait(LATE_SIGNAL):
-            with contextlib.suppress(BaseException):  # kept, and raised below
-                self._call_handlers()
-        gone = self._totals.ask(left or self._interruption is not None)
-        ran_on = [rank for rank in self._context.everyone if not gone[rank]]
-        if not ran_on:
-            if self._interruption is not None:
-                raise self._interruption
-            return
-        if left:
-            raise self._board.abort(
-                f"left the training step at microbatch {self.microbatch}, but {ranks_in_words(ran_on)} ran it to its "
-                f"end ({self._why})"
-            )
-        # The ranks that left close their groups now, after saying why.
-        self._totals.ask(0)
-
-    def _interruption_point(self) -> None:
-        """Where a signal may end the step, as nothing is half done."""
-        if self._interrupts.pending and self._begun and not self._context.computes_together:
-            self._call_handlers()
-
-    def _call_handlers(self) -> None:
-        try:
-            self._interrupts.deliver()
-        except BaseException as error:
-            self._interruption = error
-            raise
-
-    def _leave(self, why: str) -> None:
-        """The step ends early on this rank: run what is left of its communication without computing."""
-        self._why = why
-        if self._board.failed is not None:
-            return
-        left_at = f"microbatch {self._open}, backward {'called' if self._called else 'not called'}"
-        key = f"left/{self._attempt}"
-        if self._interrupts.called:
-            self._board.announce(key, INTERRUPTED)
-        else:
-            patience = 2 * (time.perf_counter() - self._started)
-            if not self._board.agree(key, left_at, self._context.everyone, patience, unless=INTERRUPTED):
-                raise self._board.abort(
-                    f"left the loop over the microbatches at {left_at}, while other ranks did not ({why})"
-                )
-        with self._board.guard("working together"):
-            self._queues.clear()
-            for position in range(self._position, len(self._program.actions)):
-                self._skip(position)
-            self._conclude(left=True)
-            self._live.clear()
-
-    def _skip(self, position: int) -> None:
-        """Do the communication of an action with zeros, so that no message is left under way."""
-        action = self._program.actions[position]
-        kind, stage, microbatch = action.kind, action.stage, action.microbatch
-        if self._posts and position != self._position:
-            self._post(self._posts[position].before)
-        is_top, is_last = stage == self._program.top, stage == self._program.last
-        if kind is Kind.F:
-            if not self._begun:
-                self._begin()
-            if is_last:
-                self._global_counts()
-            self._live[stage, microbatch] = LiveMicrobatch(self._stages.pass_on(stage, microbatch))
-        elif kind is Kind.B:
-            is_open = is_top and microbatch == self._open
-            if is_top and not is_open:
-                top = self._stages.boundaries.top
-                nothing = torch.zeros((), dtype=LOSS_DTYPE, device=self._context.device)
-                self._below[stage].send_loss(nothing if top is None else top.recv_loss())
-            if not (is_open and self._called):
-                if self._posts:
-                    self._post(self._posts[position].inside)
-                if not is_last:
-                    self._above[stage].recv_backward(microbatch)
-            live = self._live.pop((stage, microbatch))
-            if live.leaves and not live.answered:
-                self._send_backward(stage, microbatch, live)
+        return own, loss, report, found

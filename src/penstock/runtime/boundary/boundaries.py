@@ -162,9 +162,6 @@ class LocalBoundary:
     def send_loss(self, loss: torch.Tensor) -> None:
         pass
 
-    def placeholders(self, microbatch: int) -> list[torch.Tensor]:
-        return []
-
 
 class _RemoteBoundary:
     """A boundary between a stage of this rank and one of another rank.
@@ -343,12 +340,6 @@ class BoundaryAbove(_RemoteBoundary):
         if self._unposted:
             self._post_ahead()
         return gradients
-
-    def placeholders(self, microbatch: int) -> list[torch.Tensor]:
-        """Zeros for the values that cross out of the stage; none where their shapes were never learned."""
-        values = self._known.get(self._signatures.numbers[microbatch])
-        specs = () if values is None else values.specs
-        return [spec.zeros(self._device).requires_grad_(spec.requires_grad) for spec in specs]
 
     def post(self) -> None:
         """Post the receive of the next gradients, whose activations were sent, or of known shapes."""

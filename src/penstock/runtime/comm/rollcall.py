@@ -81,7 +81,6 @@ class RollCall:
     """This rank's voice in the roll calls of its pipeline and of the world.
 
     Attributes:
-        number: how many roll calls of the whole world agreed, alike on all ranks.
         own_group, world_group: the numbers of the groups of this pipeline and of all; None where there is nobody else,
             or where the world is this pipeline.
         ranks: those of each group.
@@ -95,7 +94,6 @@ class RollCall:
         self.own_group = groups.index(pipeline) if pipeline in groups else None
         self.world_group = groups.index(world) if world in groups and world != pipeline else None
         self.rank, self.board, self.interrupts = context.rank, context.board, context.interrupts
-        self.number = 0
         context.board.on_abort(self._groups.clear)
 
     def begin(
@@ -154,7 +152,6 @@ class Pending:
         self._roll_call = roll_call
         self._call = call
         self._facts = facts
-        self._everyone = everyone
         self._shared = shared
         self._given_up = False
         self._own = roll_call.own_group
@@ -183,7 +180,6 @@ class Pending:
                 agreed, given_up, alike = self._compared(self._comparing or self._maximum(said))
                 self._comparing = None
             if agreed:
-                self._roll_call.number += self._everyone
                 return Answers(_facts(said), alike, partial(self._ask_all, said))
             # Nothing is under way, so a signal may end this call here.
             self._roll_call.interrupts.deliver()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,26 @@ from penstock.runtime.context import RankContext
 
 # Means that may make up one loss (BERT's pretraining has two).
 MAX_LOSS_TERMS = 16
+
+
+class Found(NamedTuple):
+    """What one rank knows at the end of a step; summed, what all ranks do.
+
+    Attributes:
+        num_scaled: how many saw the caller scale the losses.
+        num_left: how many callers left the loop early.
+        num_interrupted: how many were interrupted by a signal.
+        num_samples, num_tokens: of the pipeline; summed, of the global batch.
+    """
+
+    num_scaled: int = 0
+    num_left: int = 0
+    num_interrupted: int = 0
+    num_samples: int = 0
+    num_tokens: int = 0
+
+
+NOTHING = Found()
 
 
 class Totals:
@@ -26,7 +47,7 @@ class Totals:
         self.shared = context.layout.world_size > 1
         self._speaks = context.holds_output and context.place.tensor_parallel_rank == 0
         self._context = context
-        self._sums = torch.zeros(5, dtype=torch.float64)
+        self._sums = torch.zeros(0, dtype=torch.float64)
         self._work: dist.Work | None = None
         self._on_host = context.device.type == "cpu"
         self._loss = torch.zeros(())
@@ -72,18 +93,17 @@ class Totals:
         ranks = dist.get_process_group_ranks(self._context.groups.last_stages) if self._several else ()
         return self._context.board.guard("counting the loss's terms", ranks)
 
-    def start(self, loss: torch.Tensor, flag: bool, left: bool = False, sizes: tuple[int, int] = (0, 0)) -> None:
-        """Begin to sum `loss` over the pipelines, and to ask whether any rank raises `flag`; `finish` gives both.
+    def start(self, loss: torch.Tensor, mine: Found = NOTHING) -> None:
+        """Begin to sum `loss` over the pipelines, and what all ranks have found; `finish` gives both.
 
         Args:
             loss: this pipeline's share of the global batch's loss, shape (), float64. Only the last stage's counts. On
                 an accelerator it is summed there, and no host waits for it.
-            left: whether this rank left the step early; `finish` gives how many ranks did.
-            sizes: this pipeline's numbers of samples and tokens; `finish` gives those of all pipelines.
         """
         value = float(loss) if self._on_host and self._speaks else 0.0
-        own = sizes if self._speaks else (0, 0)
-        self._sums = torch.tensor([value, flag, left, *own], dtype=torch.float64)
+        if not self._speaks:
+            mine = mine._replace(num_samples=0, num_tokens=0)
+        self._sums = torch.tensor([value, *mine], dtype=torch.float64)
         self._loss = loss
         with self._context.board.guard("summing losses", self._context.everyone):
             if not self._on_host:
@@ -91,16 +111,16 @@ class Totals:
                 self._loss_work = dist.all_reduce(self._loss, group=self._context.groups.world, async_op=True)
             self._work = dist.all_reduce(self._sums, group=self._context.groups.world_control, async_op=True)
 
-    def finish(self) -> tuple[torch.Tensor, bool, int, tuple[int, int]]:
-        """What `start` began: the loss, where it was; whether any flag was raised; how many ranks left; the sizes."""
+    def finish(self) -> tuple[torch.Tensor, Found]:
+        """What `start` began: the loss, where it was, and what all ranks have found."""
         with self._context.board.guard("summing losses", self._context.everyone):
             for work in (self._work, self._loss_work):
                 if work is not None:
                     work.wait()
         self._work = self._loss_work = None
-        value, flag, left, samples, tokens = self._sums.tolist()
+        value, *found = self._sums.tolist()
         loss = torch.tensor(value, dtype=torch.float64) if self._on_host else self._loss
-        return loss, bool(flag), int(left), (int(samples), int(tokens))
+        return loss, Found(*map(int, found))
 
     def sums(self, values: Sequence[float]) -> list[float]:
         """Of what the pipelines' last stages give, on every rank; what others give counts for nothing. All ranks call

@@ -245,23 +245,14 @@ class FailureBoard:
         named = f"rank {others[0]}" if len(others) == 1 else f"one of ranks {others}" if others else "another rank"
         return self.abort(f"lost the connection to {named} while {doing} ({_first_sentence(error)})", suspects=others)
 
-    def announce(self, key: str, position: str) -> None:
-        """Report this rank's `position` under `key`, for the others' `agree`."""
-        if self._keys is not None:
-            with contextlib.suppress(Exception):
-                self._keys.put(f"{key}/{self._rank}", position)
-
-    def agree(self, key: str, position: str, ranks: Sequence[int], patience: float, unless: str | None = None) -> bool:
-        """True if every rank of `ranks` reports the same `position` under `key` within about `patience` seconds.
-
-        A rank may report `unless` in its place.
-        """
+    def agree(self, key: str, position: str, ranks: Sequence[int]) -> bool:
+        """True if every rank of `ranks` reports the same `position` under `key` within some seconds."""
         if len(ranks) == 1:
             return True
         if self._keys is None:
             return False
         ours, keys = self._keys, [f"{key}/{rank}" for rank in ranks]
-        deadline = time.monotonic() + max(AGREEMENT_WAIT.total_seconds(), patience)
+        deadline = time.monotonic() + AGREEMENT_WAIT.total_seconds()
         try:
             ours.put(f"{key}/{self._rank}", position)
             # Not the store's own wait: it prints a long message when it times out.
@@ -269,7 +260,7 @@ class FailureBoard:
                 if time.monotonic() > deadline or self.failed is not None:
                     return False
                 time.sleep(0.005)
-            return all(ours.get(each) in (position, unless) for each in keys)
+            return all(ours.get(each) == position for each in keys)
         except Exception:
             return False
 
