@@ -27,7 +27,7 @@ from penstock.runtime.boundary.p2p import TAGS_PER_CHANNEL, Message, P2PChannels
 from penstock.runtime.boundary.tensors import encode_header
 from penstock.runtime.comm.exchange import Ranks
 from penstock.runtime.comm.groups import Groups
-from penstock.runtime.comm.totals import Found, Totals
+from penstock.runtime.comm.totals import StepFacts, Totals
 from penstock.runtime.context import RankContext
 from penstock.runtime.evaluation import evaluate
 from penstock.runtime.failures.board import FailureBoard
@@ -271,7 +271,7 @@ class RecordedRank:
         `left_at`: the microbatch at which all ranks leave the loop, with backward() `called` or not.
         """
         # The groups sum nothing, so they cannot tell how many ranks left: here all do, or none.
-        found, finish = Found(num_left=0 if left_at is None else self.world.size), self.totals.finish
+        found, finish = StepFacts(num_left=0 if left_at is None else self.world.size), self.totals.finish
         with self.events() as events, mock.patch.object(self.totals, "finish", lambda: (finish()[0], found)):
             inputs = self._inputs(signatures)
             parts = self.context, self.executor, self.gradients, self.totals

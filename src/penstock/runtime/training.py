@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from penstock.runtime.boundary.boundaries import LOSS_DTYPE
-from penstock.runtime.comm.totals import Found, Totals
+from penstock.runtime.comm.totals import StepFacts, Totals
 from penstock.runtime.context import RankContext
 from penstock.runtime.failures.board import PipelineFailure
 from penstock.runtime.gradients.gradients import Gradients
@@ -428,7 +428,7 @@ class TrainingStep:
 
     def _sum_over_pipelines(
         self, scaled: bool, left: bool, interrupted: bool
-    ) -> tuple[torch.Tensor, torch.Tensor, ReductionReport | None, Found]:
+    ) -> tuple[torch.Tensor, torch.Tensor, ReductionReport | None, StepFacts]:
         """Complete the gradients, and sum the loss. Every rank does this, also one without any microbatch.
 
         Args:
@@ -443,7 +443,7 @@ class TrainingStep:
             reducer.launch_rest()
         losses = self._losses or [torch.zeros((), dtype=LOSS_DTYPE, device=self._context.device)]
         own = loss = torch.stack(losses).sum()
-        mine = found = Found(scaled, left, interrupted, sum(self._inputs.sizes), self._inputs.num_tokens())
+        mine = found = StepFacts(scaled, left, interrupted, sum(self._inputs.sizes), self._inputs.num_tokens())
         if totals.shared:
             # Behind every bucket, which is one order on all ranks, and under way while they are waited for.
             totals.start(loss, mine)

@@ -15,7 +15,7 @@ from penstock.runtime.context import RankContext
 MAX_LOSS_TERMS = 16
 
 
-class Found(NamedTuple):
+class StepFacts(NamedTuple):
     """What one rank knows at the end of a step; summed, what all ranks do.
 
     Attributes:
@@ -32,7 +32,7 @@ class Found(NamedTuple):
     num_tokens: int = 0
 
 
-NOTHING = Found()
+NO_FACTS = StepFacts()
 
 
 class Totals:
@@ -93,7 +93,7 @@ class Totals:
         ranks = dist.get_process_group_ranks(self._context.groups.last_stages) if self._several else ()
         return self._context.board.guard("counting the loss's terms", ranks)
 
-    def start(self, loss: torch.Tensor, mine: Found = NOTHING) -> None:
+    def start(self, loss: torch.Tensor, mine: StepFacts = NO_FACTS) -> None:
         """Begin to sum `loss` over the pipelines, and what all ranks have found; `finish` gives both.
 
         Args:
@@ -111,7 +111,7 @@ class Totals:
                 self._loss_work = dist.all_reduce(self._loss, group=self._context.groups.world, async_op=True)
             self._work = dist.all_reduce(self._sums, group=self._context.groups.world_control, async_op=True)
 
-    def finish(self) -> tuple[torch.Tensor, Found]:
+    def finish(self) -> tuple[torch.Tensor, StepFacts]:
         """What `start` began: the loss, where it was, and what all ranks have found."""
         with self._context.board.guard("summing losses", self._context.everyone):
             for work in (self._work, self._loss_work):
@@ -120,7 +120,7 @@ class Totals:
         self._work = self._loss_work = None
         value, *found = self._sums.tolist()
         loss = torch.tensor(value, dtype=torch.float64) if self._on_host else self._loss
-        return loss, Found(*map(int, found))
+        return loss, StepFacts(*map(int, found))
 
     def sums(self, values: Sequence[float]) -> list[float]:
         """Of what the pipelines' last stages give, on every rank; what others give counts for nothing. All ranks call
