@@ -16,6 +16,8 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
+from penstock.modeling.graph.loss import NUM_ITEMS
+
 
 @dataclass(frozen=True, slots=True)
 class Value:
@@ -90,6 +92,7 @@ class DataFlow(TorchDispatchMode):
         asks_inputs: whether values of the arguments alone were asked for.
         written: values that were changed in place after their unit returned them.
         written_inputs: arguments of the forward that were changed in place.
+        branches_on_loss: whether the result of a loss function decided what Python does next.
     """
 
     def __init__(self, position: Callable[[], int]) -> None:
@@ -100,6 +103,8 @@ class DataFlow(TorchDispatchMode):
         self.asks_inputs = False
         self.written: set[Value] = set()
         self.written_inputs: set[str] = set()
+        self.branches_on_loss = False
+        self._means: set[int] = set()
         self._position = position
         self._marks: dict[int, Sources] = {}
         self._values: dict[int, Value] = {}
@@ -131,6 +136,25 @@ class DataFlow(TorchDispatchMode):
         """Let `tensor` stand for an argument of the forward."""
         self.mark(tensor, (Given(name),))
         self._inputs[tensor.untyped_storage()._cdata] = name
+
+    def mark_mean(self, tensor: torch.Tensor, is_mean: bool = True) -> None:
+        """Let `tensor` count as a mean over the batch, or not any more."""
+        (self._means.add if is_mean else self._means.discard)(tensor.untyped_storage()._cdata)
+
+    def is_mean(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` is a mean over the batch, or a sum of such, each times what does not depend on the batch."""
+        return tensor.untyped_storage()._cdata in self._means
+
+    def _gives_mean(self, func: Any, args: tuple[Any, ...]) -> bool:
+        """Whether an operation on means gives one."""
+        means = [self.is_mean(tensor) for tensor in _tensors(args) if self.is_mean(tensor) or self._of_batch(tensor)]
+        name = func._schema.name.removeprefix("aten::").rstrip("_")
+        scales = name == "mul" or (name == "div" and self.is_mean(args[0]))
+        return all(means) and (name in _LINEAR or (scales and len(means) == 1))
+
+    def _of_batch(self, tensor: torch.Tensor) -> bool:
+        constant = Given(NUM_ITEMS)
+        return any(not isinstance(source, Outside | Inside) and source != constant for source in self.sources(tensor))
 
     def note_write(self, tensor: torch.Tensor) -> None:
         """Record that `tensor` is changed in place."""
@@ -175,9 +199,12 @@ class DataFlow(TorchDispatchMode):
         leaked = next((source.name for source in sources if isinstance(source, Inside)), None)
         if leaked is not None:
             raise ReachedInside(leaked)
+        of_loss = any(isinstance(source, Reduced) for source in sources)
         output = func(*args, **kwargs)
         if torch.Tag.data_dependent_output in func.tags:
             self.note_control(sources)
+            # A number that is asked for may be logged; a truth value decides.
+            self.branches_on_loss |= of_loss and args[0].dtype == torch.bool
         if torch.Tag.nondeterministic_seeded in func.tags:
             sources |= {Drawn(str(func))}
         elif _compares_with_nothing(func, args):
@@ -191,9 +218,12 @@ class DataFlow(TorchDispatchMode):
                 if isinstance(argument, torch.Tensor) and declared.alias_info and declared.alias_info.is_write:
                     self.note_write(argument)
         if sources:
+            gives_mean = of_loss and self._gives_mean(func, args)
             for tensor in pytree.tree_leaves(output):
                 if isinstance(tensor, torch.Tensor):
                     self.mark(tensor, sources)
+                    if of_loss:
+                        self.mark_mean(tensor, gives_mean)
         return output
 
 
@@ -205,6 +235,11 @@ class ReachedInside(Exception):
         self.tensor = tensor
 
 
+# Operations that give sums of what they are given, or put it elsewhere; or a constant of its form.
+_LINEAR = frozenset(
+    "add sub rsub neg sum mean stack cat clone detach alias view _unsafe_view reshape expand unsqueeze squeeze select "
+    "slice unbind split t transpose permute _to_copy copy lift_fresh nan_to_num zeros_like ones_like new_zeros".split()
+)
 # Draws from 0 to 1.
 _UNIFORM = "aten.rand."
 

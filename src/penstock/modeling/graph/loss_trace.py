@@ -69,6 +69,7 @@ class LossTrace:
         self._made_of.append(self._flow.sources(result))
         if isinstance(result, torch.Tensor):
             self._flow.mark(result, (Reduced(call),))
+            self._flow.mark_mean(result, result.dim() == 0)
             (self._sums if bound.arguments.get("reduction") == "sum" else self._means).append(result)
 
     def rule(self, loss: torch.Tensor, output: Any, reduction: str | None = None) -> LossRule:
@@ -87,6 +88,8 @@ class LossTrace:
         if over_items and self._has_more(sources):
             # The forward adds it once, whatever the caller divides the sum by: microbatches make a mean of it.
             rule = replace(rule, rest=LossTerm("samples"))
+        if rule.exact and (self._flow.branches_on_loss or not self._flow.is_mean(loss)):
+            rule = replace(rule, exact=False, reason=_MADE_OF_MEANS)
         if is_sum or any(total is loss for total in self._sums):
             # A sum over the batch, of which nothing was made: the sums of the microbatches add up to it.
             rule = LossRule((LossTerm("sum", calls=rule.terms[0].calls),))
@@ -214,6 +217,7 @@ class LossTrace:
 
 
 # Why a loss is not exact.
+_MADE_OF_MEANS = "it is more than the results of torch's loss functions, scaled by constants and added up"
 _SELECTED = "{} is given elements selected by their values"
 
 
