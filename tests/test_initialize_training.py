@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 from families import FAMILIES, batch
 from pool import Pool
@@ -215,6 +216,111 @@ def test_training_with_clipping_and_a_schedule_ends_at_the_unsplit_weights(
             torch.testing.assert_close(
                 parameter, expected[name], rtol=0, atol=1e-8, msg=lambda text, n=name: f"{n}: {text}"
             )
+
+
+def some(model: nn.Module, part: str) -> Iterator[nn.Parameter]:
+    return (parameter for name, parameter in model.named_parameters() if part in name)
+
+
+def by_total(model: nn.Module) -> torch.Tensor:
+    norm = get_total_norm([p.grad.detach() for p in model.parameters() if p.grad is not None], foreach=False)
+    nn.utils.clip_grads_with_norm_(model.parameters(), 0.05, norm, foreach=True)
+    return norm
+
+
+def after_unscaling(model: nn.Module) -> torch.Tensor:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(torch.zeros(()))
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad *= 1024
+    scaler.unscale_(torch.optim.SGD(model.parameters()))
+    return clip_grad_norm_(model.parameters(), 0.05)
+
+
+# What stands in users' loops; two of the functions were imported before any pipeline was formed.
+CLIPPING: dict[str, Callable[[Any], torch.Tensor]] = {
+    "imported before": lambda model: clip_grad_norm_(model.parameters(), 0.05),
+    "imported after": lambda model: nn.utils.clip_grad_norm_(list(model.parameters()), 0.05),
+    "with foreach": lambda model: clip_grad_norm_(model.parameters(), 0.05, foreach=True),
+    "without foreach": lambda model: clip_grad_norm_(model.parameters(), 0.05, 1.0, foreach=False),
+    "largest": lambda model: clip_grad_norm_(model.parameters(), 1e-3, float("inf"), error_if_nonfinite=True),
+    "by the total": by_total,
+    "unscaled before": after_unscaling,
+    "not reached": lambda model: clip_grad_norm_(model.parameters(), 1e3),
+    "biases": lambda model: clip_grad_norm_(some(model, "bias"), 0.01),
+    "of the first stage": lambda model: clip_grad_norm_(some(model, "wpe"), 0.01),
+}
+
+
+def clip_in_each_way(stages: int, **options: Any) -> dict[str, tuple[float, dict[str, torch.Tensor | None]]]:
+    """The norm and the gradients after each way of clipping the same gradients; `stages` is 0 for the unsplit model."""
+    with kept_in_double():
+        model: Any = FAMILIES["gpt2"].build(vocab_size=98)
+        inputs = batch("causal", 4)
+        if stages:
+            model = parallelize(model, stages, **options)
+            run_step(model, rows(inputs, model.data_parallel_rank, model.data_parallel_size))
+        else:
+            model(**inputs).loss.backward()
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    found = {}
+    for name, clip in CLIPPING.items():
+        for parameter, gradient in gradients:
+            parameter.grad = None if gradient is None else gradient.clone()
+        found[name] = (float(clip(model)), gradients_of(model))
+    stranger = nn.Linear(2, 2)
+    stranger(torch.ones(1, 2)).sum().backward()
+    assert float(clip_grad_norm_(stranger.parameters(), 1.0)) == pytest.approx(6**0.5), "what is no pipeline's"
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stages", "options"), [(2, 2, {}), (4, 2, {}), (2, 1, {"tensor_parallel_size": 2})], ids=str
+)
+def test_torchs_own_clipping_is_by_the_whole_models_norm(
+    pool: Pool, ranks: int, stages: int, options: dict[str, Any]
+) -> None:
+    expected = clip_in_each_way(0)
+    for found in pool.run(ranks, clip_in_each_way, stages, **options):
+        for name, (norm, gradients) in found.items():
+            assert norm == pytest.approx(expected[name][0], rel=EXACT), name
+            for parameter, gradient in gradients.items() if not options else ():  # shards of them
+                torch.testing.assert_close(gradient, expected[name][1][parameter], rtol=0, atol=EXACT)
+
+
+def clip_what_no_rank_can() -> list[str]:
+    model = parallelize(build(), 2)
+    run_step(model, batch("causal", 4))
+    stranger = nn.Linear(2, 2)
+    stranger(torch.ones(1, 2)).sum().backward()
+
+    def alone() -> None:
+        if torch.distributed.get_rank() == 0:
+            clip_grad_norm_(model.parameters(), 1.0)
+        else:
+            run_step(model, batch("causal", 4))
+
+    messages = []
+    for attempt in (
+        lambda: clip_grad_norm_(some(model, "wte"), 1e-3),
+        lambda: clip_grad_norm_([*model.parameters(), *stranger.parameters()], 1e-3),
+        alone,
+    ):
+        before = gradients_of(model)
+        with pytest.raises((ValueError, RuntimeError)) as caught:
+            attempt()
+        assert_same_gradients(gradients_of(model), before, 0.0)
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_a_norm_that_cannot_be_the_whole_models_is_refused(pool: Pool) -> None:
+    """The embedding has another name on the last stage. A rank that does not clip ends the others' wait by name."""
+    for tied, mixed, alone in pool.run(2, clip_what_no_rank_can, timeout=60):
+        assert "a weight on some of the ranks that hold it, but not on all" in tied and "transformer.wte.weight" in tied
+        assert "are of one parallelised model" in mixed and "clip each model by itself" in mixed
+        assert "rank 0 entered clip_grad_norm_" in alone and "rank 1 entered training step" in alone
 
 
 def clip_wrongly() -> list[str]:

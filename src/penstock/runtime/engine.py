@@ -29,12 +29,20 @@ from penstock.modeling.graph.loss import Criterion
 from penstock.modeling.stage.named_output import Form
 from penstock.modeling.stage.split import SplitModel, refuse_moved
 from penstock.modeling.weights.names import alias_groups
+from penstock.runtime import torch_calls
 from penstock.runtime.boundary.p2p import P2PChannels
 from penstock.runtime.comm.devices import local_device
 from penstock.runtime.comm.forming import adopt_random_state, forming, job_board, shared_progress
 from penstock.runtime.comm.groups import Groups
 from penstock.runtime.comm.rollcall import Call
-from penstock.runtime.comm.settings import Settings, SettingsMismatch, bits_of, settings_in_words, states_of_stages
+from penstock.runtime.comm.settings import (
+    MODULUS,
+    Settings,
+    SettingsMismatch,
+    bits_of,
+    settings_in_words,
+    states_of_stages,
+)
 from penstock.runtime.context import RankContext
 from penstock.runtime.evaluation import evaluate, share_output
 from penstock.runtime.failures.board import PATIENCE_SECONDS, FailureBoard
@@ -183,6 +191,7 @@ class Engine:
         self._media = MediaTokens.of(getattr(split.model, "config", None))
         board = job_board() if board is None else board
         self._form(layout, make_schedule, board, partial(self._fill_all, values))
+        torch_calls.follow(self)
 
     # -- forming ---------------------------------------------------------------------------------------------------
 
@@ -576,6 +585,28 @@ class Engine:
         with self._norms(Call.CLIP, norm_type, max_norm):
             return self._parts.gradients.norm.clip(float(max_norm), float(norm_type), error_if_nonfinite)
 
+    def norm_of(self, held: Sequence[HeldParameter], norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
+        """The norm of the gradients of `held` and of what the other ranks give; every rank calls it."""
+        if self.run is not None:
+            raise NotImplementedError(
+                "torch.nn.utils.clip_grad_norm_ in an elastic run is not repeated after a loss: clip with "
+                "booster.clip_grad_norm, or optimizer.clip_grad_by_norm"
+            )
+        if not norm_type > 0:
+            raise ValueError(f"norm_type must be positive, got {norm_type}")
+        votes = sum(one.vote(self.rank) for one in held if one.parameter.grad is not None) % MODULUS
+        with self._norms(Call.CLIP, norm_type, votes=votes):
+            return self._parts.gradients.norm.total(norm_type, error_if_nonfinite, held)
+
+    def owners(self, gradients: Sequence[torch.Tensor]) -> list[HeldParameter | None]:
+        """The parameters of this rank that have these gradients; see `GradientNorm`."""
+        return self._parts.gradients.norm.owners(gradients)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the ranks of this engine can do something together."""
+        return self.board.failed is None and not self._parts.closed
+
     def grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
         """The norm of the whole model's gradients: shape (), the same on every rank to the last bit."""
         with self._norms(Call.NORM, norm_type):
@@ -618,8 +649,15 @@ class Engine:
                 yield output, prepared.plans[0].form if prepared.plans else None
 
     @contextlib.contextmanager
-    def _norms(self, call: Call, norm_type: float, max_norm: float = 0.0) -> Iterator[None]:
-        with self.together(call, [bits_of(float(norm_type)), bits_of(float(max_norm))]) as said:
+    def _norms(self, call: Call, norm_type: float, max_norm: float = 0.0, votes: int = 0) -> Iterator[None]:
+        with self.together(call, [bits_of(float(norm_type)), bits_of(float(max_norm)), votes]) as said:
+            if sum(facts[2] for facts in said.values()) % MODULUS:
+                shared = [one.name for one in self.held if len(one.ranks) > 1]
+                raise SettingsMismatch(
+                    "the norm is of a weight on some of the ranks that hold it, but not on all (tied weights have "
+                    "another name on each of their stages): give all of them, or none. Shared weights here: "
+                    f"{', '.join(shared[:5])}{', ...' * (len(shared) > 5)}"
+                )
             for number, name in enumerate(("norm_type", "max_norm")):
                 values = {rank: facts[number] for rank, facts in said.items()}
                 if len(set(values.values())) > 1:

@@ -236,10 +236,11 @@ class ReachedInside(Exception):
 
 
 # Operations that give sums of what they are given, or put it elsewhere; or a constant of its form.
-_LINEAR = frozenset(
-    "add sub rsub neg sum mean stack cat clone detach alias view _unsafe_view reshape expand unsqueeze squeeze select "
-    "slice unbind split t transpose permute _to_copy copy lift_fresh nan_to_num zeros_like ones_like new_zeros".split()
-)
+_LINEAR = frozenset({
+    "add", "sub", "rsub", "neg", "sum", "mean", "stack", "cat", "clone", "detach", "alias", "view", "_unsafe_view",
+    "reshape", "expand", "unsqueeze", "squeeze", "select", "slice", "unbind", "split", "t", "transpose", "permute",
+    "_to_copy", "copy", "lift_fresh", "nan_to_num", "zeros_like", "ones_like", "new_zeros",
+})  # fmt: skip
 # Draws from 0 to 1.
 _UNIFORM = "aten.rand."
 

@@ -6,7 +6,6 @@ same ones frozen; only if they have not, they tell each other which.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
 
@@ -39,12 +38,11 @@ class FrozenParameters:
         self._said: list[tuple[int, int]] = []
         pipeline, shard = frozenset(context.pipeline_ranks), context.pipeline.ranks(context.place.tensor_parallel_rank)
         for one in held:
-            digest = zlib.crc32(one.name.encode()) * 0x9E3779B97F4A7C15
             holders = [rank for rank in one.ranks if rank in pipeline]
             first = next(rank for rank in holders if rank in shard)
             self._said.append((
-                digest * (len(holders) - 1 if holders[0] == context.rank else -1),
-                digest * (first == context.rank),
+                one.digest * (len(holders) - 1 if holders[0] == context.rank else -1),
+                one.digest * (first == context.rank),
             ))  # fmt: skip
         own: dict[int, str] = {}
         for name, parameter in model.named_parameters():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,10 +27,7 @@ class GradientNorm:
     ):
         self._stand_in = stand_in
         self._parameters = [parameter.parameter for parameter in held]
-        # Each logical parameter is counted by one rank.
-        place = context.place
-        self._counted = [p.parameter for p in held if p.counted_by(context.rank, place.tensor_parallel_rank)]
-        self._context = context
+        self._held, self._context = held, context
 
     def clip(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> torch.Tensor:
         """Scale this rank's gradients so that the whole model's norm is at most `max_norm`.
@@ -46,17 +44,42 @@ class GradientNorm:
             raise ValueError(
                 f"max_norm must not be negative and norm_type must be positive, got {max_norm} and {norm_type}"
             )
-        norm = self.of_all(norm_type)
+        norm = self.total(norm_type, error_if_nonfinite)
+        torch.nn.utils.clip_grads_with_norm_(self._parameters, max_norm, norm)
+        return norm
+
+    def total(
+        self, norm_type: float, error_if_nonfinite: bool, held: Sequence[HeldParameter] | None = None
+    ) -> torch.Tensor:
+        """`of_all` in the type that clipping returns, float64 or float32.
+
+        Raises:
+            RuntimeError: the norm is not finite and `error_if_nonfinite`. All ranks raise.
+        """
+        norm = self.of_all(norm_type, held)
         if error_if_nonfinite and not bool(torch.isfinite(norm)):
             raise RuntimeError(
                 f"the gradients' total norm of order {norm_type} is {float(norm)}, so they cannot be clipped"
             )
-        torch.nn.utils.clip_grads_with_norm_(self._parameters, max_norm, norm)
         return norm if any(p.dtype == torch.float64 for p in self._parameters) else norm.to(torch.float32)
 
-    def of_all(self, norm_type: float = 2.0) -> torch.Tensor:
-        """The norm of the whole model's gradients, not finite if one of them is not: shape (), float64."""
-        gradients = [parameter.grad for parameter in self._counted if parameter.grad is not None]
+    def owners(self, gradients: Sequence[torch.Tensor]) -> list[HeldParameter | None]:
+        """Whose these gradients are: parameters of this rank, or None for others'; what stands in is left out."""
+        places: dict[tuple[Any, ...], HeldParameter] = {}
+        for one in self._held:
+            if one.parameter.grad is not None:
+                places[_place(one.parameter.grad)] = one
+        stand_in = self._stand_in()
+        left_out = None if stand_in is None or stand_in.grad is None else _place(stand_in.grad)
+        return [places.get(place) for place in map(_place, gradients) if place != left_out]
+
+    def of_all(self, norm_type: float = 2.0, held: Sequence[HeldParameter] | None = None) -> torch.Tensor:
+        """The norm of the whole model's gradients, or of those of `held` and of what the other ranks give: shape (),
+        float64. Not finite if one of them is not."""
+        # Each logical parameter is counted by one rank.
+        rank, index = self._context.rank, self._context.place.tensor_parallel_rank
+        counted = [one.parameter for one in (self._held if held is None else held) if one.counted_by(rank, index)]
+        gradients = [parameter.grad for parameter in counted if parameter.grad is not None]
         largest = math.isinf(norm_type)
         # The sum runs over ranks and over very unlike tensors: float64 keeps it independent of their order in practice.
         total = torch.zeros((), dtype=torch.float64, device=self._context.device)
@@ -92,6 +115,13 @@ class GradientNorm:
         """Over all ranks, in place."""
         with self._context.board.guard(doing, self._context.everyone):
             dist.all_reduce(value, operation, group=self._context.groups.world)
+
+
+def _place(gradient: torch.Tensor) -> tuple[Any, ...]:
+    """What a gradient and its `detach()` have in common."""
+    if gradient.layout is not torch.strided:
+        return (id(gradient),)
+    return gradient.untyped_storage()._cdata, gradient.storage_offset(), gradient.numel()
 
 
 def _norms(gradients: list[torch.Tensor], norm_type: float) -> torch.Tensor:

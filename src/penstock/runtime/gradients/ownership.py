@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -30,6 +31,15 @@ class HeldParameter:
     def counted_by(self, rank: int, tensor_parallel_rank: int) -> bool:
         """Whether `rank` answers for it in the gradient norm: one rank does for each whole or slice."""
         return self.ranks[0] == rank and (self.sharded or tensor_parallel_rank == 0)
+
+    @property
+    def digest(self) -> int:
+        """A number that stands for its name."""
+        return zlib.crc32(self.name.encode()) * 0x9E3779B97F4A7C15
+
+    def vote(self, rank: int) -> int:
+        """What `rank` says if it has done something with it. The sum is zero if all of its holders have, or none."""
+        return self.digest * (len(self.ranks) - 1 if self.ranks[0] == rank else -1)
 
 
 def find_holders(

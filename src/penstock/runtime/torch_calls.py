@@ -1,0 +1,114 @@
+"""What torch's own functions do with a rank's part of a model, where it would silently differ from the whole's.
+
+`clip_grad_norm_` and `get_total_norm` take the norm of the whole model's gradients, wherever they were imported from;
+optimizers whose updates depend on parameters of other ranks are refused. Other models' parameters are not concerned.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import inspect
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from penstock.modeling.instrumentation import known_of
+from penstock.runtime.gradients.ownership import HeldParameter
+
+if TYPE_CHECKING:
+    from penstock.runtime.engine import Engine
+
+# Optimizers, of torch and others, that compute with sums over all parameters: a line search, a norm, a distance.
+OVER_ALL = {"LBFGS", "Lamb", "FusedLAMB", "SAM", "Prodigy", "DAdaptAdam", "DAdaptSGD", "DAdaptLion", "DAdaptAdaGrad"}
+
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+def follow(engine: Engine) -> None:
+    """From now on torch's functions know the gradients and parameters of `engine`."""
+    _engines.add(engine)
+    _install()
+
+
+@functools.cache
+def _install() -> None:
+    register_optimizer_step_pre_hook(_refuse_over_all)
+    # `clip_grad_norm_` calls `get_total_norm`, which is a wrapper for torch.no_grad. The function inside is exchanged,
+    # so that whoever has imported either of them has what is here.
+    wrapper: Any = torch.nn.utils.get_total_norm
+    cell = wrapper.__closure__[wrapper.__code__.co_freevars.index("func")]
+    cell.cell_contents = functools.partial(_total_norm, cell.cell_contents)
+
+
+# -- norms -------------------------------------------------------------------------------------------------------------
+
+
+def _total_norm(
+    torchs_own: Callable[..., torch.Tensor],
+    tensors: torch.Tensor | Iterable[torch.Tensor],
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    gradients = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    engine, held = _owner(gradients)
+    if engine is None:
+        return torchs_own(gradients, norm_type, error_if_nonfinite, foreach)
+    return engine.norm_of(held, float(norm_type), error_if_nonfinite)
+
+
+def _owner(gradients: Sequence[torch.Tensor]) -> tuple[Engine | None, Sequence[HeldParameter]]:
+    """Whose gradients these are, if an engine's."""
+    if not gradients:
+        return _only_one_trained(), ()
+    for engine in _engines:
+        owners = engine.owners(gradients) if engine.is_open else [None]
+        held = [one for one in owners if one is not None]
+        if len(held) == len(owners):
+            return engine, held
+        if held:
+            raise ValueError(
+                f"the norm of {len(gradients)} gradients, of which {len(held)} are of one parallelised model (such as "
+                f"{held[0].name}) and the others are not: clip each model by itself"
+            )
+    return None, ()
+
+
+def _only_one_trained() -> Engine | None:
+    """The model that is meant on a rank that has no gradient to give, but must take part."""
+    trained = [engine for engine in _engines if engine.is_open and engine.last_step is not None]
+    if len(trained) > 1:
+        gc.collect()  # models that are used no more
+        trained = [engine for engine in _engines if engine.is_open and engine.last_step is not None]
+    if len(trained) > 1:
+        raise ValueError(
+            f"this rank has no gradient to give to the norm, and trains {len(trained)} parallelised models: which of "
+            "them is meant cannot be told. Call model.clip_grad_norm_(max_norm)"
+        )
+    return trained[0] if trained else None
+
+
+# -- optimizers --------------------------------------------------------------------------------------------------------
+
+
+def _refuse_over_all(optimizer: Optimizer, args: Sequence[Any], kwargs: Any) -> None:
+    """Before each optimizer's step."""
+    kind, closure = type(optimizer), kwargs.get("closure", args[1] if len(args) > 1 else None)
+    needed = inspect.signature(kind.step).parameters.get("closure")
+    needs_closure = needed is not None and needed.default is inspect.Parameter.empty
+    # torch's own call it once, before the update.
+    used = closure is not None and kind.__module__.partition(".")[0] != "torch"
+    if OVER_ALL.isdisjoint(base.__name__ for base in kind.__mro__) and not needs_closure and not used:
+        return
+    parameters = {id(one) for group in optimizer.param_groups for one in group["params"]}
+    for engine in _engines:
+        if not parameters.isdisjoint(map(id, [*engine.known.values(), known_of(engine.split.model).stand_in])):
+            raise NotImplementedError(
+                f"{kind.__name__} lets a parameter's update depend on others, or runs the model inside its step, but "
+                "each rank has the parameters of its own stages only: the updates would not be those of the unsplit "
+                "model. Take an optimizer that treats each parameter by itself, such as torch.optim.AdamW"
+            )
