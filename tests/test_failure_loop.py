@@ -89,6 +89,11 @@ def stop_after_backward(outputs: Iterator[Any], rank: int | None) -> None:
             break
 
 
+def differentiate_twice(outputs: Iterator[Any], rank: int | None) -> None:
+    for output in outputs:
+        output.loss.backward(create_graph=is_rank(rank))
+
+
 def stop_at_the_first(outputs: Iterator[Any], rank: int | None) -> None:
     for output in outputs:
         if is_rank(rank):
@@ -153,6 +158,7 @@ def misbehave(
         (call_twice, "backward() of microbatch 1's loss was called a second time"),
         (call_out_of_order, "backward() of microbatch 0's loss was called while microbatch 1 is due"),
         (collect_first, "backward() was not called on the loss of microbatch 0"),
+        (differentiate_twice, "backward(create_graph=True): gradients of gradients"),
     ],
 )
 @pytest.mark.parametrize("rank", [None, 1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -321,6 +322,56 @@ def test_a_norm_that_cannot_be_the_whole_models_is_refused(pool: Pool) -> None:
         assert "a weight on some of the ranks that hold it, but not on all" in tied and "transformer.wte.weight" in tied
         assert "are of one parallelised model" in mixed and "clip each model by itself" in mixed
         assert "rank 0 entered clip_grad_norm_" in alone and "rank 1 entered training step" in alone
+
+
+class Sharp(torch.optim.SGD):
+    """Looks at the loss a second time, somewhere else."""
+
+    def step(self, closure: Any = None) -> Any:
+        closure()
+        return super().step(closure)
+
+
+class Lamb(torch.optim.SGD):
+    """Has the name of an optimizer that divides by the norm of all gradients."""
+
+
+def lbfgs(parameters: Any, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS(parameters, max_iter=2, **options)
+
+
+OVER_ALL: list[Callable[[Any], torch.optim.Optimizer]] = [
+    lbfgs,
+    partial(lbfgs, line_search_fn="strong_wolfe"),
+    partial(Sharp, lr=0.1),
+    partial(Lamb, lr=0.1),
+]
+
+
+def step_over_all(make: Callable[[Any], torch.optim.Optimizer], early: bool) -> str:
+    model = build()
+    optimizer = make(model.parameters())
+    model = parallelize(model, 2)
+    if not early:
+        optimizer = make(model.parameters())
+    before = parameters_of(model)
+    run_step(model, batch("causal", 4))
+    with pytest.raises(NotImplementedError) as caught:
+        optimizer.step(lambda: sum(run_step(model, batch("causal", 4))))  # type: ignore[arg-type]
+    assert all(torch.equal(value, before[name]) for name, value in parameters_of(model).items())
+    stranger = nn.Linear(2, 2)
+    make(stranger.parameters()).step(lambda: stranger(torch.ones(1, 2)).sum())  # is no pipeline's
+    adam = torch.optim.Adam(model.parameters())
+    adam.zero_grad()
+    assert adam.step(lambda: sum(run_step(model, batch("causal", 4)))) > 0  # type: ignore[arg-type, operator]
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("number", "early"), [(0, True), (0, False), (1, False), (2, False), (3, True)])
+def test_an_optimizer_whose_updates_depend_on_all_parameters_is_refused(pool: Pool, number: int, early: bool) -> None:
+    kind = ("LBFGS", "LBFGS", "Sharp", "Lamb")[number]
+    for text in pool.run(2, step_over_all, OVER_ALL[number], early):
+        assert text.startswith(f"{kind} lets a parameter's update depend on others") and "AdamW" in text
 
 
 def clip_wrongly() -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import re
 from functools import partial
 from pathlib import Path
@@ -273,6 +274,35 @@ def test_ranks_that_do_different_things_are_told_who_does_what(pool: Pool, tmp_p
         assert text.startswith("CallMismatch")
         assert "rank 0 entered save_parallelized" in text and "rank 1 entered training step" in text
         assert len(losses) == 2
+
+
+class DropsLayers(nn.Module):
+    """Leaves layers out, drawn from Python's random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(6))
+        self.probability = 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            if random.random() >= self.probability:
+                x = layer(x)
+        return x.square().mean()
+
+
+def drop_layers() -> str:
+    model = parallelize(DropsLayers(), 2, num_microbatches=2)
+    random.seed(5 * dist.get_rank())
+    model.probability = 0.5
+    with pytest.raises(RuntimeError) as caught:
+        run_step(model, {"x": torch.ones(4, 4)})
+    return str(caught.value)
+
+
+def test_layers_left_out_on_one_rank_only_are_said_to_be(pool: Pool) -> None:
+    for text in pool.run(2, drop_layers):
+        assert "in different ways" in text and "layer drop" in text and "set that probability to 0" in text
 
 
 def clip_differently() -> str:

@@ -302,6 +302,12 @@ class TrainingStep:
                 "loss, before taking the next"
             )
             raise LoopError(self._fault)
+        if torch.is_grad_enabled():
+            self._fault = (
+                "backward(create_graph=True): gradients of gradients would cross the stages again, for which the "
+                "schedule has no messages. Leave create_graph out, or train this model without pipelines"
+            )
+            raise LoopError(self._fault)
         self._called, self._incoming = True, incoming
         # Not to be torn, not even by a repeated signal.
         before, self._interrupts.busy = self._interrupts.busy, True

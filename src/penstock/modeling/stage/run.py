@@ -79,7 +79,8 @@ class StageRun:
             expected = "no further unit" if planned is None else f"the unit {planned.call.unit}"
             raise RuntimeError(
                 f"The model took another path than it was planned for: {expected} was due, but {unit.name} was called. "
-                "Its control flow depends on the contents of the inputs, which a pipeline cannot follow."
+                "Its control flow depends on the contents of the inputs, or on random numbers such as those that leave "
+                "layers out, which a pipeline cannot follow."
             )
         self._position = position + 1
         seed, host_values = self._seed_generators, self._host_values
