@@ -126,8 +126,8 @@ def compare_plans(checksums: Mapping[int, int]) -> None:
             "the ranks of a pipeline followed the model's forward in different ways: "
             f"{in_words(checksums, '{:x}'.format)} (checksums of what each stage computes and sends). Probably the "
             "model's code draws what it does from Python's or NumPy's random numbers, such as which layers it leaves "
-            "out (layer drop), and no plan can follow that: set that probability to 0 before initialize(). Otherwise use "
-            "the same versions of Penstock, torch and transformers on all ranks, and make no choice by rank in the "
+            "out (layer drop), and no plan can follow that: set that probability to 0 before initialize(). Otherwise "
+            "use the same versions of Penstock, torch and transformers on all ranks, and make no choice by rank in the "
             "model's code"
         )
 
