@@ -164,6 +164,24 @@ def test_unusable_batches_are_refused_on_every_rank_and_the_next_step_is_exact(p
             torch.testing.assert_close(gradient, gradients_of(model)[name], rtol=0, atol=1e-10)
 
 
+def call_with_the_dictionary(kind: type) -> list[tuple[str, str]]:
+    model = parallelize(build(), 2)
+    inputs = kind(batch("causal", 4))
+    found = [caught(lambda: list(model(inputs)))]
+    with torch.no_grad():
+        return [*found, caught(lambda: model(inputs))]
+
+
+@pytest.mark.parametrize("kind", [dict, transformers.BatchEncoding])
+def test_the_dictionary_itself_is_no_input_as_of_the_plain_model(pool: Pool, kind: type) -> None:
+    with pytest.raises((TypeError, AttributeError)):
+        build()(kind(batch("causal", 4)))
+    for found in pool.run(2, call_with_the_dictionary, kind):
+        for name, text in found:
+            assert name == "TypeError" and f"GPT2LMHeadModel was given a {kind.__name__}" in text
+            assert "model(**batch)" in text
+
+
 def train_on_other_batch(how: str) -> tuple[str, str]:
     """Rank 1 of 3 is given another batch than the others."""
     model = parallelize(build(), 3, micro_batch_size=1)

@@ -17,6 +17,7 @@ from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from torch.utils.data import IterableDataset
 from transformers import (
+    Adafactor,
     AutoModelForCausalLM,
     BertConfig,
     BertForSequenceClassification,
@@ -29,6 +30,7 @@ from transformers import (
     Trainer,
     TrainingArguments,
 )
+from transformers.optimization import AdafactorSchedule
 from trl import DPOTrainer, GRPOTrainer, RewardTrainer
 
 import penstock
@@ -179,6 +181,26 @@ def test_the_same_run_with_and_without_pipelines(
         for name in ("train_loss", "eval_loss"):
             assert run[name] == pytest.approx(expected[name], abs=TOLERANCE)
     assert_same_weights(folder / "final", tmp_path / "split/final")
+
+
+def adapt(folder: Path, stages: int = 0) -> tuple[list[dict[str, float]], float]:
+    """Adafactor with rates of its own, which a scheduler only shows."""
+    kind, parallelism = kind_of(stages)
+    options = arguments(folder)
+    model = bert()
+    optimizer = Adafactor(model.parameters(), scale_parameter=True, relative_step=True, warmup_init=True, lr=None)
+    both = optimizer, AdafactorSchedule(optimizer)
+    trainer = kind(model, options, train_dataset=sentences(40), optimizers=both, **parallelism)
+    trainer.train()
+    return trainer.state.log_history, trainer.optimizer.state_dict()["param_groups"][0]["lr"]
+
+
+def test_adafactors_own_rates_are_shown_on_every_rank(pool: Pool, tmp_path: Path) -> None:
+    """Those of a rank's first parameter; on the first rank that is the model's."""
+    expected, rate = adapt(tmp_path / "plain")
+    (log, first), (_, other) = pool.run(2, adapt, tmp_path / "split", 2, init=False)
+    assert_same_log(log, expected)
+    assert float(first) == pytest.approx(float(rate), rel=1e-5) and other > 0
 
 
 def test_resuming_continues_bit_for_bit_from_the_newest_whole_checkpoint(pool: Pool, tmp_path: Path) -> None:

@@ -100,6 +100,12 @@ class PipelineTrainerMixin(Trainer):
             self._parallelism = _configuration(parallelism)
         if kwargs.get("model_init") is not None:
             raise _not_over_pipelines("model_init", "give the model itself")
+        if kwargs.get("peft_config") is not None and isinstance(
+            args[0] if args else kwargs.get("model"), PipelineModel
+        ):
+            raise _not_over_pipelines(
+                "peft_config", "the model is parallelised already. Give the whole model, and parallelism=... as well"
+            )
         self._refuse_own_losses()
         super().__init__(*args, **kwargs)
         for name in ("compute_loss_func", "label_smoother"):

@@ -11,7 +11,7 @@ import gc
 import inspect
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
@@ -19,11 +19,10 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from penstock.modeling.instrumentation import known_of
 from penstock.runtime.gradients.ownership import HeldParameter
 
-if TYPE_CHECKING:
-    from penstock.runtime.engine import Engine
-
 # Optimizers, of torch and others, that compute with sums over all parameters: a line search, a norm, a distance.
 OVER_ALL = {"LBFGS", "Lamb", "FusedLAMB", "SAM", "Prodigy", "DAdaptAdam", "DAdaptSGD", "DAdaptLion", "DAdaptAdaGrad"}
+
+Engine = Any  # `engine.Engine`, which imports this
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
@@ -58,7 +57,8 @@ def _total_norm(
     engine, held = _owner(gradients)
     if engine is None:
         return torchs_own(gradients, norm_type, error_if_nonfinite, foreach)
-    return engine.norm_of(held, float(norm_type), error_if_nonfinite)
+    norm: torch.Tensor = engine.norm_of(held, float(norm_type), error_if_nonfinite)
+    return norm
 
 
 def _owner(gradients: Sequence[torch.Tensor]) -> tuple[Engine | None, Sequence[HeldParameter]]:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from transformers.utils import ModelOutput
 
+from penstock.modeling.stage.named_output import output_of
 from penstock.modeling.tensor_spec import TensorSpec
 
 Plain = Any
@@ -71,7 +72,7 @@ def from_plain(data: Plain) -> Any:
     if kind == "array":
         return from_plain(content).numpy()
     if kind == "fields":
-        return _class(content[0])(**{name: from_plain(each) for name, each in content[1]})
+        return output_of(_class(content[0]), {name: from_plain(each) for name, each in content[1]})
     shape, dtype, last = content
     if kind == "spec":
         return TensorSpec(tuple(shape), _dtype(dtype), last)
