@@ -32,7 +32,7 @@ BELOW = {
     "elastic": CORE | {"planning", "pipeline_template", "pipeline_model", "optimizer", "plugin"},
 }
 # Lines of the package that importing a module may load: whoever changes a training step need not know the rest.
-MOST_LINES = {"initialize": 17_350, "plugin": 17_750, "runtime.engine": 14_500}
+MOST_LINES = {"initialize": 17_600, "plugin": 18_000, "runtime.engine": 14_700}
 
 
 def test_every_public_name_is_there() -> None:
