@@ -5,9 +5,14 @@ from __future__ import annotations
 import json
 import signal
 import threading
+import time
+from collections import Counter
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -24,7 +29,11 @@ from penstock import (
 )
 from penstock import plugin as plugin_module
 from penstock.checkpoint import find_checkpoints
+from penstock.elastic import membership as membership_module
+from penstock.elastic.agreement import agree
 from penstock.elastic.generations import Generations
+from penstock.elastic.membership import MemberRecord, Pulse
+from penstock.elastic.protocol import Decision, MemberReport
 from penstock.runtime.comm.bootstrap import leave_world
 from pool import Pool
 
@@ -335,6 +344,55 @@ def test_a_process_that_stands_still_is_left_out_and_ends_when_it_wakes(tmp_path
     run.wait()
     assert stopped.status != 0
     assert stopped.losses.keys() == {0, 1, 2}  # it made no step by itself
+
+
+class CountedMeeting:
+    """A store in this process that counts how often each key is read."""
+
+    address = "memory"
+
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+        self.reads: Counter[str] = Counter()
+
+    def put(self, key: str, value: str) -> None:
+        self.values[key] = value
+
+    def get(self, key: str) -> str | None:
+        self.reads[key] += 1
+        return self.values.get(key)
+
+    def create(self, key: str, value: str) -> str:
+        return self.values.setdefault(key, value)
+
+
+def test_a_member_that_waits_for_the_others_reads_as_much_among_many_as_among_few() -> None:
+    """All but the first have reported, and the second looks until that one has decided."""
+    reads_a_look = []
+    for number in (4, 64):
+        meeting: Any = CountedMeeting()
+        members = tuple(range(number))
+        for member in members:
+            meeting.put(f"member/{member}", MemberRecord(member, str(member), 0, "", "host", "elsewhere", 1).to_json())
+            meeting.put(f"report/0/{member}", MemberReport(member, 3).to_json() if member else "")
+        del meeting.values["report/0/0"], meeting.values["report/0/1"]
+        membership: Any = SimpleNamespace(id=1, meeting=meeting, pulse=Pulse(meeting), hang=60.0)
+
+        def decide(meeting: Any = meeting, members: Any = members) -> None:
+            time.sleep(0.2)
+            meeting.reads.clear()
+            time.sleep(0.5)
+            reads = meeting.reads
+            reads_a_look.append(sum(reads.values()) / max(reads["news"], reads["decision/1"]))
+            meeting.create("decision/1", Decision(1, members).to_json())
+
+        deciding = threading.Thread(target=decide)
+        deciding.start()
+        with mock.patch.object(membership_module, "LOOK_AGAIN", 1.5, create=True):
+            following = agree(membership, Decision(0, members), MemberReport(1, 3), Mock(), announce=True)
+        deciding.join()
+        assert following.generation == 1  # found though nobody told of it
+    assert reads_a_look[0] == pytest.approx(reads_a_look[1], rel=0.1) and reads_a_look[1] < 6
 
 
 def test_what_a_run_needs_is_said_before_anything_is_formed(tmp_path: Path) -> None:

@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable
 
 from penstock.elastic.meeting import Meeting
-from penstock.elastic.membership import Membership
+from penstock.elastic.membership import Membership, tell
 from penstock.elastic.protocol import Decision, MemberReport, Move, View, next_move
 
-# Between two looks at the store.
-PAUSE = 0.01
+# Between two looks at the store, which serves all members: longer by as much again for so many of them.
+PAUSE, MEMBERS_A_PAUSE = 0.01, 32
 # A member that lives has so many times the hang timeout for its report: a step may take long, or its program have left
 # the training loop without an end.
 REPORT_PATIENCE = 5
@@ -37,38 +37,49 @@ def agree(membership: Membership, now: Decision, report: MemberReport, plan: Pla
     """
     meeting, pulse = membership.meeting, membership.pulse
     pulse.forget()
+    me, decided = membership.id, None
     reports: dict[int, MemberReport] = {}
     lost: set[int] = set()
+    others = [member for member in now.members if member != me]
     deadline = time.monotonic() + REPORT_PATIENCE * membership.hang
     while True:
-        decided = decision(meeting, now.generation + 1)
+        if pulse.has_news():
+            decided = decision(meeting, now.generation + 1)
+            if decided is None:
+                _read_reports(meeting, now, reports)
+                lost |= {member for member in others if pulse.has_ended(member)}
         if decided is None:
-            _read_reports(meeting, now, reports)
-            suspects = {suspect for one in reports.values() for suspect in one.suspects}
-            lost = pulse.lost([m for m in now.members if m != membership.id], suspects, membership.hang)
+            suspects = {suspect for one in reports.values() for suspect in one.suspects} - {me}
+            lost |= {member for member in others if pulse.process_has_ended(member)}
+            lost |= pulse.lost(suspects - lost, suspects, membership.hang)
+            # The one that will decide looks whether those live whose reports it waits for, the others whether it does.
+            if pulse.lowest([m for m in sorted(others) if m < me], lost, suspects, membership.hang) is None:
+                lost |= pulse.lost([m for m in others if m not in reports and m not in lost], (), membership.hang)
             if time.monotonic() > deadline:
                 lost |= {member for member in now.members if member not in reports}
-        view = View(membership.id, now.members, reports, lost, decided)
+        view = View(me, now.members, reports, lost, decided)
         move = next_move(view)
         if move is Move.REPORT:
-            meeting.create(f"report/{now.generation}/{membership.id}", report.to_json())
+            meeting.create(f"report/{now.generation}/{me}", report.to_json())
             if announce:
                 meeting.put(f"ending/{now.generation}", "1")
+            tell(meeting)
         elif move is Move.DECIDE:
             meeting.create(f"decision/{now.generation + 1}", plan(view).to_json())
+            tell(meeting)
         elif move is Move.ENTER:
             assert decided is not None
             return decided
         elif move is Move.END and not report.leaving:
             raise LeftOut(
-                f"member {membership.id} was taken for lost, and the others went on without it (generation "
+                f"member {me} was taken for lost, and the others went on without it (generation "
                 f"{now.generation + 1}): it ends. Start it again to join them"
             )
         elif move is Move.END:
             assert decided is not None
             return decided
         else:
-            time.sleep(PAUSE)
+            time.sleep(PAUSE * (1 + len(now.members) / MEMBERS_A_PAUSE))
 
 
 def decision(meeting: Meeting, generation: int) -> Decision | None:

@@ -118,9 +118,16 @@ class Generations:
         """Meet the other members that begin the run."""
         settings, meeting, pulse = self.settings, self.membership.meeting, self.membership.pulse
         known: list[int] = []
+        everyone: list[int] = []
+        lost: set[int] = set()
         changed, told = time.monotonic(), False
         while (first := decision(meeting, 0)) is None:
-            here = [m for m in pulse.everyone() if m == self.number or not pulse.lost([m], (), FORMING_PATIENCE)]
+            if pulse.has_news():
+                everyone = pulse.everyone()
+            if pulse.lowest([m for m in everyone if m < self.number], lost, (), FORMING_PATIENCE) is not None:
+                time.sleep(PAUSE)  # that one looks after all
+                continue
+            here = [m for m in everyone if m == self.number or not pulse.lost([m], (), FORMING_PATIENCE)]
             if here != known:
                 known, changed = here, time.monotonic()
             waited = time.monotonic() - changed
@@ -142,15 +149,17 @@ class Generations:
         membership, pulse = self.membership, self.membership.pulse
         membership.ask_to_join()
         pulse.forget()
+        lost: set[int] = set()
         while self.number not in now.members or now.end:
             if now.end:
                 raise RunEnded(f"the run that this process was to join has ended: {now.end}")
             if (reason := membership.refusal(self.number)) is not None:
                 raise ValueError(f"the run does not take this process in: {reason}")
-            if len(pulse.lost(now.members, (), self.settings.hang_timeout)) == len(now.members):
+            if pulse.lowest(now.members, lost, (), self.settings.hang_timeout) is None:
                 raise RunEnded("the run that this process was to join has ended: none of its members is left")
             time.sleep(PAUSE)
-            now = decision(membership.meeting, now.generation + 1) or now
+            if (following := decision(membership.meeting, now.generation + 1)) is not None:
+                now, lost = following, set()
         return now
 
     def _leave(self, signum: int, frame: Any) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
 import socket
 import threading
 import time
@@ -29,6 +30,13 @@ BEAT_SECONDS = 0.2
 STILL_SECONDS = 0.5
 # Numbers that nobody came with (a process that ended while it came) before the list of members is taken to be over.
 LONGEST_GAP = 16
+# Seconds after which all is read once more, though nobody has told of news.
+LOOK_AGAIN = 1.0
+
+
+def tell(meeting: Meeting) -> None:
+    """Have everybody look: something was written. It costs each of them one read to know that nothing was."""
+    meeting.put("news", secrets.token_hex(8))
 
 
 @dataclass(frozen=True)
@@ -58,6 +66,8 @@ class Pulse:
         self.meeting = meeting
         self._seen: dict[int, tuple[str | None, float]] = {}
         self._records: dict[int, MemberRecord] = {}
+        self._news: str | None = ""
+        self._look_again = 0.0
 
     def still(self, member: int) -> float:
         """How many seconds a member's heartbeat has not changed, counted from the first call."""
@@ -71,6 +81,15 @@ class Pulse:
     def forget(self) -> None:
         """Forget heartbeats that were not read for a while: they say nothing."""
         self._seen.clear()
+        self._look_again = 0.0
+
+    def has_news(self) -> bool:
+        """Whether anybody has told anything since the last call (`tell`); also now and then in any case."""
+        news, now = self.meeting.get("news"), time.monotonic()
+        if news == self._news and now < self._look_again:
+            return False
+        self._news, self._look_again = news, now + LOOK_AGAIN
+        return True
 
     def record(self, member: int) -> MemberRecord | None:
         """What a member said about itself, or None if it has not yet."""
@@ -93,6 +112,15 @@ class Pulse:
                 found.append(number)
             number += 1
         return found
+
+    def lowest(self, members: Sequence[int], lost: set[int], suspects: Collection[int], patience: float) -> int | None:
+        """The first of `members` that is not lost, None if all are. Those found lost are added to `lost`."""
+        for member in members:
+            if member not in lost:
+                lost |= self.lost([member], suspects, patience)
+            if member not in lost:
+                return member
+        return None
 
     def has_ended(self, member: int) -> bool:
         """Whether a member said goodbye, or its process has ended on this machine."""
@@ -149,6 +177,7 @@ class Membership:
         self._warned = False
         meeting.put(f"beat/{self.id}", "0")
         meeting.put(f"member/{self.id}", self.record.to_json())
+        tell(meeting)
         self._thread = start_thread(self._live, name="penstock-member")
 
     def watch(
@@ -172,6 +201,7 @@ class Membership:
         self._closed.set()
         with contextlib.suppress(*STORE_ERRORS):
             self.meeting.put(f"gone/{self.id}", str(time.time()))
+            tell(self.meeting)
         if threading.current_thread() is not self._thread:
             self._thread.join(2 * BEAT_SECONDS)
 
@@ -181,6 +211,7 @@ class Membership:
         """Ask the members to take this one in, at the end of a step."""
         self.meeting.put(f"join/{self.id}", "1")
         self.meeting.put("requests", str(self.meeting.next_number("request") + 1))
+        tell(self.meeting)
 
     def num_requests(self) -> int:
         """How many requests to change the members there have been."""
@@ -247,9 +278,10 @@ class Membership:
         if fail is None:
             pulse.forget()
             return
-        self.asked = int(meeting.get("requests") or 0)
-        if meeting.get(f"ending/{generation}") is not None:
-            self._tell(generation, "the members change", ())
+        if pulse.has_news():
+            self.asked = int(meeting.get("requests") or 0)
+            if meeting.get(f"ending/{generation}") is not None:
+                self._tell(generation, "the members change", ())
         if member is None or pulse.has_left(member):
             return
         if pulse.process_has_ended(member):

@@ -12,6 +12,7 @@ store can read.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import secrets
@@ -374,6 +375,7 @@ def _connect(address: dict[str, Any]) -> socket.socket:
     return socket.create_connection((address["hosts"][-1], address["port"]), CONNECT_SECONDS)
 
 
+@functools.cache
 def machine() -> str:
     """What tells apart the places in which process numbers mean the same."""
     with contextlib.suppress(OSError):
