@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from torch import nn
 from torch.utils import _pytree as pytree
 from transformers import GPT2Config, GPT2ForSequenceClassification
 
@@ -376,3 +377,63 @@ def test_a_classifier_without_a_token_for_padding_takes_one_sample_at_a_time(poo
     found = pool.run(2, classify_without_padding)
     assert_steps_equal([step for step, _ in found], expected)
     assert all("set model.config.pad_token_id" in refused for _, refused in found)
+
+
+class Shared(nn.Module):
+    """A list in which layers stand several times, as in `pattern`; with `inside` they are a part of its entries."""
+
+    def __init__(self, pattern: str, inside: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layers = {letter: nn.Linear(6, 6) for letter in sorted(set(pattern))}
+        blocks = [nn.Sequential(nn.Linear(6, 6), layers[letter]) if inside else layers[letter] for letter in pattern]
+        self.layers = nn.ModuleList(blocks).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+SHARED_INPUTS = {"x": torch.linspace(-1, 1, 24, dtype=torch.float64).view(4, 6), "target": torch.tensor([0, 3, 1, 2])}
+
+
+def train_shared(pattern: str, inside: bool, folder: str) -> Step:
+    model = penstock.initialize(
+        Shared(pattern, inside),
+        {"model_parallelism": {"pipeline_parallel_size": 2, "num_microbatches": 2}},
+        lambda outputs, inputs: nn.functional.cross_entropy(outputs, inputs["target"]),
+        example_inputs={"x": SHARED_INPUTS["x"][:1]},
+    )
+    losses = []
+    for out in model(**SHARED_INPUTS):
+        out.loss.backward()
+        losses.append(out.loss.item())
+    step = Step(losses, gradients_of(model))
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    model.save_pretrained(folder)
+    return step
+
+
+@pytest.mark.parametrize(
+    ("pattern", "inside"), [("bxyb", False), ("bbbb", False), ("bbxb", False), ("bxby", False), ("bb", True)]
+)
+def test_a_module_that_several_stages_share_is_a_tied_weight(
+    pool: Pool, tmp_path: Path, pattern: str, inside: bool
+) -> None:
+    steps = pool.run(2, train_shared, pattern, inside, str(tmp_path))
+    model = Shared(pattern, inside)
+    loss = nn.functional.cross_entropy(model(SHARED_INPUTS["x"]), SHARED_INPUTS["target"])
+    loss.backward()
+    assert_steps_equal(steps, Step([loss.item()], gradients_of(model)))
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    torch.testing.assert_close(
+        load_file(tmp_path / "model.safetensors"), dict(model.state_dict()), rtol=EXACT, atol=EXACT
+    )
+
+
+def test_a_shared_module_with_running_statistics_is_refused_by_name() -> None:
+    model = Shared("bxxb")
+    model.layers[0] = model.layers[3] = nn.BatchNorm1d(6)
+    with pytest.raises(NotImplementedError, match=r"layers\.3 stands elsewhere, too, and has a buffer"):
+        PipelineTemplate.get_modules(model)

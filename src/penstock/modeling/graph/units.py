@@ -34,14 +34,52 @@ def list_units(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> lis
     on every stage. Nothing is computed: the model's own code runs with shape functions in place of its units.
 
     Args:
-        model: a whole model, or one built on the meta device. It is left as it was. Of a PeftModel, the names are those
-            in the model inside.
+        model: a whole model, or one built on the meta device. It is left as it was, but for `separate_shared_blocks`.
+            Of a PeftModel, the names are those in the model inside.
         inputs: arguments of a forward, for a model that does not run on dummy inputs made from its configuration.
 
     Raises:
         NotImplementedError: "Auto policy for <class> is not implemented..." with the reason, if it cannot be split.
     """
+    if isinstance(model, nn.Module) and not isinstance(base_of(model), PreTrainedModel):
+        separate_shared_blocks(model)
     return list(traced_units(base_of(model), inputs)[0])
+
+
+def separate_shared_blocks(model: nn.Module) -> None:
+    """Where the entries of lists are one module, or share one, put twins with the same parameters in its place.
+
+    These are tied weights then, and each entry can be on a stage of its own.
+
+    Raises:
+        NotImplementedError: it has buffers that are saved, such as running statistics, which twins would not share.
+    """
+    seen = set[nn.Module]()
+
+    def separate(module: nn.Module, prefix: str, in_list: bool) -> None:
+        in_list = in_list or isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
+        for name, child in module._modules.items():
+            if child is None or isinstance(child, PreTrainedModel) or (child in seen and not in_list):
+                continue
+            if child in seen and _has_parameters(child):
+                if buffers := child.state_dict().keys() - dict(child.named_parameters(remove_duplicate=False)).keys():
+                    reason = f"{prefix}{name} stands elsewhere, too, and has a buffer that is saved: {min(buffers)}"
+                    raise refusal(model, f"{reason}. Make a module for each place")
+                child = module._modules[name] = _twin(child)
+            seen.add(child)
+            separate(child, f"{prefix}{name}.", in_list)
+
+    separate(model, "", False)
+
+
+def _twin(module: nn.Module) -> nn.Module:
+    """A copy of a module with the same parameters, buffers, hooks and other attributes."""
+    twin = type(module).__new__(type(module))
+    twin.__dict__.update(vars(module))
+    for name in ("_parameters", "_buffers", "_non_persistent_buffers_set"):
+        twin.__dict__[name] = vars(module)[name].copy()
+    twin.__dict__["_modules"] = {name: child and _twin(child) for name, child in module._modules.items()}
+    return twin
 
 
 def traced_units(
@@ -139,9 +177,9 @@ class _Candidates:
         self._descend("", model)
 
     def _descend(self, prefix: str, module: nn.Module) -> None:
-        for name, child in module.named_children():
+        for name, child in module._modules.items():
             full = f"{prefix}.{name}" if prefix else name
-            if child in self._seen:
+            if child is None or child in self._seen:
                 continue
             self._seen.add(child)
             if not _has_parameters(child):
