@@ -279,11 +279,14 @@ class PipelineModel(torch.nn.Module):
         )
 
     def _bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments by the names of the model's own forward; a mapping alone is taken as its arguments."""
+        """The arguments by the names of the model's own forward."""
         if not args:
             return dict(kwargs)
-        if len(args) == 1 and isinstance(args[0], Mapping):
-            return {**args[0], **kwargs}
+        if isinstance(args[0], Mapping) and isinstance(self, PreTrainedModel):
+            raise TypeError(
+                f"{type(self).__name__} was given a {type(args[0]).__name__} in place of its first argument: write "
+                "model(**batch)"
+            )
         return arguments_by_name(self, args, kwargs)
 
 

@@ -20,6 +20,7 @@ if importlib.util.find_spec("accelerate") is None:
 import torch
 from transformers import Trainer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.optimization import AdafactorSchedule
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 
 from penstock.checkpoint import TRAINING_VARIANT, restore_object
@@ -108,6 +109,8 @@ class PipelineTrainerMixin(Trainer):
             )
         self._refuse_own_losses()
         super().__init__(*args, **kwargs)
+        if isinstance(self.lr_scheduler, AdafactorSchedule):
+            self.lr_scheduler.__class__ = _RatesOfThisRank
         for name in ("compute_loss_func", "label_smoother"):
             if getattr(self, name, None) is not None and not self.model_accepts_loss_kwargs:
                 raise _not_over_pipelines(
@@ -447,6 +450,18 @@ class PipelineTrainerMixin(Trainer):
 
 class PipelineTrainer(PipelineTrainerMixin):
     """transformers' `Trainer` over pipeline stages: the same arguments, and `parallelism`."""
+
+
+class _RatesOfThisRank(AdafactorSchedule):
+    """Shows the rate of the first parameter that this rank trains, as another rank may have the model's first."""
+
+    def get_lr(self) -> list[float]:
+        optimizer: Any = self.optimizer
+        rates = []
+        for group, base in zip(optimizer.param_groups, self.base_lrs, strict=True):
+            first = next((one for one in group["params"] if one.grad is not None), None)
+            rates.append(base if first is None else optimizer._get_lr(group, optimizer.state[first]))
+        return rates
 
 
 def _not_over_pipelines(name: str, instead: str) -> ValueError:
