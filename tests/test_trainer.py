@@ -14,6 +14,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from peft import LoraConfig
 from safetensors.torch import load_file
 from torch.utils.data import IterableDataset
 from transformers import (
@@ -31,7 +32,7 @@ from transformers import (
     TrainingArguments,
 )
 from transformers.optimization import AdafactorSchedule
-from trl import DPOTrainer, GRPOTrainer, RewardTrainer
+from trl import DPOTrainer, GRPOTrainer, RewardTrainer, SFTTrainer
 
 import penstock
 from launch import run_python
@@ -506,6 +507,10 @@ def test_a_training_step_can_be_made_outside_of_train(pool: Pool, tmp_path: Path
     assert pool.run(2, one_training_step, tmp_path, 2, init=False) == [pytest.approx(expected, abs=TOLERANCE)] * 2
 
 
+class PipelineSFTTrainer(PipelineTrainerMixin, SFTTrainer):
+    pass
+
+
 def give_to_others(folder: Path) -> None:
     """A parallelised model, where DistributedDataParallel would be put around it."""
     model = penstock.initialize(gpt2(), {"model_parallelism": {"pipeline_parallel_size": 2}})
@@ -515,6 +520,8 @@ def give_to_others(folder: Path) -> None:
         trainer.train()
     with pytest.raises(TypeError, match=instead):
         Accelerator(cpu=True).prepare(model)
+    with pytest.raises(ValueError, match=r"peft_config does not work.*Give the whole model"):
+        PipelineSFTTrainer(model, train_dataset=texts(8), peft_config=LoraConfig())
 
 
 def test_accelerate_and_the_plain_trainer_refuse_a_parallelised_model(pool: Pool, tmp_path: Path) -> None:
