@@ -31,9 +31,9 @@ from penstock.runtime.failures.interrupts import Interrupts
 from penstock.runtime.gradients.gradients import Gradients
 from penstock.runtime.gradients.ownership import HeldParameter
 from penstock.runtime.inputs import StepInputs
+from penstock.runtime.loss_proxy import StageOutput, copied, hook_loss, proxy_loss
 from penstock.runtime.program import Program
-from penstock.runtime.stages import StageExecutor, StageOutput, copied, hook_loss, proxy_loss
-from penstock.runtime.training import TrainingStep
+from penstock.runtime.step import TrainingStep
 from penstock.schedule import Schedule, build
 from penstock.schedule import actions as compute
 
@@ -99,14 +99,14 @@ def with_executor(arguments: dict[str, Any]) -> Step:
     groups = SimpleNamespace(reduction={}, world=dist.group.WORLD, world_control=dist.group.WORLD)
     context = RankContext(layout, rank, CPU, groups, board, Interrupts())
     header = encode_header([TensorSpec(SHAPE, torch.float32, requires_grad=True)])
-    stages = StageExecutor(stage, Boundaries(FreeChannels(header, board), schedule.stage_to_rank, rank, CPU))
+    boundaries = Boundaries(FreeChannels(header, board), schedule.stage_to_rank, rank, CPU)
     gradients, totals = Gradients([HeldParameter("weight", stage.weight, (rank,))], context), Totals(context)
     states = [()] * schedule.num_stages
     program = Program.of(schedule, rank, far_ahead=True)
 
     def step() -> Figures:
         stage.weight.grad = None
-        for output in TrainingStep(context, stages, gradients, totals, program, inputs).run(lambda: states):
+        for output in TrainingStep(context, stage, boundaries, gradients, totals, program, inputs).run(lambda: states):
             output.loss.backward()
         return {}
 

@@ -36,9 +36,9 @@ from penstock.runtime.gradients.gradients import Gradients
 from penstock.runtime.gradients.ownership import find_holders
 from penstock.runtime.gradients.weight_gradients import install
 from penstock.runtime.inputs import StepInputs
+from penstock.runtime.loss_proxy import StageOutput
 from penstock.runtime.program import Program
-from penstock.runtime.stages import StageExecutor, StageOutput
-from penstock.runtime.training import TrainingStep
+from penstock.runtime.step import TrainingStep
 from penstock.schedule import Schedule
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -232,11 +232,10 @@ class RecordedRank:
             self.channels = P2PChannels(self.groups.p2p_group, self.context.rank_of, CPU, self.board)
             if gpu:  # the values are on the CPU all the same
                 self.channels.receives_ahead = 0
-            boundaries = Boundaries(self.channels, self.mine.stage_to_rank, self.place.pipeline_rank, CPU)
-            self.executor = StageExecutor(self.stages, boundaries)
+            self.boundaries = Boundaries(self.channels, self.mine.stage_to_rank, self.place.pipeline_rank, CPU)
             self.gradients = Gradients(held, self.context)
             self.totals = Totals(self.context)
-            self.decoding = Decoding(self.context, self.executor, contextlib.nullcontext)
+            self.decoding = Decoding(self.context, self.stages, self.channels, contextlib.nullcontext)
         if self.schedule.splits_backward:
             install(self.stages, self.gradients.queues)
         self.program, self.forwards = (
@@ -274,7 +273,7 @@ class RecordedRank:
         found, finish = StepFacts(num_left=0 if left_at is None else self.world.size), self.totals.finish
         with self.events() as events, mock.patch.object(self.totals, "finish", lambda: (finish()[0], found)):
             inputs = self._inputs(signatures)
-            parts = self.context, self.executor, self.gradients, self.totals
+            parts = self.context, self.stages, self.boundaries, self.gradients, self.totals
             step = TrainingStep(*parts, self.program, inputs).run(lambda: self.states)
             for microbatch, output in enumerate(step):
                 self.world.log.append(Event(Do.COMPUTE, what="the loop's body"))
@@ -286,7 +285,13 @@ class RecordedRank:
 
     def evaluate(self, signatures: Sequence[int] | None = None) -> list[Event]:
         with self.events() as events, torch.no_grad():
-            evaluate(self.executor, self.forwards, self._inputs(signatures), [("evaluating",)] * len(self.states))
+            evaluate(
+                self.stages,
+                self.boundaries,
+                self.forwards,
+                self._inputs(signatures),
+                [("evaluating",)] * len(self.states),
+            )
         return events
 
     def generate(self, num_tokens: int) -> list[Event]:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 import zygote
 from families import FAMILIES, batch
 from launch import ROOT, free_port
-from penstock.runtime import training
+from penstock.runtime import step as training_step
 from penstock.runtime.comm import rollcall
 from penstock.runtime.comm.rollcall import CallMismatch
 from penstock.runtime.failures import interrupts
@@ -301,7 +301,7 @@ def test_a_checkpoint_of_two_steps_says_so(pool: Pool, tmp_path: Path) -> None:
 def interrupt_one_rank(odd: int, folder: str) -> dict[str, Any]:
     """Ctrl-C reaches one rank only, in the middle of a step; then it saves, while the others train."""
     found: dict[str, Any] = {"interrupted": False}
-    quickly = mock.patch.object(training, "LATE_SIGNAL", 0.2), mock.patch.object(rollcall, "PATIENCE", 0.2)
+    quickly = mock.patch.object(training_step, "LATE_SIGNAL", 0.2), mock.patch.object(rollcall, "PATIENCE", 0.2)
     with default_handlers(), kept_in_double(), quickly[0], quickly[1]:
         model = parallelize(build(), 2, num_microbatches=MICROBATCHES)
         inputs = batch("causal", 8)

@@ -31,8 +31,10 @@ from penstock.generation.series import Expected, series_of_results
 from penstock.generation.single_forwards import SingleForwards
 from penstock.generation.turns import Stopped, Turns
 from penstock.modeling.graph.plan import ForwardPlan, refusal
+from penstock.modeling.stage.split import SplitModel
 from penstock.modeling.tensor_spec import TensorSpec
 from penstock.random_state import generators_of, set_states
+from penstock.runtime.boundary.p2p import P2PChannels
 from penstock.runtime.comm.exchange import Ranks
 from penstock.runtime.comm.forming import adopt_random_state
 from penstock.runtime.comm.rollcall import Call
@@ -40,7 +42,6 @@ from penstock.runtime.comm.settings import compare_plans
 from penstock.runtime.context import RankContext
 from penstock.runtime.engine import Engine
 from penstock.runtime.failures.board import PipelineFailure
-from penstock.runtime.stages import StageExecutor
 
 T = TypeVar("T")
 
@@ -58,7 +59,9 @@ def decoding_of(engine: Engine) -> Decoding:
 
 
 def _new(engine: Engine) -> Decoding:
-    return Decoding(engine.context, engine.stages, partial(engine.together, Call.GENERATE, everyone=False))
+    return Decoding(
+        engine.context, engine.split, engine.channels, partial(engine.together, Call.GENERATE, everyone=False)
+    )
 
 
 @dataclass
@@ -94,7 +97,11 @@ class Decoding:
     """
 
     def __init__(
-        self, context: RankContext, stages: StageExecutor, begin: Callable[[], AbstractContextManager[Any]]
+        self,
+        context: RankContext,
+        split: SplitModel,
+        channels: P2PChannels,
+        begin: Callable[[], AbstractContextManager[Any]],
     ) -> None:
         self.rank, self.ranks = context.rank, context.pipeline_ranks
         self.told: set[str] = set()
@@ -108,10 +115,10 @@ class Decoding:
         self._due: deque[TensorSpec] = deque()
         self._context, self._board, self._process_groups = context, context.board, context.groups
         self._device = context.device
-        self._split = stages.split
-        self._channels = stages.boundaries.channels
+        self._split = split
+        self._channels = channels
         self._results = series_of_results(self._channels, context)
-        self._forwards = SingleForwards(context, stages)
+        self._forwards = SingleForwards(context, split, channels)
         self._begin = begin
         self._turns: Turns | None = None
         self._num_sessions = 0

@@ -20,9 +20,10 @@ from penstock.generation.stage_caches import StageCaches
 from penstock.modeling.graph.plan import ForwardPlan
 from penstock.modeling.placeholders.caches import past_length
 from penstock.modeling.randomness import mixed
+from penstock.modeling.stage.split import SplitModel
+from penstock.runtime.boundary.p2p import P2PChannels
 from penstock.runtime.context import RankContext
 from penstock.runtime.labels import label
-from penstock.runtime.stages import StageExecutor
 
 
 @dataclass(frozen=True)
@@ -53,10 +54,9 @@ class SingleForwards:
         seed: of the dropout of the last forward; None before the first one of a generation.
     """
 
-    def __init__(self, context: RankContext, stages: StageExecutor) -> None:
+    def __init__(self, context: RankContext, split: SplitModel, channels: P2PChannels) -> None:
         self.seed: int | None = None
-        self._split = stages.split
-        self._channels, self._device = stages.boundaries.channels, context.device
+        self._split, self._channels, self._device = split, channels, context.device
         self._own_stages = own = context.stages
         last = context.pipeline.num_stages - 1
         # The series over the boundaries to other ranks, by the stage of this rank.

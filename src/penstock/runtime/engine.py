@@ -61,8 +61,7 @@ from penstock.runtime.loop import TrainingLoop
 from penstock.runtime.parts import Parts, ScheduleMaker
 from penstock.runtime.replicas import copy_from_first_holders
 from penstock.runtime.report import StepRecorder, StepReport
-from penstock.runtime.stages import StageExecutor
-from penstock.runtime.training import TrainingStep
+from penstock.runtime.step import TrainingStep
 from penstock.schedule.validation import check_trains
 
 # Fills in what a rank holds newly after a re-formation: given the engine, these parameters and buffers by their unsplit
@@ -225,9 +224,9 @@ class Engine:
         return made
 
     @property
-    def stages(self) -> StageExecutor:
-        """Runs the stages of this rank."""
-        return self._parts.stages
+    def channels(self) -> P2PChannels:
+        """Between the stages of this rank and their neighbours."""
+        return self._parts.boundaries.channels
 
     def _recorder(self) -> StepRecorder | None:
         return None if self.make_recorder is None else self.of_formation(_new_recorder)
@@ -444,7 +443,8 @@ class Engine:
         with autocast(self.device, self.autocast):
             step = TrainingStep(
                 self.context,
-                self._parts.stages,
+                self.split,
+                self._parts.boundaries,
                 self._parts.gradients,
                 self._parts.totals,
                 self._parts.program(len(microbatches)),
@@ -639,7 +639,8 @@ class Engine:
                 self.board.guard("evaluating", self.context.pipeline_ranks),
             ):
                 output = evaluate(
-                    self._parts.stages,
+                    self.split,
+                    self._parts.boundaries,
                     self._parts.program(len(microbatches), forwards=True),
                     prepared,
                     states_of_stages(said, self.context, training=False),
@@ -692,4 +693,4 @@ class Engine:
 
 def _new_recorder(engine: Engine) -> StepRecorder:
     assert engine.make_recorder is not None
-    return engine.make_recorder(engine.context, engine.stages.boundaries.channels)
+    return engine.make_recorder(engine.context, engine.channels)

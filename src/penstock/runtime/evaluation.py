@@ -13,7 +13,9 @@ from penstock.data.batch import with_one_sample_more
 from penstock.data.media import MediaTokens
 from penstock.modeling.stage.named_output import Form, named_output, output_of
 from penstock.modeling.stage.outputs import Shapes, merge_outputs
+from penstock.modeling.stage.split import SplitModel
 from penstock.modeling.tensor_spec import TensorSpec
+from penstock.runtime.boundary.boundaries import Boundaries
 from penstock.runtime.boundary.tensors import carried
 from penstock.runtime.comm.exchange import Ranks
 from penstock.runtime.comm.plain import from_plain, to_plain
@@ -21,11 +23,11 @@ from penstock.runtime.context import RankContext
 from penstock.runtime.inputs import StepInputs
 from penstock.runtime.labels import numbered
 from penstock.runtime.program import Program
-from penstock.runtime.stages import StageExecutor
 
 
 def evaluate(
-    stages: StageExecutor,
+    split: SplitModel,
+    boundaries: Boundaries,
     program: Program,
     inputs: StepInputs,
     states: Sequence[Hashable],
@@ -49,22 +51,33 @@ def evaluate(
     if counts is not None and is_last:
         totals = counts(totals)
     with torch.no_grad():
-        stages.begin(program, inputs, states)
+        program.begin(boundaries, inputs, states)
         for position, action in numbered(program.actions):
             stage, microbatch = action.stage, action.microbatch
             if program.posts:
-                stages.boundaries.post(program.posts[position].before)
+                boundaries.post(program.posts[position].before)
             shares = inputs.shares(microbatch, totals) if stage == last else None
-            output, _, _ = stages.forward(inputs, stage, microbatch, inputs.seed(microbatch), shares)
+            output, sent = split.forward(
+                inputs.plans[microbatch],
+                stage,
+                inputs.microbatches[microbatch],
+                boundaries.below[stage].recv_forward(microbatch),
+                seed=inputs.seed(microbatch),
+                shares=shares,
+                criterion=inputs.criterion,
+                host=inputs.hosts[microbatch],
+            )
+            if stage != last:
+                boundaries.above[stage].send_forward(microbatch, sent)
             if stage == last:
                 outputs[microbatch] = named_output(output)
-        stages.boundaries.channels.flush()
+        boundaries.channels.flush()
         if not (is_last and outputs):
             return None
 
         def grown() -> Shapes:
             more = with_one_sample_more(inputs.microbatches[0], inputs.sizes[0], media)
-            return stages.split.output_shapes(more)
+            return split.output_shapes(more)
 
         rule = inputs.plans[0].loss
         return merge_outputs(outputs, inputs.sizes, () if rule is None else rule.fields, grown)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any
 
 from penstock.runtime.failures.interrupts import Interrupts
-from penstock.runtime.training import LoopError, TrainingStep
+from penstock.runtime.step import LoopError, TrainingStep
 
 logger = logging.getLogger(__name__)
 

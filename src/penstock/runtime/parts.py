@@ -41,7 +41,6 @@ from penstock.runtime.inputs import StepInputs
 from penstock.runtime.loop import OpenStep
 from penstock.runtime.program import Program
 from penstock.runtime.replicas import share_changes
-from penstock.runtime.stages import StageExecutor
 from penstock.schedule.actions import Schedule
 
 # (number of microbatches) -> the schedule of this rank's pipeline
@@ -60,7 +59,7 @@ class Parts:
         make_schedule: gives this pipeline's schedule for a number of microbatches.
         context: what this rank knows about itself.
         held: the parameters this rank holds, with the other ranks that do.
-        stages: runs them.
+        boundaries: of the stages of this rank.
         totals: what the pipelines sum up.
         gradients: of what is held.
         updates: whether the weights have changed since the last step.
@@ -98,8 +97,9 @@ class Parts:
             split.tensor_parallel.connect(context.groups.tensor_parallel, device, board)
         self.open_step = OpenStep(context.interrupts)
         self._channels = P2PChannels(context.groups.p2p_group, context.rank_of, device, board)
-        boundaries = Boundaries(self._channels, context.pipeline.stage_to_rank, context.place.pipeline_rank, device)
-        self.stages = StageExecutor(split, boundaries)
+        self.boundaries = Boundaries(
+            self._channels, context.pipeline.stage_to_rank, context.place.pipeline_rank, device
+        )
         self.totals = Totals(context)
         for give_up in (self.open_step.end, self.totals.clear, self._channels.clear):
             board.on_abort(give_up)

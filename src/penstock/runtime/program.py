@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
-from penstock.runtime.boundary.boundaries import Orders
+from penstock.runtime.boundary.boundaries import Boundaries, Orders
 from penstock.runtime.boundary.p2p import SENDS_AHEAD
+from penstock.runtime.inputs import StepInputs
 from penstock.schedule.actions import Action, Kind, Schedule
 from penstock.schedule.communication import Posts, posts_of, sufficient_window
 
@@ -39,6 +40,12 @@ class Program:
     final_weights: Collection[int]
     sends_ahead: int
     posts: Sequence[Posts]
+
+    def begin(self, boundaries: Boundaries, inputs: StepInputs, states: Sequence[Hashable]) -> None:
+        """Make ready for the messages of a step or an evaluation; `states`: see `Boundaries.begin`."""
+        boundaries.channels.sends_ahead = self.sends_ahead
+        num_values = [len(values) for values in inputs.plans[0].boundaries] if inputs.plans else []
+        boundaries.begin(self.orders, inputs.signatures, num_values, states)
 
     @classmethod
     def of(cls, schedule: Schedule, rank: int, far_ahead: bool) -> Program:

@@ -15,7 +15,7 @@ from torch import nn
 from penstock.runtime.comm.settings import MODULUS, SettingsMismatch, in_words
 from penstock.runtime.context import RankContext
 from penstock.runtime.gradients.ownership import HeldParameter
-from penstock.runtime.stages import requires_grad
+from penstock.runtime.loss_proxy import requires_grad
 
 _type = attrgetter("dtype")
 

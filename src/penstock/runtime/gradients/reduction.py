@@ -28,7 +28,7 @@ import torch.distributed as dist
 from penstock.runtime.failures.board import FailureBoard
 from penstock.runtime.gradients.weight_gradients import knows_deferral
 from penstock.runtime.labels import label
-from penstock.runtime.stages import requires_grad
+from penstock.runtime.loss_proxy import requires_grad
 
 
 @dataclass(frozen=True)

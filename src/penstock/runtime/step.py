@@ -22,7 +22,8 @@ from typing import Any
 
 import torch
 
-from penstock.runtime.boundary.boundaries import LOSS_DTYPE
+from penstock.modeling.stage.split import SplitModel
+from penstock.runtime.boundary.boundaries import LOSS_DTYPE, Boundaries
 from penstock.runtime.comm.totals import StepFacts, Totals
 from penstock.runtime.context import RankContext
 from penstock.runtime.failures.board import PipelineFailure
@@ -31,17 +32,9 @@ from penstock.runtime.gradients.precision import autocast_now, multiply_gradient
 from penstock.runtime.gradients.reduction import ReductionReport
 from penstock.runtime.inputs import StepInputs
 from penstock.runtime.labels import numbered
+from penstock.runtime.loss_proxy import LiveMicrobatch, StageOutput, copied, hook_loss, proxy_loss, requires_grad
 from penstock.runtime.program import Program
 from penstock.runtime.report import StepRecorder, StepReport
-from penstock.runtime.stages import (
-    LiveMicrobatch,
-    StageExecutor,
-    StageOutput,
-    copied,
-    hook_loss,
-    proxy_loss,
-    requires_grad,
-)
 from penstock.schedule.actions import Kind
 from penstock.schedule.communication import Step
 
@@ -58,7 +51,7 @@ class TrainingStep:
     """One training step of one rank. Iterate over `run()`; then read `report`.
 
     Args:
-        context, stages, gradients, totals: this rank's parts of the engine.
+        context, split, boundaries, gradients, totals: this rank's parts of the engine.
         loss_scale: what losses are multiplied with in the backward.
         own_means: see `Engine`.
     """
@@ -66,7 +59,8 @@ class TrainingStep:
     def __init__(
         self,
         context: RankContext,
-        stages: StageExecutor,
+        split: SplitModel,
+        boundaries: Boundaries,
         gradients: Gradients,
         totals: Totals,
         program: Program,
@@ -77,8 +71,8 @@ class TrainingStep:
         own_means: bool = False,
     ):
         self._context, self._board, self._interrupts = context, context.board, context.interrupts
-        self._stages, self._channels = stages, stages.boundaries.channels
-        self._below, self._above = stages.boundaries.below, stages.boundaries.above
+        self._split, self._boundaries, self._channels = split, boundaries, boundaries.channels
+        self._below, self._above = boundaries.below, boundaries.above
         self._gradients, self._queues, self._reducer = gradients, gradients.queues, gradients.reducer
         self._totals = totals
         self._program = program
@@ -110,9 +104,9 @@ class TrainingStep:
         self._autocast = autocast_now(context.device)
         self._autocasting = torch.is_autocast_enabled(context.device.type)
         half = self._autocasting and torch.get_autocast_dtype(context.device.type)
-        self._in_half = torch.float16 in (stages.split.dtype, half)
-        self._random = stages.split.random
-        self._proxy_dtype = torch.float64 if stages.split.dtype == torch.float64 else torch.float32
+        self._in_half = torch.float16 in (split.dtype, half)
+        self._random = split.random
+        self._proxy_dtype = torch.float64 if split.dtype == torch.float64 else torch.float32
         self.report: StepReport | None = None
         # What a signal's handler raised at the end of the step.
         self.interruption: BaseException | None = None
@@ -237,35 +231,48 @@ class TrainingStep:
     # -- the actions -----------------------------------------------------------------------------------------------
 
     def _forward(self, stage: int, microbatch: int) -> None:
+        """Receive, compute, send."""
         last = stage == self._program.last
-        before_send = None
-        if not self._begun:
-            # The first stage computes while the ranks meet, unless it needs to know the loss's terms.
-            if stage or last:
-                self._begin()
-            else:
-                before_send = self._begin
-        inputs = self._inputs
-        seed = inputs.seed(microbatch) if self._random else None
-        shares = inputs.shares(microbatch, self._global_counts()) if last else None
-        what = inputs, stage, microbatch, seed, shares, before_send
+        if not self._begun and (stage or last):
+            self._begin()
+        received = self._below[stage].recv_forward(microbatch)
         if self._autocasting or not torch.is_grad_enabled():
             with torch.enable_grad(), self._autocast():
-                output, received, sent = self._stages.forward(*what)
+                output, sent = self._compute(stage, microbatch, received, last)
         else:
-            output, received, sent = self._stages.forward(*what)
+            output, sent = self._compute(stage, microbatch, received, last)
+        if not self._begun:  # the first stage computes while the ranks meet, unless it needs to know the loss's terms
+            self._begin()
+        if not last:
+            self._above[stage].send_forward(microbatch, sent)
         live = self._live[stage, microbatch] = LiveMicrobatch(received)
         if last:
             live.output, live.loss = output, output.loss
         else:
             live.sent = list(filter(requires_grad, sent))
 
+    def _compute(
+        self, stage: int, microbatch: int, received: Sequence[torch.Tensor], last: bool
+    ) -> tuple[Any, Sequence[torch.Tensor]]:
+        """The model's output, on the last stage, and what the next stage needs."""
+        inputs = self._inputs
+        return self._split.forward(
+            inputs.plans[microbatch],
+            stage,
+            inputs.microbatches[microbatch],
+            received,
+            seed=inputs.seed(microbatch) if self._random else None,
+            shares=inputs.shares(microbatch, self._global_counts()) if last else None,
+            criterion=inputs.criterion,
+            host=inputs.hosts[microbatch],
+        )
+
     def _post(self, users: Sequence[Step]) -> None:
         """Post the receives of the messages that `users` will use, if the program says where."""
         if users:
             if not self._begun:
                 self._begin()
-            self._stages.boundaries.post(users)
+            self._boundaries.post(users)
 
     def _open_backward(self, microbatch: int) -> torch.Tensor:
         """Make the output to yield for `microbatch`, its loss hooked so that the backward is noticed."""
@@ -283,8 +290,8 @@ class TrainingStep:
                 output.loss = hooked
             live.output = live.loss = None
         else:
-            assert self._stages.boundaries.top is not None
-            value = self._stages.boundaries.top.recv_loss()
+            assert self._boundaries.top is not None
+            value = self._boundaries.top.recv_loss()
             proxy = proxy_loss(value, self._proxy_dtype, live.sent, on_backward)
             output = StageOutput(proxy, self._inputs.plans[microbatch].fields)
         self._below[stage].send_loss(value)
@@ -393,7 +400,7 @@ class TrainingStep:
             raise
         self._begun = True
         self._gradients.begin(self._loss_scale)
-        self._stages.begin(self._program, self._inputs, states)
+        self._program.begin(self._boundaries, self._inputs, states)
         if self._program.top == self._program.last:
             self._start_counts()
 

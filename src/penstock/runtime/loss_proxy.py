@@ -1,8 +1,13 @@
-"""The one place that runs a stage: receive, compute, send. Training, evaluation and decoding drive it."""
+"""A microbatch between its forward and its backward; what stands between the user's `loss.backward()` and the stage's.
+
+On the last stage a hook on the loss notes that its backward came. On the others a proxy loss is made out of the stage's
+outputs: its backward ignores the value that comes in (scaling was applied on the last stage, and arrives with the
+gradients) and returns the next stage's gradients. Nothing is re-entrant: autograd goes on into the stage's graph.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -11,63 +16,12 @@ import torch
 from transformers.utils import ModelOutput
 
 from penstock.modeling.graph.loss import set_loss
-from penstock.modeling.stage.split import SplitModel
-from penstock.runtime.boundary.boundaries import Boundaries
 from penstock.runtime.gradients.weight_gradients import direct_apply
-from penstock.runtime.inputs import StepInputs
-from penstock.runtime.program import Program
 
 # For `filter`, which with this makes no call of Python.
 requires_grad = attrgetter("requires_grad")
 # Called when a loss's backward begins: takes the incoming gradient, returns gradients of the stage's outputs.
 OnBackward = Callable[[torch.Tensor | None], Sequence[torch.Tensor]]
-
-
-class StageExecutor:
-    """Runs the stages that one rank holds, on microbatches."""
-
-    def __init__(self, split: SplitModel, boundaries: Boundaries):
-        self.split = split
-        self.boundaries = boundaries
-        self._below, self._above = boundaries.below, boundaries.above
-
-    def begin(self, program: Program, inputs: StepInputs, states: Sequence[Hashable]) -> None:
-        """Start a step or an evaluation; `states`: see `Boundaries.begin`."""
-        self.boundaries.channels.sends_ahead = program.sends_ahead
-        num_values = [len(values) for values in inputs.plans[0].boundaries] if inputs.plans else []
-        self.boundaries.begin(program.orders, inputs.signatures, num_values, states)
-
-    def forward(
-        self,
-        inputs: StepInputs,
-        stage: int,
-        microbatch: int,
-        seed: int | None = None,
-        shares: Sequence[float] | None = None,
-        before_send: Callable[[], None] | None = None,
-    ) -> tuple[Any, list[torch.Tensor], Sequence[torch.Tensor]]:
-        """Receive -> compute -> send of one stage on one microbatch.
-
-        Args:
-            seed, shares: see `SplitModel.forward`.
-            before_send: called once the stage has been computed.
-
-        Returns:
-            The model's output (None below the last stage), and what was received and sent.
-        """
-        received = self._below[stage].recv_forward(microbatch)
-        plan, arguments, host = inputs.plans[microbatch], inputs.microbatches[microbatch], inputs.hosts[microbatch]
-        output, sent = self.split.forward(
-            plan, stage, arguments, received, seed=seed, shares=shares, criterion=inputs.criterion, host=host
-        )
-        if before_send is not None:
-            before_send()
-        if stage in self._above:
-            self._above[stage].send_forward(microbatch, sent)
-        return output, received, sent
-
-
-# -- a microbatch between its forward and its backward ----------------------------------------------------------------
 
 
 class LiveMicrobatch:
@@ -101,12 +55,6 @@ class StageOutput(ModelOutput):
         if name in self.__dict__.get("_others", ()):
             return
         raise AttributeError(f"the model's output has no field {name!r}")
-
-
-# -- what stands between the user's `loss.backward()` and the stage's -------------------------------------------------
-# On the last stage a hook on the loss notes that its backward came. On the others a proxy loss is made out of the
-# stage's outputs: its backward ignores the value that comes in (scaling was applied on the last stage, and arrives with
-# the gradients) and returns the next stage's gradients. Nothing is re-entrant: autograd goes on into the stage's graph.
 
 
 def hook_loss(loss: torch.Tensor, on_backward: OnBackward, scale: float = 1.0) -> torch.Tensor:
