@@ -189,7 +189,8 @@ def test_only_tensors_of_the_step_are_transferred_between_accelerators() -> None
 def test_receives_are_posted_ahead_but_not_more_than_needed(name: str) -> None:
     schedule = build(name, 4, 16)
     leads: list[int] = []
-    for row, posts in zip(schedule.actions, posts_of(schedule), strict=True):
+    for rank, row in enumerate(schedule.actions):
+        _, posts = posts_of(schedule, rank)
         use = {action: position for position, action in enumerate(row)}
         held: dict[tuple[Kind, int], int] = {}
         for position, (action, post) in enumerate(zip(row, posts, strict=True)):

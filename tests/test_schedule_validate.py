@@ -13,7 +13,7 @@ from penstock.schedule.communication import (
     Operation,
     Transfer,
     insert_communication,
-    sufficient_window,
+    within_window,
 )
 from penstock.schedule.validation import check_rendezvous
 
@@ -207,4 +207,4 @@ def test_a_schedule_that_needs_a_wider_window_says_so() -> None:
     schedule = parse_schedule(["0F0,0F1,0F2,0F3,0B0,0B1,0B2,0B3", "1F0,1B0,1F1,1B1,1F2,1B2,1F3,1B3"])
     with pytest.raises(Blocked, match="rank 0: 0F3, rank 1: 1B1"):
         insert_communication(schedule, window=1)
-    assert [sufficient_window(schedule, window) for window in (1, 2, 3)] == [2, 2, 3]
+    assert [within_window(schedule, window)[0] for window in (1, 2, 3)] == [2, 2, 3]

@@ -3,10 +3,12 @@ follow."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
+from operator import attrgetter
 
 Units = tuple[str, ...]
 
@@ -96,7 +98,7 @@ class Layout:
         """The same in all pipelines."""
         return self.pipelines[0].tensor_parallel_size
 
-    @property
+    @cached_property
     def world_size(self) -> int:
         return sum(pipeline.world_size for pipeline in self.pipelines)
 
@@ -106,11 +108,11 @@ class Layout:
         return tuple(unit for stage in self.pipelines[0].stages for unit in stage)
 
     def place_of(self, rank: int) -> Place:
-        for index, pipeline in enumerate(self.pipelines):
-            offset = rank - pipeline.first_rank
-            if 0 <= offset < pipeline.world_size:
-                return Place(index, *divmod(offset, self.tensor_parallel_size))
-        raise ValueError(f"rank {rank} is outside this layout of {self.world_size} ranks")
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank {rank} is outside this layout of {self.world_size} ranks")
+        index = bisect_right(self.pipelines, rank, key=attrgetter("first_rank")) - 1
+        offset = rank - self.pipelines[index].first_rank
+        return Place(index, *divmod(offset, self.tensor_parallel_size))
 
     def holders(self, unit: str, tensor_parallel_rank: int = 0) -> tuple[int, ...]:
         """Global ranks that hold `unit`, one per pipeline."""

@@ -9,7 +9,7 @@ from penstock.runtime.boundary.boundaries import Boundaries, Orders
 from penstock.runtime.boundary.p2p import SENDS_AHEAD
 from penstock.runtime.inputs import StepInputs
 from penstock.schedule.actions import Action, Kind, Schedule
-from penstock.schedule.communication import Posts, posts_of, sufficient_window
+from penstock.schedule.communication import Posts, posts_of, within_window
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,10 @@ class Program:
         actions = schedule.actions_of(rank)
         backwards = [i for i, action in enumerate(actions) if action.kind is Kind.B]
         final_weights = {action.stage: i for i, action in enumerate(actions) if action.kind is Kind.W}
+        # What runs within a window runs within any larger one: mostly one imagined run is enough.
+        window, posts = (SENDS_AHEAD + 1, ()) if far_ahead else posts_of(schedule, rank)
+        if window > SENDS_AHEAD:
+            window, _ = within_window(schedule, SENDS_AHEAD)
         return cls(
             actions=actions,
             orders=microbatch_orders(actions),
@@ -62,8 +66,8 @@ class Program:
             final_backward=backwards[-1] if backwards else -1,
             whole_backwards=schedule.whole_backwards(rank),
             final_weights=frozenset(final_weights.values()),
-            sends_ahead=sufficient_window(schedule, SENDS_AHEAD),
-            posts=() if far_ahead else posts_of(schedule)[rank],
+            sends_ahead=max(window, SENDS_AHEAD),
+            posts=posts,
         )
 
 

@@ -34,6 +34,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from heapq import heappop, heappush
+from typing import NamedTuple
 
 from penstock.schedule.actions import Action, Kind, Schedule
 
@@ -67,8 +68,7 @@ class LossKnown:
 Step = Action | LossKnown
 
 
-@dataclass(frozen=True, slots=True)
-class Transfer:
+class Transfer(NamedTuple):
     """One side of a message: the result of `source` goes to the rank of `destination`, which uses it.
 
     Prints in torch's form: ``0SEND_F1`` at the sender, ``1RECV_F1`` at the receiver.
@@ -139,7 +139,8 @@ class _Run:
         self.window = window
         self.operations: list[list[Operation]] = [[] for _ in schedule.actions]
         rows = [_with_losses(schedule, rank) if losses else row for rank, row in enumerate(schedule.actions)]
-        self._to_do: list[deque[Step]] = [deque(row) for row in rows]
+        # Each step with what uses its result.
+        self._to_do = [deque([(step, self._user_of(step)) for step in row]) for row in rows]
         # When what a step needs from another one is there. A B has had its own F by then: the stages above could not
         # have run without.
         self._input_at: dict[Step, float] = {
@@ -152,27 +153,28 @@ class _Run:
         return not any(self._to_do)
 
     def heads(self) -> list[Step | None]:
-        return [to_do[0] if to_do else None for to_do in self._to_do]
+        return [to_do[0][0] if to_do else None for to_do in self._to_do]
 
     def is_ready(self, rank: int) -> bool:
-        head = self._to_do[rank][0] if self._to_do[rank] else None
-        if head is None or head not in self._input_at:
+        if not self._to_do[rank]:
             return False
-        user = self._user_of(head)
+        head, user = self._to_do[rank][0]
+        if head not in self._input_at:
+            return False
         return self.window is None or user is None or self._in_window[_channel(user)] < self.window
 
     def time_of(self, rank: int) -> float:
         """When `rank`, which is ready, goes on."""
-        return max(self._free_at[rank], self._input_at[self._to_do[rank][0]])
+        return max(self._free_at[rank], self._input_at[self._to_do[rank][0][0]])
 
     def advance(self, rank: int) -> Sequence[int]:
         """Do what is next on `rank` and send its result; return other ranks that this may have made ready."""
         end = self.time_of(rank)
-        step = self._to_do[rank].popleft()
+        step, user = self._to_do[rank].popleft()
         self.operations[rank].append(step)
         if isinstance(step, Action):
             end += 1.0
-            if step.kind is Kind.B:
+            if step.kind is Kind.B and self.schedule.splits_backward:
                 self._input_at[Action(Kind.W, step.stage, step.microbatch)] = end
             elif step.kind is Kind.F and step.stage == self.schedule.num_stages - 1:
                 for own in (LossKnown(step.stage, step.microbatch), Action(Kind.B, step.stage, step.microbatch)):
@@ -183,7 +185,6 @@ class _Run:
         if source is not None and source != rank:
             self._in_window[_channel(step)] -= 1
             concerned.append(source)
-        user = self._user_of(step)
         if user is not None:
             peer = self.schedule.stage_to_rank[user.stage]
             self._input_at[user] = end if peer == rank else end + TRANSIT
@@ -222,16 +223,17 @@ def _channel(user: Step) -> tuple[str, int]:
     return user.kind, user.stage
 
 
-def sufficient_window(schedule: Schedule, window: int, losses: bool = False) -> int:
-    """`window`, doubled until `schedule`, which is valid, runs with it (see `insert_communication`)."""
-    while window < schedule.num_microbatches:
+def within_window(
+    schedule: Schedule, window: int, losses: bool = False
+) -> tuple[int, tuple[tuple[Operation, ...], ...]]:
+    """`window`, doubled until `schedule`, which is valid, runs with it, and what `insert_communication` then gives."""
+    while True:
         try:
-            insert_communication(schedule, window, losses)
+            return window, insert_communication(schedule, window, losses)
         except Blocked:
+            if window >= schedule.num_microbatches:
+                raise
             window *= 2
-        else:
-            break
-    return window
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,10 +250,11 @@ class Posts:
     inside: tuple[Step, ...] = ()
 
 
-def posts_of(schedule: Schedule) -> tuple[tuple[Posts, ...], ...]:
-    """Per rank and action, the receives to be posted there, in this order: see the proof at the top of this file."""
-    window = sufficient_window(schedule, POSTED_AHEAD, losses=True)
-    return tuple(tuple(_posts(operations)) for operations in insert_communication(schedule, window, losses=True))
+def posts_of(schedule: Schedule, rank: int) -> tuple[int, tuple[Posts, ...]]:
+    """The window in which the schedule runs, and for each action of a rank the receives to be posted there, in this
+    order: see the proof at the top of this file."""
+    window, operations = within_window(schedule, POSTED_AHEAD, losses=True)
+    return window, tuple(_posts(operations[rank]))
 
 
 def _posts(operations: Sequence[Operation]) -> Iterable[Posts]:

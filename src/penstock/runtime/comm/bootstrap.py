@@ -7,6 +7,7 @@ import contextlib
 import datetime
 import os
 import re
+import resource
 import sys
 import time
 import uuid
@@ -30,6 +31,8 @@ LAUNCHERS = (
 )
 # How often ranks look whether others have come, in seconds.
 PAUSE = 0.005
+# Open files of a process besides the connections between ranks: its own, the store's, libraries' and data's.
+SPARE_DESCRIPTORS = 256
 
 
 def ensure_process_group(timeout: datetime.timedelta | None = None) -> None:
@@ -44,8 +47,10 @@ def ensure_process_group(timeout: datetime.timedelta | None = None) -> None:
 
     Raises:
         ValueError: the environment names a rank outside the world, or a value that is no number.
+        RuntimeError: this process may not open as many connections as there are ranks.
     """
     if dist.is_initialized():
+        allow_descriptors(dist.get_world_size())
         use_local_device()
         return
     atexit.register(_leave_in_order)
@@ -58,6 +63,28 @@ def ensure_process_group(timeout: datetime.timedelta | None = None) -> None:
         os.environ.setdefault(name, value)
     use_local_device()
     _join(timeout)
+
+
+def allow_descriptors(world_size: int) -> None:
+    """Raise this process's limit on open files, if the connections of so many ranks need more than it allows.
+
+    gloo connects every pair of a group's ranks when the group is made: torch's default group and the engine's own have
+    all ranks, and those of a pipeline, of its messages and of what replicas share together about as many once more.
+
+    Raises:
+        RuntimeError: the hard limit does not suffice.
+    """
+    needed = 3 * world_size + SPARE_DESCRIPTORS
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise RuntimeError(
+            f"{world_size} ranks need about {needed} open files (connections) in each process, but the hard limit here "
+            f"is {hard}: raise it before the start (`ulimit -n {needed}` by root, LimitNOFILE= of a service, --ulimit "
+            "nofile= of a container)"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def _join(timeout: datetime.timedelta | None) -> None:
@@ -153,6 +180,7 @@ def _meet(
     on_board: Callable[[FailureBoard], object] = lambda board: None,
     here: bool = False,
 ) -> None:
+    allow_descriptors(world_size)
     join = partial(
         dist.init_process_group, backend(), store=dist.PrefixStore("default_pg", store), rank=rank,
         world_size=world_size, timeout=timeout,
