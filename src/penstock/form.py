@@ -76,7 +76,6 @@ def form(
 
 
 def _find(model: nn.Module, units: Sequence[str] | None, ranks: Ranks) -> UnitsAndCosts:
-    """See `UnitsAndCosts`: of the units all ranks tell a digest, and only where that differs the names."""
     known = list(units or ())
 
     def find() -> tuple[list[float], float | None]:

@@ -223,9 +223,7 @@ def _channel(user: Step) -> tuple[str, int]:
     return user.kind, user.stage
 
 
-def within_window(
-    schedule: Schedule, window: int, losses: bool = False
-) -> tuple[int, tuple[tuple[Operation, ...], ...]]:
+def within_window(schedule: Schedule, window: int, losses: bool = False) -> tuple[int, Sequence[Sequence[Operation]]]:
     """`window`, doubled until `schedule`, which is valid, runs with it, and what `insert_communication` then gives."""
     while True:
         try:
@@ -251,8 +249,7 @@ class Posts:
 
 
 def posts_of(schedule: Schedule, rank: int) -> tuple[int, tuple[Posts, ...]]:
-    """The window in which the schedule runs, and for each action of a rank the receives to be posted there, in this
-    order: see the proof at the top of this file."""
+    """The window in which the schedule runs, and the receives that a rank posts at each action, in order."""
     window, operations = within_window(schedule, POSTED_AHEAD, losses=True)
     return window, tuple(_posts(operations[rank]))
 

@@ -47,7 +47,6 @@ def ensure_process_group(timeout: datetime.timedelta | None = None) -> None:
 
     Raises:
         ValueError: the environment names a rank outside the world, or a value that is no number.
-        RuntimeError: this process may not open as many connections as there are ranks.
     """
     if dist.is_initialized():
         allow_descriptors(dist.get_world_size())
@@ -66,25 +65,19 @@ def ensure_process_group(timeout: datetime.timedelta | None = None) -> None:
 
 
 def allow_descriptors(world_size: int) -> None:
-    """Raise this process's limit on open files, if the connections of so many ranks need more than it allows.
+    """Raise this process's limit on open files to what so many ranks need; RuntimeError if the hard limit is lower.
 
-    gloo connects every pair of a group's ranks when the group is made: torch's default group and the engine's own have
-    all ranks, and those of a pipeline, of its messages and of what replicas share together about as many once more.
-
-    Raises:
-        RuntimeError: the hard limit does not suffice.
-    """
+    gloo connects all pairs of ranks in torch's default group and in the engine's own, as much again in smaller ones."""
     needed = 3 * world_size + SPARE_DESCRIPTORS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= needed:
-        return
-    if hard != resource.RLIM_INFINITY and hard < needed:
+    if resource.RLIM_INFINITY != hard < needed:
         raise RuntimeError(
             f"{world_size} ranks need about {needed} open files (connections) in each process, but the hard limit here "
             f"is {hard}: raise it before the start (`ulimit -n {needed}` by root, LimitNOFILE= of a service, --ulimit "
             "nofile= of a container)"
         )
-    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    if resource.RLIM_INFINITY != soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def _join(timeout: datetime.timedelta | None) -> None:

@@ -15,8 +15,7 @@ from transformers.utils import ModelOutput
 
 from penstock.modeling.stage.named_output import output_of
 from penstock.modeling.tensor_spec import TensorSpec
-
-Plain = Any
+from penstock.runtime.comm.exchange import Plain
 
 _SEQUENCES: dict[str, Any] = {"tuple": tuple, "set": set, "frozenset": frozenset, "Size": torch.Size}
 _MAPPINGS: dict[str, Any] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}

@@ -132,7 +132,7 @@ class Said(NamedTuple):
 
 @dataclass
 class Answers:
-    """What ranks said in a roll call in which all of them made the same call.
+    """What ranks said in a roll call, all of which made the same call.
 
     Attributes:
         pipeline: the facts of this pipeline's ranks, by global rank.
