@@ -46,6 +46,7 @@ def test_defaults_are_the_documented_ones() -> None:
         "micro_batch_size": None,
         "num_microbatches": None,
         "schedule": "1f1b",
+        "batch_dim": None,
         "stages": None,
         "split_points": None,
         "patience": 10.0,
@@ -61,6 +62,7 @@ def test_every_key_arrives() -> None:
     values = {"enable": False, "pipeline_parallel_size": 3, "tensor_parallel_size": 1, "micro_batch_size": 2}
     values |= {"num_microbatches": None, "schedule": "gpipe", "patience": 2.5, "timeout": 60, "trace": "timeline.json"}
     values |= {"trace_steps": (3, 5), "stages": (("a", "b"), ("c",), ("d",)), "split_points": None}
+    values |= {"batch_dim": {"src": 1, "img_ids": None}}
     assert dataclasses.asdict(Configuration.from_any({"model_parallelism": values})) == values
 
 
@@ -140,6 +142,8 @@ def test_a_configuration_does_not_change() -> None:
         (section(num_microbatches=4, micro_batch_size=2), r"micro_batch_size \(2\) and .*\(4\).*give only one"),
         (section(schedule="1F1B"), r"schedule must be one of \"gpipe\", \"1f1b\".*got '1F1B'.*mean \"1f1b\"\?"),
         (section(schedule=None), r"schedule must be one of .*got None"),
+        (section(batch_dim={"src": -1}), r"batch_dim must be a dict with a dimension, .* got \{'src': -1\}"),
+        (section(batch_dim=1), r"batch_dim must be a dict with a dimension, .* got 1"),
         (section(patience=0), r"patience must be a positive number of seconds, got 0"),
         (section(patience="long"), r"patience must be a positive number of seconds, got 'long'"),
         (section(timeout=0), r"timeout must be a positive number of seconds, or null, got 0"),

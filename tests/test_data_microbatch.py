@@ -140,6 +140,15 @@ def test_model_outputs_and_batch_encodings_are_understood():
     assert second["encoder_outputs"].last_hidden_state.item() == 3
 
 
+def test_where_one_input_is_not_by_rows_an_ambiguous_one_must_be_named():
+    batch = {"src": torch.zeros(3, 3, 2), "target": torch.zeros(3, 3)}
+    with pytest.raises(ValueError, match=r"target has shape \(3, 3\).*3 samples: say as batch_dim"):
+        batch_size_of(batch, dims={"src": 1})
+    assert batch_size_of(batch, dims={"src": 1, "target": 0}) == 3
+    with pytest.raises(ValueError, match=r"batch_dim of src is 3, but src has shape \(3, 3, 2\)"):
+        batch_size_of(batch, dims={"src": 3})
+
+
 def test_gradients_of_an_input_add_up_over_microbatches():
     source = torch.ones(4, 2, requires_grad=True)
     for weight, part in enumerate(split_batch({"inputs_embeds": source}, 4, [3, 1]), start=1):

@@ -278,7 +278,7 @@ assert abs(model.pipeline.last_step.loss - whole()(**batch).loss.item()) < 1e-5
     ),
     Run(
         "docs/your_own_model.md",
-        ("A forward that returns the loss", "A criterion", "Where it is split", "Saving"),
+        ("A forward that returns the loss", "A criterion", "How a batch is split", "Where it is split", "Saving"),
         2,
         before=IMPORTS
         + """
@@ -299,6 +299,11 @@ with torch.no_grad():
 assert torch.allclose(found[0], expected[0], atol=1e-5) and torch.allclose(found[1], expected[1])
 assert logits.shape == (8, 10) and torch.equal(logits, out.output) and logits.isfinite().all()
 assert torch.allclose(out.loss, F.cross_entropy(logits, classes))
+rows = {"src": torch.randn(7, 8, 16), "places": torch.randn(7, 16), "target": torch.randint(0, 5, (7, 8))}
+for out in tagger(**rows):
+    out.loss.backward()
+with torch.no_grad():
+    assert tagger(**rows).output.shape == (7, 8, 5)
 """,
     ),
     Run(

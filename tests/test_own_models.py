@@ -6,7 +6,7 @@ import dataclasses
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -200,6 +200,195 @@ def test_pipelines_of_different_depth_train_it_with_the_plugins_criterion(pool: 
         assert loss == pytest.approx(sum(expected.losses), rel=EXACT)
         assert_same_gradients(step.gradients, expected.gradients)
         torch.testing.assert_close(evaluated, outputs[:2] if rank == 0 else outputs[2:], rtol=EXACT, atol=EXACT)
+
+
+SIDE = 2  # tokens, as many as a microbatch has samples
+
+
+class TimeMajor(torch.nn.Module):
+    """Samples are along the second dimension, of the output too; places have none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        block = torch.nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0)
+        self.blocks = torch.nn.TransformerEncoder(block, 3, enable_nested_tensor=False)
+        self.head = torch.nn.Linear(6, CLASSES)
+
+    def forward(self, src: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks(src + places[:, None]))
+
+
+def of_tokens(outputs: torch.Tensor, inputs: Mapping[str, Any]) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(outputs.flatten(0, 1), inputs["target"].flatten())
+
+
+def of_elements(outputs: torch.Tensor, inputs: Mapping[str, Any]) -> torch.Tensor:
+    return torch.nn.functional.mse_loss(outputs, torch.ones_like(outputs))
+
+
+CRITERIA = {"tokens": of_tokens, "elements": of_elements}
+DIMS = {"src": 1, "target": 1, "places": None}
+
+
+def time_major(size: int = 6) -> dict[str, torch.Tensor]:
+    random = torch.Generator().manual_seed(1)
+    src = torch.randn(SIDE, size, 6, generator=random, dtype=torch.float64)
+    target = torch.randint(0, CLASSES, (SIDE, size), generator=random)
+    target[0, :3] = -100
+    return {"src": src, "places": torch.randn(SIDE, 6, generator=random, dtype=torch.float64), "target": target}
+
+
+def train_time_major(loss: str, **section: Any) -> tuple[Step, torch.Tensor, float, str]:
+    criterion, inputs = CRITERIA[loss], time_major()
+    example = {"src": inputs["src"][:, :1], "places": inputs["places"]}
+    model: Any = penstock.initialize(
+        OwnModel(TimeMajor).build(), section, criterion, example_inputs=example, batch_dim=DIMS
+    )
+    step = Step(run_step(model, inputs), gradients_of(model))
+    model.eval()
+    with torch.no_grad():
+        out = model(**inputs)
+        model.pipeline.batch_dim = {"scr": 1}
+        with pytest.raises(ValueError) as caught:  # the words are looked at below
+            model(**inputs)
+    return step, out.output, out.loss.item(), str(caught.value)
+
+
+@pytest.mark.parametrize("loss", CRITERIA)
+@pytest.mark.parametrize("split", [{"num_microbatches": 4}, {"micro_batch_size": SIDE}])
+def test_samples_may_be_along_another_dimension_or_none(pool: Pool, loss: str, split: dict[str, int]) -> None:
+    model, inputs = OwnModel(TimeMajor).build(), time_major()
+    outputs = model(inputs["src"], inputs["places"])
+    whole = CRITERIA[loss](outputs, inputs)
+    whole.backward()
+    found = pool.run(2, train_time_major, loss, pipeline_parallel_size=2, **split)
+    assert_steps_equal([step for step, *_ in found], Step([whole.item()], gradients_of(model)))
+    for _, evaluated, its_loss, refused in found:
+        torch.testing.assert_close(evaluated, outputs.detach(), rtol=EXACT, atol=EXACT)
+        assert its_loss == pytest.approx(whole.item(), rel=EXACT)
+        assert "batch_dim names 'scr', which is no input of the model" in refused and 'did you mean "src"?' in refused
+
+
+def collate_time_major(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    columns = {name: torch.stack([one[name] for one in samples], 1) for name in ("src", "target")}
+    return {**columns, "places": samples[0]["places"]}
+
+
+def train_time_major_with_the_plugin() -> tuple[Step, float, list[Any]]:
+    whole: Any = OwnModel(TimeMajor).build()
+    whole.dummy_inputs = {name: value for name, value in time_major().items() if name != "target"}
+    templates = [PipelineTemplate.balanced(whole, 1), PipelineTemplate.balanced(whole, 2)]
+    plugin = HeterogeneousParallelPlugin(microbatch_size=SIDE, batch_dim=DIMS)
+    plugin.set_pipelines(templates, [1, 2])
+    inputs = time_major()
+    data = [
+        {"src": inputs["src"][:, i], "target": inputs["target"][:, i], "places": inputs["places"]} for i in range(6)
+    ]
+    loader = plugin.prepare_dataloader(data, collate_fn=collate_time_major)
+    booster = penstock.Booster(plugin)
+    model, *_ = booster.boost(whole, criterion=of_tokens, dataloader=loader)
+    result = booster.execute_pipeline(iter(loader), model, return_outputs=True)
+    gradients = gradients_of(model)
+    with torch.no_grad():
+        evaluated = booster.execute_pipeline(iter(loader), model, return_outputs=True)
+    assert evaluated["loss"].item() == pytest.approx(result["loss"].item())
+    return Step([], gradients), result["loss"].item(), [result["outputs"], evaluated["outputs"]]
+
+
+def test_the_plugin_takes_samples_along_another_dimension(pool: Pool) -> None:
+    model, inputs = OwnModel(TimeMajor).build(), time_major()
+    outputs = model(inputs["src"], inputs["places"])
+    whole = of_tokens(outputs, inputs)
+    whole.backward()
+    for rank, (step, loss, found) in enumerate(pool.run(3, train_time_major_with_the_plugin)):
+        assert loss == pytest.approx(whole.item(), rel=EXACT)
+        assert_same_gradients(step.gradients, gradients_of(model))
+        own = outputs.detach()[:, :2] if rank == 0 else outputs.detach()[:, 2:]
+        for each in (one for one in found if one is not None):
+            torch.testing.assert_close(each, own, rtol=EXACT, atol=EXACT)
+        assert found[1] is not None
+    with pytest.raises(ValueError, match="batch_dim of 'src' must be a dimension"):
+        HeterogeneousParallelPlugin(batch_dim={"src": -1})
+
+
+@dataclasses.dataclass(frozen=True)
+class Sentences:
+    """A batch, without a method of its own that Penstock would call."""
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    offset: float = 0.5
+
+
+class SentencesTuple(NamedTuple):
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    offset: float = 0.5
+
+
+class TakesOneBatch(torch.nn.Module):
+    """Its forward is given a batch in one piece, of any kind, and perhaps something to add."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(VOCABULARY, 6)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(6, 6) for _ in range(3))
+        self.head = torch.nn.Linear(6, VOCABULARY)
+
+    def forward(self, batch: Any, more: Any = None) -> Any:
+        if isinstance(batch, Mapping):
+            batch = Sentences(**batch["inner"])
+        hidden = self.embed(batch.tokens) + batch.offset
+        if more is not None:
+            hidden = hidden + more.labels[..., None]
+        for layer in self.layers:
+            hidden = torch.tanh(layer(hidden))
+        logits = self.head(hidden)
+        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch.labels[:, 1:].flatten())
+        return loss, logits
+
+
+class Hidden:
+    def __init__(self, labels: torch.Tensor) -> None:
+        self.inner = {"labels": labels}
+
+
+def one_batch(kind: str, rows: slice = slice(None)) -> Any:
+    tokens = torch.randint(0, VOCABULARY, (6, 5), generator=torch.Generator().manual_seed(1))
+    labels = tokens.clone()
+    labels[0, 2:] = -100
+    tokens, labels = tokens[rows], labels[rows]
+    values = {"tokens": tokens, "labels": labels, "offset": 0.25}
+    if kind == "dictionary":
+        return {"inner": values}
+    return (Sentences if kind == "data class" else SentencesTuple)(**values)
+
+
+def train_one_batch(kind: str) -> tuple[Step, torch.Tensor, str]:
+    example = (one_batch(kind, slice(0, 1)),)
+    given: Any = example[0] if kind == "data class" else example
+    model: Any = penstock.initialize(
+        OwnModel(TakesOneBatch).build(), pipeline_parallel_size=2, num_microbatches=4, example_inputs=given
+    )
+    more = one_batch("data class")
+    step = Step(run_step(model, {"batch": one_batch(kind), "more": more}), gradients_of(model))
+    with torch.no_grad():
+        _, logits = model(batch=one_batch(kind), more=more)
+        with pytest.raises(ValueError) as caught:  # the words are looked at below
+            model(batch=one_batch(kind), more=Hidden(more.labels))
+    return step, logits, str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["data class", "dictionary", "named tuple"])
+def test_a_batch_in_one_piece_is_split_and_a_hidden_tensor_refused(pool: Pool, kind: str) -> None:
+    model: Any = OwnModel(TakesOneBatch).build()
+    loss, logits = model(one_batch(kind), one_batch("data class"))
+    loss.backward()
+    found = pool.run(2, train_one_batch, kind)
+    assert_steps_equal([step for step, *_ in found], Step([loss.item()], gradients_of(model)))
+    for _, evaluated, refused in found:
+        torch.testing.assert_close(evaluated, logits.detach(), rtol=EXACT, atol=EXACT)
+        assert refused.startswith("more is a Hidden, and the tensors in it cannot be split into microbatches")
 
 
 UNITS = {

@@ -14,14 +14,15 @@ import penstock
 from launch import run_python
 
 PACKAGE = Path(penstock.__file__).parent
-# What each room may import of the others, for types too. `random_state.py` lies below all that import torch. Any other
-# file is a face: it imports the core, and finds the rooms above it by the table in `rooms.py` when it uses them.
-CORE = {"schedule", "layout", "data", "modeling", "runtime", "random_state"}
+# What each room may import of the others, for types too. `random_state.py` and `nested.py` lie below all that import
+# torch. Any other file is a face: it imports the core, and finds the rooms above it by the table in `rooms.py` when it
+# uses them.
+CORE = {"schedule", "layout", "data", "modeling", "runtime", "random_state", "nested"}
 BELOW = {
     "schedule": set[str](),
     "layout": {"schedule"},
-    "data": {"random_state"},
-    "modeling": {"layout", "random_state"},
+    "data": {"random_state", "nested"},
+    "modeling": {"layout", "random_state", "nested"},
     "runtime": CORE,
     "tensor_parallel": CORE,
     "generation": CORE,
@@ -32,7 +33,7 @@ BELOW = {
     "elastic": CORE | {"planning", "pipeline_template", "pipeline_model", "optimizer", "plugin"},
 }
 # Lines of the package that importing a module may load: whoever changes a training step need not know the rest.
-MOST_LINES = {"initialize": 17_600, "plugin": 18_000, "runtime.engine": 14_700}
+MOST_LINES = {"initialize": 17_800, "plugin": 18_200, "runtime.engine": 14_850}
 
 
 def test_every_public_name_is_there() -> None:

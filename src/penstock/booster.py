@@ -184,7 +184,9 @@ class Booster:
                 self.backward(output.loss, optimizer)
                 if return_outputs and pipeline.holds_output:
                     kept.append(without_graph(output))
-            outputs = merge_outputs(kept, pipeline.microbatches(batch)[1]) if kept else None
+            if kept:
+                parts, sizes = pipeline.microbatches(batch)
+                outputs = merge_outputs(kept, sizes, grown=lambda: pipeline.shapes_of_one_more(parts[0], sizes[0]))
             assert pipeline.last_step is not None
             loss = pipeline.last_step.global_loss
         if isinstance(outputs, NamedOutput):

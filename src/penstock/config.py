@@ -36,6 +36,8 @@ class Configuration:
         micro_batch_size: samples in a microbatch, or None.
         num_microbatches: microbatches in a batch, or None: as many as a schedule of your own is written for, otherwise
             4 for each stage. At most one of the two may be given.
+        batch_dim: for inputs whose samples are not along the first dimension, by name, the dimension that has them, or
+            None for an input without samples, which goes whole to every microbatch.
         schedule: a name that `penstock.schedule.build` knows, or a schedule of your own: the path of a .csv file, or a
             list of rows, one for each rank, such as "0F0,0B0"; see `penstock.schedule.text`.
         stages: for each stage the names of its units, or None to balance them by cost. A module that holds several
@@ -60,6 +62,7 @@ class Configuration:
     micro_batch_size: int | None = None
     num_microbatches: int | None = None
     schedule: str | Sequence[str] = DEFAULT_SCHEDULE
+    batch_dim: Mapping[str, int | None] | None = None
     stages: Sequence[Sequence[str]] | None = None
     split_points: Sequence[str] | None = None
     patience: float = 10.0
@@ -184,6 +187,12 @@ def _are_stages(value: object) -> bool:
     return isinstance(value, list | tuple) and len(value) > 0 and all(map(_are_names, value))
 
 
+def _are_dims(value: object) -> bool:
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+        return False
+    return all(dim is None or (_is_integer(dim) and dim >= 0) for dim in value.values())
+
+
 def _is_trace_file(value: object) -> bool:
     return isinstance(value, str) and value.endswith((".svg", ".json"))
 
@@ -202,6 +211,7 @@ _ALLOWED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "tensor_parallel_size": (_is_positive_integer, "a positive integer"),
     "micro_batch_size": (_is_positive_integer, "a positive integer or null"),
     "num_microbatches": (_is_positive_integer, "a positive integer or null"),
+    "batch_dim": (_are_dims, "a dict with a dimension, counted from 0, or null for each input that it names"),
     "stages": (_are_stages, "a list with a list of names for each stage, none of them empty"),
     "split_points": (_are_names, "a list of names, not empty"),
     "patience": (_is_positive_number, "a positive number of seconds"),

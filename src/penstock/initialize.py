@@ -125,7 +125,8 @@ def _plan(model: nn.Module, configuration: Configuration, found: UnitsAndCosts, 
     written, number = written_schedule(configuration.schedule), configuration.num_microbatches
     if written is not None and number is None and configuration.micro_batch_size is None:
         number = written.num_microbatches
-    options = {name: getattr(configuration, name) for name in ("micro_batch_size", "trace", "trace_steps", "patience")}
+    names = ("micro_batch_size", "batch_dim", "trace", "trace_steps", "patience")
+    options = {name: getattr(configuration, name) for name in names}
     in_words = f"{number or DEFAULT_MICROBATCHES_PER_STAGE * len(stages)} microbatches in a batch"
     if configuration.micro_batch_size is not None:
         in_words = f"microbatches of {configuration.micro_batch_size}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import datetime
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -82,6 +82,7 @@ class HeterogeneousParallelPlugin:
         elastic: training survives the loss of processes and takes in new ones; see docs/elastic.md. Do not call
             `set_pipelines` then: the pipelines are chosen for the processes that are there.
         global_batch_size: with `elastic`, the samples in a step, over all pipelines: a multiple of `microbatch_size`.
+        batch_dim: for inputs whose samples are not along the first dimension; see `penstock.config.Configuration`.
 
     Raises:
         TypeError, ValueError: an argument that cannot be used.
@@ -105,6 +106,7 @@ class HeterogeneousParallelPlugin:
         timeout: float | None = None,
         elastic: Elastic | None = None,
         global_batch_size: int | None = None,
+        batch_dim: Mapping[str, int | None] | None = None,
     ) -> None:
         for name, value in (("tp_size", tp_size), ("microbatch_size", microbatch_size)):
             if isinstance(value, bool) or not isinstance(value, int):
@@ -118,6 +120,10 @@ class HeterogeneousParallelPlugin:
         check_schedule(schedule)
         self.tp_size = tp_size
         self.microbatch_size = microbatch_size
+        for name, dim in (batch_dim or {}).items():
+            if dim is not None and (type(dim) is not int or dim < 0):
+                raise ValueError(f"batch_dim of {name!r} must be a dimension, counted from 0, or None, got {dim!r}")
+        self.batch_dim = batch_dim
         self.precision = precision
         self.max_norm = float(max_norm)
         self.schedule = schedule
@@ -382,7 +388,7 @@ class HeterogeneousParallelPlugin:
 
     def _facts(self) -> dict[str, Any]:
         """What must be the same on all ranks."""
-        names: tuple[str, ...] = ("tp_size", "microbatch_size", "precision", "max_norm")
+        names: tuple[str, ...] = ("tp_size", "microbatch_size", "precision", "max_norm", "batch_dim")
         if self.elastic is not None:
             facts = {f"the plugin's {name}": getattr(self, name) for name in (*names, "schedule")}
             return facts | self._also_alike
@@ -398,7 +404,12 @@ class HeterogeneousParallelPlugin:
         return LayoutPlan(self.layout, maker, described.costs or {}, names, counts, self._engine_options())
 
     def _engine_options(self) -> dict[str, Any]:
-        return {"micro_batch_size": self.microbatch_size, "timeout": self.time_limit, "patience": self.patience}
+        return {
+            "micro_batch_size": self.microbatch_size,
+            "batch_dim": self.batch_dim,
+            "timeout": self.time_limit,
+            "patience": self.patience,
+        }
 
     def _parallelise(self, model: Any, board: FailureBoard, criterion: Criterion | None, **options: Any) -> Any:
         options = {"make_sharding": sharding_of(self.layout), **self._engine_options(), **options}

@@ -10,6 +10,7 @@ from torch import nn
 
 from penstock.modeling.graph.dummy_inputs import arguments_by_name
 from penstock.modeling.instrumentation import record_of
+from penstock.nested import is_record, walkable
 
 # Classes that wrap a model, by their names, as importing some of them takes long.
 WRAPPERS = {
@@ -60,7 +61,8 @@ def remember_example_inputs(model: nn.Module, example_inputs: Any) -> None:
     """Find the units of `model` with these inputs from now on.
 
     Args:
-        example_inputs: the arguments of a forward: by name in a mapping, by position in a tuple or list, or one tensor.
+        example_inputs: the arguments of a forward: by name in a mapping, by position in a tuple or list, or a tensor or
+            data class alone.
             None leaves them to be guessed.
 
     Raises:
@@ -68,7 +70,7 @@ def remember_example_inputs(model: nn.Module, example_inputs: Any) -> None:
     """
     if example_inputs is None:
         return
-    if isinstance(example_inputs, torch.Tensor):
+    if isinstance(example_inputs, torch.Tensor) or is_record(example_inputs):
         example_inputs = (example_inputs,)
     if isinstance(example_inputs, Mapping):
         found = dict(example_inputs)
@@ -77,4 +79,4 @@ def remember_example_inputs(model: nn.Module, example_inputs: Any) -> None:
     else:
         kind = type(example_inputs).__name__
         raise TypeError(f"example_inputs must be a mapping, a tuple or a tensor, got a {kind}")
-    record_of(model).example_inputs = found
+    record_of(model).example_inputs = {name: walkable(name, value) for name, value in found.items()}

@@ -8,7 +8,17 @@ from typing import Any
 import torch
 
 from penstock.data.media import MediaTokens, rows_of_media
-from penstock.data.microbatch import batch_dim, batch_size_of, microbatch_sizes, rows_of, split_batch, with_items
+from penstock.data.microbatch import (
+    IN_A_LIST,
+    NO_DIMS,
+    BatchDims,
+    batch_dim,
+    batch_size_of,
+    microbatch_sizes,
+    rows_of,
+    split_batch,
+)
+from penstock.nested import map_tensors, named_tensors, walkable
 
 
 class PerMicrobatch(tuple[Any, ...]):
@@ -53,7 +63,7 @@ class MicrobatchedBatch(Mapping[str, PerMicrobatch]):
         names: Sequence[str] | None = None,
         first_microbatch: int = 0,
     ) -> None:
-        self.microbatches = [dict(microbatch) for microbatch in microbatches]
+        self.microbatches = [{name: walkable(name, each[name]) for name in each} for each in microbatches]
         self.num_samples = num_samples
         self.first_microbatch = first_microbatch
         self._names = list(self.microbatches[0]) if self.microbatches else list(names or ())
@@ -98,6 +108,7 @@ def microbatches_of(
     micro_batch_size: int | None = None,
     default: int | None = None,
     media: MediaTokens | None = None,
+    dims: BatchDims = NO_DIMS,
 ) -> tuple[list[dict[str, Any]], list[int]]:
     """Return the microbatches of a model call's keyword arguments, and the number of samples in each.
 
@@ -107,34 +118,40 @@ def microbatches_of(
     `split_batch` and `rows_of_media`.
     """
     given = {name: value for name, value in inputs.items() if isinstance(value, PerMicrobatch)}
+    inputs = {name: value if name in given else walkable(name, value) for name, value in inputs.items()}
     if not given:
         rows = _rows_of_media(inputs, media)
-        batch_size = batch_size_of(inputs, main_input_name, rows)
+        batch_size = batch_size_of(inputs, main_input_name, rows, dims)
         sizes = microbatch_sizes(batch_size, num_microbatches, micro_batch_size, default)
-        return split_batch(inputs, batch_size, sizes, rows), sizes
+        return split_batch(inputs, batch_size, sizes, rows, dims), sizes
     counts = {name: len(value) for name, value in given.items()}
     count = next(iter(counts.values()))
     if any(other != count for other in counts.values()):
         raise ValueError(f"The inputs come from batches with different numbers of microbatches: {counts}.")
     microbatches = [{name: value[index] for name, value in given.items()} for index in range(count)]
-    sizes = [batch_size_of(part, main_input_name, _rows_of_media(part, media)) for part in microbatches]
+    sizes = [batch_size_of(part, main_input_name, _rows_of_media(part, media), dims) for part in microbatches]
     whole = {name: value for name, value in inputs.items() if name not in given}
     if whole and count:
-        parts = split_batch(whole, sum(sizes), sizes)
+        parts = split_batch(whole, sum(sizes), sizes, dims=dims)
         microbatches = [microbatch | part for microbatch, part in zip(microbatches, parts, strict=True)]
     return microbatches, sizes
 
 
-def with_one_sample_more(inputs: Mapping[str, Any], size: int, media: MediaTokens | None = None) -> dict[str, Any]:
+def with_one_sample_more(
+    inputs: Mapping[str, Any], size: int, media: MediaTokens | None = None, dims: BatchDims = NO_DIMS
+) -> dict[str, Any]:
     """A microbatch of `size` samples with its first sample a second time, at the end."""
     rows = _rows_of_media(inputs, media)
-    first = split_batch(inputs, size, [1, size - 1], rows)[0] if size > 1 else dict(inputs)
-    grown = dict(inputs)
-    for name, value in inputs.items():
-        if name in rows or rows_of(name, value) == size:
-            one = first[name] if size > 1 or name in rows else value[:1]
-            grown[name] = value if one is None else torch.cat([value, one], batch_dim(name, value))
-    return grown
+    first = named_tensors(split_batch(inputs, size, [1, size - 1], rows, dims)[0] if size > 1 else inputs)
+
+    def grown(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        one, dim = first.get(name), batch_dim(name, tensor, dims)
+        has_rows = rows_of(name, tensor, dims) == size and not IN_A_LIST.search(name)
+        if one is None or dim is None or not (name in rows or has_rows):
+            return tensor
+        return torch.cat([tensor, one if name in rows else one.narrow(dim, 0, 1)], dim)
+
+    return {name: map_tensors(grown, name, value) for name, value in inputs.items()}
 
 
 def _rows_of_media(inputs: Mapping[str, Any], media: MediaTokens | None) -> dict[str, list[int]]:
@@ -142,10 +159,7 @@ def _rows_of_media(inputs: Mapping[str, Any], media: MediaTokens | None) -> dict
 
 
 def to_device(value: Any, device: torch.device | str | int, non_blocking: bool = False) -> Any:
-    """Move every tensor in nested mappings, tuples and lists to a device; leave everything else as it is."""
-    if isinstance(value, (torch.Tensor, PerMicrobatch)):
+    """Move every tensor in what is walked (see `nested`) to a device; leave everything else as it is."""
+    if isinstance(value, PerMicrobatch):
         return value.to(device, non_blocking=non_blocking)
-    if isinstance(value, (Mapping, tuple, list)):
-        items = value.values() if isinstance(value, Mapping) else value
-        return with_items(value, [to_device(item, device, non_blocking) for item in items])
-    return value
+    return map_tensors(lambda _, tensor: tensor.to(device, non_blocking=non_blocking), "", value)

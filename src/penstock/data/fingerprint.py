@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from penstock.nested import is_record, items_of
+
 # Tensors up to this many bytes are read whole (the token ids of most batches); of larger ones, a sample.
 WHOLE_BYTES = 1 << 16
 SAMPLED_ELEMENTS = 2048
@@ -50,6 +52,8 @@ def _value_digest(value: Any) -> int:
         return _text_digest(f"{type(value).__name__}:{value!r}")
     if isinstance(value, Mapping):
         return fingerprint(value)
+    if is_record(value):
+        return fingerprint(dict(items_of(value) or ()))
     if isinstance(value, (tuple, list)):
         total = len(value)
         for part in value:

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
+import difflib
+import re
 from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate, pairwise
+from types import MappingProxyType
 from typing import Any
 
 import torch
+
+from penstock.nested import items_of, named_tensors, with_items
+
+# For an input, or all tensors inside it, the dimension that has the samples, if it is not the usual one; None: no one.
+BatchDims = Mapping[str, int | None]
+NO_DIMS: BatchDims = MappingProxyType({})
+# Names of tensors inside an entry of a list: of one sample, or one layer.
+IN_A_LIST = re.compile(r"\.\d+\.")
 
 # Where to read the batch size when the model's own main input is absent (an encoder-decoder model continued from
 # `encoder_outputs` has only decoder inputs), most telling first.
@@ -81,36 +91,52 @@ def microbatch_sizes(
     return [size + 1] * larger + [size] * (num_microbatches - larger)
 
 
-def batch_size_of(inputs: Mapping[str, Any], main_input_name: str | None = None, media: Collection[str] = ()) -> int:
-    """Return the number of samples in a batch of model inputs, read from dim 0 of the main input.
+def batch_size_of(
+    inputs: Mapping[str, Any],
+    main_input_name: str | None = None,
+    media: Collection[str] = (),
+    dims: BatchDims = NO_DIMS,
+) -> int:
+    """Return the number of samples in a batch of model inputs, read from the main input.
 
     The main input is `main_input_name` (a model's attribute of this name), else the first of `MAIN_INPUTS`, else the
-    first tensor. Every other input that by its name has a row per sample (labels, masks, ids) must agree, except for
-    `media`, which have as many rows as the samples have images, say.
+    first tensor, at last of those inside other inputs. Every other input that by its name has a row per sample (labels,
+    masks, ids), or by `dims`, must agree, except for `media`, which have as many rows as the samples have images, say.
 
     Raises TypeError if `inputs` is no mapping, ValueError if it holds no tensor, no sample, or two batch sizes.
     """
     if not isinstance(inputs, Mapping):
         raise TypeError(f"A batch must be a mapping from input names to tensors, but is a {type(inputs).__name__}.")
-    main = _main_input({name: value for name, value in inputs.items() if name not in media}, main_input_name)
+    given = {name: value for name, value in inputs.items() if name not in media}
+    main = _main_input(given, main_input_name, dims)
     if main is None:
-        names = ", ".join(map(str, inputs)) or "none at all"
+        inputs = {name: value for name, value in named_tensors(given).items() if not IN_A_LIST.search(name)}
+        main = _main_input(inputs, main_input_name, dims)
+    if main is None:
+        names = ", ".join(map(str, given)) or "none at all"
         raise ValueError(
             f"The batch holds no tensors to split into microbatches (its inputs: {names}). "
             f"Give at least {main_input_name or MAIN_INPUTS[0]} as a tensor of shape (batch, ...)."
         )
-    batch_size = inputs[main].shape[0]
+    batch_size = rows_of(main, inputs[main], dims)
+    assert batch_size is not None  # as of any main input
     if batch_size == 0:
         raise ValueError(f"The batch is empty: {main} has shape {tuple(inputs[main].shape)}, without a single sample.")
     for name, value in inputs.items():
-        rows = rows_of(name, value)
+        rows = rows_of(name, value, dims)
+        if any(dims.values()) and rows == batch_size and batch_size in value.shape[1:] and _said(name, dims) is None:
+            raise ValueError(
+                f"{name} has shape {tuple(value.shape)}, and a batch has {batch_size} samples: say as batch_dim which "
+                "dimension has them, as you did of other inputs."
+            )
         if rows is None or rows == batch_size or name in media:
             continue
-        strict = name in MAIN_INPUTS or name.endswith(ROWS_PER_SAMPLE)
+        strict = _last(name) in MAIN_INPUTS or name.endswith(ROWS_PER_SAMPLE) or _said(name, dims) is not None
         if strict or (rows != 1 and name.endswith(ROWS_PER_SAMPLE_OR_ONE)):
             raise ValueError(
                 f"The batch disagrees about its size: {name} has {rows} samples (shape {tuple(value.shape)}), "
-                f"but {main} has {batch_size} (shape {tuple(inputs[main].shape)})."
+                f"but {main} has {batch_size} (shape {tuple(inputs[main].shape)}). If another dimension has the "
+                "samples, or none has, say so as batch_dim."
             )
     return batch_size
 
@@ -120,12 +146,14 @@ def split_batch(
     batch_size: int,
     sizes: Sequence[int],
     media: Mapping[str, Sequence[int]] | None = None,
+    dims: BatchDims = NO_DIMS,
 ) -> list[dict[str, Any]]:
     """Split a batch of model inputs into microbatches of the given sizes, in order.
 
-    Tensors with `batch_size` rows are split along dim 0 (views, no copies), also inside tuples, lists and mappings, and
-    so are lists of `batch_size` mappings (one annotation per sample). `position_ids` of shape (axes, batch, length) are
-    split along dim 1. Everything else is handed to every microbatch as it is.
+    Tensors with `batch_size` rows are split along dim 0 (views, no copies), also inside tuples, lists, mappings and
+    data classes, and so are lists of `batch_size` mappings (one annotation per sample). `position_ids` of shape (axes,
+    batch, length) are split along dim 1, and others as `dims` say. Everything else is handed to every microbatch as it
+    is.
 
     `media` says, for some inputs, how many of their rows belong to each sample; a microbatch without any gets None.
 
@@ -138,44 +166,64 @@ def split_batch(
     microbatches: list[dict[str, Any]] = [{} for _ in sizes]
     for name, value in inputs.items():
         rows = (media or {}).get(name)
-        parts = _split_input(name, value, batch_size, sizes) if rows is None else _split_media(value, rows, sizes)
+        parts = _split_input(name, value, batch_size, sizes, dims) if rows is None else _split_media(value, rows, sizes)
         for index, microbatch in enumerate(microbatches):
             microbatch[name] = value if parts is None else parts[index]
     return microbatches
 
 
-def _main_input(inputs: Mapping[str, Any], main_input_name: str | None) -> str | None:
-    for name in (main_input_name, *MAIN_INPUTS):
-        if name is not None and name in inputs and _has_rows(inputs[name]):
-            return name
-    for name, value in inputs.items():
-        if name not in WITHOUT_BATCH and _has_rows(value):
-            return name
-    return None
+def refuse_unknown_names(dims: BatchDims, inputs: Sequence[str]) -> None:
+    """Raise ValueError if `dims` name something that is none of the possible `inputs`."""
+    for name in dims:
+        if name.partition(".")[0] not in inputs:
+            close = difflib.get_close_matches(name, inputs, n=1)
+            hint = f'; did you mean "{close[0]}"?' if close else ""
+            known = ", ".join(dict.fromkeys(inputs))
+            raise ValueError(f"batch_dim names {name!r}, which is no input of the model: known are {known}{hint}")
 
 
-def _has_rows(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() > 0
+def _main_input(inputs: Mapping[str, Any], main_input_name: str | None, dims: BatchDims) -> str | None:
+    having = [name for name, value in inputs.items() if rows_of(name, value, dims) is not None]
+    for wanted in (main_input_name, *MAIN_INPUTS):
+        if found := [name for name in having if _last(name) == wanted]:
+            return found[0]
+    return having[0] if having else None
 
 
-def rows_of(name: str, value: Any) -> int | None:
-    """The number of samples a top-level input seems to hold, None if it is no tensor of samples."""
-    if name in WITHOUT_BATCH or not _has_rows(value):
+def _last(name: str) -> str:
+    """The last part of a name such as "batch.labels"."""
+    return name.rpartition(".")[2]
+
+
+def _said(name: str, dims: BatchDims) -> str | None:
+    """The key of `dims` that a tensor goes by: its own name, or that of the input that it is inside; None without."""
+    return next((key for key in (name, name.partition(".")[0]) if key in dims), None)
+
+
+def rows_of(name: str, value: Any, dims: BatchDims = NO_DIMS) -> int | None:
+    """The number of samples a tensor among the inputs seems to hold, None if it is no tensor of samples.
+
+    Raises ValueError if it lacks the dimension that `dims` say.
+    """
+    if not isinstance(value, torch.Tensor) or not value.dim():
         return None
-    return value.shape[batch_dim(name, value)]
+    dim = batch_dim(name, value, dims)
+    if dim is None:
+        return None
+    if dim >= value.dim():
+        raise ValueError(f"batch_dim of {_said(name, dims)} is {dim}, but {name} has shape {tuple(value.shape)}.")
+    return value.shape[dim]
 
 
-def batch_dim(name: str, value: torch.Tensor) -> int:
-    """The dimension of a top-level input that has a row for each sample."""
+def batch_dim(name: str, value: torch.Tensor, dims: BatchDims = NO_DIMS) -> int | None:
+    """The dimension of a tensor among the inputs that has a row for each sample; None if it has none."""
+    said, last = _said(name, dims), _last(name)
+    if said is not None:
+        return dims[said]
+    if last in WITHOUT_BATCH:
+        return None
     # Multi-axis rotary embeddings (time, height, width) put the axes first.
-    return 1 if name == "position_ids" and value.dim() == 3 else 0
-
-
-def _split_input(name: str, value: Any, batch_size: int, sizes: Sequence[int]) -> Sequence[Any] | None:
-    """The parts of one input, None if it goes whole to every microbatch."""
-    if name in WITHOUT_BATCH:
-        return None
-    return _split_nested(value, batch_size, sizes, batch_dim(name, value) if _has_rows(value) else 0)
+    return 1 if last == "position_ids" and value.dim() == 3 else 0
 
 
 def _split_media(value: torch.Tensor, rows: Sequence[int], sizes: Sequence[int]) -> Sequence[Any]:
@@ -185,33 +233,23 @@ def _split_media(value: torch.Tensor, rows: Sequence[int], sizes: Sequence[int])
     return [part if len(part) else None for part in value.split_with_sizes(lengths)]
 
 
-def _split_nested(value: Any, batch_size: int, sizes: Sequence[int], dim: int = 0) -> Sequence[Any] | None:
-    """The parts of a tensor along `dim`, or of a container with its tensors split along dim 0; None if nothing has
-    `batch_size` rows."""
+def _split_input(name: str, value: Any, batch_size: int, sizes: Sequence[int], dims: BatchDims) -> Sequence[Any] | None:
+    """The parts of one input, or of what is inside it; None if it goes whole to every microbatch."""
     if isinstance(value, torch.Tensor):
-        has_rows = value.dim() > dim and value.shape[dim] == batch_size
-        return value.split_with_sizes(list(sizes), dim) if has_rows else None
-    if not isinstance(value, (Mapping, tuple, list)):
+        if rows_of(name, value, dims) != batch_size:
+            return None
+        return value.split_with_sizes(list(sizes), batch_dim(name, value, dims) or 0)
+    items = items_of(value)
+    if not items or _last(name) in WITHOUT_BATCH:
         return None
-    if not isinstance(value, Mapping) and len(value) == batch_size and all(isinstance(one, Mapping) for one in value):
+    per_sample = isinstance(value, (tuple, list)) and len(value) == batch_size
+    if per_sample and all(isinstance(one, Mapping) for one in value):
         return [value[start:end] for start, end in pairwise([0, *accumulate(sizes)])]
-    items = list(value.values() if isinstance(value, Mapping) else value)
-    split = [_split_nested(item, batch_size, sizes) for item in items]
+    split = [_split_input(f"{name}.{key}", item, batch_size, sizes, dims) for key, item in items]
     if all(parts is None for parts in split):
         return None
+    pairs = [(old, parts) for (_, old), parts in zip(items, split, strict=True)]
     return [
-        with_items(value, [item if parts is None else parts[index] for item, parts in zip(items, split, strict=True)])
+        with_items(value, [old if parts is None else parts[index] for old, parts in pairs])
         for index in range(len(sizes))
     ]
-
-
-def with_items(value: Any, items: Sequence[Any]) -> Any:
-    """A mapping, a tuple or a list like `value`, with other values in it; of subclasses, only data classes and named
-    tuples keep their class."""
-    if isinstance(value, Mapping):
-        content = dict(zip(value, items, strict=True))
-        # A ModelOutput (encoder_outputs) must keep its class: models ask for its fields.
-        return type(value)(**content) if dataclasses.is_dataclass(value) else content
-    if hasattr(value, "_fields"):  # a named tuple takes its fields one by one
-        return type(value)(*items)
-    return tuple(items) if isinstance(value, tuple) else list(items)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import inspect
 import os
 import warnings
 from collections.abc import Callable, Collection, Generator, Hashable, Iterator, Mapping, MutableMapping, Sequence
@@ -20,13 +21,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from penstock.data.batch import PerMicrobatch, microbatches_of
+from penstock.data.batch import PerMicrobatch, microbatches_of, with_one_sample_more
 from penstock.data.fingerprint import fingerprint
 from penstock.data.media import MediaTokens
+from penstock.data.microbatch import BatchDims, refuse_unknown_names
 from penstock.data.placing import place
 from penstock.layout.layout import Layout, Place
 from penstock.modeling.graph.loss import Criterion
 from penstock.modeling.stage.named_output import Form
+from penstock.modeling.stage.outputs import Shapes
 from penstock.modeling.stage.split import SplitModel, refuse_moved
 from penstock.modeling.weights.names import alias_groups
 from penstock.runtime import torch_calls
@@ -123,6 +126,7 @@ class Engine:
     Args:
         split: has split the model for this rank.
         num_microbatches, micro_batch_size: how a batch is split, if not by its own number of microbatches.
+        batch_dim: of inputs, the dimension that has the samples, or None, where it is not the first.
         timeout: that of the process groups, see `Groups`.
         patience: how many seconds a rank waits for others before it says so.
         values: on a rank that joins others which call `reform`, fills in what it holds.
@@ -157,6 +161,7 @@ class Engine:
         *,
         num_microbatches: int | None = None,
         micro_batch_size: int | None = None,
+        batch_dim: BatchDims | None = None,
         trace: str | os.PathLike[str] | None = None,
         trace_steps: tuple[int, int] | None = None,
         board: FailureBoard | None = None,
@@ -168,6 +173,8 @@ class Engine:
         self.device = device
         self.num_microbatches = num_microbatches
         self.micro_batch_size = micro_batch_size
+        self.batch_dim: BatchDims = batch_dim or {}
+        split.say_batch_dim(self.batch_dim)
         self.last_step: StepReport | None = None
         self.trace, self.trace_steps = trace, trace_steps
         self.autocast: torch.dtype | None = None
@@ -616,11 +623,16 @@ class Engine:
 
     def microbatches(self, inputs: Mapping[str, Any], at_most: bool = False) -> tuple[list[dict[str, Any]], list[int]]:
         """Microbatches of a batch and their sizes."""
-        wanted = self.num_microbatches
+        wanted, dims = self.num_microbatches, self.batch_dim
+        refuse_unknown_names(dims, [*inputs, *inspect.signature(self.split.model.forward).parameters] if dims else ())
         default = DEFAULT_MICROBATCHES_PER_STAGE * self.context.pipeline.num_stages
         if wanted is not None and at_most:
-            return microbatches_of(inputs, self._main_input_name, default=wanted, media=self._media)
-        return microbatches_of(inputs, self._main_input_name, wanted, self.micro_batch_size, default, self._media)
+            return microbatches_of(inputs, self._main_input_name, default=wanted, media=self._media, dims=dims)
+        return microbatches_of(inputs, self._main_input_name, wanted, self.micro_batch_size, default, self._media, dims)
+
+    def shapes_of_one_more(self, microbatch: Mapping[str, Any], size: int) -> Shapes:
+        """The shapes of the output for a microbatch of `size` samples with one sample more."""
+        return self.split.output_shapes(with_one_sample_more(microbatch, size, self._media, self.batch_dim))
 
     @contextlib.contextmanager
     def _evaluation(
@@ -645,7 +657,7 @@ class Engine:
                     prepared,
                     states_of_stages(said, self.context, training=False),
                     self._parts.totals.counts if over_all_pipelines else None,
-                    media=self._media,
+                    lambda: self.shapes_of_one_more(prepared.microbatches[0], sizes[0]),
                 )
                 yield output, prepared.plans[0].form if prepared.plans else None
 

@@ -9,8 +9,6 @@ import torch
 import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
-from penstock.data.batch import with_one_sample_more
-from penstock.data.media import MediaTokens
 from penstock.modeling.stage.named_output import Form, named_output, output_of
 from penstock.modeling.stage.outputs import Shapes, merge_outputs
 from penstock.modeling.stage.split import SplitModel
@@ -32,7 +30,7 @@ def evaluate(
     inputs: StepInputs,
     states: Sequence[Hashable],
     counts: Callable[[Sequence[int]], Sequence[int]] | None = None,
-    media: MediaTokens | None = None,
+    grown: Callable[[], Shapes] | None = None,
 ) -> Any:
     """Run the forwards; return the merged output on the rank of the last stage, None elsewhere.
 
@@ -42,7 +40,7 @@ def evaluate(
         counts: makes this pipeline's numbers of terms in the loss's means those of the global batch, so that the loss
             is a share of the global batch's loss. All pipelines must evaluate together then; one without any microbatch
             has no output. Without it the loss is the mean over this pipeline's batch.
-        media: the tokens of images and other media, with which the batch was split.
+        grown: see `merge_outputs`.
     """
     last = program.last
     is_last = program.top == last
@@ -74,11 +72,6 @@ def evaluate(
         boundaries.channels.flush()
         if not (is_last and outputs):
             return None
-
-        def grown() -> Shapes:
-            more = with_one_sample_more(inputs.microbatches[0], inputs.sizes[0], media)
-            return split.output_shapes(more)
-
         rule = inputs.plans[0].loss
         return merge_outputs(outputs, inputs.sizes, () if rule is None else rule.fields, grown)
 

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from penstock.modeling.graph.loss import Criterion, read_counts
 from penstock.modeling.graph.plan import ForwardPlan
+from penstock.nested import named_tensors
 
 # Odd multipliers keep seeds of neighbouring steps and microbatches far apart and distinct for long.
 STEP_STRIDE, MICROBATCH_STRIDE = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F
@@ -74,10 +75,13 @@ class StepInputs:
         signatures: list[Any] = []
         previous: Any = None
         for microbatch in microbatches:
-            form = [
-                (name, value.shape, value.dtype) if isinstance(value, torch.Tensor) else (name, id(value))
-                for name, value in microbatch.items()
-            ]
+            form: list[tuple[Any, ...]] = []
+            for name, value in microbatch.items():
+                if isinstance(value, torch.Tensor):
+                    form.append((name, value.shape, value.dtype))
+                else:
+                    form.append((name, id(value)))
+                    form += [(inner, t.shape, t.dtype) for inner, t in named_tensors({name: value}).items()]
             if form == previous:  # nearly always
                 plans.append(plans[-1])
                 signatures.append(signatures[-1])
@@ -87,8 +91,8 @@ class StepInputs:
                 previous = form
         counts = read_counts(
             [
-                plan.loss.count_later(microbatch) if with_counts and plan.loss is not None else ()
-                for plan, microbatch in zip(plans, hosts, strict=True)
+                plan.loss.count_later(microbatch, size) if with_counts and plan.loss is not None else ()
+                for plan, microbatch, size in zip(plans, hosts, sizes, strict=True)
             ]
         )
         return cls(microbatches, plans, signatures, counts, sizes, first_microbatch, number, hosts, run_seed, criterion)

@@ -82,6 +82,7 @@ class Forwards:
         units: the same.
         functions: the units' shape functions.
         interceptor: of the units and of the dropout modules between them.
+        batch_dim: of inputs, the dimension that has the samples, or None, where it is not the first.
         call: the model's own forward, whatever a face makes of calling the model later.
     """
 
@@ -92,6 +93,7 @@ class Forwards:
         self.interceptor = Interceptor()
         self.call = MethodType(original_class(type(model)).__call__, model)
         self._signature = inspect.signature(model.forward)
+        self.batch_dim: Mapping[str, int | None] = {}
         self._known: dict[Any, TracedForward] = {}
         self._module_names: dict[int, str] = {}
         self._floating: dict[str, nn.Module] = {}
@@ -166,7 +168,7 @@ class Forwards:
         try:
             found = trace(
                 self.model, self.functions, set(self._floating), self.interceptor, {**inputs, **dict(defaults)},
-                call or self.call, criterion, () if criterion is None else self.for_criterion(inputs),
+                call or self.call, criterion, () if criterion is None else self.for_criterion(inputs), self.batch_dim,
             )  # fmt: skip
         except (Untraceable, ReachedInside, NotImplementedError) as error:
             raise refusal(self.model, str(error)) from error
@@ -203,20 +205,24 @@ def _kind_of(inputs: Mapping[str, Any]) -> tuple[Any, ...]:
     kinds = []
     generating = False
     for name, value in inputs.items():
-        if isinstance(value, torch.Tensor):
-            kind: Any = (value.dim(), value.is_floating_point())
-        elif value is None or isinstance(value, (bool, int, float, str)):
-            kind = value
+        if isinstance(value, torch.Tensor) or value is None or isinstance(value, (bool, int, float, str)):
+            kind: Any = _kind_of_leaf(value)
         elif isinstance(value, Cache):
             kind, generating = cache_kind(value), True
         else:
             leaves, spec = pytree.tree_flatten(value)
-            kind = (str(spec), *(type(leaf).__name__ for leaf in leaves))
+            kind = (str(spec), *map(_kind_of_leaf, leaves))
         kinds.append((name, kind))
     if generating:  # one token at a time takes other paths than a prompt
         lengths = [inputs[n].shape[1] for n in ("input_ids", "decoder_input_ids") if inputs.get(n) is not None]
         kinds.append(("one token", lengths[-1:] == [1]))
     return tuple(sorted(kinds, key=lambda pair: pair[0]))
+
+
+def _kind_of_leaf(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.dim(), value.is_floating_point()
+    return value if value is None or isinstance(value, (bool, int, float, str)) else type(value).__name__
 
 
 def _criterion_key(criterion: Callable[..., Any] | None) -> Any:

@@ -18,6 +18,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from transformers.utils import ModelOutput
 
+from penstock.nested import named_tensors
+
 # Functions whose mean leaves out ignored targets; the mean of all others is over every element.
 CLASS_LOSSES = (functional.cross_entropy, functional.nll_loss)
 ELEMENT_LOSSES = (
@@ -93,12 +95,14 @@ class LossTerm:
     limit: str | None = None
     calls: tuple[int, ...] = ()
 
-    def count(self, inputs: Mapping[str, Any]) -> int | torch.Tensor:
+    def count(self, inputs: Mapping[str, Any], num_samples: int | None = None) -> int | torch.Tensor:
         """The number of elements in the mean for these inputs (1 for a sum): shape () where it depends on values."""
         if self.kind == "sum":
             return 1
         if self.input is None:
-            return batch_size(inputs)
+            return batch_size(inputs) if num_samples is None else num_samples
+        if self.input not in inputs:  # it is inside of one
+            inputs = {**inputs, **named_tensors(inputs)}
         tensor = inputs[self.input]
         if self.kind == "samples":
             return int(tensor.shape[0]) if tensor.dim() else 1
@@ -146,9 +150,9 @@ class LossRule:
         """The number of elements in each mean, see `counted`. Reads the labels, hence waits for them on a GPU."""
         return read_counts([self.count_later(inputs)])[0]
 
-    def count_later(self, inputs: Mapping[str, Any]) -> tuple[int | torch.Tensor, ...]:
-        """`counts`, for `read_counts` to wait for."""
-        return tuple(term.count(inputs) for term in self.counted)
+    def count_later(self, inputs: Mapping[str, Any], num_samples: int | None = None) -> tuple[int | torch.Tensor, ...]:
+        """`counts`, for `read_counts` to wait for. The number of samples is found in the inputs unless it is given."""
+        return tuple(term.count(inputs, num_samples) for term in self.counted)
 
     def shares(self, counts: Sequence[int], totals: Sequence[int]) -> tuple[float, ...]:
         """This microbatch's share of each of the batch's means, see `counted`.
@@ -197,11 +201,12 @@ def read_counts(counted: Sequence[tuple[int | torch.Tensor, ...]]) -> list[tuple
     return [tuple(next(values) if isinstance(count, torch.Tensor) else count for count in counts) for counts in counted]
 
 
-def batch_size(inputs: Mapping[str, Any]) -> int:
-    """The size of the first dimension of the first tensor that has one."""
-    for value in inputs.values():
-        if isinstance(value, torch.Tensor) and value.dim():
-            return int(value.shape[0])
+def batch_size(inputs: Mapping[str, Any], batch_dim: Mapping[str, int | None] | None = None) -> int:
+    """The size of the first dimension, or of that which `batch_dim` says, of the first tensor that has one."""
+    for name, value in named_tensors(inputs).items():
+        dim = (batch_dim or {}).get(name, (batch_dim or {}).get(name.partition(".")[0], 0))
+        if dim is not None and value.dim() > dim:
+            return int(value.shape[dim])
     raise ValueError("the inputs contain no tensor with a batch dimension")
 
 

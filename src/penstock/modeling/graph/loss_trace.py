@@ -43,10 +43,12 @@ class LossTrace:
     Args:
         inputs: the placeholders that the forward is given.
         flow: the data flow of the same forward.
+        batch_dim: see `trace`.
     """
 
-    def __init__(self, inputs: Mapping[str, Any], flow: DataFlow) -> None:
+    def __init__(self, inputs: Mapping[str, Any], flow: DataFlow, batch_dim: Mapping[str, int | None]) -> None:
         self._inputs = inputs
+        self._batch_dim = batch_dim
         self._flow = flow
         self._found: list[tuple[LossTerm, str]] = []  # with the reason why it is not exact, or ""
         # What the loss functions returned; those that sum up a batch are kept apart.
@@ -141,7 +143,7 @@ class LossTrace:
             return LossTerm("samples"), _SELECTED.format(label)
         if func is functional.kl_div and reduction == "mean":
             return LossTerm("samples"), ""
-        if prediction.numel() % batch_size(self._inputs):
+        if prediction.numel() % batch_size(self._inputs, self._batch_dim):
             return LossTerm("samples"), f"{label} is over elements that do not divide into samples"
         return LossTerm("samples"), ""
 

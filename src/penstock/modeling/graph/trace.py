@@ -41,6 +41,7 @@ from penstock.modeling.stage.named_output import Form, form_of, named_output, re
 from penstock.modeling.stage.outputs import Shapes, shapes_of
 from penstock.modeling.tensor_spec import TensorSpec
 from penstock.modeling.weights.names import unit_of
+from penstock.nested import map_tensors, named_tensors
 from penstock.random_state import all_restored, generators_in_use
 
 # Longer tensors are not looked into, as shapes hardly depend on them.
@@ -142,6 +143,7 @@ def trace(
     call: Callable[..., Any] | None = None,
     criterion: Callable[..., Any] | None = None,
     for_criterion: Collection[str] = (),
+    batch_dim: Mapping[str, int | None] | None = None,
 ) -> Trace:
     """Run `call(**inputs)` with every unit replaced by its shape function.
 
@@ -157,6 +159,7 @@ def trace(
         criterion: called as `criterion(output, inputs)` for the loss; by default the loss is the output's own. If it
             has an attribute `reduction` that is "sum", the losses of microbatches add up to the batch's.
         for_criterion: names of inputs that the criterion alone is given.
+        batch_dim: of inputs, the dimension that has the samples, or None, where it is not the first.
 
     Raises:
         Untraceable: with the reason. CriterionError: the criterion is to blame.
@@ -174,11 +177,10 @@ def trace(
         planner = _Planner(model, functions, floating, _device_of(arguments))
         flow = planner.flow
         _mark_tensors(model, functions, flow)
-        for name, value in arguments.items():
-            for leaf in pytree.tree_leaves(value):
-                if isinstance(leaf, torch.Tensor):
-                    flow.mark_input(leaf, name)
-        losses = LossTrace(arguments, flow)
+        named = named_tensors(arguments)
+        for name, tensor in named.items():
+            flow.mark_input(tensor, name)
+        losses = LossTrace({**arguments, **named}, flow, batch_dim or {})
         interceptor.handler = planner
         try:
             with flow, ReadObserver(flow, losses.observers()):
@@ -197,9 +199,9 @@ def trace(
         finally:
             interceptor.handler = None
     leaves, _ = flatten(output)
-    named = named_output(output)
-    refuse_hidden_tensors(named)
-    form = form_of(named)
+    fielded = named_output(output)
+    refuse_hidden_tensors(fielded)
+    form = form_of(fielded)
     return Trace(
         calls=tuple(planner.calls),
         output_sources=flow.sources(leaves) | flow.sources(loss),
@@ -207,10 +209,10 @@ def trace(
         written=frozenset(flow.written),
         written_inputs=tuple(sorted(flow.written_inputs)),
         asks_inputs=flow.asks_inputs,
-        loss=None if loss is None else losses.rule(loss, named, getattr(criterion, "reduction", None)),
+        loss=None if loss is None else losses.rule(loss, fielded, getattr(criterion, "reduction", None)),
         shapes=planner.shapes,
-        output_shapes=shapes_of(named),
-        fields=tuple(field.name for field in fields(named)) if form is None else form.names,
+        output_shapes=shapes_of(fielded),
+        fields=tuple(field.name for field in fields(fielded)) if form is None else form.names,
         form=form,
     )
 
@@ -343,10 +345,7 @@ def _refuse_unknown(unit: str, leaves: Sequence[Any]) -> None:
 def _placeholder(name: str, value: Any) -> Any:
     if isinstance(value, Cache):
         return narrow_copy(value)
-    leaves, spec = flatten(value)
-    return pytree.tree_unflatten(
-        [label_placeholder(name, leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec
-    )
+    return map_tensors(label_placeholder, name, value)
 
 
 def _device_of(inputs: Mapping[str, Any]) -> torch.device:

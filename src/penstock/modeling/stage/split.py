@@ -32,6 +32,7 @@ from penstock.modeling.stage.outputs import Shapes
 from penstock.modeling.stage.run import StageDone, StageRun
 from penstock.modeling.tensor_spec import TensorSpec
 from penstock.modeling.weights.names import alias_groups, alias_groups_by_identity
+from penstock.nested import map_tensors
 from penstock.random_state import generators_of, restored, seed_all
 
 
@@ -210,6 +211,10 @@ class SplitModel:
         """The type of the local parameters."""
         return next((p.dtype for p in self.model.parameters() if p.is_floating_point()), torch.get_default_dtype())
 
+    def say_batch_dim(self, batch_dim: Mapping[str, int | None]) -> None:
+        """Of inputs, the dimension that has the samples, or None, where it is not the first."""
+        self._forwards.batch_dim = batch_dim
+
     def refuse_if_moved(self, device: torch.device) -> None:
         """Raise RuntimeError if the model was moved away from `device`, where its stages compute."""
         interceptor = self._forwards.interceptor
@@ -331,7 +336,11 @@ class SplitModel:
         if criterion is not None and (left_out := self._forwards.for_criterion(inputs)):
             arguments = {name: value for name, value in arguments.items() if name not in left_out}
         if plan.written_inputs:
-            arguments = {**arguments, **{name: _copied(arguments[name]) for name in plan.written_inputs}}
+            written = plan.written_inputs
+            arguments = {
+                name: map_tensors(lambda inner, tensor: tensor.clone() if inner in written else tensor, name, value)
+                for name, value in arguments.items()
+            }
         weigh = plan.loss is not None and shares is not None and stage == self.num_stages - 1
         evaluate: Callable[[], Any] = partial(
             self._evaluate, plan, call or self._forwards.call, arguments, inputs, shares if weigh else None, criterion
@@ -398,11 +407,6 @@ class SplitModel:
 def _under(mode: HostValues, evaluate: Callable[[], Any]) -> Any:
     with mode:
         return evaluate()
-
-
-def _copied(argument: Any) -> Any:
-    """An argument that may be written to; a cache is meant to be."""
-    return argument.clone() if isinstance(argument, torch.Tensor) else argument
 
 
 def refuse_moved(model: nn.Module, device: torch.device) -> None:

@@ -1,0 +1,111 @@
+"""Inputs inside of others: mappings, tuples, lists and data classes are walked, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils import _pytree as pytree
+from transformers.cache_utils import Cache
+
+PLAIN = (torch.Tensor, Cache, bool, int, float, str, bytes, type(None))
+
+
+def items_of(value: Any) -> list[tuple[Any, Any]] | None:
+    """The keys and entries of what is walked, None for anything else."""
+    if isinstance(value, Mapping):
+        return list(value.items())
+    if isinstance(value, (tuple, list)):
+        return list(zip(getattr(value, "_fields", range(len(value))), value, strict=True))
+    if is_record(value):
+        return [(field.name, getattr(value, field.name)) for field in fields(value)]
+    return None
+
+
+def is_record(value: Any) -> bool:
+    """Whether this is an instance of a data class, and no mapping, as a `ModelOutput` is."""
+    return is_dataclass(value) and not isinstance(value, (type, Mapping))
+
+
+def with_items(value: Any, items: Sequence[Any]) -> Any:
+    """What is walked with other entries; of subclasses, only data classes and named tuples keep their class."""
+    if isinstance(value, Mapping):
+        content = dict(zip(value, items, strict=True))
+        # A ModelOutput (encoder_outputs) must keep its class: models ask for its fields.
+        return type(value)(**content) if is_dataclass(value) else content
+    if is_record(value):
+        return _record(type(value), items)
+    if hasattr(value, "_fields"):  # a named tuple takes its fields one by one
+        return type(value)(*items)
+    return tuple(items) if isinstance(value, tuple) else list(items)
+
+
+def map_tensors(function: Callable[[str, torch.Tensor], Any], name: str, value: Any) -> Any:
+    """`value` with what `function` makes of each tensor in it and of its name, such as "batch.labels"."""
+    if isinstance(value, torch.Tensor):
+        return function(name, value)
+    items = items_of(value)
+    if not items:
+        return value
+    return with_items(value, [map_tensors(function, f"{name}.{key}", item) for key, item in items])
+
+
+def named_tensors(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """All tensors in some inputs by name, those inside others too."""
+    found: dict[str, torch.Tensor] = {}
+    for name, value in inputs.items():
+        map_tensors(found.setdefault, name, value)
+    return found
+
+
+def walkable(name: str, value: Any) -> Any:
+    """An input such that torch walks it as well: other mappings as dictionaries, data classes known to torch.
+
+    Raises:
+        ValueError: it holds a tensor inside something that is not walked.
+    """
+    if isinstance(value, PLAIN):
+        return value
+    items = None if isinstance(value, PackedSequence) else items_of(value)
+    if items is None:
+        if _holds_tensor(value, set()):
+            raise ValueError(
+                f"{name} is a {type(value).__name__}, and the tensors in it cannot be split into microbatches: pass "
+                "them as tensors, or in tuples, lists, dictionaries or data classes"
+            )
+        return value
+    kind = type(value)
+    if is_record(value) and kind not in pytree.SUPPORTED_NODES:
+        pytree.register_pytree_node(
+            kind, lambda record: ([item for _, item in items_of(record) or ()], None), lambda new, _: _record(kind, new)
+        )
+    walked = [walkable(f"{name}.{key}", item) for key, item in items]
+    known = kind in pytree.SUPPORTED_NODES or hasattr(value, "_fields")
+    if known and all(new is old for new, (_, old) in zip(walked, items, strict=True)):
+        return value
+    return with_items(value, walked)
+
+
+def _record(kind: type, items: Any) -> Any:
+    """An instance of a data class with these fields, without a call of its own code."""
+    made: Any = object.__new__(kind)
+    for field, item in zip(fields(kind), items, strict=True):
+        object.__setattr__(made, field.name, item)
+    return made
+
+
+def _holds_tensor(value: Any, seen: set[int]) -> bool:
+    if isinstance(value, torch.Tensor):
+        return True
+    if id(value) in seen or isinstance(value, (*PLAIN, type, nn.Module, ModuleType, FunctionType)):
+        return False
+    seen.add(id(value))
+    items = items_of(value)
+    slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
+    inner = [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in slots)]
+    return any(_holds_tensor(one, seen) for one in (inner if items is None else [item for _, item in items]))
