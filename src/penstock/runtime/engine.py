@@ -13,6 +13,7 @@ import datetime
 import inspect
 import os
 import warnings
+import weakref
 from collections.abc import Callable, Collection, Generator, Hashable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -206,6 +207,9 @@ class Engine:
     ) -> None:
         """Meet the other ranks of `layout`, build all that depends on it, and start alike."""
         self._parts = Parts(self.split, layout, make_schedule, self.device, board, self._timeout, self._patience)
+        assert dist.group.WORLD is not None
+        # Weakly: a group closes only when nothing refers to it.
+        self._world = weakref.ref(dist.group.WORLD)
         self._note_known()
         self._of_formation: dict[Any, Any] = {}
         context = self.context
@@ -612,7 +616,8 @@ class Engine:
     @property
     def is_open(self) -> bool:
         """Whether the ranks of this engine can do something together."""
-        return self.board.failed is None and not self._parts.closed
+        here = self._world() is dist.group.WORLD is not None
+        return here and self.board.failed is None and not self._parts.closed
 
     def grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
         """The norm of the whole model's gradients: shape (), the same on every rank to the last bit."""
