@@ -6,7 +6,9 @@ import io
 import json
 import os
 import shutil
+import struct
 import time
+import tracemalloc
 import zipfile
 import zlib
 from collections.abc import Callable
@@ -29,6 +31,7 @@ from penstock.checkpoint import (
     save_object,
     save_parallelized,
 )
+from penstock.checkpoint.files import open_tensors
 
 STAGING = ".saving-" + "0" * 32
 FIRST = "pytorch_model_tp_0_pp_0.bin"
@@ -378,6 +381,24 @@ def test_a_tensor_without_memory_of_its_own_is_not_expanded(saved: Path) -> None
     content = torch.load(saved / FIRST)
     content[WEIGHT] = torch.zeros(1).expand(97, 2**31)
     refuse(saved, str(rewrite(saved, {**content, "filler": torch.zeros(100_000)})))
+
+
+def test_an_archive_with_a_giant_table_of_contents_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    path, number = tmp_path / "pytorch_model.bin", 400_000
+    with path.open("wb") as file:
+        file.write(struct.pack("<4s4B4HL2L5H2L", b"PK\1\2", 20, 0, 20, 0, *[0] * 14) * number)
+        size = file.tell()
+        file.write(struct.pack("<4sQ2H2L4Q", b"PK\6\6", 44, 45, 45, 0, 0, number, number, size, 0))
+        file.write(struct.pack("<4sLQL", b"PK\6\7", 0, size, 1))
+        file.write(struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, 0xFFFF, 0xFFFF, 0xFFFFFFFF, 0xFFFFFFFF, 0))
+    tracemalloc.start()
+    with (
+        pytest.raises(CheckpointError, match="table of contents has 18,400,000 bytes"),
+        open_tensors(str(path), path.name),
+    ):
+        pass
+    assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    tracemalloc.stop()
 
 
 def test_a_compressed_file_is_refused(saved: Path) -> None:

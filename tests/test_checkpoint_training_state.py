@@ -219,6 +219,9 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path) -> None:
     one_rank(model, tmp_path / "two", optimizer=optimizer_of(model, "adamw"))
     with pytest.raises(CheckpointError, match="has 1 parameter groups, the saved one had 2"):
         load_alone(model, tmp_path / "two", optimizer=torch.optim.SGD(model.parameters(), lr=1.0))
+    one_rank(model, tmp_path / "sgd", optimizer=optimizer_of(model, "momentum"))
+    with pytest.raises(CheckpointError, match=r"the saved state is that of SGD, but the optimizer here is AdamW"):
+        load_alone(model, tmp_path / "sgd", optimizer=optimizer_of(model, "adamw"))
     with pytest.raises(CheckpointError, match=r"has no state for \['scaler'\]"):
         load_alone(model, tmp_path / "two", objects={"scaler": object()})
     groups = [{"params": [p for p in model.parameters() if p.dim() > 1][:3]}, {"params": [model.lm_head.weight]}]

@@ -308,3 +308,17 @@ def test_defects_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("penstock.cli.schedules.simulate_schedule", defect)
     assert isinstance(run("simulate").exception, AttributeError)
+
+
+@pytest.mark.parametrize("devices", ["1000000", "99999999999999999999", "a100:3000,t4:3000"])
+def test_more_devices_than_can_be_planned_are_refused_at_once(devices: str) -> None:
+    result = run("plan", "test_cli:small_gpt2", "--devices", devices)
+    assert result.exit_code == 1 and "the planner looks at 4,096 at most" in f"{result.output}{result.exception}"
+
+
+def test_a_folder_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    result = run("inspect", tmp_path / "nowhere")
+    assert result.exit_code == 1 and "nowhere is no directory" in f"{result.output}{result.exception}"
+    for path in (str(tmp_path / "nowhere"), "./nowhere"):
+        with pytest.raises(FileNotFoundError, match="nowhere is no directory: there is no model to load"):
+            penstock.from_pretrained(path, config={"model_parallelism": {"pipeline_parallel_size": 1}})

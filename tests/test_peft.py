@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import AdaLoraConfig, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
+from peft import AdaLoraConfig, LoraConfig, PeftModel, PromptTuningConfig, VeraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -316,6 +316,9 @@ def test_what_cannot_be_split_is_refused_by_name() -> None:
     ranks = AdaLoraConfig(task_type="CAUSAL_LM", total_step=10, target_modules=["c_attn"])
     with pytest.raises(NotImplementedError, match="ADALORA do more in a forward"):
         penstock.initialize(get_peft_model(FAMILIES["gpt2"].build(), ranks), config)
+    vera = VeraConfig(task_type="CAUSAL_LM", target_modules=["c_attn"])
+    with pytest.raises(NotImplementedError, match="VERA share tensors between layers"):
+        penstock.initialize(get_peft_model(FAMILIES["gpt2"].build(), vera), config)
 
 
 def refusals(folder: Path) -> list[str]:

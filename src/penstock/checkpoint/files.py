@@ -24,6 +24,8 @@ from .untrusted import CheckpointError, cannot_read, describe, open_plain
 SaveFunction = Callable[[Any, str], Any]
 
 _FLUSHED_AT_ONCE = 4
+# Of an archive of tensors, which has some hundred bytes for each of them there.
+MAX_TABLE = 8 * 1024**2
 
 
 @dataclass(frozen=True)
@@ -224,6 +226,8 @@ def check_archive(file: BinaryIO, path: str) -> None:
     """Check that a file is an archive as `torch.save` writes it, which is not compressed: what it says of its own size
     could not be believed else. Raises CheckpointError."""
     try:
+        if (size := _table_size(file)) > MAX_TABLE:
+            raise zipfile.BadZipFile(f"its table of contents has {size:,} bytes, the most are {MAX_TABLE:,}")
         with zipfile.ZipFile(file) as archive:
             compressed = [entry for entry in archive.infolist() if entry.compress_type != zipfile.ZIP_STORED]
     except Exception as error:  # a broken archive raises a dozen different types
@@ -233,6 +237,19 @@ def check_archive(file: BinaryIO, path: str) -> None:
     if compressed:
         raise CheckpointError(f"cannot read {path}: it is compressed, which no file of torch.save is")
     file.seek(0)
+
+
+def _table_size(file: BinaryIO) -> int:
+    """The bytes of an archive's table of contents, as is said at the end; Python's zipfile reads it whole.
+
+    The last record is 22 bytes. Before it may stand another one, for large archives, of 56 bytes, and 20 that say so.
+    """
+    file.seek(-min(98, file.seek(0, os.SEEK_END)), os.SEEK_CUR)
+    end = file.read().rjust(98, b"\0")
+    is_large = end[56:60] == b"PK\6\7"
+    if end[76:80] != b"PK\5\6" or end[96:] != b"\0\0" or (is_large and end[:4] != b"PK\6\6"):
+        raise zipfile.BadZipFile("it does not end as an archive does")
+    return int.from_bytes(end[40:48] if is_large else end[88:92], "little")
 
 
 def _is_entry(name: Any, value: Any) -> bool:

@@ -55,6 +55,8 @@ def find_checkpoints(folder: str | os.PathLike[str]) -> list[Found]:
     folder = os.path.abspath(folder)
     if kind_of(os.path.join(folder, manifest_name())) is not None:
         return [_look_at(folder, None)]
+    if not os.path.isdir(folder):
+        raise CheckpointError(f"{folder} is no directory")
     try:
         names = os.listdir(folder)
     except OSError as error:

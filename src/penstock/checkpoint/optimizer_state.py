@@ -95,12 +95,14 @@ def restore_optimizer(
     members: Iterable[Iterable[str]],
     values: Mapping[str, Mapping[str, Any]],
     tensors: Iterable[tuple[str, torch.Tensor]],
+    kind: str = "another optimizer",
 ) -> None:
     """Give an optimizer the state saved for the parameters of this rank, through its own `load_state_dict`.
 
     Args:
         groups, members, values: as saved, of the whole model.
         tensors: names and values of this rank's parameters' state tensors, which are copied one by one.
+        kind: the class of the optimizer that was saved.
 
     Raises:
         CheckpointError: the parameter groups are not those that were saved.
@@ -131,7 +133,7 @@ def restore_optimizer(
                     content["state"][index] = states[mine]
             indices.append(index)
             index += 1
-        _check_settings(number, saved, group)
+        _check_settings(number, saved, group, f"{kind}, but the optimizer here is {type(optimizer).__name__}")
         content["param_groups"].append({**saved, "params": indices})
     optimizer.load_state_dict(content)
 
@@ -143,7 +145,7 @@ def _laid_out_like(parameter: torch.Tensor | None, saved: torch.Tensor) -> torch
     return torch.empty_like(parameter, dtype=saved.dtype, device=saved.device, requires_grad=False).copy_(saved)
 
 
-def _check_settings(number: int, saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+def _check_settings(number: int, saved: Mapping[str, Any], here: Mapping[str, Any], kinds: str) -> None:
     """Check that a saved group has a number where the optimizer has one, and as many values where it has several."""
     for key, value in here.items():
         found = saved.get(key)
@@ -157,8 +159,8 @@ def _check_settings(number: int, saved: Mapping[str, Any], here: Mapping[str, An
         if not fits:
             has = f"{key} is {found!r:.80}" if key in saved else f"there is no {key!r}"
             raise CheckpointError(
-                f"the saved settings do not fit this optimizer: in its group {number} {has}, expected {expected}, "
-                f"as {value} here"
+                f"the saved state is that of {kinds}, which it does not fit: in its group {number} {has}, expected "
+                f"{expected}, as {value} here. Make the optimizer that was saved, or load without one"
             )
 
 

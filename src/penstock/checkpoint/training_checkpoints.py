@@ -264,7 +264,7 @@ def _load_newest(
         reasons = "; ".join(f"{path}: {reason}" for path, reason in damaged.items())
         raise CheckpointError(f"no checkpoint in {folder} can be loaded: {reasons}")
     wanted = "no whole checkpoint" if which == LATEST else f"no checkpoint of step {which}"
-    raise CheckpointError(f"{folder} holds {wanted}")
+    raise CheckpointError(f"{folder} holds {wanted}" if os.path.isdir(folder) else f"{folder} is no directory")
 
 
 # -- who takes part ----------------------------------------------------------------------------------------------------

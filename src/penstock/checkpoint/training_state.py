@@ -154,6 +154,7 @@ def common_content(
         "groups": None if state.optimizer is None else list(groups),
         "members": members,
         "values": values,
+        "optimizer": None if state.optimizer is None else type(state.optimizer).__name__,
         "run": state.run,
     }
     return plain_data(content, "the training state")
@@ -264,7 +265,8 @@ class TrainingStateLoad:
                 raise CheckpointError(f"the optimizer lacks parameters that it had when it was saved: {lost[:5]}")
             tensors = ((key, reader.read(key, sharding)) for key, sharding in self._mine.items())
             groups = (content["groups"], content["members"], content["values"])
-            restore_optimizer(self._model, state.optimizer, *groups, tensors)
+            kind = content.get("optimizer") or "another optimizer"
+            restore_optimizer(self._model, state.optimizer, *groups, tensors, kind)
             for parameter in parameters_by_name(self._model, state.optimizer).values():
                 parameter.grad = None  # of another run's step
         for name, stateful in state.objects.items():
@@ -336,6 +338,8 @@ def read_common(manifest: Manifest, directory: str) -> dict[str, Any]:
         if (run := content.get("run")) is not None:
             for name in Run.__annotations__:
                 run[name].read(Count)
+        if (kind := content.get("optimizer")) is not None:
+            kind.read(str)
         for part in ("extra", "objects"):
             content[part].read(dict[str, Any])
         content["values"].read(dict[str, dict[str, Any]])

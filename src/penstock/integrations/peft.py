@@ -31,6 +31,9 @@ T = TypeVar("T")
 # Arguments of a PeftModel's call that choose adapters sample by sample.
 PER_SAMPLE = ("adapter_names", "alora_offsets")
 
+# Kinds of adapters whose layers use the same tensors, on whichever stages they are.
+SHARING = frozenset({"VBLORA", "VERA", "RANDLORA"})
+
 # Arguments of PEFT's save that need the whole model, or the hub.
 REFUSED_IN_SAVES = ("path_initial_model_for_weight_conversion", "push_to_hub", "state_dict")
 CARD = "README.md"
@@ -255,6 +258,8 @@ def refuse_peft(model: PeftModel) -> None:
     name = f"the adapters of type {getattr(kind, 'value', kind)}"
     if model.active_peft_config.is_prompt_learning:
         raise NotImplementedError(f"{name} put tokens before the input, which pipelines do not support: use LoRA")
+    if any(getattr(one.peft_type, "value", one.peft_type) in SHARING for one in model.peft_config.values()):
+        raise NotImplementedError(f"{name} share tensors between layers, which would be on several stages: use LoRA")
     if type(model.base_model).forward is not BaseTuner.forward:
         raise NotImplementedError(f"{name} do more in a forward than the model's layers do: use LoRA")
     if not type(model).__module__.startswith("peft."):

@@ -12,6 +12,8 @@ from penstock.planning.memory import parse_bytes
 
 # Of a device's memory, what libraries, buffers of messages and fragments leave to a run.
 USABLE = 0.9
+# The search takes memory and time for each device.
+MAX_DEVICES = 4096
 
 # Dense operations per second in 16-bit floats, and bytes of memory, as the makers state them.
 KNOWN_DEVICES: dict[str, tuple[float, float]] = {
@@ -134,6 +136,8 @@ def parse_devices(text: str, memory: str | None = None, speed: str | None = None
             raise ValueError(f"devices are written like 7 or a100:4,t4:3, but {part!r} in {text!r} is not")
         name = (match[1] or "device").lower()
         counts[name] = counts.get(name, 0) + int(match[2])
+    if (total := sum(counts.values())) > MAX_DEVICES:
+        raise ValueError(f"there are {total:,} devices in {text!r}, and the planner looks at {MAX_DEVICES:,} at most")
     limits = {name: parse_bytes(value) for name, value in _per_class("memory", memory, counts).items()}
     speeds = {name: _positive(value) for name, value in _per_class("speed", speed, counts).items()}
     fastest = max((KNOWN_DEVICES[name][0] for name in counts if name in KNOWN_DEVICES), default=1.0)

@@ -94,6 +94,11 @@ def load_config(path_or_name: str, **kwargs: Any) -> PretrainedConfig:
     config = kwargs.pop("config", None)
     if isinstance(config, PretrainedConfig):
         return config
+    name = os.fspath(path_or_name)
+    # A hub has no such names; transformers would ask one for it.
+    is_path = os.path.isabs(name) or name.startswith((".", "~")) or name.count("/") > 1
+    if config is None and is_path and not os.path.exists(name):
+        raise FileNotFoundError(f"{name} is no directory: there is no model to load")
     for name in ("dtype", "torch_dtype"):  # may be "auto", which only the checkpoint can resolve
         kwargs.pop(name, None)
     return AutoConfig.from_pretrained(path_or_name if config is None else config, **kwargs)
