@@ -173,6 +173,7 @@ class TrainingStep:
                 board.abort(f"{type(error).__name__}: {error}")
             raise
         finally:
+            self._output = self._loss = None  # a loss's hook refers to the step: garbage that Python cannot see
             board.position.leave()
 
     def _run_actions(self) -> Generator[torch.Tensor, None, None]:
