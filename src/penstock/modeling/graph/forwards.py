@@ -143,9 +143,10 @@ class Forwards:
         return known
 
     def _is_one_unpadded(self, inputs: Mapping[str, Any]) -> bool:
-        """Whether a model without a token for padding, which may refuse several samples, is given a single one."""
+        """Whether a classifier without a token for padding, which refuses several samples, is given a single one."""
         unpadded = getattr(getattr(self.model, "config", None), "pad_token_id", 0) is None
-        return unpadded and _sizes(inputs)[:1] == (1,)
+        classifier = original_class(type(self.model)).__name__.endswith("SequenceClassification")
+        return unpadded and classifier and _sizes(inputs)[:1] == (1,)
 
     def follow(
         self, inputs: Mapping[str, Any], call: Callable[..., Any] | None = None, criterion: Criterion | None = None
@@ -211,7 +212,10 @@ def _kind_of(inputs: Mapping[str, Any]) -> tuple[Any, ...]:
             kind, generating = cache_kind(value), True
         else:
             leaves, spec = pytree.tree_flatten(value)
-            kind = (str(spec), *map(_kind_of_leaf, leaves))
+            kind = (
+                str(spec),
+                *(type(leaf).__name__ if isinstance(leaf, str) else _kind_of_leaf(leaf) for leaf in leaves),
+            )
         kinds.append((name, kind))
     if generating:  # one token at a time takes other paths than a prompt
         lengths = [inputs[n].shape[1] for n in ("input_ids", "decoder_input_ids") if inputs.get(n) is not None]

@@ -283,8 +283,9 @@ class Ring:
         try:
             for line in lines:
                 self._take(peer, json.loads(line))
-        except (ValueError, KeyError, TypeError, AttributeError):  # somebody else called, as anybody can
-            strangers.warn_of_stranger(str(peer.connection.getpeername()[0]))
+        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError):
+            with contextlib.suppress(OSError):  # somebody else called, as anybody can, and may have gone
+                strangers.warn_of_stranger(str(peer.connection.getpeername()[0]))
             self._drop(peer)
 
     def _take(self, peer: _Peer, message: dict[str, Any]) -> None:
