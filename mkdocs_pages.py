@@ -81,8 +81,9 @@ def api_page() -> str:
 
     # None of these imports torch.
     homes = {"penstock": [f"{home}.{name}" for name, home in penstock._HOMES.items()], **INTEGRATIONS}
-    for module in (penstock.schedule, penstock.planning):
-        homes[module.__name__] = [f"{module.__name__}.{name}" for name in module.__all__]
+    schedule, planning = penstock.schedule, penstock.planning
+    homes[schedule.__name__] = [f"{home}.{name}" for name, home in schedule._HOMES.items()]
+    homes[planning.__name__] = [f"{planning.__name__}.{name}" for name in planning.__all__]
     parts = [API]
     for title, names in homes.items():
         names = sorted(names, key=lambda name: name.rpartition(".")[2].lower())
