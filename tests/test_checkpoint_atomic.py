@@ -20,6 +20,7 @@ from checkpoint_ranks import (
 )
 from families import FAMILIES
 from penstock.checkpoint import files
+from penstock.checkpoint.staging import prepare
 
 # Whatever changes what a folder holds. (What is not yet flushed survives a killed process, so fsync does not count.)
 CHANGES = ("replace", "rename", "remove", "unlink", "rmdir", "mkdir", "link")
@@ -75,6 +76,9 @@ def kill_everywhere(tmp_path, save_old, save_new, read) -> None:
         model = read(folder)
         assert equals(model, old) or equals(model, new), f"killed before change {number}: neither checkpoint is whole"
         found.append("old" if equals(model, old) else "new")
+        prepare(str(folder))  # a save that tidies up behind the killed one, and then cannot write
+        again = read(folder)
+        assert equals(again, model) or equals(again, new), f"tidied up after a kill before change {number}: not whole"
         assert (folder / "notes.txt").read_text() == "mine"
         if number % 3 == 0 or status == 0:
             # The next save is not disturbed by what the killed one left, and leaves nothing of it.

@@ -115,6 +115,13 @@ def test_values_of_simple_types_and_tensors_come_back_as_they_were() -> None:
             assert np.array_equal(one, other) if isinstance(one, np.ndarray) else one == other
 
 
+def test_numbers_of_numpy_are_told_as_numbers() -> None:
+    assert from_plain(to_plain({"samples": np.int64(7), "shuffled": np.bool_(True)})) == {
+        "samples": 7,
+        "shuffled": True,
+    }
+
+
 def test_what_is_neither_plain_nor_a_tensor_is_refused_by_name() -> None:
     with pytest.raises(TypeError, match=r"a PosixPath is neither"):
         to_plain({"where": [Path("a")]})

@@ -133,13 +133,14 @@ def misbehave(
         run_step(model, inputs)
         model.zero_grad()
         found: dict[str, Any] = {}
-        start = time.monotonic()
+        start, before = time.monotonic(), model.pipeline.last_step
         try:
             body(model(**inputs), rank)
             found["error"] = None
         except Exception as error:
             found["error"] = (type(error).__name__, str(error))
         found["seconds"] = time.monotonic() - start
+        found["reported"] = model.pipeline.last_step is not before
         found["left with"] = gradients_of(model)
         model.zero_grad()
         try:
@@ -196,6 +197,7 @@ def test_after_a_break_on_all_ranks_the_step_is_whole_and_the_next_one_is_exact(
     for rank in found:
         assert rank["error"] is None and rank["seconds"] < SOON
         assert "later" not in rank, rank.get("later")
+        assert rank["reported"], "the step that was left has come to its end"
         assert_same_gradients(rank["left with"], expected.gradients)
         assert_same_gradients(rank["gradients"], expected.gradients)
     replicas = 2 if ranks == 4 else 1

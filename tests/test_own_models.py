@@ -313,11 +313,14 @@ def test_the_plugin_takes_samples_along_another_dimension(pool: Pool) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Sentences:
-    """A batch, without a method of its own that Penstock would call."""
+    """A batch, with something that is no field."""
 
     tokens: torch.Tensor
     labels: torch.Tensor
     offset: float = 0.5
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "scale", 2.0)  # no field
 
 
 class SentencesTuple(NamedTuple):
@@ -344,6 +347,8 @@ class TakesOneBatch(torch.nn.Module):
         for layer in self.layers:
             hidden = torch.tanh(layer(hidden))
         logits = self.head(hidden)
+        if more is not None:
+            logits = logits * more.scale
         loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch.labels[:, 1:].flatten())
         return loss, logits
 

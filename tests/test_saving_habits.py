@@ -29,6 +29,7 @@ WRITE = {
     "torch.save of more": lambda model, folder: torch.save({"step": 1, "model": model.state_dict()}, f"{folder}/more"),
     "a part": lambda model, folder: torch.save(model.transformer.state_dict(), io.BytesIO()),
     "a module around it": lambda model, folder: torch.save(nn.ModuleList([model]).state_dict(), io.BytesIO()),
+    "a shallow copy": lambda model, folder: save_file(model.state_dict().copy(), f"{folder}/shallow"),
     "a copy": lambda model, folder: torch.save(copy.deepcopy(model.state_dict()), io.BytesIO()),
     "an average": lambda model, folder: torch.save(AveragedModel(model).state_dict(), io.BytesIO()),
     "save_file": lambda model, folder: save_file(model.state_dict(), f"{folder}/file"),

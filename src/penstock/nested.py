@@ -39,7 +39,7 @@ def with_items(value: Any, items: Sequence[Any]) -> Any:
         # A ModelOutput (encoder_outputs) must keep its class: models ask for its fields.
         return type(value)(**content) if is_dataclass(value) else content
     if is_record(value):
-        return _record(type(value), items)
+        return _record(value, items)
     if hasattr(value, "_fields"):  # a named tuple takes its fields one by one
         return type(value)(*items)
     return tuple(items) if isinstance(value, tuple) else list(items)
@@ -52,7 +52,8 @@ def map_tensors(function: Callable[[str, torch.Tensor], Any], name: str, value: 
     items = items_of(value)
     if not items:
         return value
-    return with_items(value, [map_tensors(function, f"{name}.{key}", item) for key, item in items])
+    mapped = [map_tensors(function, f"{name}.{key}", item) for key, item in items]
+    return value if all(new is old for new, (_, old) in zip(mapped, items, strict=True)) else with_items(value, mapped)
 
 
 def named_tensors(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -82,7 +83,9 @@ def walkable(name: str, value: Any) -> Any:
     kind = type(value)
     if is_record(value) and kind not in pytree.SUPPORTED_NODES:
         pytree.register_pytree_node(
-            kind, lambda record: ([item for _, item in items_of(record) or ()], None), lambda new, _: _record(kind, new)
+            kind,
+            lambda record: ([item for _, item in items_of(record) or ()], _Like(record)),
+            lambda new, like: _record(like.record, new),
         )
     walked = [walkable(f"{name}.{key}", item) for key, item in items]
     known = kind in pytree.SUPPORTED_NODES or hasattr(value, "_fields")
@@ -91,10 +94,27 @@ def walkable(name: str, value: Any) -> Any:
     return with_items(value, walked)
 
 
-def _record(kind: type, items: Any) -> Any:
-    """An instance of a data class with these fields, without a call of its own code."""
-    made: Any = object.__new__(kind)
-    for field, item in zip(fields(kind), items, strict=True):
+class _Like:
+    """What a data class is made again like. To torch all are alike: only the fields count."""
+
+    def __init__(self, record: Any) -> None:
+        self.record = record
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Like)
+
+    def __hash__(self) -> int:
+        return 0
+
+    def __repr__(self) -> str:
+        return ""
+
+
+def _record(record: Any, items: Any) -> Any:
+    """A copy with other fields, without a call of its class's own code; what else it has stays."""
+    made: Any = object.__new__(type(record))
+    getattr(made, "__dict__", {}).update(getattr(record, "__dict__", {}))
+    for field, item in zip(fields(record), items, strict=True):
         object.__setattr__(made, field.name, item)
     return made
 

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 
 from .files import flush_file, flush_files, write_bytes, writing
 from .manifest import read_manifest
-from .names import STAGED_INDEX, STAGING, is_shard, variant_of_index, variant_of_manifest
+from .names import STAGED_INDEX, STAGING, is_shard, variant_of_index, variant_of_manifest, weight_file_names
 from .untrusted import CheckpointError, is_directory, kind_of, open_plain, read_json
 
 
@@ -67,6 +67,7 @@ def prepare(directory: str) -> str:
         os.makedirs(directory, exist_ok=True)
     for name in sorted(os.listdir(directory)):
         if STAGING.fullmatch(name) and is_directory(os.path.join(directory, name)):
+            _finish_index(directory, name)
             _put_in_place(directory, name, *_referred_to(directory, name))
             _remove_staging(os.path.join(directory, name))
     staging = f".saving-{uuid.uuid4().hex}"
@@ -113,6 +114,22 @@ def commit(directory: str, staging: str, what: Replacement) -> None:
         _remove(os.path.join(directory, name))
     _remove_staging(folder)
     flush_file(directory)
+
+
+def _finish_index(directory: str, staging: str) -> None:
+    """If a table of contents was replaced and the index that goes with it was not, replace the index too: plain
+    transformers would read the new files by the old one."""
+    staged = os.path.join(directory, staging, STAGED_INDEX)
+    for name in sorted(os.listdir(directory)) if kind_of(staged) == "a regular file" else ():
+        is_manifest, variant = variant_of_manifest(name)
+        with contextlib.suppress(CheckpointError, FileNotFoundError):
+            if is_manifest and (manifest := read_manifest(directory, variant)).staging == staging:
+                places = {place.text() for _, place in read_json(staged)["weight_map"].items()}
+                if places <= {f"{staging}/{file}" for file in manifest.files}:
+                    extension = os.path.splitext(next(iter(places)))[1]
+                    _replace(staged, os.path.join(directory, weight_file_names(extension, variant)[1]))
+                    flush_file(directory)
+                    return
 
 
 def _put_in_place(directory: str, staging: str, files: Collection[str], indices: Sequence[str]) -> None:

@@ -478,13 +478,16 @@ class Engine:
             self.step_number += 1
             return states_of_stages(said, self.context, training=True)
 
-        if recorder is None:
-            yield from step.run(all_begin, number)
-        else:
-            path, goes_on = self.trace if self.rank == 0 else None, steps is not None and number > steps[0]
-            yield from recorder.recording(step.run(all_begin, number, recorder), path, number, goes_on)
-        self.last_step = step.report
-        self._parts.updates.end_step()
+        try:
+            if recorder is None:
+                yield from step.run(all_begin, number)
+            else:
+                path, goes_on = self.trace if self.rank == 0 else None, steps is not None and number > steps[0]
+                yield from recorder.recording(step.run(all_begin, number, recorder), path, number, goes_on)
+        finally:
+            if step.report is not None:  # also if the caller has left the loop: the step ran itself to its end
+                self.last_step = step.report
+                self._parts.updates.end_step()
         if step.interruption is not None:
             raise step.interruption
 

@@ -143,9 +143,10 @@ class Forwards:
         return known
 
     def _is_one_unpadded(self, inputs: Mapping[str, Any]) -> bool:
-        """Whether a model without a token for padding, which may refuse several samples, is given a single one."""
+        """Whether a classifier without a token for padding, which refuses several samples, is given a single one."""
         unpadded = getattr(getattr(self.model, "config", None), "pad_token_id", 0) is None
-        return unpadded and _sizes(inputs)[:1] == (1,)
+        classifies = any(kind.__name__.endswith("SequenceClassification") for kind in type(self.model).__mro__)
+        return unpadded and classifies and _sizes(inputs)[:1] == (1,)
 
     def follow(
         self, inputs: Mapping[str, Any], call: Callable[..., Any] | None = None, criterion: Criterion | None = None

@@ -71,6 +71,11 @@ class _PartialMetadata(dict[str, Any]):
 class PartialState(OrderedDict[str, Any]):
     """The state dict of a module of which this rank lacks a part. Safetensors and who uses it cannot write it."""
 
+    def copy(self) -> PartialState:
+        made = super().copy()
+        vars(made).update(vars(self))
+        return made
+
     def items(self) -> Any:
         """As of any dictionary.
 

@@ -29,6 +29,8 @@ def to_plain(value: Any) -> Plain:
     """
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
+    if isinstance(value, np.generic):  # counters of samplers and loaders
+        return to_plain(value.item())
     if type(value) is list:
         return [to_plain(each) for each in value]
     kind = type(value).__name__
