@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import json
 import logging
 import os
 import signal
 import socket
+import struct
 import sys
 import threading
 import time
@@ -424,6 +426,38 @@ def test_who_knows_the_store_but_not_the_secret_takes_no_ranks_place(monkeypatch
     ring.stop(leave=False)
     thread.join(10)
     ring.close()
+
+
+GARBAGE = {"a request of the web": b"GET / HTTP/1.0\r\n\r\n", "no number": b'{"calls": Infinity}\n'}
+GARBAGE["depth"] = b"[" * 200_000 + b"\n"
+
+
+@pytest.mark.parametrize("words", GARBAGE.values(), ids=GARBAGE)
+def test_whatever_a_stranger_says_a_rank_goes_on_watching(words: bytes) -> None:
+    def on_news(origin: int, news: Any) -> None:
+        raise KeyError("a mistake in what follows from news")
+
+    store, losts = torch.distributed.HashStore(), (list[int](), list[int]())
+    rings = [
+        Ring(Keys(store, 5.0), rank, 2, "127.0.0.1", on_news=on_news, on_lost=lost.append, on_left=lambda _: None)
+        for rank, lost in enumerate(losts)
+    ]
+    threads = [threading.Thread(target=ring.serve, args=(lambda: None, 1.0), daemon=True) for ring in rings]
+    for thread in threads:
+        thread.start()
+    for _ in range(5):
+        call = socket.create_connection(("127.0.0.1", rings[0].address["port"]), timeout=10)
+        call.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset as it goes
+        with call, contextlib.suppress(OSError):
+            call.sendall(words)
+    time.sleep(1.0)
+    rings[1].tell({"news": "that is handled wrongly"})
+    time.sleep(1.0)
+    assert all(thread.is_alive() for thread in threads) and losts == ([], [])
+    for ring, thread in zip(rings, threads, strict=True):
+        ring.stop(leave=True)
+        thread.join(10)
+        ring.close()
 
 
 def test_a_rank_listens_only_where_the_others_are() -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import logging
 import os
 import secrets
 import select
@@ -29,6 +30,8 @@ from typing import Any
 from penstock.runtime.failures import strangers
 from penstock.runtime.failures.keys import Keys, Unanswered
 from penstock.runtime.failures.strangers import proof, proves
+
+logger = logging.getLogger("penstock")
 
 # A line is one message: far more than any has.
 LONGEST_LINE = 1 << 20
@@ -280,13 +283,17 @@ class Ring:
             self._drop(peer)
             return
         *lines, peer.received = (peer.received + received).split(b"\n")
-        try:
-            for line in lines:
+        for line in lines:
+            try:
                 self._take(peer, json.loads(line))
-        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError):
-            with contextlib.suppress(OSError):  # somebody else called, as anybody can, and may have gone
-                strangers.warn_of_stranger(str(peer.connection.getpeername()[0]))
-            self._drop(peer)
+            except Exception:  # whatever it is, this thread must go on
+                if peer.confirmed:  # the mistake is here, and the neighbour is well
+                    logger.exception("an error in what follows from the words of rank %s", peer.rank)
+                    continue
+                with contextlib.suppress(OSError):  # somebody else called, as anybody can, and may have gone
+                    strangers.warn_of_stranger(str(peer.connection.getpeername()[0]))
+                self._drop(peer)
+                return
 
     def _take(self, peer: _Peer, message: dict[str, Any]) -> None:
         if peer.rank is None:
