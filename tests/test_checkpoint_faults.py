@@ -117,7 +117,7 @@ def test_a_folder_without_a_parallel_checkpoint_is_explained(tmp_path) -> None:
     [
         (lambda text: text[: len(text) // 2], "cannot read"),
         (lambda text: "[]", "is not the table of contents"),
-        (lambda text: text.replace('"version": 1', '"version": 2'), "has format version 2; this Penstock reads 1"),
+        (lambda text: text.replace('"version": 2', '"version": 1'), "has format version 1; this Penstock reads 2"),
         (lambda text: text.replace('"shape"', '"form"'), "is damaged"),
         (lambda text: text.replace("pytorch_model_tp_0_pp_0.bin", "../elsewhere.bin"), "leads elsewhere"),
     ],

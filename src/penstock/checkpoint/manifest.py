@@ -18,7 +18,7 @@ from .tensors import DTYPES, TensorInfo
 from .untrusted import MAX_RANKS, CheckpointError, Checksum, Count, Field, Place, is_directory, locate, read_json
 
 FORMAT = "penstock parallel checkpoint"
-VERSION = 1
+VERSION = 2  # 1 had the random states of all ranks in one file
 
 MODEL = "model"
 TRAINING = "training"
