@@ -126,13 +126,6 @@ def test_simulates_json_has_the_tables_figures() -> None:
         assert len(line["bubble_of_each_rank"]) == len(line["held_by_each_rank"]) == 3
 
 
-def test_simulate_cluster_has_json_too() -> None:
-    arguments = ["simulate", "--cluster", 100, "--mtbf-hours", 5000, "--days", 10]
-    text, data = run(*arguments).output, json.loads(run(*arguments, "--json").output)
-    assert all(f"{share:.1%}" in text for share in data["goodput"].values()) and len(data["goodput"]) == 3
-    assert f"checkpoints every {data['checkpoint_minutes']:.1f} minutes" in text
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -140,7 +133,6 @@ def test_simulate_cluster_has_json_too() -> None:
         ["check", "ReformerForMaskedLM"],
         ["describe", "test_cli:small_t5", "--pipelines", "1x2,4x6", "--schedule", "interleaved-1f1b"],
         ["simulate", "-p", "8", "-m", "12", "--forward", "1,2,3,4,5,6,7,8"],
-        ["simulate", "--cluster", "1000"],
         ["plan", "test_cli:small_t5", "--devices", "a100:3,t4:2", "--nodes", "3,2", "--dtype", "bfloat16"],
         ["--help"],
         *([command, "--help"] for command in COMMANDS),

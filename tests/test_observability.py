@@ -6,6 +6,7 @@ import functools
 import json
 import logging
 import re
+import sys
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +17,12 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from families import FAMILIES, batch
-from penstock.planning.rebalance import read_step
 from penstock.schedule import build
 from pool import Pool
 from training import parallelize
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+from rebalance import read_step
 
 MICROBATCHES, SAMPLES, TOKENS = 3, 6, 9
 SCHEDULE = "zb-h1"

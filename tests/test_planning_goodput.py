@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from penstock.planning.goodput import (
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+from goodput import (
     STRATEGIES,
     Operation,
     best_interval,
     compare,
     expected_share,
     goodput,
+    main,
     random_failures,
     read_failures,
 )
-from test_cli import run
 
 HOUR, DAY = 3600.0, 86400.0
 RECOVERY, RESTART, SPARES = STRATEGIES
@@ -94,10 +97,9 @@ def test_failures_are_read_from_a_file(tmp_path) -> None:
         goodput(ALWAYS_ALL, "hope", [], 1.0)
 
 
-def test_the_command_prints_and_draws(tmp_path) -> None:
+def test_the_script_prints_and_draws(tmp_path, capsys) -> None:
     path = tmp_path / "goodput.svg"
-    result = run("simulate", "--cluster", 100, "--mtbf-hours", 1000, "--days", 10, "--plot", path)
-    assert result.exit_code == 0, result.output
-    for strategy in STRATEGIES:
-        assert strategy in result.output
-    assert "Young and Daly" in result.output and path.read_text().count("<path") > 10
+    main(100, 1000, days=10, plot=path)
+    output = capsys.readouterr().out
+    assert all(strategy in output for strategy in STRATEGIES)
+    assert "Young and Daly" in output and path.read_text().count("<path") > 10

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
 from penstock.planning.profile import Profile, UnitCost
-from penstock.planning.rebalance import read_step, rebalance
 from penstock.schedule import Costs, build, simulate, write_timeline
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+from rebalance import read_step, rebalance
 
 
 def profile(head: float = 0.01) -> Profile:

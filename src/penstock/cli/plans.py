@@ -156,9 +156,6 @@ def plan(
     plot: Annotated[
         Path | None, typer.Option(help="Draw the first plan's step: an .svg, or .json for Perfetto.")
     ] = None,
-    from_trace: Annotated[
-        Path | None, typer.Option(help="A recorded step (trace=step.json): what would other stages gain?")
-    ] = None,
 ) -> None:
     """Find the best pipelines for any set of devices: how many, their stages, microbatches and schedule.
 
@@ -180,11 +177,6 @@ def plan(
             )
     else:
         found = _estimate(model, microbatch, length, dtype, optimizer, [kind.name for kind in classes])
-    if from_trace is not None:
-        from penstock.planning.rebalance import rebalance
-
-        print(rebalance(found, from_trace))
-        return
     job = _job(found, classes, nodes, global_batch, microbatch, copies, schedule, checkpointing)
     plans = make_plans(job, most)
     bests = [equal_pipelines(job, name) for name in dict.fromkeys(plan.schedule_names for plan in plans)]

@@ -52,45 +52,12 @@ def simulate(
     bandwidth: Bandwidth = float("inf"),
     message_bytes: MessageBytes = 0.0,
     activation_bytes: ActivationBytes = "1",
-    cluster: Annotated[
-        int | None, typer.Option(min=1, help="Simulate a cluster of this many failing devices instead of schedules.")
-    ] = None,
-    mtbf_hours: Annotated[float, typer.Option(help="With --cluster: mean hours between failures of a device.")] = 50000,
-    checkpoint_minutes: Annotated[
-        float | None, typer.Option(help="With --cluster: minutes of work between checkpoints (default: the best).")
-    ] = None,
-    days: Annotated[float, typer.Option(help="With --cluster: days to simulate.")] = 30,
-    saving_seconds: Annotated[float, typer.Option(help="With --cluster: seconds that a checkpoint takes.")] = 60,
-    restart_minutes: Annotated[float, typer.Option(help="With --cluster: minutes from a failure to a step.")] = 10,
-    recovery_seconds: Annotated[float, typer.Option(help="With --cluster: seconds of a recovery in the process.")] = 2,
-    repair_hours: Annotated[float, typer.Option(help="With --cluster: hours until a failed device is back.")] = 24,
-    spares: Annotated[
-        int | None, typer.Option(help="With --cluster: devices that wait (default: enough for most times).")
-    ] = None,
-    failures: Annotated[
-        Path | None, typer.Option(help="With --cluster: a file of failures; each line begins with the hour.")
-    ] = None,
-    plot: Annotated[
-        Path | None, typer.Option(help="With --cluster: draw goodput over the time between failures.")
-    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
 ) -> None:
     """Predict a step's time, bubble and memory under one or several schedules, on the same work.
 
-    With --cluster: how much of a cluster's time becomes training while its devices fail.
-
     Example: penstock simulate 1f1b zb-h1 -p 4 -m 16 --forward 1,1,1,1.3 --latency 0.01
-
-    Example: penstock simulate --cluster 1000 --mtbf-hours 50000 --checkpoint-minutes 30
     """
-    if cluster is not None:
-        from penstock.cli.clusters import simulate_cluster
-
-        simulate_cluster(
-            cluster, mtbf_hours, checkpoint_minutes, days, saving_seconds, restart_minutes, recovery_seconds,
-            repair_hours, spares, failures, plot, as_json,
-        )  # fmt: skip
-        return
     names = schedules or schedule_names()
     ranks, microbatches = _numbers(names, ranks, microbatches)
     table = Table(

@@ -1,9 +1,13 @@
-"""How much faster other stages would be, from the timeline of a recorded step."""
+"""How much faster other stages would be, from the timeline of a recorded step.
+
+python benchmarks/rebalance.py profile.json step.json   # what `penstock profile` and `trace=step.json` wrote
+"""
 
 from __future__ import annotations
 
 import json
 import statistics
+import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -138,3 +142,7 @@ def read_step(path: str | Path) -> tuple[Schedule, list[list[float]], float]:
 
 def _names(stages: Sequence[Sequence[UnitCost]]) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(unit.name for unit in stage) for stage in stages)
+
+
+if __name__ == "__main__":
+    print(rebalance(Profile.read(sys.argv[1]), sys.argv[2]))

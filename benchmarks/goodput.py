@@ -12,6 +12,8 @@ step's work is lost if a device fails in it. n devices train n / N as fast as al
   are left; where none is, training waits for a repair.
 
 All three write a checkpoint every `interval` seconds, which takes `checkpoint` seconds.
+
+    python benchmarks/goodput.py 1000 --mtbf-hours 50000 --checkpoint-minutes 30 --plot goodput.svg
 """
 
 from __future__ import annotations
@@ -20,11 +22,18 @@ import csv
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 RECOVERY, RESTART, SPARES = STRATEGIES = ("recovery in the process", "restart from a checkpoint", "idle spares")
+HOUR, DAY = 3600.0, 86400.0
+# Of the picture: mean times between failures, as parts of the one asked for.
+PARTS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+SEEDS = 5
 
 
 @dataclass(frozen=True)
@@ -196,3 +205,88 @@ def expected_share(interval: float, checkpoint: float, restart: float, mtbf: flo
 def compare(operation: Operation, failures: Sequence[float], horizon: float) -> dict[str, float]:
     """The goodput of each strategy."""
     return {strategy: goodput(operation, strategy, failures, horizon) for strategy in STRATEGIES}
+
+
+def main(
+    devices: Annotated[int, typer.Argument(min=1)] = 1000,
+    mtbf_hours: Annotated[float, typer.Option(help="Mean hours between failures of a device.")] = 50000,
+    checkpoint_minutes: Annotated[
+        float | None, typer.Option(help="Minutes of work between checkpoints (default: the best).")
+    ] = None,
+    days: Annotated[float, typer.Option(help="Days to simulate.")] = 30,
+    saving_seconds: Annotated[float, typer.Option(help="That a checkpoint takes.")] = 60,
+    restart_minutes: Annotated[float, typer.Option(help="From a failure to the first step of a new start.")] = 10,
+    recovery_seconds: Annotated[float, typer.Option(help="Of a recovery in the process.")] = 2,
+    repair_hours: Annotated[float, typer.Option(help="Until a failed device is back.")] = 24,
+    spares: Annotated[int | None, typer.Option(help="Devices that wait (default: enough for most times).")] = None,
+    failures: Annotated[Path | None, typer.Option(help="A file; each line begins with the hour of a failure.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw goodput over the time between failures.")] = None,
+) -> None:
+    """Print how much of a cluster's time becomes training while its devices fail, for each strategy."""
+    mtbf, horizon = mtbf_hours * HOUR, days * DAY
+    best = best_interval(saving_seconds, mtbf / devices)
+    interval = best if checkpoint_minutes is None else checkpoint_minutes * 60
+    operation = Operation(
+        devices, interval, saving_seconds, restart_minutes * 60, recovery_seconds, repair=repair_hours * HOUR,
+        spares=_enough(devices, mtbf, repair_hours * HOUR) if spares is None else spares,
+    )  # fmt: skip
+    if failures is not None:
+        traces = [read_failures(failures)]
+    else:
+        traces = [random_failures(devices, mtbf, horizon, seed) for seed in range(SEEDS)]
+    failed = sum(map(len, traces)) / len(traces)
+    print(f"{devices} devices, {operation.spares} of them spares, {failed:.0f} failures in {days:g} days")
+    for strategy, share in _mean(operation, traces, horizon).items():
+        print(f"{strategy:26} {share:.1%}")
+    print(
+        f"checkpoints every {interval / 60:.1f} minutes of work; the best interval by Young and Daly is "
+        f"{best / 60:.1f} minutes, with which restarts at full speed would reach "
+        f"{expected_share(best, saving_seconds, operation.restart, mtbf / devices):.1%}"
+    )
+    if plot is not None:
+        print(f"drawn to {_draw(operation, mtbf, horizon, plot)}")
+
+
+def _mean(operation: Operation, traces: list[list[float]], horizon: float) -> dict[str, float]:
+    results = [compare(operation, trace, horizon) for trace in traces]
+    return {strategy: sum(result[strategy] for result in results) / len(results) for strategy in STRATEGIES}
+
+
+def _enough(devices: int, mtbf: float, repair: float) -> int:
+    """Spares for the mean number of devices in repair at a time, plus three standard deviations."""
+    expected = devices * repair / mtbf
+    return min(devices - 1, math.ceil(expected + 3 * math.sqrt(expected)))
+
+
+def _draw(operation: Operation, mtbf: float, horizon: float, path: Path) -> Path:
+    """Goodput over the mean time between failures, each with its best checkpoint interval."""
+    import matplotlib
+
+    matplotlib.use("svg" if path.suffix == ".svg" else "agg")
+    import matplotlib.pyplot as plt
+
+    lines: dict[str, list[float]] = {strategy: [] for strategy in STRATEGIES}
+    for part in PARTS:
+        now = mtbf * part
+        changed = replace(
+            operation,
+            interval=best_interval(operation.checkpoint, now / operation.devices),
+            spares=_enough(operation.devices, now, operation.repair),
+        )
+        traces = [random_failures(operation.devices, now, horizon, seed) for seed in range(SEEDS)]
+        for strategy, share in _mean(changed, traces, horizon).items():
+            lines[strategy].append(share)
+    figure, axes = plt.subplots(figsize=(7, 4))
+    for strategy, shares in lines.items():
+        axes.plot([mtbf * part / HOUR for part in PARTS], shares, marker="o", label=strategy)
+    axes.set(xscale="log", xlabel="mean hours between failures of a device", ylabel="goodput", ylim=(0, 1.02))
+    axes.set_title(f"{operation.devices} devices, each with its best checkpoint interval")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path)
+    plt.close(figure)
+    return path
+
+
+if __name__ == "__main__":
+    typer.run(main)
