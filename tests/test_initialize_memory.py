@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from families import FAMILIES, batch
 from launch import torchrun
+from penstock.planning.unit_cost import LiveBytes
 from pool import Pool
 from training import parallelize, run_step, train_family
 
@@ -140,3 +142,44 @@ def test_pipelines_one_after_another_leave_no_threads(pool: Pool) -> None:
     for _ in range(3):
         pool.run(2, train_family, "gpt2", 2, [batch("causal", 4)])
     assert pool.run(2, num_threads) == before
+
+
+class RealBytes(LiveBytes):
+    """Without meta tensors, which take no memory."""
+
+    def _follow(self, storage: torch.UntypedStorage, counts: bool = True) -> None:
+        super()._follow(storage, counts and storage.device.type != "meta")
+
+
+def peaks_by_phase(vocabulary: int) -> list[float]:
+    """Most bytes that this rank makes while it initialises, in the first step, the second, and an evaluation, besides
+    the gradients of its weights."""
+    torch.manual_seed(0)
+    model: Any = FAMILIES["llama"].build(vocab_size=vocabulary, hidden_size=8, dtype=torch.float32)
+    ids = torch.ones(2, 64, dtype=torch.long)
+    found = []
+
+    def measured(run: Callable[[], Any]) -> None:
+        with RealBytes() as live:
+            run()
+        found.append(float(live.peak))
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            model.eval()(input_ids=ids[:, :2])
+
+    measured(lambda: parallelize(model, 2))
+    measured(lambda: run_step(model, {"input_ids": ids, "labels": ids}))
+    found[-1] -= sum(parameter.grad.nbytes for parameter in model.parameters())
+    measured(lambda: run_step(model, {"input_ids": ids, "labels": ids}))
+    measured(evaluate)
+    return found
+
+
+def test_a_stage_makes_nothing_of_the_size_of_the_vocabulary_that_it_does_not_compute(pool: Pool) -> None:
+    """The first stage has no head: a forward is followed there without logits, too."""
+    small, large = (pool.run(2, peaks_by_phase, size)[0] for size in (512, 131072))
+    of_embedding = 131072 * 8 * 4  # a gradient for it is made by each microbatch
+    assert large[0] < small[0] + 1e5
+    assert max(large[1:3]) < max(small[1:3]) + of_embedding
+    assert large[3] < small[3] + 131072 * 4 * 4  # the output, which every rank is given

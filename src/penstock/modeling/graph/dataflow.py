@@ -5,6 +5,7 @@ Marks are kept per storage, so views share them; an operation's outputs carry th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,10 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from penstock.modeling.graph.loss import NUM_ITEMS
+from penstock.modeling.tensor_spec import TensorSpec
+
+# A tensor of more elements that is computed from a unit's value, such as logits, is followed without its storage.
+MOST_ELEMENTS = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +116,36 @@ class DataFlow(TorchDispatchMode):
         self._inputs: dict[int, str] = {}
         # A weak reference keeps the storage's address from being used again, but not its memory.
         self._references: dict[int, StorageWeakRef] = {}
+        self._hollow: set[int] = set()
+
+    def stand_in(self, spec: TensorSpec, device: torch.device) -> torch.Tensor:
+        """Zeros in place of a value; a large one occupies a single element, and what is computed from it as well."""
+        if math.prod(spec.shape) <= MOST_ELEMENTS:
+            return spec.zeros(device)
+        tensor = spec.expanded_zeros(device)
+        key = tensor.untyped_storage()._cdata
+        self._references[key] = StorageWeakRef(tensor.untyped_storage())
+        self._hollow.add(key)
+        return tensor
+
+    def is_hollow(self, tree: Any) -> bool:
+        """Whether one of the tensors in `tree` is without its storage."""
+        return bool(self._hollow) and any(t.untyped_storage()._cdata in self._hollow for t in _tensors(tree))
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The operation's result; of one on hollow tensors only the shape, unless that depends on what is in them."""
+        asks = torch.Tag.data_dependent_output in func.tags or _selectors(func, args)
+        if func.is_view or asks or not self.is_hollow((args, kwargs)):
+            return func(*args, **kwargs)
+        if func._schema.is_mutable:
+            return args[0] if self.is_hollow(args[0]) else func(*args, **kwargs)
+        device = next(tensor.device for tensor in _tensors((args, kwargs)))
+        given, named = on_meta((args, {name: value for name, value in kwargs.items() if name != "device"}))
+        try:
+            shapes = func(*given, **named)
+        except (NotImplementedError, RuntimeError):  # no kernel for meta tensors
+            return func(*args, **kwargs)
+        return pytree.tree_map_only(torch.Tensor, lambda t: self.stand_in(TensorSpec.shape_of(t), device), shapes)
 
     def sources(self, tree: Any) -> Sources:
         """What the tensors in `tree` were computed from; looks one level into objects of unknown classes."""
@@ -200,7 +235,7 @@ class DataFlow(TorchDispatchMode):
         if leaked is not None:
             raise ReachedInside(leaked)
         of_loss = any(isinstance(source, Reduced) for source in sources)
-        output = func(*args, **kwargs)
+        output = self._run(func, args, kwargs)
         if torch.Tag.data_dependent_output in func.tags:
             self.note_control(sources)
             # A number that is asked for may be logged; a truth value decides.
@@ -288,6 +323,11 @@ class ReadObserver(TorchFunctionMode):
         if not self._flow.paused and func in self._observers:
             self._observers[func](func, args, kwargs, result)
         return result
+
+
+def on_meta(tree: Any) -> Any:
+    """`tree` with meta tensors of the same shapes in place of its tensors."""
+    return pytree.tree_map_only(torch.Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"), tree)
 
 
 def _tensors(tree: Any, depth: int = 0) -> Iterator[torch.Tensor]:

@@ -30,6 +30,7 @@ from penstock.modeling.graph.dataflow import (
     ReadObserver,
     Sources,
     Value,
+    on_meta,
 )
 from penstock.modeling.graph.loss import CriterionError, LossRule, loss_by
 from penstock.modeling.graph.loss_trace import LossTrace, label_placeholder
@@ -271,11 +272,17 @@ class _Planner:
     def _run_floating(
         self, unit: Intercepted, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, OutputShape]:
+        if self.flow.is_hollow((args, kwargs)):
+            args, kwargs = on_meta((args, kwargs))
         leaves, spec = flatten(unit.original(module, *args, **kwargs))
         shape = OutputShape(tuple(TensorSpec.shape_of(x) if isinstance(x, torch.Tensor) else x for x in leaves), spec)
         # A clone, because a dropout in evaluation returns its argument itself.
         return shape.answer(
-            lambda leaf, _: self._standing_for(Value(unit.name, index, leaf), leaves[leaf].clone()), ()
+            lambda leaf, spec: self._standing_for(
+                Value(unit.name, index, leaf),
+                self.flow.stand_in(spec, self._device) if leaves[leaf].is_meta else leaves[leaf].clone(),
+            ),
+            (),
         ), shape
 
     def _run_shape_function(
@@ -285,7 +292,8 @@ class _Planner:
         shape = self._functions(name, args, kwargs, known)
         _refuse_unknown(name, shape.leaves)
         output = shape.answer(
-            lambda leaf, spec: self._standing_for(Value(name, index, leaf), spec.zeros(self._device)), leaves
+            lambda leaf, spec: self._standing_for(Value(name, index, leaf), self.flow.stand_in(spec, self._device)),
+            leaves,
         )
         for position in shape.written:
             self.flow.note_write(leaves[position])
