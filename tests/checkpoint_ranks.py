@@ -110,7 +110,7 @@ def save(models: Sequence[nn.Module], directory: Any, **options: Any) -> list[An
 
     def work(rank: int, comm: ThreadComm) -> ThreadComm:
         place = SavingRank(rank, len(models))
-        save_parallelized(models[rank], directory, place=place, world_comm=comm, pipeline_comm=comm, **options)
+        save_parallelized(models[rank], directory, place=place, world_comm=comm, **options)
         return comm
 
     return on_ranks(len(models), work)
@@ -127,7 +127,7 @@ def save_alone(model: nn.Module, directory: Any, **options: Any) -> None:
     """Save a whole model from one rank."""
     comm = CheckpointRanks()
     options.setdefault("place", SavingRank(0, 1))
-    save_parallelized(model, directory, world_comm=comm, pipeline_comm=comm, **options)
+    save_parallelized(model, directory, world_comm=comm, **options)
 
 
 def fill(model: nn.Module, value: float) -> None:

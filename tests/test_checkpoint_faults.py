@@ -240,7 +240,7 @@ def test_ranks_that_were_asked_for_different_things_all_raise(tmp_path) -> None:
 
     def work(rank: int, comm) -> None:
         place = SavingRank(rank, 2)
-        save_parallelized(models[rank], tmp_path / str(rank), world_comm=comm, pipeline_comm=comm, place=place)
+        save_parallelized(models[rank], tmp_path / str(rank), world_comm=comm, place=place)
 
     assert_all_refuse(on_ranks(2, work), "rank 0", "rank 1", "was asked for")
 

@@ -496,7 +496,7 @@ def trained(folder: Path) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     state = TrainingState(optimizer, {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 3)}, step=4)
-    place = {"place": SavingRank(0, 1), "world_comm": CheckpointRanks(), "pipeline_comm": CheckpointRanks()}
+    place = {"place": SavingRank(0, 1), "world_comm": CheckpointRanks()}
     save_parallelized(model, folder, training_state=state, **place)
     return model, optimizer
 

@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 
 from checkpoint_ranks import assert_holds, raised, save, scramble, split_copies
 from families import FAMILIES
-from penstock.checkpoint.merge import describe_holdings, plan_merge
+from penstock.checkpoint import SavingRank
+from penstock.checkpoint.merge import ModelFolder
 from penstock.checkpoint.save_pretrained import SaveOptions
 
 
@@ -74,18 +75,17 @@ def test_shards_and_index_are_those_of_save_pretrained(tmp_path) -> None:
 def test_no_rank_gathers_more_than_a_shard(family: str, tmp_path) -> None:
     models = split_copies(build(family), 4)
     limit = 60_000
-    holdings = [describe_holdings(model, model.state_dict()) for model in models]
-    plan = plan_merge(models[0], holdings, SaveOptions(max_shard_size=limit))
-    assert len(plan.shards) > 4
+    folders = [ModelFolder(model, SaveOptions(max_shard_size=limit)) for model in models]
+    reports = [folder.report(SavingRank(rank, 4), str(tmp_path)) for rank, folder in enumerate(folders)]
+    files = folders[0].plan(reports, 0)
+    assert len(files) > 4
     received = [0, 0, 0, 0]
-    for shard in plan.shards:
-        sizes = {name: torch.Size(plan.holdings[name].shape).numel() * 4 for name in shard.inputs}
+    for file in files:
+        sizes = {name: torch.Size(source.holding.shape).numel() * 4 for name, source in file.inputs.items()}
         # A fused weight that is cut at the border of two shards is needed whole by both.
         largest = max(sizes.values())
         assert sum(sizes.values()) <= max(limit, largest) + 2 * largest * (family == "mixtral")
-        received[shard.assembler] += sum(
-            size for name, size in sizes.items() if plan.sources[name].start != shard.assembler
-        )
+        received[file.writer] += sum(size for name, size in sizes.items() if file.writer not in file.inputs[name].ranks)
     comms = raised(save(models, tmp_path, merge_checkpoints=True, max_shard_size=limit))
     assert [comm.received for comm in comms] == received
     total = sum(tensor.nbytes for tensor in build(family).state_dict().values())

@@ -36,15 +36,10 @@ def my_part(seed: int, num_stages: int) -> torch.nn.Module:
 
 def save_as(seed: int, directory: Path, num_stages: int, **options) -> None:
     """Pipelines of `num_stages` ranks; the first one writes."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    pipelines = [list(range(start, start + num_stages)) for start in range(0, size, num_stages)]
-    groups = [dist.new_group(ranks, backend="gloo") for ranks in pipelines]
+    rank = dist.get_rank()
     place = SavingRank(rank % num_stages, num_stages, is_writer=rank < num_stages)
-    comms = {
-        "world_comm": CheckpointRanks(dist.group.WORLD),
-        "pipeline_comm": CheckpointRanks(groups[rank // num_stages]),
-    }
-    save_parallelized(my_part(seed, num_stages), directory, place=place, **comms, **options)
+    world = CheckpointRanks(dist.group.WORLD)
+    save_parallelized(my_part(seed, num_stages), directory, place=place, world_comm=world, **options)
 
 
 def load_as(seed: int, directory: Path, num_stages: int) -> set[str]:
@@ -128,8 +123,8 @@ def train_and_save(directory: Path) -> None:
     optimizer.step()
     torch.manual_seed(dist.get_rank())
     place = SavingRank(dist.get_rank(), 2)
-    comms = {"world_comm": CheckpointRanks(dist.group.WORLD), "pipeline_comm": CheckpointRanks(dist.group.WORLD)}
-    save_parallelized(model, directory, training_state=TrainingState(optimizer, step=4), place=place, **comms)
+    world, state = CheckpointRanks(dist.group.WORLD), TrainingState(optimizer, step=4)
+    save_parallelized(model, directory, training_state=state, place=place, world_comm=world)
 
 
 def resume(directory: Path) -> tuple[int, float, int]:

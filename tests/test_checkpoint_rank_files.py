@@ -71,9 +71,8 @@ def test_only_the_writing_pipeline_writes(tmp_path) -> None:
     models = [*split_copies(other, 2), *split_copies(reference, 2)]
 
     def work(rank: int, comm) -> None:
-        # No pipeline communicator: without merging nothing may need one.
         place = SavingRank(rank % 2, 2, is_writer=rank >= 2)
-        save_parallelized(models[rank], tmp_path, world_comm=comm, pipeline_comm=None, place=place)
+        save_parallelized(models[rank], tmp_path, world_comm=comm, place=place)
 
     raised(on_ranks(4, work))
     loaded = split_copies(other, 1)

@@ -65,9 +65,7 @@ def save_all(models, optimizers, schedulers, directory, **state) -> list:
     def work(rank: int, comm) -> None:
         training = TrainingState(optimizers[rank], {"scheduler": schedulers[rank]}, **state)
         place = SavingRank(rank, len(models))
-        save_parallelized(
-            models[rank], directory, world_comm=comm, pipeline_comm=comm, training_state=training, place=place
-        )
+        save_parallelized(models[rank], directory, world_comm=comm, training_state=training, place=place)
 
     return on_ranks(len(models), work)
 
@@ -88,7 +86,7 @@ def test_the_leader_alone_gathers_random_states_and_the_common_file_does_not_gro
 
         def work(rank: int, comm, models=models, num_ranks=num_ranks) -> int:
             place = SavingRank(rank, num_ranks)
-            kwargs = {"world_comm": comm, "pipeline_comm": comm, "training_state": TrainingState(step=1)}
+            kwargs = {"world_comm": comm, "training_state": TrainingState(step=1)}
             save_parallelized(models[rank], tmp_path, place=place, **kwargs)
             return comm.received
 
@@ -158,7 +156,7 @@ def test_an_optimizer_made_before_the_model_was_split_is_saved_and_loaded(tmp_pa
 def one_rank(model, directory, **state) -> None:
     def work(rank: int, comm) -> None:
         place = {"place": SavingRank(0, 1), "training_state": TrainingState(**state)}
-        save_parallelized(model, directory, world_comm=comm, pipeline_comm=comm, **place)
+        save_parallelized(model, directory, world_comm=comm, **place)
 
     raised(on_ranks(1, work))
 

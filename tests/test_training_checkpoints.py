@@ -82,7 +82,7 @@ def save_on_two_ranks(folder: Path, model: Any) -> None:
 
     def work(rank: int, comm: Any) -> None:
         place = SavingRank(rank, 2)
-        save_checkpoint(models[rank], folder, TrainingState(step=3), place=place, world_comm=comm, pipeline_comm=comm)
+        save_checkpoint(models[rank], folder, TrainingState(step=3), place=place, world_comm=comm)
 
     raised(on_ranks(2, work))
 
@@ -371,7 +371,7 @@ def test_plain_transformers_loads_the_folder_and_everything_is_in_it_once(family
 
     def work(rank: int, comm: Any) -> None:
         state, place = TrainingState(optimizers[rank], step=3), SavingRank(rank, 3)
-        save_checkpoint(models[rank], tmp_path, state, place=place, world_comm=comm, pipeline_comm=comm)
+        save_checkpoint(models[rank], tmp_path, state, place=place, world_comm=comm)
 
     raised(on_ranks(3, work))
     again = type(reference).from_pretrained(tmp_path)

@@ -7,6 +7,7 @@ from .folder import find_checkpoints, remove_older, step_folder
 from .load import WeightsLoad, from_parallelized, is_parallelized
 from .ordinary import load_ordinary
 from .plain_objects import load_object, restore_object, save_object, state_of
+from .plan import SavingRank
 from .save import (
     TRAINING_VARIANT,
     save_adapter,
@@ -14,7 +15,6 @@ from .save import (
     save_parallelized,
     save_training_state,
 )
-from .saving_ranks import SavingRank
 from .training_state import Run, TrainingState, TrainingStateLoad, load_training_state
 from .untrusted import CheckpointError
 

@@ -17,8 +17,11 @@ from penstock.modeling.placeholders.ghosts import shown_whole
 
 from .comm import CheckpointRanks
 from .files import flush_file, writing
-from .merge import Holding, MergePlan, Shard, first_holders, followed
+from .manifest import FileEntry
+from .merge import followed
 from .names import EXTENSIONS
+from .plan import Content, FilePlan, Folder, SavingReport, first_holders, writers_of
+from .safetensors_file import Behind
 from .staging import Replacement
 from .tensors import to_cpu, whole_state
 from .untrusted import CheckpointError, cannot_read, kind_of
@@ -29,42 +32,40 @@ _STEM = "adapter_model"
 _SHOWN = 5
 
 
-@dataclass(frozen=True)
-class AdapterFolder:
-    """The folder of one adapter.
+@dataclass
+class AdapterFolder(Folder):
+    """The folder of one adapter, `options.variant`, of a model.
 
     Attributes:
-        model: the model that has it.
-        name: the adapter's.
         select: gives what the adapter's file holds, from the state of the whole model, also of meta tensors.
-        write: writes the files into a folder, given those tensors of the model's state that `select` reads.
+        write_files: writes the files into a folder, given those tensors of the model's state that `select` reads.
     """
 
     model: PreTrainedModel
-    name: str
     select: Callable[[State], State]
-    write: Callable[[str, State], None]
+    write_files: Callable[[str, State], None]
 
-    def describe(self, folder: str) -> tuple[list[str], list[str]]:
+    def lead(self, folder: str) -> tuple[list[str], list[str]]:
         state = {name: torch.empty_like(tensor, device="meta") for name, tensor in whole_state(self.model).items()}
         with shown_whole(self.model), followed(state) as origin_of:
             origins = [origin_of(tensor) for tensor in self.select(state).values()]
         needed = frozenset[str]().union(*origins)
         return [], [name for name in state if name in needed]
 
-    def plan(self, ranks: Sequence[Mapping[str, Holding]], needed: Collection[str]) -> MergePlan:
-        sources, holdings = first_holders(ranks)
-        shard = Shard(f"{_STEM} of {self.name}", (), tuple(needed), assembler=0)
-        return MergePlan((shard,), sources, holdings)
+    def plan(self, reports: Sequence[SavingReport], rank: int) -> list[FilePlan]:
+        leader = writers_of(reports)[0]
+        sources = first_holders(reports, names=reports[leader].names)
+        return [FilePlan(f"{_STEM} of {self.options.variant}", leader, sources)]
 
-    def assemble(self, gathered: dict[str, torch.Tensor], shard: Shard, folder: str) -> None:
-        with writing(folder, shard.file_name, sum(tensor.nbytes for tensor in gathered.values())):
+    def write(self, file: FilePlan, content: Content, folder: str, behind: Behind) -> None:
+        assert not isinstance(content, bytes)
+        with writing(folder, file.name, sum(tensor.nbytes for tensor in content.values())):
             with shown_whole(self.model):
-                self.write(folder, to_cpu(gathered))
+                self.write_files(folder, to_cpu(content))
             for name in os.listdir(folder):
                 flush_file(os.path.join(folder, name))
 
-    def replacement(self, directory: str, folder: str, plan: MergePlan, sides: Sequence[str]) -> Replacement:
+    def replacement(self, directory: str, folder: str, entries: Mapping[str, FileEntry]) -> Replacement:
         """The configuration is put in place before the weights. Weights in the format that would be read first go."""
         written = sorted(os.listdir(folder))
         weights = [name for name in written if name.startswith(_STEM)]

@@ -23,7 +23,7 @@ import torch
 
 from .files import write_bytes, writing
 from .manifest import FileEntry
-from .saving_ranks import SavingRank
+from .plan import SavingRank
 from .tensors import once_for_tied
 from .untrusted import CheckpointError, describe, read_json
 

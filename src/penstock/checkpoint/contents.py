@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import closing
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,12 +22,13 @@ from .comm import CheckpointRanks
 from .files import write_bytes
 from .folder import Found, find_checkpoints
 from .manifest import MODEL, TRAINING, Manifest, whole_manifest
-from .merge import Holding, ModelFolder, write_merged
+from .merge import ModelFolder
 from .names import is_configuration
 from .optimizer_state import SEPARATOR
+from .plan import Holding, SavingRank, SavingReport
 from .reader import CheckpointReader, Location, Resharding
+from .save import Save
 from .save_pretrained import SaveOptions
-from .staging import commit, discard, prepare
 from .tensors import DTYPES
 from .training_state import read_common
 from .untrusted import CheckpointError, describe, open_plain
@@ -178,30 +180,34 @@ def merge_checkpoint(
     manifest = whole_manifest(path)
     options = SaveOptions(safe_serialization=safe_serialization, max_shard_size=max_shard_size)
     model, state = _model_of(path, manifest), _WholeTensors(path, manifest)
-    if isinstance(model, PreTrainedModel):
-        _check_complete(path, model, state)
-        parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    else:
-        parameters = set(state)
-    holdings = {name: Holding(*state.describe(name), name in parameters) for name in state}
-    form = ModelFolder(model, options)
+    folder = _Merged(model, options, path, state)
     try:
-        plan = form.plan([holdings], [])
-        staging = prepare(directory)
-        try:
-            folder = os.path.join(directory, staging)
-            sides = [name for name in sorted(os.listdir(path)) if is_configuration(name)]
-            for name in sides:
-                with open_plain(os.path.join(path, name)) as file:
-                    write_bytes(os.path.join(folder, name), file.read(MAX_SIDE_BYTES))
-            write_merged(form, state, plan, folder, CheckpointRanks())
-            commit(directory, staging, form.replacement(directory, folder, plan, sides))
-        except BaseException:
-            discard(directory, staging)
-            raise
+        if isinstance(model, PreTrainedModel):
+            _check_complete(path, model, state)
+        Save(folder, directory, SavingRank(0, 1), CheckpointRanks()).run()
     finally:
         state.close()
-    return [shard.file_name for shard in plan.shards]
+    return folder.files
+
+
+@dataclass
+class _Merged(ModelFolder):
+    """What `save_pretrained` would write, of the files of a parallel checkpoint."""
+
+    source: str
+    state: _WholeTensors
+
+    def report(self, place: SavingRank, folder: str) -> SavingReport:
+        self.given, self.sides = (
+            self.state,
+            [name for name in sorted(os.listdir(self.source)) if is_configuration(name)],
+        )
+        for name in self.sides:
+            with open_plain(os.path.join(self.source, name)) as file:
+                write_bytes(os.path.join(folder, name), file.read(MAX_SIDE_BYTES))
+        parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)} or set(self.state)
+        holdings = {name: Holding(*self.state.describe(name), name in parameters) for name in self.state}
+        return SavingReport(place, holdings=holdings)
 
 
 def _model_of(path: str, manifest: Manifest) -> nn.Module:

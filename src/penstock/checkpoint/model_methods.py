@@ -12,12 +12,11 @@ from penstock.checkpoint.adapters import AdapterFolder, load_adapters
 from penstock.checkpoint.comm import CheckpointRanks
 from penstock.checkpoint.load import from_parallelized
 from penstock.checkpoint.ordinary import load_ordinary
+from penstock.checkpoint.plan import SavingRank
 from penstock.checkpoint.save import save_adapter, save_parallelized
 from penstock.checkpoint.save_pretrained import SaveOptions
-from penstock.checkpoint.saving_ranks import SavingRank
 from penstock.modeling.adapters import base_of
 from penstock.modeling.instrumentation import original_class
-from penstock.runtime.comm.exchange import OnceLost
 from penstock.runtime.comm.rollcall import Call
 from penstock.runtime.engine import Engine
 
@@ -48,7 +47,7 @@ def save_one_adapter(model: Any, directory: str | os.PathLike[str], name: str, s
     """See `PipelineModel.save_adapter`."""
     ranks = saving_ranks(model.pipeline)
     with model.pipeline.saving():
-        save_adapter(model, directory, AdapterFolder(model, name, select, write), **ranks)
+        save_adapter(AdapterFolder(model, SaveOptions(variant=name), select, write), directory, **ranks)
 
 
 def _save_injected(
@@ -71,7 +70,7 @@ def _save_injected(
 def load_model(model: Any, directory: str | os.PathLike[str], strict: bool) -> None:
     """See `PipelineModel.load_ordinary`."""
     pipeline = model.pipeline
-    comm, _ = checkpoint_comms(pipeline)
+    comm = checkpoint_comm(pipeline)
     with pipeline.together(Call.LOAD_MODEL):
         if folders := model._adapter_folders(os.fspath(directory)):
             load_adapters(model, folders, world_comm=comm, strict=strict)
@@ -82,7 +81,7 @@ def load_model(model: Any, directory: str | os.PathLike[str], strict: bool) -> N
 
 def load_parallelized(model: Any, directory: str | os.PathLike[str], variant: str | None) -> None:
     """See `PipelineModel.from_parallelized`."""
-    comm, _ = checkpoint_comms(model.pipeline)
+    comm = checkpoint_comm(model.pipeline)
     with model.pipeline.together(Call.LOAD):
         from_parallelized(base_of(model), directory, world_comm=comm, variant=variant)
 
@@ -92,12 +91,10 @@ def _has_injected(model: Any) -> bool:
     return getattr(model, "_hf_peft_config_loaded", False)
 
 
-def checkpoint_comms(pipeline: Engine) -> tuple[CheckpointRanks, CheckpointRanks]:
-    """How all ranks, and the ranks of this pipeline, talk about checkpoints."""
+def checkpoint_comm(pipeline: Engine) -> CheckpointRanks:
+    """How all ranks talk about checkpoints."""
     pipeline.check_open()
-    guard = OnceLost(pipeline.board.guard)
-    groups = pipeline.groups
-    return CheckpointRanks(groups.world_control, guard), CheckpointRanks(groups.model_parallel_control, guard)
+    return CheckpointRanks(pipeline.groups.world_control, pipeline.board.guard)
 
 
 def saving_rank(pipeline: Engine) -> SavingRank:
@@ -115,5 +112,4 @@ def saving_rank(pipeline: Engine) -> SavingRank:
 
 def saving_ranks(pipeline: Engine) -> dict[str, Any]:
     """What every save is told of the ranks, by its names in `penstock.checkpoint`."""
-    world, ranks = checkpoint_comms(pipeline)
-    return {"place": saving_rank(pipeline), "world_comm": world, "pipeline_comm": ranks}
+    return {"place": saving_rank(pipeline), "world_comm": checkpoint_comm(pipeline)}

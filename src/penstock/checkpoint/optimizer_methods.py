@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from penstock.checkpoint.comm import CheckpointRanks
-from penstock.checkpoint.model_methods import checkpoint_comms, saving_ranks
+from penstock.checkpoint.model_methods import checkpoint_comm, saving_ranks
 from penstock.checkpoint.plain_objects import load_object, restore_object, save_object, state_of
 from penstock.checkpoint.save import TRAINING_VARIANT, save_training_state
 from penstock.checkpoint.training_state import TrainingState, load_training_state
@@ -80,7 +80,7 @@ def load_optimizer_state(optimizer: Any, pipeline: Engine, folder: PathLike) -> 
             folder,
             TrainingState(unwrapped(optimizer)),
             pipeline=pipeline.place.pipeline,
-            world_comm=checkpoint_comms(pipeline)[0],
+            world_comm=checkpoint_comm(pipeline),
             variant=TRAINING_VARIANT,
         )
     pipeline.step_number = state.step

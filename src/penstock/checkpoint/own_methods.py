@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,11 +11,10 @@ from torch import nn
 
 from penstock.modeling.instrumentation import absent_of, original_class, record_of
 
-from .merge import MergePlan, Shard, describe_holdings, first_holders, write_merged
 from .model_methods import saving_ranks
-from .save_pretrained import refuse_unsupported
-from .saving_ranks import SavingReport, tell_reports, writers_of
-from .tensors import held_state, shards_of, tied_groups
+from .plan import Content, FilePlan, Folder, SavingReport, each_file, first_holders, tell_reports, writers_of
+from .save_pretrained import SaveOptions, refuse_unsupported
+from .tensors import shards_of, tied_groups
 
 
 def save_by_own_method(model: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -28,50 +26,34 @@ def save_by_own_method(model: Any, name: str, args: tuple[Any, ...], kwargs: dic
     Raises:
         CheckpointError: it failed, or a rank cannot give its part.
     """
-    pipeline, doing, own = (
-        model.pipeline,
-        f"save by {type(model).__name__}.{name}()",
-        _OwnMethod(model, name, args, kwargs),
-    )
-    ranks = saving_ranks(pipeline)
-    place, world, comm = ranks["place"], ranks["world_comm"], ranks["pipeline_comm"]
-    state: dict[str, torch.Tensor] = {}
+    place, world = saving_ranks(model.pipeline).values()
+    what, own, returned = f"save by {type(model).__name__}.{name}()", _WholeModel(model, SaveOptions()), list[Any]()
 
-    def describe() -> SavingReport:
+    def report() -> SavingReport:
         refuse_unsupported(model)
-        state.update(held_state(model) if place.is_writer else {})
-        return SavingReport(place, [], describe_holdings(model, state), None, [])
+        return own.report(place, "")
 
-    def write(reports: Sequence[SavingReport]) -> None:
-        if not place.is_writer:
-            return
-        every, slicings = [report.holdings for report in writers_of(reports)], shards_of(model)
-        sources, holdings = first_holders(every, slicings, place.tensor_parallel_size)
-        needed = tuple(name for name in holdings if name not in every[0] or name in slicings)
-        plan = MergePlan((Shard("the whole model", (), needed, assembler=0),), sources, holdings, slicings)
-        write_merged(own, state, plan, "", comm)
+    def call(file: FilePlan, content: Content) -> None:
+        assert not isinstance(content, bytes)
+        for names in tied_groups(model):
+            content.update((name, content[names[0]]) for name in names if name in content and names[0] in content)
+        with _made_whole(model, content):
+            returned.append(getattr(model, name)(*args, **kwargs))
 
-    with pipeline.saving():
-        reports = tell_reports(world, f"comparing what ranks hold to {doing}", describe)
-        world.together(f"running {name}() to {doing}", lambda: write(reports))
-    return own.result
+    with model.pipeline.saving():
+        reports = tell_reports(world, what, report)
+        world.together(f"running {name}() to {what}", lambda: each_file(own, reports, world, call))
+    return returned[0] if returned else None
 
 
-@dataclass
-class _OwnMethod:
-    """A method of the model's own class that saves it, as what writes the tensors that were gathered."""
+class _WholeModel(Folder):
+    """What the rank that leads lacks of the model, as if it were one file."""
 
-    model: Any
-    name: str
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    result: Any = None
-
-    def assemble(self, gathered: dict[str, torch.Tensor], shard: Shard, folder: str) -> None:
-        for names in tied_groups(self.model):
-            gathered.update((name, gathered[names[0]]) for name in names if name in gathered and names[0] in gathered)
-        with _made_whole(self.model, gathered):
-            self.result = getattr(self.model, self.name)(*self.args, **self.kwargs)
+    def plan(self, reports: Sequence[SavingReport], rank: int) -> list[FilePlan]:
+        leader, shards = writers_of(reports)[0], shards_of(self.model)
+        sources = first_holders(reports, shards)
+        lacking = {name: one for name, one in sources.items() if one.ranks[0] != leader or name in shards}
+        return [FilePlan("the whole model", leader, lacking)]
 
 
 @contextmanager

@@ -149,13 +149,20 @@ def _put_in_place(directory: str, staging: str, files: Collection[str], indices:
         draft = os.path.join(folder, f"{name}.draft")
         with contextlib.suppress(FileNotFoundError):
             os.remove(draft)
-        write_bytes(draft, index_content(content))
+        write_bytes(draft, _index_content(content))
         flush_file(draft)
         _replace(draft, os.path.join(directory, name))
         flush_file(directory)
 
 
-def index_content(content: Mapping[str, object]) -> bytes:
+def write_index(folder: str, weight_map: Mapping[str, str], metadata: Mapping[str, object] | None = None) -> None:
+    """Stage the index of a save, which leads to the files where they are staged."""
+    staged = {name: f"{os.path.basename(folder)}/{file_name}" for name, file_name in weight_map.items()}
+    content = {"metadata": metadata or {}, "weight_map": staged}
+    write_bytes(os.path.join(folder, STAGED_INDEX), _index_content(content))
+
+
+def _index_content(content: Mapping[str, object]) -> bytes:
     """An index's text, as transformers writes it."""
     return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
 

@@ -31,7 +31,7 @@ from penstock.checkpoint import (
     step_folder,
 )
 from penstock.checkpoint import save_checkpoint as save_to
-from penstock.checkpoint.model_methods import checkpoint_comms, saving_rank
+from penstock.checkpoint.model_methods import checkpoint_comm, saving_rank
 from penstock.checkpoint.optimizer_methods import LossScaleState, unwrapped
 from penstock.checkpoint.training_state import LOSS_SCALE
 from penstock.modeling.adapters import base_of
@@ -135,7 +135,7 @@ def save_checkpoint(
     path = step_folder(folder, number)
     saver = _saver_of(model)
     with run.saving():
-        world, ranks = run.comms()
+        world = run.comm()
         saver.finish(world)
         saver.pending = save_to(
             model,
@@ -143,7 +143,6 @@ def save_checkpoint(
             state,
             place=run.place,
             world_comm=world,
-            pipeline_comm=ranks,
             memory=saver.memory if asynchronous else None,
             given_up=run.lost,
             afterwards=lambda: None if keep_last is None else remove_older(folder, keep_last),
@@ -188,7 +187,7 @@ def load_checkpoint(
         _objects(optimizer, lr_scheduler=lr_scheduler, dataloader=dataloader, scaler=scaler, **objects),
     )
     with run.loading():
-        world, _ = run.comms()
+        world = run.comm()
         _saver_of(model).finish(world)
         loaded = _load_newest(os.path.abspath(folder), which, model, state, run, world)
     run.advise(folder)
@@ -204,7 +203,7 @@ def finish_saving(model: PreTrainedModel) -> None:
     model = base_of(model)
     run, saver = Participants(model), _saver_of(model)
     with run.saving():
-        saver.finish(run.comms()[0])
+        saver.finish(run.comm())
 
 
 def has_checkpoint(folder: PathLike, model: PreTrainedModel) -> bool:
@@ -214,7 +213,7 @@ def has_checkpoint(folder: PathLike, model: PreTrainedModel) -> bool:
     """
     run = Participants(base_of(model))
     with run.loading():
-        return bool(_candidates(os.path.abspath(folder), LATEST, run.comms()[0]))
+        return bool(_candidates(os.path.abspath(folder), LATEST, run.comm()))
 
 
 # -- loading -----------------------------------------------------------------------------------------------------------
@@ -296,8 +295,8 @@ class Participants:
         with self.engine.together(Call.COMPARE_STEPS, numbers) as said:
             return {rank: list(facts[: len(numbers)]) for rank, facts in said.items()}
 
-    def comms(self) -> tuple[CheckpointRanks, CheckpointRanks]:
-        return (CheckpointRanks(), CheckpointRanks()) if self.engine is None else checkpoint_comms(self.engine)
+    def comm(self) -> CheckpointRanks:
+        return CheckpointRanks() if self.engine is None else checkpoint_comm(self.engine)
 
     @property
     def elastic(self) -> Any:

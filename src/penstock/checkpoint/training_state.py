@@ -86,7 +86,7 @@ class TrainingReport:
 
 @dataclass(frozen=True)
 class RankTrainingState:
-    """One rank's share: `report` goes to the others, `random` to the rank that leads."""
+    """One rank's share. `report` goes to the others; `random`, of its random generators, to the rank that leads."""
 
     report: TrainingReport
     random: torch.Tensor
@@ -102,22 +102,7 @@ def collect_training_state(model: nn.Module, state: TrainingState, pipeline: int
     return RankTrainingState(report, torch.frombuffer(data, dtype=torch.uint8), found)
 
 
-def gather_random_states(
-    mine: RankTrainingState, reports: Sequence[TrainingReport], leader: int, ranks: CheckpointRanks
-) -> dict[str, torch.Tensor]:
-    """On the rank that leads the states of all ranks' random generators, by their names in its file."""
-    if ranks.rank != leader:
-        ranks.send(mine.random, leader, "giving the states of random generators")
-        return {}
-    states = [torch.empty(report.random, dtype=torch.uint8) for report in reports]
-    states[leader] = mine.random
-    for rank, state in enumerate(states):
-        if rank != leader:
-            ranks.receive(state, rank, "gathering the states of random generators")
-    return {_random_key(rank): state for rank, state in enumerate(states)}
-
-
-def _random_key(rank: int) -> str:
+def random_key(rank: int) -> str:
     """The name of a rank's random generators' states among those of the optimizer, which is no parameter's."""
     return f"{SEPARATOR}random.{rank}"
 
@@ -359,7 +344,7 @@ def read_random_state(reader: CheckpointReader, rank: int) -> dict[str, Any]:
     Raises:
         CheckpointError: they are not there, are not those that were saved, or are none.
     """
-    key = _random_key(rank)
+    key = random_key(rank)
     if (location := reader.locations.get(key)) is None:
         raise CheckpointError(f"the checkpoint's table of contents is damaged: it has no {key}")
     path = f"{reader.path_of(location)}, {key}"
