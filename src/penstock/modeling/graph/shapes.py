@@ -15,17 +15,13 @@ from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache
 from transformers.utils import output_capturing
 
-from penstock.modeling.graph.assumptions import Assumptions
 from penstock.modeling.graph.meta_operations import Answered, KnownValues, RememberedOperations
-from penstock.modeling.placeholders.caches import CacheGrowth, CacheUse, shape_cache
+from penstock.modeling.placeholders.caches import CacheGrowth, CacheUse, note_use, shape_cache
 from penstock.modeling.placeholders.ghosts import meta_placeholder, sync_capture_hooks
 from penstock.modeling.tensor_spec import TensorSpec
 
 # Output shapes are remembered per unit and argument shapes; the memory is emptied when it grows beyond this.
 MAX_REMEMBERED = 4096
-
-# How many modules inside one unit may lack meta kernels before the whole unit is taken for shape-preserving.
-MAX_RETRIES = 16
 
 
 # Stands for a tensor where shape and dtype do not matter.
@@ -239,24 +235,24 @@ class ShapeFunctions:
         return found[0] if found and found[0] == found[-1] else None
 
     def _assuming(self, name: str, leaves: list[Any], spec: pytree.TreeSpec) -> OutputShape:
-        """The shape of what a unit returns, some of whose modules are taken for ones that keep their input's shape."""
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        width = next((tensor.shape[-1] for tensor in tensors if tensor.dim()), None)
-        # Dropped at once: an assumption that one rank made while running must not enter a plan of all ranks.
-        with Assumptions(self._copies[name], width) as assumptions:
+        """The shape of what a unit returns if modules that cannot run keep their input's shape: those inside it, which
+        return it alone or in a tuple, or else the unit as a whole. The unit's owner checks the real shapes."""
+        first = next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
+        whole, error = self._copies[name], self.hidden[name]
+        inside = [*whole.modules()][1:]
+        for modules, in_tuple in ((inside, False), (inside, True), ([whole], False)):
+            if first is None:
+                break
             try:
-                for _ in range(MAX_RETRIES):
-                    try:
-                        return self._attempt(name, leaves, spec, True)
-                    except Exception as error:
-                        if not tensors or not assumptions.learn_from(error):
-                            raise NotImplementedError(
-                                f"the unit {name} cannot be run on meta tensors: {type(error).__name__}: {error}"
-                            ) from error
-                assumptions.assume(self._copies[name])
-                return self._attempt(name, leaves, spec, True)
-            finally:
-                self._assumed[name] = assumptions.num_parameters
+                with _keeping_shapes(modules, first.shape[-1:], in_tuple) as kept:
+                    found = self._attempt(name, leaves, spec, True)
+            except Exception as failure:
+                error = failure
+            else:
+                self._assumed[name] = sum(each.numel() for each in {p for module in kept for p in module.parameters()})
+                return found
+        reason = f"the unit {name} cannot be run on meta tensors: {type(error).__name__}: {error}"
+        raise NotImplementedError(reason) from error
 
     def _attempt(
         self,
@@ -320,6 +316,43 @@ class ShapeFunctions:
         return OutputShape(
             shapes, output_spec, tuple(captured), use.growth(meta_leaves), written, assumed, tuple(known), tuple(stored)
         )
+
+
+@contextmanager
+def _keeping_shapes(modules: Sequence[nn.Module], width: Sequence[int], in_tuple: bool) -> Iterator[set[nn.Module]]:
+    """Inside, those of `modules` that fail keep their input's shape; gives them. They have no meta kernel, as the
+    grouped matmul of experts, or ask after values.
+
+    Of several arguments that one is kept which has `width`. A cache is taken to be lengthened where `layer_idx` says.
+    """
+    kept: set[nn.Module] = set()
+
+    def keeping(module: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return run(*args, **kwargs)
+            except Exception:
+                given = flatten((args, kwargs))[0]
+                tensors = [leaf for leaf in given if isinstance(leaf, torch.Tensor)]
+                if not tensors:
+                    raise
+                layers: list[Any] = [getattr(each, "layer_idx", None) for each in module.modules()]
+                for cache in (leaf for leaf in given if isinstance(leaf, Cache)):
+                    note_use(cache, {index for index in layers if isinstance(index, int)})
+                kept.add(module)
+                wide = (each for each in tensors if each.shape[-1:] == width and each.is_floating_point())
+                made = torch.empty_like(next(wide, tensors[0]), device="meta")
+                return (made,) if in_tuple else made
+
+        return forward
+
+    try:
+        for module in modules:
+            module.forward = keeping(module, module.forward)
+        yield kept
+    finally:
+        for module in modules:
+            vars(module).pop("forward", None)
 
 
 @contextmanager

@@ -249,9 +249,9 @@ def note_use(cache: Cache, layers: Collection[int]) -> None:
         raise NotImplementedError("its code uses the cache of keys and values in a way that cannot be followed")
     index = next(iter(layers))
     layer = cache.layers[index]
-    if isinstance(layer, CacheLayerMixin):
+    if isinstance(layer, CacheLayerMixin) and index not in cache.use.lengthened:
         cache.use.lengthened.append(index)
-    if hasattr(layer, "update_indexer"):
+    if hasattr(layer, "update_indexer") and index not in cache.use.indexed:
         cache.use.indexed.append(index)
     if isinstance(layer, LinearAttentionCacheLayerMixin):
         cache.use.states[index] = copy.deepcopy(layer)
