@@ -180,12 +180,13 @@ class Stages(nn.Module):
         value = received[0] if len(received) else torch.ones(1, WIDTH, requires_grad=True)
         for unit in self._stages[stage]:
             value = self.units[unit](_Computing.apply(self._note, unit, value))
-        last = stage == len(self._stages) - 1
-        if "hand_over" in options:
-            if not last:
-                options["hand_over"]([value.detach()])
-            return {"logits": torch.zeros(RESULT.shape)}, None
-        return (StageOutput(value.sum()), ()) if last else (None, (value,))
+        return (StageOutput(value.sum()), ()) if stage == len(self._stages) - 1 else (None, (value,))
+
+    def walk(self, plan: Any, stage: int, inputs: Any, received: Any, hand_over: Any, **options: Any) -> Any:
+        _, sent = self.forward(plan, stage, inputs, received)
+        if sent:
+            hand_over([value.detach() for value in sent])
+        return {"logits": torch.zeros(RESULT.shape)}
 
     def plan(self, inputs: Any, call: Any = None) -> Any:
         return SimpleNamespace(

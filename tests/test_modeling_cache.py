@@ -24,7 +24,9 @@ def walk(splits: list[SplitModel], inputs: list[dict[str, Any]]) -> Any:
     for stage, part in enumerate(splits):
         plan = part.plan(inputs[stage])
         digests.add(plan.digest)
-        output, values = part.forward(plan, stage, inputs[stage], values, early_exit=False)
+        handed: list[tuple[torch.Tensor, ...]] = []
+        output = part.walk(plan, stage, inputs[stage], values, hand_over=handed.append)
+        values = handed[0] if handed else ()
         assert output is not None
     assert len(digests) == 1
     return output

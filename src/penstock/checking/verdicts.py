@@ -21,7 +21,7 @@ from transformers.utils import logging
 from penstock.checking.dummy_images import with_dummy_images
 from penstock.layout.partition import partition
 from penstock.modeling.graph.forwards import entries_of_generation, named_arguments
-from penstock.modeling.graph.plan import ForwardPlan, StageCall
+from penstock.modeling.graph.plan import ForwardPlan, StageCall, refusal
 from penstock.modeling.graph.shapes import flatten
 from penstock.modeling.graph.trace import Untraceable
 from penstock.modeling.instrumentation import Intercepted, OnAnotherStage
@@ -255,8 +255,9 @@ def _walk(split: SplitModel, stage: int, inputs: Mapping[str, Any], call: Callab
     """A forward of `stage` that goes on to the end of the model's."""
     plan = split.plan(inputs, call)
     received = [shape.zeros(torch.device("cpu")) for shape in split.shapes_received(plan, stage, inputs, call)]
-    output, _ = split.forward(plan, stage, inputs, received, early_exit=False, call=call)
-    return output
+    if plan.controlled:
+        raise refusal(split.model, "what its code does next depends on values that only the last stage has")
+    return split.walk(plan, stage, inputs, received, call=call)
 
 
 def _labels(model: nn.Module, inputs: Mapping[str, Any]) -> Iterator[dict[str, torch.Tensor]]:

@@ -108,7 +108,7 @@ class SingleForwards:
                 # Received when the walk first needs it, sent as soon as it is there; and the walk goes on to the end.
                 receive = handed.pop if expected is None else partial(self._below[stage].take, expected)
                 received = _Awaited(len(plan.boundaries[stage - 1]) if stage else 0, receive)
-                output, _ = self._split.forward(
+                output = self._split.walk(
                     plan,
                     stage,
                     inputs if caches is None else caches.inputs(stage),

@@ -285,16 +285,13 @@ class SplitModel:
         *,
         seed: int | None = None,
         shares: Sequence[float] | None = None,
-        early_exit: bool = True,
-        call: Callable[..., Any] | None = None,
         criterion: Criterion | None = None,
-        hand_over: Callable[[tuple[torch.Tensor, ...]], None] | None = None,
         host: Mapping[str, Any] | None = None,
     ) -> tuple[Any | None, tuple[torch.Tensor, ...]]:
-        """Run one stage on one microbatch.
+        """Run one stage on one microbatch; leave the model's forward after the stage's last unit.
 
         Args:
-            plan: from `plan()`, for inputs of the same kind.
+            plan: from `plan()`, for inputs of the same kind, and this criterion.
             stage: one of the local stages.
             inputs: the arguments of the forward, the same on every stage.
             received: what the stage before handed on, in the order of `plan.boundaries[stage - 1]`; in training,
@@ -303,75 +300,110 @@ class SplitModel:
                 masks depend on the seed and the unit only, not on the layout, and the random generators are left as
                 they were. It has no effect on a model in evaluation mode, or without dropout.
             shares: from `plan.loss.shares(...)`; the loss in the output then is this microbatch's share of the batch's.
-            early_exit: leave the forward after the stage's last unit. Without it every stage walks to the end and
-                returns an output, in which only the last stage's values are right; caches of keys and values then
-                hold the stage's own layers, and entries of the right length for all others.
-            call, criterion: what the plan was made for. The loss of a criterion becomes that of the output.
-            hand_over: called once, unless on the last stage, with the values for the next stage as soon as they are
-                there; without `early_exit` that is long before the forward returns.
+            criterion: its loss becomes that of the output.
             host: copies on the CPU of tensors in `inputs`, under their names. What the model's code asks of their
                 values, to decide about masks, is answered from them, and the host need not wait for an accelerator.
 
         Returns:
-            The model's output (on the last stage, or without `early_exit`; otherwise None) and the values to hand to
-            the next stage, in the order of `plan.boundaries[stage]`. One that passes through is the received tensor.
+            The model's output (None but on the last stage) and the values to hand to the next stage, in the order of
+            `plan.boundaries[stage]`. One that passes through is the received tensor.
 
         Raises:
             RuntimeError: the model took another path than planned, or too few values were received.
         """
-        if stage and len(received) != len(plan.boundaries[stage - 1]):
-            crossing = len(plan.boundaries[stage - 1])
-            raise RuntimeError(
-                f"stage {stage} was given {len(received)} values, but {crossing} cross the boundary before it"
-            )
-        if plan.controlled and not early_exit:
-            raise refusal(self.model, "what its code does next depends on values that only the last stage has")
-        stage_plan = self._stage_plans.get((plan.digest, stage))
-        if stage_plan is None:
-            stage_plan = self._stage_plans[plan.digest, stage] = make_stage_plan(plan, stage)
-        functions = self._forwards.functions
-        if stage_plan.idle and early_exit:
-            return None, self.stage_run(stage_plan, functions, received, True, self.device, hand_over).finished()
-        arguments = {**inputs, **dict(plan.defaults)} if plan.defaults else inputs
+        stage_plan = self._stage_plan(plan, stage, received)
+        if stage_plan.idle:
+            return None, self._stage_run(stage_plan, received, inputs).finished()
+        arguments = _arguments(plan, inputs)
         if criterion is not None and (left_out := self._forwards.for_criterion(inputs)):
             arguments = {name: value for name, value in arguments.items() if name not in left_out}
-        if plan.written_inputs:
-            written = plan.written_inputs
-            arguments = {
-                name: map_tensors(lambda inner, tensor: tensor.clone() if inner in written else tensor, name, value)
-                for name, value in arguments.items()
-            }
         weigh = plan.loss is not None and shares is not None and stage == self.num_stages - 1
         evaluate: Callable[[], Any] = partial(
-            self._evaluate, plan, call or self._forwards.call, arguments, inputs, shares if weigh else None, criterion
+            self._evaluate, plan, arguments, inputs, shares if weigh else None, criterion
         )
         if self.tensor_parallel is not None:
             # Loss functions of several means are told apart by counting them, so none of them may be replaced.
             own_loss = weigh and criterion is None and plan.loss is not None and len(plan.loss.counted) == 1
             evaluate = partial(self.tensor_parallel.run, plan.digest, own_loss, evaluate)
-        seeded = seed is not None and self.random and self.model.training
         host_values = HostValues() if plan.asks_inputs and host is not None and host is not inputs else None
-        if plan.num_stages == 1 and not seeded and host_values is None:  # an ordinary forward
+        if plan.num_stages == 1 and not self._seeded(seed) and host_values is None:  # an ordinary forward
             return evaluate(), ()
         if host_values is not None:
             assert host is not None
             host_values.know_all(arguments, host)
             evaluate = partial(_under, host_values, evaluate)
+        run = self._stage_run(stage_plan, received, inputs, host_values=host_values)
+        output = self._handled(run, evaluate, seed)
+        return (None if stage < self.num_stages - 1 else output), run.finished()
+
+    def walk(
+        self,
+        plan: ForwardPlan,
+        stage: int,
+        inputs: Mapping[str, Any],
+        received: Sequence[torch.Tensor],
+        *,
+        seed: int | None = None,
+        call: Callable[..., Any] | None = None,
+        hand_over: Callable[[tuple[torch.Tensor, ...]], None] | None = None,
+        early_exit: bool = False,
+    ) -> Any:
+        """Run one stage as generation does: the forward, or `call`, goes on to its end.
+
+        Args:
+            hand_over: called once, unless on the last stage, with the values for the next stage as soon as they are
+                there, long before this returns.
+            early_exit: leave after the stage's last unit, as `forward` does.
+
+        Returns:
+            The model's output, in which only the last stage's values are right; caches of keys and values then hold
+            the stage's own layers, and entries of the right length for all others.
+        """
+        stage_plan = self._stage_plan(plan, stage, received)
+        evaluate: Callable[[], Any] = partial(call or self._forwards.call, **_arguments(plan, inputs))
+        if self.tensor_parallel is not None:
+            evaluate = partial(self.tensor_parallel.run, plan.digest, False, evaluate)
+        if plan.num_stages == 1 and not self._seeded(seed):
+            return evaluate()
+        run = self._stage_run(stage_plan, received, inputs, early_exit, hand_over)
+        output = None if stage_plan.idle and early_exit else self._handled(run, evaluate, seed)
+        run.finished()
+        return output
+
+    def _stage_plan(self, plan: ForwardPlan, stage: int, received: Sequence[torch.Tensor]) -> StagePlan:
+        if stage and len(received) != len(plan.boundaries[stage - 1]):
+            crossing = len(plan.boundaries[stage - 1])
+            raise RuntimeError(
+                f"stage {stage} was given {len(received)} values, but {crossing} cross the boundary before it"
+            )
+        found = self._stage_plans.get((plan.digest, stage))
+        if found is None:
+            found = self._stage_plans[plan.digest, stage] = make_stage_plan(plan, stage)
+        return found
+
+    def _stage_run(
+        self,
+        plan: StagePlan,
+        received: Sequence[torch.Tensor],
+        inputs: Mapping[str, Any],
+        early_exit: bool = True,
+        hand_over: Callable[[tuple[torch.Tensor, ...]], None] | None = None,
+        host_values: HostValues | None = None,
+    ) -> StageRun:
         device = next((value.device for value in inputs.values() if isinstance(value, torch.Tensor)), None)
-        device = device or self.device
-        run = self.stage_run(stage_plan, functions, received, early_exit, device, hand_over, host_values)
-        if seeded:
-            assert seed is not None
+        functions = self._forwards.functions
+        return self.stage_run(plan, functions, received, early_exit, device or self.device, hand_over, host_values)
+
+    def _seeded(self, seed: int | None) -> bool:
+        return seed is not None and self.random and self.model.training
+
+    def _handled(self, run: StageRun, evaluate: Callable[[], Any], seed: int | None) -> Any:
+        if seed is not None and self._seeded(seed):
             if self._generators is None:
                 self._generators = generators_of(self.device)
             with restored(self._generators):
                 run.seed_with(partial(seed_all, self._generators), seed)
-                output = self._handled(run, evaluate)
-        else:
-            output = self._handled(run, evaluate)
-        return (None if early_exit and stage < self.num_stages - 1 else output), run.finished()
-
-    def _handled(self, run: StageRun, evaluate: Callable[[], Any]) -> Any:
+                return self._handled(run, evaluate, None)
         interceptor = self._forwards.interceptor
         interceptor.handler = run
         try:
@@ -384,17 +416,16 @@ class SplitModel:
     def _evaluate(
         self,
         plan: ForwardPlan,
-        function: Any,
         arguments: Any,
         inputs: Any,
         shares: Sequence[float] | None,
         criterion: Criterion | None,
     ) -> Any:
         if shares is None:
-            return function(**arguments)
+            return self._forwards.call(**arguments)
         assert plan.loss is not None
         with plan.loss.weighing(shares):
-            output = function(**arguments)
+            output = self._forwards.call(**arguments)
             loss = loss_by(criterion, output, inputs)
         if loss is None:
             return output
@@ -402,6 +433,17 @@ class SplitModel:
         for name in plan.loss.fields:
             named[name] = plan.loss.scale(named[name], shares, output)
         return named
+
+
+def _arguments(plan: ForwardPlan, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What the model is given: the caller's arguments, those that Penstock adds, and copies of those it will change."""
+    arguments = {**inputs, **dict(plan.defaults)} if plan.defaults else inputs
+    if written := plan.written_inputs:
+        arguments = {
+            name: map_tensors(lambda inner, tensor: tensor.clone() if inner in written else tensor, name, value)
+            for name, value in arguments.items()
+        }
+    return arguments
 
 
 def _under(mode: HostValues, evaluate: Callable[[], Any]) -> Any:
