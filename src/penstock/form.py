@@ -56,12 +56,10 @@ def form(
     Args:
         facts: what else must be the same on all ranks, by name.
         plan: makes the plan of what was found; it fails alike on all ranks.
-        units: the model's, if they are known.
         make: makes the model with this rank's weights for a layout, where `model` has none.
 
     Raises:
         ValueError: on every rank, if the ranks were given different models, or followed one's forward differently.
-        RuntimeError: another rank could not follow it, or rank 0 could not estimate the costs.
     """
     require_agreement({**facts_of(model), **facts}, board)
     ranks = world_ranks(board)

@@ -115,7 +115,6 @@ def _make_in_stages(
     """A model whose weights are made where they are held.
 
     Args:
-        make_skeleton: gives the whole model on the meta device.
         make: of the units of each stage, the stages that this rank holds, and how tensor parallelism shards the whole
             model's weights, gives the model with this rank's weights.
     """

@@ -163,11 +163,7 @@ def _with_size(model: nn.Module, configuration: Configuration, found: UnitsAndCo
 def plan_stages(
     configuration: Configuration, units: Sequence[str], costs: Sequence[float]
 ) -> tuple[list[list[str]], tuple[int, ...], int]:
-    """The units of each stage, the rank within the pipeline that holds each stage, and the number of pipelines.
-
-    Raises:
-        ConfigurationError: the pipeline does not fit the world or the model.
-    """
+    """The units of each stage, the rank within the pipeline that holds each stage, and the number of pipelines."""
     num_ranks, world_size = configuration.pipeline_parallel_size, dist.get_world_size()
     assert num_ranks != "auto"  # `_with_size` has replaced it
     key = "model_parallelism.pipeline_parallel_size"

@@ -65,11 +65,7 @@ def named_tensors(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def walkable(name: str, value: Any) -> Any:
-    """An input such that torch walks it as well: other mappings as dictionaries, data classes known to torch.
-
-    Raises:
-        ValueError: it holds a tensor inside something that is not walked.
-    """
+    """An input such that torch walks it as well: other mappings as dictionaries, data classes known to torch."""
     if isinstance(value, PLAIN):
         return value
     items = None if isinstance(value, PackedSequence) else items_of(value)

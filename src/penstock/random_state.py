@@ -76,11 +76,7 @@ def all_restored(generators: Sequence[torch.Generator]) -> Iterator[None]:
 
 @contextmanager
 def seeded(*entropy: int) -> Iterator[None]:
-    """Seed Python's, numpy's and torch's CPU generators inside the block; restore them after it.
-
-    Args:
-        entropy: numbers from which the seed is made.
-    """
+    """Seed Python's, numpy's and torch's CPU generators inside the block; restore them after it."""
     seed = int(np.random.SeedSequence(entropy).generate_state(1)[0])
     with all_restored([torch.default_generator]):
         random.seed(seed)

@@ -24,16 +24,7 @@ WRAPPERS = {
 
 
 def check_whole_model(model: Any, caller: str, used_names: Collection[str]) -> None:
-    """Refuse what cannot be parallelised whatever its layers are. No communication.
-
-    Args:
-        caller: the function that was called, for the message.
-        used_names: attributes that a parallelised model has.
-
-    Raises:
-        TypeError: `model` is no module, or one that wraps another. ValueError: it is compiled as a whole, on the meta
-            device, or has an attribute of its own under one of `used_names`.
-    """
+    """Refuse what cannot be parallelised whatever its layers are. No communication."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"{caller} takes a torch.nn.Module, got {type(model).__name__}")
     for cls in type(model).__mro__:
@@ -64,9 +55,6 @@ def remember_example_inputs(model: nn.Module, example_inputs: Any) -> None:
         example_inputs: the arguments of a forward: by name in a mapping, by position in a tuple or list, or a tensor or
             data class alone.
             None leaves them to be guessed.
-
-    Raises:
-        TypeError: they are none of these.
     """
     if example_inputs is None:
         return

@@ -61,12 +61,7 @@ class Verdict:
 def verdicts(
     model: nn.Module, units: Sequence[str], costs: Sequence[float], inputs: Mapping[str, Any]
 ) -> tuple[Verdict, ...]:
-    """What training, evaluation and generate() on two stages of about equal cost will be, with the model's own loss.
-
-    Args:
-        units, costs: of the model, in forward order.
-        inputs: arguments of a forward, without labels.
-    """
+    """What training, evaluation and generate() on two stages of about equal cost will be, with the model's own loss."""
     first = partition(list(costs), [1.0, 1.0]).sizes[0]
     stages = [list(units[:first]), list(units[first:])]
     kinds: list[tuple[str, Sequence[Mapping[str, Any]]]] = [("", [inputs])]

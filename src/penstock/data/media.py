@@ -77,9 +77,6 @@ def rows_of_media(inputs: Mapping[str, Any], media: MediaTokens) -> dict[str, li
 
     Args:
         inputs: a batch of a model's arguments, with `input_ids` or `mm_token_type_ids` of shape (batch, tokens).
-
-    Raises:
-        ValueError: the text has placeholders, but no way to share out the media fits them.
     """
     found: dict[str, list[int]] = {}
     for kind in KINDS.values():
@@ -124,9 +121,7 @@ def _shares_that_fit(
     """Possible numbers of images for each sample, the most certain first.
 
     Args:
-        counts: placeholder tokens of each sample.
         weights: of each image, in proportion to which it may have placeholders; None if unknown.
-        number: images of the batch.
         runs: of each sample, how many times its placeholders begin anew.
     """
     for guess in (weights, [1.0] * number):

@@ -114,9 +114,6 @@ class RowsOfBatch(TorchFunctionMode):
 
     Args:
         start, stop, total: of the samples. There may be several rows for each.
-
-    Attributes:
-        num_draws: how often it has drawn.
     """
 
     def __init__(self, start: int, stop: int, total: int, device: torch.device) -> None:

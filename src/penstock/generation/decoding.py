@@ -85,15 +85,12 @@ class Decoding:
         begin: gives a context in which all ranks of the pipeline have agreed to generate.
 
     Attributes:
-        rank: this global rank.
         ranks: those of the pipeline, in pipeline order; all that share a stage's weights too.
         chooses: whether this rank holds the last stage.
         running: whether a session is open, so that calling the model means `forward`.
         inside: whether a forward is being planned or run, so that the model's inner calls are its own.
         every_position: whether the logits of all positions are wanted on all ranks, not of the last position only.
         exchanges: how many exchanges this rank has begun in the session.
-        groups: of the batch that is decoded.
-        told: what was said once in the log.
     """
 
     def __init__(
@@ -284,11 +281,6 @@ class Decoding:
             An output of the model's own class. Its tensors are the last stage's on every rank; of logits with several
             positions only the last one is left, unless `every_position`. With `tokens_only`, the logits are the last
             stage's only, and `tokens` is due on every rank. A cache in it holds the rank's own layers.
-
-        Raises:
-            NotImplementedError: these inputs cannot be run on these stages; says why.
-            SettingsMismatch: the ranks planned different forwards.
-            PipelineFailure: a rank was lost or failed.
         """
         choosing = self.group.tokens_only and call is None
         self.inside = True
@@ -342,9 +334,6 @@ class Decoding:
 
         Args:
             chosen: these tokens there, shape (samples,); of no meaning on other ranks.
-
-        Raises:
-            RuntimeError: it has failed to choose any.
         """
         group = self.group
         if self.chooses:

@@ -55,8 +55,6 @@ def generate(
     """Run `original`, transformers' generate() of `model`, on all ranks of the pipeline.
 
     Args:
-        model: the parallelised model, a `PipelineModel`.
-        original: the bound method of the model's own class.
         args, kwargs: its arguments. Every rank passes equal ones, except that a `streamer` and `stopping_criteria` may
             be given on some ranks only: a criterion that is met on one rank stops them all.
         generation_groups: in how many groups the batch is decoded, so that as many stages have work at a time. "auto"
@@ -67,11 +65,6 @@ def generate(
     Returns:
         What the unsplit model returns, the same on every rank; of a cache that is part of it, each rank has the layers
         of its own stages, and for the others entries of the right length.
-
-    Raises:
-        ValueError: the ranks were given different arguments, an impossible number of groups, or an empty batch.
-        NotImplementedError: the way of decoding cannot work on stages.
-        PipelineFailure: a rank was lost or failed.
     """
     decoding = decoding_of(model.pipeline)
     if decoding.running:  # called by a generate() that goes on: long-form Whisper, token healing
@@ -106,10 +99,6 @@ def evaluate_with_cache(model: Any, inputs: Mapping[str, Any], criterion: Criter
     Returns:
         The model's output, on every rank. Of the cache in it, each rank has the layers of its own stages, and for the
         others entries of the right length: it may be passed to the next call.
-
-    Raises:
-        NotImplementedError: `model` is no model of transformers, or has several stages on a rank and is given no cache.
-        ValueError: the ranks were given different inputs.
     """
     engine = model.pipeline
     if not isinstance(model, PreTrainedModel):

@@ -81,9 +81,6 @@ def number_of_groups(wanted: Any, arguments: Mapping[str, Any], model: Any, watc
     Args:
         wanted: "auto" for as many as there are ranks in the pipeline, if the batch is large enough.
         watching: why more than the tokens is looked at; None if it is not.
-
-    Raises:
-        ValueError: `wanted` is neither "auto" nor a positive number.
     """
     if wanted != "auto" and (not isinstance(wanted, int) or wanted is True or wanted < 1):
         raise ValueError(f'generation_groups must be "auto" or a positive number of groups, got {wanted!r}')

@@ -26,11 +26,7 @@ LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
 
 
 class Prefill:
-    """The parts of such a forward.
-
-    Attributes:
-        parts: the arguments of each.
-    """
+    """The parts of such a forward."""
 
     def __init__(self, inputs: Mapping[str, Any], name: str, batch_size: int, number: int) -> None:
         self._name, self._cache = name, inputs[name]

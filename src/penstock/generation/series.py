@@ -34,8 +34,6 @@ class Expected:
 
     Attributes:
         key, family: its kind; see `Series`.
-        count: of its tensors.
-        specs: what it consists of, as far as it is known.
         buffers: what it is received into, once its receives are posted.
     """
 
@@ -85,14 +83,7 @@ class Series:
         family: Hashable | None = None,
         specs: Specs | None = None,
     ) -> None:
-        """Send the next message.
-
-        Args:
-            specs: what it consists of, if every rank knows.
-
-        Raises:
-            RuntimeError: tensors of this kind had other shapes or types before.
-        """
+        """Send the next message."""
         if specs is None:
             found, known = [TensorSpec.shape_of(tensor) for tensor in tensors], self._specs_of(key, family)
             if known is None:

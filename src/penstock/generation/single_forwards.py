@@ -32,7 +32,6 @@ class Forward:
 
     Attributes:
         key, family: what decides what crosses the boundaries; see `Series`.
-        incoming: what was asked for, by stage.
     """
 
     plan: ForwardPlan

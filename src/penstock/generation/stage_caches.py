@@ -21,8 +21,6 @@ class StageCaches:
     """Views of the cache among some inputs, one for each local stage; the last stage's walk is the one that counts.
 
     Args:
-        plan: says which stage owns which layer.
-        stages: the local stages, in order.
         inputs: arguments of the forward, of which at most one is a cache.
     """
 
@@ -41,12 +39,7 @@ class StageCaches:
         return self._inputs if self._name is None else {**self._inputs, self._name: self._views[stage]}
 
     def merge(self, output: Any) -> None:
-        """After all walks: complete the caller's cache, and put it into the last walk's output in place of the view.
-
-        Raises:
-            NotImplementedError: with the bare reason, if the model's forward made a cache by itself: the walks made
-                one each.
-        """
+        """After all walks: complete the caller's cache, and put it into the last walk's output in place of the view."""
         made = [name for name, value in output.items() if isinstance(value, Cache)]
         if self._name is None:
             if made:

@@ -27,11 +27,9 @@ class Turns:
     """Whose turn it is.
 
     Args:
-        count: the number of loops.
         begins: called on its thread whenever a loop's turn begins.
 
     Attributes:
-        current: the loop whose turn it is.
         error: what ended the first loop that failed, or all of them.
     """
 
@@ -44,11 +42,7 @@ class Turns:
         self._lock = threading.Lock()
 
     def pass_on(self) -> None:
-        """Let the other loops have a turn each. Called by the one whose turn it is.
-
-        Raises:
-            Stopped: one of them failed.
-        """
+        """Let the other loops have a turn each. Called by the one whose turn it is."""
         mine = self.current
         following = self._after(mine)
         if following != mine:
@@ -63,7 +57,6 @@ class Turns:
         """Run all loops, the first one in this thread; return their results in order, or raise the first error.
 
         Args:
-            device: the one they compute on.
             interrupted: called with what a signal raises in this thread, also in another loop's turn; must end whatever
                 that loop waits for.
         """

@@ -52,11 +52,7 @@ class PipelinePeftModel(PipelineModel, PeftModel):
         return self.get_base_model()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As `PipelineModel`'s: a training step's iterator, or with gradients disabled one output.
-
-        Raises:
-            NotImplementedError: adapters are chosen sample by sample (`adapter_names`).
-        """
+        """As `PipelineModel`'s: a training step's iterator, or with gradients disabled one output."""
         _refuse_per_sample(kwargs)
         return self.base(**self._bind(args, kwargs))
 
@@ -77,19 +73,11 @@ class PipelinePeftModel(PipelineModel, PeftModel):
             super().set_adapter(adapter_name, inference_mode)
 
     def add_adapter(self, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-        """Refused.
-
-        Raises:
-            NotImplementedError: says what to do.
-        """
+        """Refused."""
         raise NotImplementedError(f"add the adapter {adapter_name} before penstock.initialize() splits the model")
 
     def delete_adapter(self, adapter_name: str) -> None:
-        """Refused.
-
-        Raises:
-            NotImplementedError: says what to do.
-        """
+        """Refused."""
         raise NotImplementedError(f"delete the adapter {adapter_name} before penstock.initialize() splits the model")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PipelineModel:
@@ -130,10 +118,6 @@ class PipelinePeftModel(PipelineModel, PeftModel):
         """PEFT's `save_pretrained`: one ordinary folder for each adapter, of all stages. Every rank calls it.
 
         `PeftModel.from_pretrained` loads it in one process. The arguments are PEFT's; `is_main_process` has no effect.
-
-        Raises:
-            ValueError: there is no such adapter, or an argument cannot be honoured.
-            CheckpointError: some rank could not write; names the rank and the path.
         """
         for name in REFUSED_IN_SAVES:
             if kwargs.get(name):
@@ -209,11 +193,7 @@ class PipelinePeftModel(PipelineModel, PeftModel):
         return cast(PipelineModel, base)
 
     def merge_adapter(self, *args: Any, **kwargs: Any) -> None:
-        """Refused.
-
-        Raises:
-            NotImplementedError: says what to do.
-        """
+        """Refused."""
         raise NotImplementedError("merge_adapter() keeps the adapters beside the layers: use merge_and_unload()")
 
     def _adapter_folders(self, directory: str) -> dict[str, str]:
@@ -249,11 +229,7 @@ def _prefixed(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def refuse_peft(model: PeftModel) -> None:
-    """Raise for a PeftModel whose forward is more than that of the model inside.
-
-    Raises:
-        NotImplementedError: names the method of PEFT.
-    """
+    """Raise for a PeftModel whose forward is more than that of the model inside."""
     kind = model.active_peft_config.peft_type
     name = f"the adapters of type {getattr(kind, 'value', kind)}"
     if model.active_peft_config.is_prompt_learning:
@@ -277,7 +253,6 @@ def initialize_peft(model: PeftModel, parallelize: Callable[[PreTrainedModel], T
         parallelize: parallelises a transformers model in place. What it returns is returned.
 
     Raises:
-        NotImplementedError: the forward of this kind of adapters is more than that of the model inside.
         what `parallelize` raises.
     """
     refuse_peft(model)

@@ -13,12 +13,7 @@ logger = logging.getLogger("penstock")
 def announce(
     model_name: str, layout: Layout, schedules: Sequence[str], microbatches: Sequence[str], costs: Mapping[str, float]
 ) -> None:
-    """Log, at level INFO, what the pipelines of a run are. For one rank to call.
-
-    Args:
-        schedules, microbatches: of each pipeline, in words.
-        costs: the relative cost of each unit.
-    """
+    """Log, at level INFO, what the pipelines of a run are. For one rank to call."""
     if not logger.isEnabledFor(logging.INFO):
         return
     count = len(layout.pipelines)

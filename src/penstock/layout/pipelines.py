@@ -28,9 +28,6 @@ def parse_pipelines(text: str) -> list[tuple[int, int]]:
     """Read pipelines written as stages x microbatches: `1x3,2x5` is `[(1, 3), (2, 5)]`.
 
     Under a schedule that puts several stages on a rank the first number is that of ranks; see `num_stages_on`.
-
-    Raises:
-        ValueError: it is not written so, or a number is 0.
     """
     found = []
     for part in text.split(","):
@@ -45,12 +42,7 @@ def parse_pipelines(text: str) -> list[tuple[int, int]]:
 
 
 def check_schedule(schedule: Schedules) -> None:
-    """Check what a user gave as the schedule of pipelines, as far as can be told without the pipelines.
-
-    Raises:
-        TypeError: it is no schedule, or a dict with keys that are no templates.
-        ValueError: an unknown name, or a schedule written out that is invalid. FileNotFoundError: no such .csv file.
-    """
+    """Check what a user gave as the schedule of pipelines, as far as can be told without the pipelines."""
     if isinstance(schedule, Mapping):
         for template in schedule:
             if not isinstance(template, StageTemplate):
@@ -78,9 +70,6 @@ def schedule_maker(template: StageTemplate, schedule: Schedules) -> Callable[[in
 
     Args:
         schedule: of all templates, or a dict with one for each.
-
-    Raises:
-        ValueError: it has none for this template, or one for another number of stages.
     """
     if isinstance(schedule, Mapping):
         if template not in schedule:
@@ -108,12 +97,7 @@ def schedule_maker(template: StageTemplate, schedule: Schedules) -> Callable[[in
 
 
 def check_templates(pipelines: Sequence[AnyTemplate]) -> tuple[AnyTemplate, ...]:
-    """The templates of a run, which must place the same modules.
-
-    Raises:
-        TypeError: `pipelines` is no sequence of templates.
-        ValueError: there are none, or two are for different models.
-    """
+    """The templates of a run, which must place the same modules."""
     if isinstance(pipelines, StageTemplate) or not isinstance(pipelines, Sequence):
         raise TypeError(f"pipelines must be a list of PipelineTemplate, got {pipelines!r}")
     for template in pipelines:
@@ -133,11 +117,7 @@ def check_templates(pipelines: Sequence[AnyTemplate]) -> tuple[AnyTemplate, ...]
 
 
 def check_ranks(ranks: Sequence[int], tp_size: int, world_size: int) -> None:
-    """Check that pipelines on so many ranks each use all ranks of the world.
-
-    Raises:
-        AssertionError: they need more or fewer.
-    """
+    """Check that pipelines on so many ranks each use all ranks of the world."""
     needed = sum(ranks) * tp_size
     if needed != world_size:
         raise AssertionError(
@@ -147,13 +127,7 @@ def check_ranks(ranks: Sequence[int], tp_size: int, world_size: int) -> None:
 
 
 def check_microbatches(pipelines: Sequence[StageTemplate], num_microbatches: Microbatches) -> tuple[int, ...]:
-    """The number of microbatches of each pipeline.
-
-    Raises:
-        AssertionError: a pipeline has none given.
-        TypeError: `num_microbatches` is neither a mapping nor a sequence, or holds something that is no integer.
-        ValueError: a number below 1.
-    """
+    """The number of microbatches of each pipeline."""
     missing = "All pipelines must have a corresponding number of microbatches"
     if isinstance(num_microbatches, Mapping):
         for template in pipelines:

@@ -56,11 +56,7 @@ class StageTemplate:
         return f"PipelineTemplate({self.model_name!r}, {self.num_stages} stages of {sizes} modules)"
 
     def check_modules(self, label: str, modules: Sequence[str]) -> None:
-        """Check that this template places `modules`, in forward order, each once, the outer ones at the ends.
-
-        Raises:
-            ValueError: see `PipelineTemplate.validate`; names the model `label`.
-        """
+        """Check that this template places `modules`, in forward order, each once, the outer ones at the ends."""
         self._check_members(label, modules)
         self._check_ends(modules)
         self._check_order(label, modules)
@@ -124,11 +120,7 @@ def chosen_stages(units: Sequence[str], stages: Sequence[Sequence[str]]) -> list
     """The units of each stage, from the modules of each. A module that holds several units stands for all of them.
 
     Args:
-        units: of the model, in forward order.
         stages: for each stage the names of its modules, in forward order.
-
-    Raises:
-        ValueError: a name is unknown, or the stages are not all units once and in their order; begins with "stages".
     """
     placed: list[list[str]] = []
     for index, names in enumerate(stages):
@@ -148,11 +140,7 @@ def chosen_stages(units: Sequence[str], stages: Sequence[Sequence[str]]) -> list
 
 
 def split_stages(units: Sequence[str], split_points: Sequence[str]) -> list[list[str]]:
-    """The units of each stage, from the modules with which the second, the third, ... stage begins.
-
-    Raises:
-        ValueError: a name is unknown, or they are not in forward order; begins with "split_points".
-    """
+    """The units of each stage, from the modules with which the second, the third, ... stage begins."""
     starts = [0]
     for name in split_points:
         start = units.index(_units_of(name, units, "split_points")[0])

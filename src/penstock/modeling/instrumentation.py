@@ -27,12 +27,9 @@ class Record:
     Attributes:
         intercepted: how the module is intercepted, None if it is not.
         absent: what the module lacks as a ghost, by name; None if it is no ghost.
-        region: what a tensor-parallel layer exchanges through.
         by_heads: of which arguments a tensor-parallel attention takes its own heads, with the dimension of the heads.
         aliases: of a whole model, the names of each of its parameters before it was split.
-        tensor_parallel: of a whole model, how its weights are sharded.
         shards: of a whole model that was made in shards, these, by name, until `TensorParallel.apply` takes them.
-        engine: of a whole model, what runs it over pipelines.
         configuration: of a whole model, what `initialize()` was asked for.
         criterion: of a whole model, what gives its loss; None for the model's own.
         stand_in: of a whole model, what its optimizer is given on a rank that has nothing to train.

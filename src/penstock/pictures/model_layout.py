@@ -18,15 +18,7 @@ from penstock.schedule.actions import Schedule
 def describe_pipelines(
     model: PreTrainedModel, pipelines: Sequence[tuple[int, int]], microbatch_size: int, schedule: str
 ) -> LayoutDescription:
-    """What pipelines, each a number of ranks with balanced stages and one of microbatches, look like for a model.
-
-    Args:
-        model: a whole model, maybe on the meta device.
-        schedule: the name of every pipeline's.
-
-    Raises:
-        ValueError: a pipeline has more stages than the model has modules. NotImplementedError: it cannot be split.
-    """
+    """What pipelines, each a number of ranks with balanced stages and one of microbatches, look like for a model."""
     templates = balanced_templates(model, (ranks for ranks, _ in pipelines), schedule)
     schedules = tuple(schedule_maker(templates[ranks], schedule)(count) for ranks, count in pipelines)
     stages = [templates[ranks].modules_per_stage for ranks, _ in pipelines]

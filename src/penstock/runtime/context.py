@@ -16,14 +16,7 @@ from penstock.runtime.failures.interrupts import Interrupts
 
 @dataclass(frozen=True)
 class RankContext:
-    """One rank's place in a layout, and what it works together with others by.
-
-    Attributes:
-        rank: the global rank.
-        groups: the process groups of the layout.
-        board: where a failure of any rank is recorded.
-        interrupts: what holds the handlers of signals back.
-    """
+    """One rank's place in a layout, and what it works together with others by."""
 
     layout: Layout
     rank: int

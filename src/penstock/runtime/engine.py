@@ -103,7 +103,6 @@ def parallelize(
         make_sharding: of a whole model, this rank's index and number among those that share its stages, and what is
             tied, makes what shards its weights, such as `TensorParallel`; for a layout of several such ranks.
         make_weights: makes those of this rank's stages on a device, of a model on the meta device.
-        options: see `Engine`.
     """
     place = layout.place_of(dist.get_rank())
     mine = layout.pipelines[place.pipeline]
@@ -125,15 +124,12 @@ class Engine:
     All ranks of the layout construct theirs together.
 
     Args:
-        split: has split the model for this rank.
         num_microbatches, micro_batch_size: how a batch is split, if not by its own number of microbatches.
         batch_dim: of inputs, the dimension that has the samples, or None, where it is not the first.
-        timeout: that of the process groups, see `Groups`.
         patience: how many seconds a rank waits for others before it says so.
         values: on a rank that joins others which call `reform`, fills in what it holds.
 
     Attributes:
-        last_step: what the last training step took.
         trace: a path; while it is set, each training step's timeline is written there (.svg or .json), that of the
             first pipeline. Set it on all ranks alike.
         trace_steps: the first and the last training step, counted from 0, that the timeline covers; None for the latest
@@ -150,7 +146,6 @@ class Engine:
         forward: while it is set, a call of the model means it: generation's single forwards.
         make_recorder: makes what records the timeline of a step for `trace`; None records nothing.
         on_board: is given the failure board of each re-formation when that begins.
-        run: the elastic run that it is part of, if any.
     """
 
     def __init__(
@@ -275,7 +270,6 @@ class Engine:
 
         Raises:
             ValueError: the layout does not fit the model or the world; nothing has changed then.
-            PipelineFailure: a rank was lost meanwhile.
         """
         if layout.world_size != dist.get_world_size():
             raise ValueError(f"the layout is of {layout.world_size} ranks, but the world has {dist.get_world_size()}")
@@ -327,11 +321,7 @@ class Engine:
             values(self, self.values_here(), {})
 
     def for_copy(self, model: nn.Module) -> Engine:
-        """An engine of the same layout for a copy of the model. All ranks of the layout call this together.
-
-        Raises:
-            NotImplementedError: the weights are sharded. RuntimeError: the copy was moved to another device.
-        """
+        """An engine of the same layout for a copy of the model. All ranks of the layout call this together."""
         if self.split.tensor_parallel is not None:
             raise NotImplementedError(
                 "a copy of a model whose weights are sharded over tensor-parallel ranks cannot be run: initialize() "
@@ -415,11 +405,6 @@ class Engine:
         """A training step on this pipeline's batch: yields each microbatch's output, whose loss wants a `backward()`.
 
         The batch is checked now, before any communication; the step runs as the caller iterates.
-
-        Raises:
-            ValueError: the batch is empty, holds no tensors, is smaller than the number of microbatches, or gives the
-                model nothing to compute a loss from.
-            LoopError: a training step is under way.
         """
         first = next((v.first_microbatch for v in inputs.values() if isinstance(v, PerMicrobatch)), None)
         self._refuse_if_over()
@@ -492,12 +477,7 @@ class Engine:
             raise step.interruption
 
     def evaluate(self, inputs: Mapping[str, Any], criterion: Criterion | None = None) -> Any:
-        """The model's output for the whole batch, on every rank of this pipeline, without gradients.
-
-        Raises:
-            ValueError: as `train`, but a batch may come without labels and may be smaller than the number of
-            microbatches.
-        """
+        """The model's output for the whole batch, on every rank of this pipeline, without gradients."""
         with self._evaluation(inputs, criterion, over_all_pipelines=False) as (output, form):
             return share_output(output, self.context, form)
 
@@ -509,9 +489,6 @@ class Engine:
         Returns:
             The loss, on every rank, and this pipeline's output: with `share_outputs` on all its ranks, otherwise on the
             last stage. None where there is none, also on a pipeline without any microbatch.
-
-        Raises:
-            ValueError: as `train`.
         """
         with self._evaluation(inputs, criterion, over_all_pipelines=True) as (output, form):
             own = torch.zeros((), device=self.device) if output is None else output.loss.detach()
@@ -533,10 +510,6 @@ class Engine:
     ) -> Iterator[Mapping[int, Sequence[int]]]:
         """Around what the ranks of this pipeline (of all of them, with `everyone`) do together: it begins on all of
         them or on none, and no signal tears it. Gives every rank's settings.
-
-        Raises:
-            LoopError: a training step is under way. CallMismatch: the other ranks do something else.
-            BatchMismatch, SettingsMismatch: they do it with something else.
         """
         self._refuse_if_over()
         self._parts.open_step.refuse(str(call))

@@ -35,12 +35,9 @@ def evaluate(
     """Run the forwards; return the merged output on the rank of the last stage, None elsewhere.
 
     Args:
-        program: of a schedule of forwards alone.
-        states: see `Boundaries.begin`.
         counts: makes this pipeline's numbers of terms in the loss's means those of the global batch, so that the loss
             is a share of the global batch's loss. All pipelines must evaluate together then; one without any microbatch
             has no output. Without it the loss is the mean over this pipeline's batch.
-        grown: see `merge_outputs`.
     """
     last = program.last
     is_last = program.top == last

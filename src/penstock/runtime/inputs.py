@@ -27,17 +27,12 @@ class StepInputs:
     """The microbatches of one rank's pipeline in one step.
 
     Attributes:
-        microbatches: each one's keyword arguments to the model.
-        plans: each one's plan.
         signatures: each one's plan, and its inputs' shapes and types; equal signatures have equal shapes at every
             boundary.
         counts: each one's numbers of terms in the means that make up the loss.
-        sizes: each one's number of samples.
         first_microbatch: the index of the first one in the global batch (it seeds dropout).
         number: the number of the training step, counted from 0 alike on all ranks; it seeds dropout.
         hosts: `microbatches`, with CPU tensors in place of those on an accelerator where there are copies of them.
-        run_seed: the run's, for dropout.
-        criterion: gives the loss in place of the model's own.
     """
 
     microbatches: Sequence[Mapping[str, Any]]
@@ -68,7 +63,6 @@ class StepInputs:
 
         Args:
             plan_of: gives the plan of a microbatch; takes `criterion` too.
-            with_counts: on the last stage, which weighs the loss.
         """
         hosts = microbatches if hosts is None else hosts
         plans: list[ForwardPlan] = []

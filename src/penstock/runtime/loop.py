@@ -107,11 +107,7 @@ class TrainingLoop(Iterator[Any]):
         return output
 
     def close(self) -> None:
-        """Leave the step here. Every rank must, at the same microbatch.
-
-        Raises:
-            PipelineFailure: other ranks did not.
-        """
+        """Leave the step here. Every rank must, at the same microbatch."""
         if self._over or self._outputs is None:
             self._over = True
             return

@@ -51,21 +51,13 @@ class Parts:
     """One rank's parts. All ranks of the layout make theirs together.
 
     Args:
-        split: has split the model for this rank.
-        timeout: that of the process groups, see `Groups`.
         patience: how many seconds a rank waits for others before it says so.
 
     Attributes:
         make_schedule: gives this pipeline's schedule for a number of microbatches.
-        context: what this rank knows about itself.
         held: the parameters this rank holds, with the other ranks that do.
-        boundaries: of the stages of this rank.
-        totals: what the pipelines sum up.
-        gradients: of what is held.
         updates: whether the weights have changed since the last step.
         roll_call: what begins each call on all ranks or on none.
-        open_step: the training step under way.
-        closed: whether the parts were given up.
     """
 
     context: RankContext

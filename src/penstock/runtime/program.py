@@ -17,10 +17,7 @@ class Program:
     """One rank's part of a schedule.
 
     Attributes:
-        actions: the rank's actions in execution order.
-        orders: see `microbatch_orders`.
         top: the highest of the rank's stages, whose backward is the caller's.
-        last: the pipeline's last stage.
         splits_backward: whether weight gradients have actions of their own.
         final_backward: the position of the last backward, -1 if there is none.
         whole_backwards: positions of backwards whose weight gradients follow at once.

@@ -32,7 +32,6 @@ def share_changes(
     """Give all holders of some parameters the changes that any of them made. All holders call this together.
 
     Args:
-        before: their values before.
         holders: the ranks that hold each, in an order all ranks share.
         speaks: whether this rank's changes count: pipelines change the same, so that one of them speaks.
     """

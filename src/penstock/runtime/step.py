@@ -48,13 +48,7 @@ class LoopError(RuntimeError):
 
 
 class TrainingStep:
-    """One training step of one rank. Iterate over `run()`; then read `report`.
-
-    Args:
-        context, split, boundaries, gradients, totals: this rank's parts of the engine.
-        loss_scale: what losses are multiplied with in the backward.
-        own_means: see `Engine`.
-    """
+    """One training step of one rank. Iterate over `run()`; then read `report`."""
 
     def __init__(
         self,
@@ -138,7 +132,6 @@ class TrainingStep:
             all_begin: waits until all ranks have begun the step, and gives their states, see `Boundaries.begin`; called
                 before the first message. What it raises ends a step that no rank has begun.
             number: which training step this is, counted from 0 alike on all ranks; it seeds dropout.
-            recorder: notes when what was run.
         """
         self._inputs, self._recorder = replace(self._inputs, number=number), recorder
         board = self._board

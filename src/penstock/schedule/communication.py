@@ -103,9 +103,6 @@ def insert_communication(
             their use; ``None`` is no bound. A sender waits with an action while its receiver's window is full.
         losses: whether to insert the messages that tell each rank the losses, too, and a `LossKnown` before each
             backward of a rank's top stage.
-
-    Raises:
-        Blocked: the schedule cannot run to its end within this window.
     """
     run = _Run(schedule, window, losses)
     # Ranks that can go on, by the time at which they do.
@@ -239,7 +236,6 @@ class Posts:
     """Which receives a rank posts when it has come to an action: each `Step` is the one that will use the message.
 
     Attributes:
-        before: before anything else of the action.
         inside: in the backward of the rank's top stage, when the caller has been given the loss and has called
             `backward()`.
     """

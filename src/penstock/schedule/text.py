@@ -116,11 +116,7 @@ def resolve_schedule(
 
 
 def written_schedule(source: str | Path | Rows) -> Schedule | None:
-    """The schedule that a user wrote, in a file or as rows; None if they asked for one by name.
-
-    Raises:
-        ValueError, FileNotFoundError: as `resolve_schedule`.
-    """
+    """The schedule that a user wrote, in a file or as rows; None if they asked for one by name."""
     if isinstance(source, str) and source in schedule_names():
         return None
     if isinstance(source, Path) or (isinstance(source, str) and source.endswith(".csv")):
@@ -135,9 +131,6 @@ def own_or_named(source: str | Path | Rows, num_ranks: int) -> Callable[[int], S
 
     A schedule that was written out serves its own number of microbatches. For any other the maker returns its placement
     with forwards only, microbatch by microbatch, which is what evaluation needs.
-
-    Raises:
-        ValueError: as `resolve_schedule`, but for the number of microbatches.
     """
     own = written_schedule(source)
     if own is None:

@@ -127,9 +127,6 @@ def check_rendezvous(operations: Sequence[Iterable[Operation]]) -> None:
 
     Args:
         operations: per rank, what `insert_communication` returns, or another placement of the transfers.
-
-    Raises:
-        ScheduleError: naming the operation at which each rank is blocked.
     """
     to_do = [deque(rank_operations) for rank_operations in operations]
     moving = deque(range(len(to_do)))  # ranks that may be able to go on

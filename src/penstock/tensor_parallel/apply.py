@@ -33,17 +33,10 @@ class TensorParallel:
 
     Args:
         model: a whole model, one with ghosts, or one on the meta device; it is left as it is until `apply`.
-        index, size: this rank's place in the group.
-        aliases: from `alias_groups(model)`.
 
     Attributes:
-        region: what the sharded layers exchange through.
         shards: of every parameter of the unsplit model that is sharded, by each of its names, how.
         partial: names of whole parameters that are used on shards, so that each rank has a part of their gradient.
-
-    Raises:
-        NotImplementedError: there is no plan for this model, or it cannot be followed, or the model has adapters.
-        ValueError: the group's size does not divide the heads, the vocabulary or a layer's width; says what would.
     """
 
     def __init__(self, model: nn.Module, index: int, size: int, aliases: Sequence[tuple[str, ...]]) -> None:
@@ -81,12 +74,6 @@ class TensorParallel:
 
         `Parameter` objects keep their identity, so an optimizer that holds them goes on working; but for those whose
         shards `leave_shards` left, which were meta tensors.
-
-        Args:
-            stage_of: the stage of each unit.
-
-        Raises:
-            NotImplementedError: a layer to be sharded stands outside of all units.
         """
         shards = take_shards(model)
         replaced: dict[nn.Parameter, nn.Parameter] = {}

@@ -39,11 +39,7 @@ class _Watched:
 
 
 class ShardKeeper:
-    """Writes to watched weights, which are meta tensors, reach the shard that this rank keeps.
-
-    Args:
-        index, count: which shard of how many.
-    """
+    """Writes to watched weights, which are meta tensors, reach the shard that this rank keeps."""
 
     def __init__(self, index: int, count: int) -> None:
         self._index, self._count = index, count
@@ -69,11 +65,7 @@ class ShardKeeper:
         self._watched[_storage(parameter)] = _Watched(parameter, parameter.untyped_storage(), sharding, part)
 
     def shard_of(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """The kept shard of a parameter; None if it is not watched.
-
-        Raises:
-            NotImplementedError: it has got other data since, which was not seen.
-        """
+        """The kept shard of a parameter; None if it is not watched."""
         self._close()
         watched = next((one for one in self._watched.values() if one.parameter is parameter), None)
         if watched is None:
@@ -90,9 +82,6 @@ class ShardKeeper:
 
         Args:
             overwritten: whether all of `tensor` will be written, whatever was there.
-
-        Raises:
-            NotImplementedError: a part of a weight is to be written, of which only a shard is left.
         """
         watched = self._watched.get(_storage(tensor)) if tensor.is_meta else None
         if watched is None:
@@ -105,11 +94,7 @@ class ShardKeeper:
         return self._whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Run an operation that writes to a watched weight. Returns whether it is one.
-
-        Raises:
-            NotImplementedError: it needs the values of weights that are not here.
-        """
+        """Run an operation that writes to a watched weight. Returns whether it is one."""
         if not func._schema.is_mutable:
             return False
         target = args[0] if args and isinstance(args[0], torch.Tensor) and self._watches(args[0]) else None
@@ -145,15 +130,8 @@ def _storage(tensor: torch.Tensor) -> int:
 class ShardLoading:
     """How one rank loads its shards of those of the weights `names` that are sharded.
 
-    Args:
-        model: on the meta device.
-
     Attributes:
-        keeper: has the shards.
         mismatched: (name, shape in the checkpoint, shape in the model) of tensors that were left out.
-
-    Raises:
-        ValueError: a weight has not the shape that `tensor_parallel` was made for.
     """
 
     def __init__(self, model: PreTrainedModel, names: Collection[str], tensor_parallel: Any) -> None:
@@ -278,11 +256,7 @@ class _ShardedSource:
 
 
 def _pairs_of_ties(ties: Mapping[str, str], loaded: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Tied names that were all loaded, each but the first with the first: the source if it is there.
-
-    Args:
-        ties: from each name to its source.
-    """
+    """Tied names that were all loaded, each but the first with the first: the source if it is there."""
     first: dict[str, str] = {source: source for source in ties.values() if source in loaded}
     for target, source in ties.items():
         if target in loaded and first.setdefault(source, target) != target:

@@ -23,8 +23,6 @@ class Style(NamedTuple):
         along: how its weight is sharded: by `"out"` or `"in"` features, by `"rows"` or `"columns"` of a
             table, or not (`""`); `"part"`: it is whole, but used on shards, so that each rank has a part of its
             gradient.
-        layer: what the layer becomes, if it changes.
-        blocks: how many fused weights there are.
     """
 
     along: str = ""
@@ -167,11 +165,7 @@ def register_tensor_parallel_plan(model: type[nn.Module] | str, plan: TensorPara
 
 
 def plan_of(model: nn.Module) -> TensorParallelPlan:
-    """The plan of a model: one registered for its class or its type, Penstock's, or transformers' own.
-
-    Raises:
-        NotImplementedError: there is none, or transformers' has a style that is not supported.
-    """
+    """The plan of a model: one registered for its class or its type, Penstock's, or transformers' own."""
     for kind in type(model).__mro__:
         if kind in _registered:
             return _registered[kind]

@@ -33,8 +33,6 @@ class Region:
     """One rank's part in a tensor-parallel group.
 
     Attributes:
-        index, size: this rank's place in the group.
-        collectives: given by the runtime before the first forward.
         inside: whether the forward is between a column-wise and a row-wise layer, where activations are shards.
         around: entered where such a stretch begins and left where it ends, if set.
         keep_logits_sharded: whether a vocabulary-parallel head gives this rank's shard of the logits.

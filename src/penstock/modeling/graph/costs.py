@@ -41,8 +41,6 @@ def unit_costs(
 
     Args:
         model: a model whose units are these; left as it was.
-        units: from `list_units(model)`.
-        tokens: tokens per sample.
         inputs: arguments of a forward, for a model that does not run on inputs made from its configuration.
 
     Returns:

@@ -29,7 +29,6 @@ class Value:
     """One tensor that one call of a unit returns.
 
     Attributes:
-        unit: the unit's name.
         call: which call of the unit in the forward, counted from 0.
         leaf: which leaf of its output, counted from 0, or the name of a side output (`"router_logits.0"`).
     """
@@ -303,7 +302,6 @@ class ReadObserver(TorchFunctionMode):
     """Sees what the dispatcher does not: data read by Python on the CPU, and calls of the functions in `observers`.
 
     Args:
-        flow: told of every read.
         observers: `{function: observe(args, kwargs, result)}`, called after the function.
     """
 

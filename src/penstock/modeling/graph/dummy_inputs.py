@@ -36,7 +36,6 @@ def dummy_inputs(model: nn.Module, batch: int = BATCH, tokens: int = TOKENS) -> 
 
     Args:
         model: its `main_input_name` and configuration say what it takes, or else its first layer.
-        batch: samples.
         tokens: tokens per sample; fewer if the model has fewer positions.
     """
     given = known_of(model).example_inputs
@@ -88,11 +87,7 @@ def dummy_inputs(model: nn.Module, batch: int = BATCH, tokens: int = TOKENS) -> 
 
 
 def arguments_by_name(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call, those by position under the names that the model's forward has for them.
-
-    Raises:
-        TypeError: there are more by position than the forward names, or one is given twice.
-    """
+    """The arguments of a call, those by position under the names that the model's forward has for them."""
     parameters = inspect.signature(model.forward).parameters.values()
     names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     forward = f"{type(model).__name__}.forward()"

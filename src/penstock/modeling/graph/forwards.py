@@ -79,8 +79,6 @@ class Forwards:
         units: name and module of each unit, with which the shape functions are made at once.
 
     Attributes:
-        units: the same.
-        functions: the units' shape functions.
         interceptor: of the units and of the dropout modules between them.
         batch_dim: of inputs, the dimension that has the samples, or None, where it is not the first.
         call: the model's own forward, whatever a face makes of calling the model later.
@@ -155,12 +153,7 @@ class Forwards:
 
         Args:
             inputs: the arguments of the forward, and those that only the criterion takes.
-            call: what to run instead of the model.
             criterion: what gives the loss in place of the output's own.
-
-        Raises:
-            NotImplementedError: "Auto policy for <class> is not implemented..." with the reason, if it cannot be
-                followed.
         """
         asked = "use_cache" in inputs or inputs.get("past_key_values") is not None
         # No cache of keys and values unless the caller asks for one: no stage could return it as a whole.

@@ -51,11 +51,7 @@ class CriterionError(ValueError):
 
 
 def loss_by(criterion: Criterion | None, output: Any, inputs: Mapping[str, Any]) -> torch.Tensor | None:
-    """The loss of a criterion, by default the output's own.
-
-    Raises:
-        CriterionError: the criterion lacks an input, or gave something else than a number.
-    """
+    """The loss of a criterion, by default the output's own."""
     if criterion is None:
         return loss_of(output)
     try:
@@ -131,7 +127,6 @@ class LossRule:
         exact: False if the loss is, as far as can be seen, no mean over tokens or samples (contrastive losses, a mean
             taken by hand): microbatches are then weighted by samples, which equals the unsplit model accumulating
             over the same microbatches, but not the loss of the whole batch at once.
-        reason: why not, if not exact.
         fields: other fields of the output that hold one of these means by itself, weighted as the loss is.
     """
 
@@ -158,7 +153,6 @@ class LossRule:
         """This microbatch's share of each of the batch's means, see `counted`.
 
         Args:
-            counts: of the microbatch.
             totals: of the whole batch, over all microbatches and pipelines.
         """
         return tuple(
@@ -187,7 +181,6 @@ class LossRule:
 
         Args:
             loss: the microbatch's loss; NaN where nothing was counted.
-            shares: from `shares()`.
             connected: outputs of the same forward; a zero share keeps its place in the autograd graph through them.
         """
         share = self._base(shares)

@@ -38,13 +38,7 @@ def label_placeholder(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 class LossTrace:
-    """Records the loss functions of one traced forward.
-
-    Args:
-        inputs: the placeholders that the forward is given.
-        flow: the data flow of the same forward.
-        batch_dim: see `trace`.
-    """
+    """Records the loss functions of one traced forward."""
 
     def __init__(self, inputs: Mapping[str, Any], flow: DataFlow, batch_dim: Mapping[str, int | None]) -> None:
         self._inputs = inputs

@@ -22,10 +22,7 @@ class PlannedCall:
     """One planned call of a unit.
 
     Attributes:
-        unit: its name.
         index: which call of this unit in the forward, counted from 0.
-        stage: the stage that runs it.
-        output: the structure of what it returns.
         like_input: leaves of the output that have the shape and dtype of its first argument.
     """
 
@@ -42,7 +39,6 @@ class ForwardPlan(ForwardFacts):
 
     Attributes:
         entry: name of the function that is run, `"forward"` for the model itself.
-        num_stages: stages of the pipeline.
         calls: all unit calls, in the order in which they happen.
         boundaries: for each boundary the values that cross it, in the order in which they travel; `boundaries[i]` are
             those between stage i and i + 1.
@@ -75,12 +71,7 @@ def make_plan(
     """Place the calls of a trace on stages.
 
     Args:
-        trace: from `graph.trace.trace`.
         stage_of: the stage of each unit; floating modules need none, they run where their latest input is.
-        num_stages: stages of the pipeline.
-
-    Raises:
-        NotImplementedError: with the bare reason, if these stages cannot run one after another.
     """
     calls = _placed(trace, stage_of)
     stages = {(call.unit, call.index): call.stage for call in calls}
@@ -185,8 +176,6 @@ class StageCall:
     """What a stage does at one unit call.
 
     Attributes:
-        call: the call.
-        own: whether the stage runs the unit.
         last: whether the stage is done after this call.
         sends: (leaf, position among the values to send, copy) of outputs for the next stage; `copy`
             where the model's code will change the output in place.
@@ -214,7 +203,6 @@ class StagePlan:
     """What one stage does in a forward, worked out once, so that running it looks nothing up.
 
     Attributes:
-        calls: one per unit call of the forward, in order.
         relayed: (position among the values received, position among the values to send) of what passes through.
         num_sent: how many values cross the stage's outgoing boundary.
         idle: whether the stage runs no unit and returns no output, so that its forward need not run at all.

@@ -33,7 +33,6 @@ class Captured:
     """One entry that a call appends to a side output.
 
     Attributes:
-        key: the list, such as `"router_logits"`.
         leaf: the output leaf it is (an index), its own name (`"router_logits.0"`), or None where None is appended.
         shape: its shape, None with `leaf` None.
     """
@@ -49,8 +48,6 @@ class Stored:
 
     Attributes:
         position: of the mapping among the leaves of the arguments.
-        key: of the entry.
-        spec: how the entry's leaves are put together.
     """
 
     position: int
@@ -65,7 +62,6 @@ class OutputShape:
     Attributes:
         leaves: for each leaf of the output, and then of the entries in `stored`, a `TensorSpec`, or the leaf itself if
             it is no tensor.
-        spec: how the leaves of the output are put together.
         captured: side outputs in the order in which they are appended.
         cache: what the call does to a cache among its arguments, None if nothing.
         written: indices of the argument leaves that the call changes in place.
@@ -103,7 +99,6 @@ class OutputShape:
 
         Args:
             tensor: gives the tensor for a leaf, by its index or its name as a side output, and its shape.
-            given: the leaves of the arguments.
         """
         leaves = [tensor(i, leaf) if isinstance(leaf, TensorSpec) else leaf for i, leaf in enumerate(self.leaves)]
         lists = side_outputs() if self.captured else {}
@@ -136,7 +131,6 @@ class ShapeFunctions:
             same shapes.
 
     Attributes:
-        units: the same.
         around: entered with the unit's name around each run of a copy, if set.
         hidden: why a unit could not be run as it is, so that something was assumed of it; the first error of each.
     """
@@ -177,9 +171,6 @@ class ShapeFunctions:
         Args:
             known: those leaves of the arguments whose values every stage has, as they come from the inputs alone; the
                 unit's code may ask for them.
-
-        Raises:
-            NotImplementedError: the unit cannot run on meta tensors and has no tensor argument to be shaped like.
         """
         leaves, spec = flatten((args, kwargs))
         if name not in self.units:  # a dropout between units, which may run on another stage

@@ -54,11 +54,8 @@ class TracedCall:
     """One call of a unit, or of a dropout module between units.
 
     Attributes:
-        unit: its name.
         index: which call of this unit, counted from 0.
         floating: whether it may run on any stage (it holds no parameters).
-        sources: what its arguments were computed from.
-        output: the structure of what it returns.
         like_input: leaves of the output that have the shape and dtype of its first argument.
     """
 
@@ -81,7 +78,6 @@ class ForwardFacts:
         asks_inputs: whether the code between units asks for values of the inputs alone, to decide what to do.
         loss: how the loss of a batch follows from its microbatches', None without a loss.
         fields: the names of the output's fields, also of those that are None in this forward.
-        form: what the output is, if it is no `ModelOutput`.
     """
 
     written: frozenset[Value]
@@ -97,8 +93,6 @@ class Trace(ForwardFacts):
     """What a forward does with its units.
 
     Attributes:
-        calls: in the order in which they happen.
-        output_sources: what the model's output was computed from.
         controls: number of calls made before, and sources, of each value that decided what Python did next.
         shapes: shape and dtype of each value in this forward (for reports; plans do not use them).
         output_shapes: the shapes of the output's tensors in this forward.
@@ -112,11 +106,7 @@ class Trace(ForwardFacts):
 
 
 class Untraceable(Exception):
-    """The forward cannot be followed; the message says why.
-
-    Attributes:
-        num_calls: how many calls of units it made before.
-    """
+    """The forward cannot be followed; the message says why."""
 
     num_calls = 0
 
@@ -153,19 +143,12 @@ def trace(
 
     Args:
         model: its units and floating modules are intercepted through `interceptor`.
-        functions: the units' shape functions.
         floating: names of intercepted modules without parameters; they are run as they are.
-        inputs: the arguments of the forward.
         call: what to run, the model itself by default.
         criterion: called as `criterion(output, inputs)` for the loss; by default the loss is the output's own. If it
             has an attribute `reduction` that is "sum", the losses of microbatches add up to the batch's.
         for_criterion: names of inputs that the criterion alone is given.
         batch_dim: of inputs, the dimension that has the samples, or None, where it is not the first.
-
-    Raises:
-        Untraceable: with the reason. CriterionError: the criterion is to blame.
-        ReachedInside: the model's code uses a unit's parameter or buffer without calling the unit.
-        Enclosed: it calls a unit where no boundary can be.
     """
     functions.sync()
     with (

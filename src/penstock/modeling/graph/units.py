@@ -37,9 +37,6 @@ def list_units(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> lis
         model: a whole model, or one built on the meta device. It is left as it was, but for `separate_shared_blocks`.
             Of a PeftModel, the names are those in the model inside.
         inputs: arguments of a forward, for a model that does not run on dummy inputs made from its configuration.
-
-    Raises:
-        NotImplementedError: "Auto policy for <class> is not implemented..." with the reason, if it cannot be split.
     """
     if isinstance(model, nn.Module) and not isinstance(base_of(model), PreTrainedModel):
         separate_shared_blocks(model)
@@ -50,9 +47,6 @@ def separate_shared_blocks(model: nn.Module) -> None:
     """Where the entries of lists are one module, or share one, put twins with the same parameters in its place.
 
     These are tied weights then, and each entry can be on a stage of its own.
-
-    Raises:
-        NotImplementedError: it has buffers that are saved, such as running statistics, which twins would not share.
     """
     seen = set[nn.Module]()
 
@@ -159,11 +153,7 @@ def _candidates(model: nn.Module) -> list[str]:
 
 
 class _Candidates:
-    """Looks for units in a model.
-
-    Attributes:
-        found: their names, in the order of definition.
-    """
+    """Looks for units in a model."""
 
     def __init__(self, model: nn.Module) -> None:
         self.found: list[str] = []
@@ -276,11 +266,7 @@ def _without(model: nn.Module, units: list[str], tensor: str, inner_calls: Mappi
 
 
 def _in_one(model: nn.Module, units: list[str], enclosed: Enclosed) -> list[str]:
-    """`units` with those inside the module that runs them where no boundary can be as one.
-
-    Raises:
-        Untraceable: that is the whole model, or leaves less than two units.
-    """
+    """`units` with those inside the module that runs them where no boundary can be as one."""
     whole = next((name for name, module in model.named_modules() if module is enclosed.module), "")
     inside = [unit for unit in units if unit.startswith(f"{whole}.")]
     if not whole or not inside or len(units) - len(inside) < 1:

@@ -40,7 +40,6 @@ class CacheGrowth:
         """Let the cache among a call's arguments know what the call does to it, when another stage makes the call.
 
         Args:
-            arguments: the leaves of the arguments.
             device: where the tokens' entries live if the first tensor is a meta tensor.
         """
         cache = next((each for each in arguments if isinstance(each, Cache)), None)
@@ -114,9 +113,7 @@ class ShapeCache(Cache):
 
     Args:
         real: the cache whose lengths count; it is read, never written.
-        use: collects what is done with which layer.
         begun: layers as an earlier call left them on the meta device. Only a layer's owner has its real state.
-        batch: samples of this call.
         remembers: False for the cross-attention part of an encoder-decoder cache, which has no past of its own.
     """
 
@@ -239,11 +236,7 @@ def note_use(cache: Cache, layers: Collection[int]) -> None:
     """Record that a module which could not be run uses its layer of a cache in the usual way.
 
     Args:
-        cache: the placeholder that it was given.
         layers: the indices of its layers, of which there should be one.
-
-    Raises:
-        NotImplementedError: it cannot be known what it does with the cache.
     """
     if not isinstance(cache, ShapeCache) or len(layers) != 1:
         raise NotImplementedError("its code uses the cache of keys and values in a way that cannot be followed")

@@ -50,9 +50,6 @@ def restore(module: nn.Module, device: torch.device) -> Iterator[tuple[str, torc
 
     Buffers come without values, but for temporary ones. Parameters come as they are, which may be without storage.
 
-    Args:
-        device: where buffers are made.
-
     Returns:
         For each tensor that may lack its values its name relative to `module`, itself, and for a parameter a meta
         tensor of its shape.

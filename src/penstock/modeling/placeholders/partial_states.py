@@ -77,11 +77,7 @@ class PartialState(OrderedDict[str, Any]):
         return made
 
     def items(self) -> Any:
-        """As of any dictionary.
-
-        Raises:
-            TypeError: a function that saves asks for them.
-        """
+        """As of any dictionary."""
         frame: Any = sys._getframe(1)
         while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _SAVING_PACKAGES:
             if frame.f_code.co_name.startswith("save"):

@@ -32,9 +32,7 @@ class StageRun:
     """Handles the unit calls of one forward of one stage.
 
     Args:
-        received: the values that the stage before sent.
         early_exit: whether to leave the forward after the stage's last unit.
-        device: where placeholders live.
         hand_over: takes the values for the next stage as soon as they are there, before the forward goes on.
         host_values: what is active in the code between units, and not inside of them.
     """

@@ -53,19 +53,12 @@ class SplitModel:
         aliases: of a model whose foreign units are ghosts, what is tied in the whole one, if it is known.
 
     Attributes:
-        model: the model.
-        stages: the names of the units of each stage.
-        local_stages: the stages held here.
         aliases: every parameter of the unsplit model as the tuple of its names, in the model's order.
         released: the parameters that the last placement made give up storage, by name in the unsplit model (a tied
             one by the first of its names).
         taken: the parameters and buffers that the last placement gave storage, named likewise, to be filled by the
             caller. Buffers that no checkpoint holds have their values already and are not among them.
         random: whether the model draws random numbers in training (dropout), so that `seed` has an effect.
-        tensor_parallel: how the weights are sharded, if they are.
-
-    Raises:
-        ValueError: a unit is unknown, placed twice or inside another, or a local stage does not exist.
     """
 
     def __init__(
@@ -109,7 +102,6 @@ class SplitModel:
         knows of either is the caller's business. Plans are made anew from what was traced before.
 
         Args:
-            stages, local_stages: as for the constructor.
             tensor_parallel_rank, tensor_parallel_size: None, or what they are: they cannot change.
 
         Raises:
@@ -236,10 +228,6 @@ class SplitModel:
                 in the inputs are planned on copies.
             criterion: `criterion(output, inputs)` gives the loss in place of the output's own; only the plan's loss
                 rule depends on it.
-
-        Raises:
-            NotImplementedError: "Auto policy for <class> is not implemented..." with the reason, if inputs of this kind
-                cannot be run on these stages.
         """
         if self._forwards.interceptor.converted:
             self._forwards.convert()
@@ -292,7 +280,6 @@ class SplitModel:
 
         Args:
             plan: from `plan()`, for inputs of the same kind, and this criterion.
-            stage: one of the local stages.
             inputs: the arguments of the forward, the same on every stage.
             received: what the stage before handed on, in the order of `plan.boundaries[stage - 1]`; in training,
                 floating-point tensors are leaves that require gradients.
@@ -300,16 +287,12 @@ class SplitModel:
                 masks depend on the seed and the unit only, not on the layout, and the random generators are left as
                 they were. It has no effect on a model in evaluation mode, or without dropout.
             shares: from `plan.loss.shares(...)`; the loss in the output then is this microbatch's share of the batch's.
-            criterion: its loss becomes that of the output.
             host: copies on the CPU of tensors in `inputs`, under their names. What the model's code asks of their
                 values, to decide about masks, is answered from them, and the host need not wait for an accelerator.
 
         Returns:
             The model's output (None but on the last stage) and the values to hand to the next stage, in the order of
             `plan.boundaries[stage]`. One that passes through is the received tensor.
-
-        Raises:
-            RuntimeError: the model took another path than planned, or too few values were received.
         """
         stage_plan = self._stage_plan(plan, stage, received)
         if stage_plan.idle:
@@ -466,11 +449,7 @@ def refuse_moved(model: nn.Module, device: torch.device) -> None:
 def checked_placement(
     model: nn.Module, stages: Sequence[Sequence[str]], local_stages: Collection[int]
 ) -> dict[str, int]:
-    """The stage of each unit.
-
-    Raises:
-        ValueError: a unit is unknown, placed twice or inside another, or a local stage does not exist.
-    """
+    """The stage of each unit."""
     modules = dict(model.named_modules(remove_duplicate=False))
     placement: dict[str, int] = {}
     for stage, names in enumerate(stages):

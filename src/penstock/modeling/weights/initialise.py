@@ -53,9 +53,6 @@ def resolve_model_class(config: PretrainedConfig, model_class: type | None = Non
     Args:
         model_class: a model class, an auto class (`AutoModelForCausalLM`), or None for the first of
             `config.architectures`, which is the class that wrote the checkpoint.
-
-    Raises:
-        ValueError: `config` names no class that transformers has, or the auto class has none for it.
     """
     if model_class is None:
         names = config.architectures or []
@@ -102,17 +99,10 @@ def init_stage(
     afterwards. Parameters outside every unit are held by all stages.
 
     Args:
-        stages: names of units per stage.
-        local_stages: indices of the stages to hold.
         seed: None continues the generator where it is.
         tensor_parallel: how the whole model is sharded. Of each weight that is, only this rank's shard is kept, for
             `TensorParallel.apply` to put in its place; the model shows a meta tensor there until then.
         kwargs: as for `model_class._from_config`, for example `dtype` or `attn_implementation`.
-
-    Raises:
-        NotImplementedError: a weight of this stage is computed from the value of another stage's weight, or one that is
-            sharded is not written as a whole.
-        ValueError: a local stage does not exist.
     """
     with numbering_parameters() as numbering:
         skeleton = meta_model(model_class, config, **kwargs)

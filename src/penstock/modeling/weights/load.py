@@ -63,15 +63,11 @@ def load_stage(
     are drawn from the random stream as the whole model would draw them.
 
     Args:
-        stages: names of units per stage.
-        local_stages: indices of the stages to hold.
         tensor_parallel: how the whole model is sharded; see `init_stage`. Of weights that are, only this rank's shard
             is read, where the checkpoint holds them as they stand.
         kwargs: as for `model_class.from_pretrained`. `device_map` may name one device.
 
     Raises:
-        ValueError: `kwargs` has an argument that cannot be combined with stages, or a shape does not fit; the latter
-            is seen only by the rank that holds the tensor.
         whatever `from_pretrained` raises.
     """
     refuse_arguments(kwargs)

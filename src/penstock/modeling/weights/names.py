@@ -17,11 +17,7 @@ def unit_of(name: str, units: Collection[str]) -> str | None:
 
 
 def foreign_units(stages: Sequence[Sequence[str]], local_stages: Collection[int]) -> list[str]:
-    """The units of all stages but `local_stages`.
-
-    Raises:
-        ValueError: a local stage does not exist.
-    """
+    """The units of all stages but `local_stages`."""
     if unknown := sorted(set(local_stages) - set(range(len(stages)))):
         raise ValueError(f"local_stages has {unknown}, but there are {len(stages)} stages")
     return [unit for stage, units in enumerate(stages) if stage not in local_stages for unit in units]
@@ -43,10 +39,6 @@ def stage_sizes(model: nn.Module, stages: Sequence[Sequence[str]]) -> list[int]:
     """For each stage the elements of the parameters it holds: those of its units, and those outside of all units.
 
     A tied weight counts once on each stage that holds it, so the sum may exceed the model's size.
-
-    Args:
-        model: a whole model, maybe on the meta device.
-        stages: the names of the units of each stage.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     held = [held_names(parameters, stages, [stage]) for stage in range(len(stages))]

@@ -76,7 +76,6 @@ class Boundaries:
         Args:
             orders: for each stage of this rank, the microbatches in forward and in backward order.
             signatures: one for each microbatch; equal ones have equal shapes at every boundary.
-            num_values: how many tensors cross each boundary.
             states: for each stage of the pipeline, what decides types and gradient flags of what it sends besides the
                 inputs: autocast, and which parameters are trainable up to there.
         """

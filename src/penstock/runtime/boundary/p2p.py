@@ -96,7 +96,6 @@ class P2PChannel:
     """This rank's end of one kind of message over the boundary between the stages `boundary` and `boundary + 1`.
 
     Attributes:
-        name: says what it carries, and where.
         posted: the receives that were posted and not waited for yet, each with its buffers.
     """
 
@@ -212,12 +211,10 @@ class P2PChannels:
     stage.
 
     Attributes:
-        board: where a lost connection is reported.
         sends_ahead: see `SENDS_AHEAD`; no fewer than the schedule under way needs.
         converts: whether tensors of types that NCCL has not are to travel as bytes. gloo sends any as it is.
         receives_ahead: see `RECEIVES_AHEAD`. On an accelerator none, as a posted receive holds up whatever waits for
             the device: there the program says where each is posted (see `penstock.schedule.communication`).
-        seconds_waited: for messages, so far.
         on_wait: called with the beginning and the end of each such wait, if set.
         labels: whether messages get names in torch's profiler.
     """
