@@ -42,6 +42,21 @@ def tied(split: SplitModel) -> dict[str, dict[int, str]]:
     return groups
 
 
+def walk(splits: Sequence[SplitModel], inputs: Sequence[Mapping[str, Any]], calls: Sequence[Any] | None = None) -> Any:
+    """Every stage runs the whole forward, or its call, with inputs of its own; the last one's output."""
+    values: tuple[torch.Tensor, ...] = ()
+    digests = set()
+    for stage, part in enumerate(splits):
+        call, handed = calls and calls[stage], [()]
+        plan = part.plan(inputs[stage], call)
+        digests.add(plan.digest)
+        output = part.walk(plan, stage, inputs[stage], values, call=call, hand_over=handed.append)
+        values = handed[-1]
+        assert output is not None
+    assert len(digests) == 1
+    return output
+
+
 def rank_of(splits: Sequence[SplitModel], stage: int) -> SplitModel:
     return next(split for split in splits if stage in split.local_stages)
 

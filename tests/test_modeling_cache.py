@@ -13,23 +13,7 @@ from transformers.cache_utils import Cache, LinearAttentionAndFullAttentionLayer
 
 from families import FAMILIES, batch
 from penstock.generation.stage_caches import StageCaches
-from penstock.modeling.stage.split import SplitModel
-from stage_driver import split
-
-
-def walk(splits: list[SplitModel], inputs: list[dict[str, Any]]) -> Any:
-    """Every stage runs the whole forward with its own cache; the last one's output."""
-    values: tuple[torch.Tensor, ...] = ()
-    digests = set()
-    for stage, part in enumerate(splits):
-        plan = part.plan(inputs[stage])
-        digests.add(plan.digest)
-        handed: list[tuple[torch.Tensor, ...]] = []
-        output = part.walk(plan, stage, inputs[stage], values, hand_over=handed.append)
-        values = handed[0] if handed else ()
-        assert output is not None
-    assert len(digests) == 1
-    return output
+from stage_driver import split, walk
 
 
 @pytest.mark.parametrize("static", [False, True])

@@ -13,7 +13,7 @@ from torch import nn
 from families import FAMILIES, batch
 from penstock.modeling.graph.dataflow import Value
 from penstock.modeling.stage.split import SplitModel
-from stage_driver import gradients, largest_difference, split, split_gradients, step
+from stage_driver import gradients, largest_difference, split, split_gradients, step, walk
 
 Tensor = torch.Tensor
 
@@ -246,12 +246,9 @@ def test_other_entries_are_planned_by_name() -> None:
     inputs = {name: value for name, value in batch("sequences").items() if name != "labels"}
     with torch.no_grad():
         expected = model.get_encoder()(**inputs).last_hidden_state
-        values: tuple[Tensor, ...] = ()
-        for stage, part in enumerate(splits):
-            encode = part.model.get_encoder().forward
-            plan = part.plan(inputs, call=encode)
-            output, values = part.forward(plan, stage, inputs, values, call=encode)
-    assert plan.entry == "encoder.forward"
+        calls = [part.model.get_encoder().forward for part in splits]
+        assert {part.plan(inputs, call).entry for part, call in zip(splits, calls, strict=True)} == {"encoder.forward"}
+        output = walk(splits, [inputs] * 3, calls)
     torch.testing.assert_close(output.last_hidden_state, expected)
 
 

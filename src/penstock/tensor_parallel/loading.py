@@ -1,4 +1,4 @@
-"""Random initialisation of weights of which a rank keeps a shard: each is whole only while it is written.
+"""Initialising and loading weights of which a rank keeps a shard: each is whole only while it is written.
 
 What initialises a weight writes all of it, may correct a part right after (the row of a padding token), and may come
 back to write all of it again. So one weight at a time is held whole, from its first write to the first write to
@@ -8,19 +8,16 @@ another; then its shard is taken. In the model it stays a meta tensor of its who
 from __future__ import annotations
 
 import contextlib
-import copy
+import hashlib
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import nn
 from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel, core_model_loading
-from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
-from transformers.modeling_utils import load_state_dict
 
 from penstock.modeling.weights.initialise import DRAWN_IN_PLACE, Scratch
 from penstock.modeling.weights.shard import Sharding, leave_shards
@@ -128,18 +125,22 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 class ShardLoading:
-    """How one rank loads its shards of those of the weights `names` that are sharded.
+    """How one rank loads its shards of those of the weights `names` that are sharded: each is read whole, in its turn.
 
     Attributes:
-        mismatched: (name, shape in the checkpoint, shape in the model) of tensors that were left out.
+        keeper: has the shards.
+
+    Raises:
+        ValueError: a weight has not the shape that `tensor_parallel` was made for.
     """
 
     def __init__(self, model: PreTrainedModel, names: Collection[str], tensor_parallel: Any) -> None:
         self.keeper = ShardKeeper(tensor_parallel.index, tensor_parallel.size)
-        self.mismatched: set[tuple[str, Any, Any]] = set()
         self._tensor_parallel = tensor_parallel
         self._shards = {name: sharding for name, sharding in tensor_parallel.shards.items() if name in names}
         self._shapes = {name: model.get_parameter(name).shape for name in self._shards}
+        # Of weights that the model ties, what tells two of them apart as a whole.
+        self._digests: dict[str, bytes] = {}
         misfits = [
             f"{name}: {list(shape)} in the checkpoint, {list(tensor_parallel.whole_shape(name, shape))} in the model"
             for name, shape in sorted(self._shapes.items())
@@ -147,66 +148,32 @@ class ShardLoading:
         ]
         if misfits:
             raise ValueError(f"the checkpoint does not fit the model: {'; '.join(misfits)}")
-        # By name, whether the checkpoint has the same values as for the weight that the model ties it to.
-        self._equal_to_tied: dict[str, bool] = {}
 
     @contextlib.contextmanager
-    def sources(
-        self, model: PreTrainedModel, files: Sequence[str] | Mapping[str, Any], transforms: Sequence[Any] | None
-    ) -> Iterator[dict[str, Any]]:
-        """What to load from, by the checkpoint's names, for as long as the context lasts.
-
-        Args:
-            files: of the checkpoint, or its tensors, unread, by name.
-            transforms: transformers' renamings and converters of the checkpoint's names.
-        """
-        plain: dict[str, _ShardedSource] = {}
-        fused: set[str] = set()
-        with contextlib.ExitStack() as opened:
-            found: dict[str, Any] = {}
-            for key, source, name, converted in _named(model, files, transforms, opened):
-                found[key] = source
-                if name not in self._shards:
-                    continue
-                if converted:
-                    fused.add(name)
-                elif (shape := _shape_of(source)) != self._shapes[name]:
-                    self.mismatched.add((name, shape, self._shapes[name]))
-                    del found[key]
-                else:
-                    found[key] = plain[name] = _ShardedSource(source, self._shards[name], self._tensor_parallel)
-            for target, tied in _pairs_of_ties(model.all_tied_weights_keys, fused | plain.keys()):
-                if target not in plain or tied not in plain:
-                    raise NotImplementedError(f"cannot tell whether the checkpoint has {target} and {tied} alike")
-                dtype = model.get_parameter(target).dtype
-                self._equal_to_tied[target] = plain[target].equals(plain[tied], dtype)
-            opened.enter_context(self._keeping_shards(plain.keys()))
-            if fused:
-                opened.enter_context(_reading_in_turn())
-            yield found
-
-    @contextlib.contextmanager
-    def _keeping_shards(self, plain: Collection[str]) -> Iterator[None]:
-        """Inside, of what transformers has read for a sharded weight the shard is kept; of `plain` ones it is that."""
+    def keeping(self, ties: Mapping[str, str]) -> Iterator[None]:
+        """Inside, of what transformers has read for a sharded weight the shard is kept. `ties`: each name's source."""
         original = core_model_loading.set_param_for_module
+        tied = {*ties, *ties.values()}
 
         def set_shard(model: Any, name: str, value: torch.Tensor, info: Any, quantizer: Any) -> None:
             if name not in self._shards:
                 original(model, name, value, info, quantizer)
                 return
             info.missing_keys.discard(name)
-            if name not in plain:
-                if value.shape != self._shapes[name]:
-                    info.mismatched_keys.add((name, value.shape, self._shapes[name]))
-                    return
-                value = self._shards[name].take(value, self._tensor_parallel.index, self._tensor_parallel.size)
+            if value.shape != self._shapes[name]:
+                info.mismatched_keys.add((name, value.shape, self._shapes[name]))
+                return
+            if name in tied:
+                self._digests[name] = _digest(value)
             parameter = _renewed(model, name, value.dtype)
             parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers' own mark
-            self.keeper.keep(parameter, self._shards[name], value)
+            part = self._shards[name].take(value, self._tensor_parallel.index, self._tensor_parallel.size)
+            self.keeper.keep(parameter, self._shards[name], part)
 
         core_model_loading.set_param_for_module = set_shard
         try:
-            yield
+            with _reading_in_turn():
+                yield
         finally:
             core_model_loading.set_param_for_module = original
 
@@ -222,8 +189,8 @@ class ShardLoading:
 
         It compares values where it finds some, but here are shards, which may be alike when the whole weights are not.
         """
-        for target, equal in self._equal_to_tied.items():
-            if equal:
+        for target, other in list(_pairs_of_ties(model.all_tied_weights_keys, self._digests)):
+            if self._digests[target] == self._digests[other]:
                 missing.add(target)
             else:
                 model.all_tied_weights_keys.pop(target)
@@ -233,26 +200,10 @@ class ShardLoading:
         leave_shards(model, self.keeper.shard_of)
 
 
-class _ShardedSource:
-    """A tensor in a file, of which indexing reads this rank's shard."""
-
-    def __init__(self, source: Any, sharding: Sharding, tensor_parallel: Any) -> None:
-        self._source, self._sharding, self._tensor_parallel = source, sharding, tensor_parallel
-
-    def __getitem__(self, _: Any) -> torch.Tensor:
-        return self._read(self._tensor_parallel.index)
-
-    def equals(self, other: _ShardedSource, dtype: torch.dtype) -> bool:
-        """Whether the whole tensors are equal in a model of type `dtype`; they are read a shard at a time."""
-        indices = range(self._tensor_parallel.size)
-        return all(torch.equal(self._read(i).to(dtype), other._read(i).to(dtype)) for i in indices)
-
-    def _read(self, index: int) -> torch.Tensor:
-        shape = _shape_of(self._source)
-        before = (slice(None),) * (self._sharding.dim % len(shape))
-        ranges = self._sharding.ranges(shape, index, self._tensor_parallel.size)
-        # A copy: a view would keep the whole file mapped.
-        return torch.cat([self._source[(*before, slice(start, stop))] for start, stop in ranges], len(before))
+def _digest(tensor: torch.Tensor) -> bytes:
+    """The same for tensors of equal values."""
+    positive = (tensor.detach() + 0).cpu().contiguous()  # no negative zeros
+    return hashlib.sha256(positive.view(torch.uint8).numpy().tobytes()).digest()
 
 
 def _pairs_of_ties(ties: Mapping[str, str], loaded: Collection[str]) -> Iterator[tuple[str, str]]:
@@ -261,46 +212,6 @@ def _pairs_of_ties(ties: Mapping[str, str], loaded: Collection[str]) -> Iterator
     for target, source in ties.items():
         if target in loaded and first.setdefault(source, target) != target:
             yield target, first[source]
-
-
-def _named(
-    model: PreTrainedModel,
-    files: Sequence[str] | Mapping[str, Any],
-    transforms: Sequence[Any] | None,
-    opened: contextlib.ExitStack,
-) -> Iterator[tuple[str, Any, str, bool]]:
-    """For each tensor in a checkpoint: its name, itself (unread), its name in the model, and whether it is converted.
-
-    Follows transformers' `convert_and_load_state_dict_in_model`, on copies of the transforms, which remember names.
-    """
-    transforms = copy.deepcopy(list(transforms or ()))
-    renamings = [entry for entry in transforms if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in transforms if isinstance(entry, WeightConverter)]
-    names, prefix = model.state_dict(), model.base_model_prefix
-    for key, source in sorted(_tensors_of(files, opened), key=lambda item: dot_natural_key(item[0])):
-        name, pattern = rename_source_key(key, renamings, converters, prefix, names)
-        if name not in names and key in names:
-            name, pattern = rename_source_key(key, [], [], prefix, names)
-        yield key, source, name, pattern is not None
-
-
-def _tensors_of(files: Sequence[str] | Mapping[str, Any], opened: contextlib.ExitStack) -> Iterator[tuple[str, Any]]:
-    """Names and unread tensors of a checkpoint's files."""
-    if isinstance(files, Mapping):
-        yield from files.items()
-        return
-    for file in files:
-        if file.endswith(".safetensors"):
-            pointer = opened.enter_context(safe_open(file, framework="pt", device="cpu"))
-            for key in pointer.keys():  # noqa: SIM118  # no mapping
-                yield key, pointer.get_slice(key)
-        else:
-            tensors: Mapping[str, torch.Tensor] = load_state_dict(file)
-            yield from tensors.items()
-
-
-def _shape_of(source: Any) -> torch.Size:
-    return source.shape if isinstance(source, torch.Tensor) else torch.Size(source.get_shape())
 
 
 def _renewed(model: nn.Module, name: str, dtype: torch.dtype | None = None) -> nn.Parameter:

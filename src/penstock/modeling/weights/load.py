@@ -63,8 +63,8 @@ def load_stage(
     are drawn from the random stream as the whole model would draw them.
 
     Args:
-        tensor_parallel: how the whole model is sharded; see `init_stage`. Of weights that are, only this rank's shard
-            is read, where the checkpoint holds them as they stand.
+        tensor_parallel: how the whole model is sharded; see `init_stage`. Weights that are come whole from the
+            checkpoint, one at a time, and only this rank's shard is kept.
         kwargs: as for `model_class.from_pretrained`. `device_map` may name one device.
 
     Raises:
@@ -155,16 +155,12 @@ def _stage_class(
                     state_dict = _unread(checkpoint_files, index, opened)
                 if tensor_parallel is not None:
                     model._shards = tensor_parallel.shard_loading(model, model._held)
-                    sources = model._shards.sources(model, state_dict or checkpoint_files, load_config.weight_mapping)
-                    state_dict = opened.enter_context(sources)
+                    opened.enter_context(model._shards.keeping(model.all_tied_weights_keys))
                     # Without sharded ones: transformers would reserve an accelerator's memory for each as a whole.
                     kwargs["expected_keys"] = [name for name in model._held if name not in tensor_parallel.shards]
                 loading_info, offload_index = model_class._load_pretrained_model(
                     model, state_dict, checkpoint_files, load_config, *args, **kwargs
                 )
-            if model._shards is not None:
-                loading_info.mismatched_keys |= model._shards.mismatched
-                loading_info.missing_keys -= {name for name, *_ in model._shards.mismatched}
             if loading_info.mismatched_keys and not load_config.ignore_mismatched_sizes:
                 raise ValueError(f"the checkpoint does not fit the model: {_shapes(loading_info.mismatched_keys)}")
             known = _known_to_the_whole_model(model, loading_info.unexpected_keys, names, load_config.weight_mapping)
