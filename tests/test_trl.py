@@ -9,11 +9,14 @@ import pytest
 import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
+from trl.trainer.utils import add_fused_lm_head
 
+from families import FAMILIES, batch
 from penstock.data.packed import cut_packed, is_packed
 from penstock.integrations.trl import token_sums
 from pool import Pool
 from trainer_runs import differences, train_all
+from training import kept_in_double, parallelize, run_step
 
 TOLERANCE = 1e-8  # double precision, but TRL divides its counts in single
 SMALL: dict[str, Any] = {"eval_steps": 2, "settings": {"num_hidden_layers": 2}}
@@ -21,6 +24,7 @@ CASES: dict[str, dict[str, Any]] = {
     "adapters": {"packing": False, "lora": True, **SMALL},
     "packed": {"packing": True, "eval_packing": True, **SMALL},
     "packed adapters": {"packing": True, "lora": True, **SMALL},
+    "chunks": {"packing": True, "parallelism": {"loss_chunk_tokens": 7}, **SMALL},
     "smoothing": {"packing": False, "label_smoothing_factor": 0.1, **SMALL},
 }
 LOGGED = {"loss", "grad_norm", "learning_rate", "entropy", "mean_token_accuracy", "num_tokens", "weights"}
@@ -96,3 +100,23 @@ def test_a_packed_row_is_cut_between_its_sequences() -> None:
             assert piece["max_length_q"] == 5
     sizes = [piece["input_ids"].shape[1] for piece in cut_packed(row, 2).microbatches]
     assert sizes == [8, 7]
+
+
+def fused() -> list[str]:
+    """What training says to TRL's fused head, called by hand."""
+    model = FAMILIES["llama"].build()
+    add_fused_lm_head(model)
+    model = parallelize(model, 2)
+    with pytest.raises(NotImplementedError) as refused:
+        model(**batch("causal", 4), fused_lm_head=True)
+    losses = run_step(model, batch("causal", 4))
+    return [str(refused.value), f"{sum(losses):.9f}"]
+
+
+def test_the_fused_head_is_refused_with_what_to_write_instead(pool: Pool) -> None:
+    """The SFTTrainer's own runs go without it: `test_fine_tuning_is_the_same_with_and_without_pipelines`."""
+    with kept_in_double():
+        expected = FAMILIES["llama"].build()(**batch("causal", 4)).loss
+    for text, loss in pool.run(2, fused):
+        assert 'Leave fused_lm_head out, and write "loss_chunk_tokens": 1024' in text
+        assert float(loss) == pytest.approx(float(expected), abs=1e-6)

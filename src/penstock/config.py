@@ -38,6 +38,8 @@ class Configuration:
             4 for each stage. At most one of the two may be given.
         batch_dim: for inputs whose samples are not along the first dimension, by name, the dimension that has them, or
             None for an input without samples, which goes whole to every microbatch.
+        loss_chunk_tokens: in training the head and the loss of a language model run over so many tokens at a time, and
+            again in the backward, so that logits of more never exist; None for all tokens at once.
         schedule: a name that `penstock.schedule.build` knows, or a schedule of your own: the path of a .csv file, or a
             list of rows, one for each rank, such as "0F0,0B0"; see `penstock.schedule.text`.
         stages: for each stage the names of its units, or None to balance them by cost. A module that holds several
@@ -63,6 +65,7 @@ class Configuration:
     num_microbatches: int | None = None
     schedule: str | Sequence[str] = DEFAULT_SCHEDULE
     batch_dim: Mapping[str, int | None] | None = None
+    loss_chunk_tokens: int | None = None
     stages: Sequence[Sequence[str]] | None = None
     split_points: Sequence[str] | None = None
     patience: float = 10.0
@@ -93,6 +96,11 @@ class Configuration:
             key = "stages" if self.stages else "split_points"
             raise ConfigurationError(
                 f'{SECTION}.{key} needs a number of stages, but {SECTION}.pipeline_parallel_size is "auto"'
+            )
+        if self.loss_chunk_tokens is not None and self.tensor_parallel_size > 1:
+            raise ConfigurationError(
+                f"{SECTION}.loss_chunk_tokens is for whole heads, and {SECTION}.tensor_parallel_size "
+                f"{self.tensor_parallel_size} shards them, and the loss: leave one of the two out"
             )
         if self.trace_steps is not None and self.trace is None:
             raise ConfigurationError(f"{SECTION}.trace_steps needs {SECTION}.trace, the file for the timeline")
@@ -212,6 +220,7 @@ _ALLOWED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "micro_batch_size": (_is_positive_integer, "a positive integer or null"),
     "num_microbatches": (_is_positive_integer, "a positive integer or null"),
     "batch_dim": (_are_dims, "a dict with a dimension, counted from 0, or null for each input that it names"),
+    "loss_chunk_tokens": (_is_positive_integer, "a positive integer or null"),
     "stages": (_are_stages, "a list with a list of names for each stage, none of them empty"),
     "split_points": (_are_names, "a list of names, not empty"),
     "patience": (_is_positive_number, "a positive number of seconds"),

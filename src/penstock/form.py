@@ -49,6 +49,7 @@ def form(
     plan: Callable[[UnitsAndCosts, Ranks], LayoutPlan],
     board: FailureBoard,
     units: Sequence[str] | None = None,
+    loss_in_chunks: bool = False,
     make: Callable[[Layout, Ranks], Any] | None = None,
 ) -> tuple[Any, Engine]:
     """Form the engine of a model. All ranks call this together, inside `forming()`.
@@ -56,6 +57,7 @@ def form(
     Args:
         facts: what else must be the same on all ranks, by name.
         plan: makes the plan of what was found; it fails alike on all ranks.
+        loss_in_chunks: see `unit_costs`.
         make: makes the model with this rank's weights for a layout, where `model` has none.
 
     Raises:
@@ -63,7 +65,7 @@ def form(
     """
     require_agreement({**facts_of(model), **facts}, board)
     ranks = world_ranks(board)
-    planned = plan(_find(model, units, ranks), ranks)
+    planned = plan(_find(model, units, ranks, loss_in_chunks), ranks)
     layout = planned.layout
     if ranks.rank == 0:
         announce(type(model).__name__, layout, planned.schedules, planned.microbatches, planned.costs)
@@ -73,12 +75,13 @@ def form(
     return model, parallelize(model, layout, planned.make_schedule, board, make_sharding=sharding, **planned.options)
 
 
-def _find(model: nn.Module, units: Sequence[str] | None, ranks: Ranks) -> UnitsAndCosts:
+def _find(model: nn.Module, units: Sequence[str] | None, ranks: Ranks, loss_in_chunks: bool) -> UnitsAndCosts:
     known = list(units or ())
 
     def find() -> tuple[list[float], float | None]:
         known.extend([] if known else list_units(model))
-        return unit_costs(model, known) if ranks.rank == 0 else [], device_memory()
+        costs = unit_costs(model, known, loss_in_chunks=loss_in_chunks) if ranks.rank == 0 else []
+        return costs, device_memory()
 
     every = ranks.together("finding the model's units and their costs", find)
     ranks.alike(known, "comparing units", lambda first, theirs, rank: _different_units(model, first, theirs, rank))

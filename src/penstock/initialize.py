@@ -98,7 +98,9 @@ def form_equal(
     settings = {f"{SECTION}.{name}": value for name, value in vars(configuration).items()}
     if (written := written_schedule(configuration.schedule)) is not None:
         settings[f"{SECTION}.schedule"] = summary(written)  # a file may differ between machines
-    model, engine = form(model, settings, partial(_plan, model, configuration), board, make=make)
+    in_chunks = configuration.loss_chunk_tokens is not None
+    plan = partial(_plan, model, configuration)
+    model, engine = form(model, settings, plan, board, loss_in_chunks=in_chunks, make=make)
     return attach(model, engine, configuration, criterion)
 
 
@@ -125,7 +127,7 @@ def _plan(model: nn.Module, configuration: Configuration, found: UnitsAndCosts, 
     written, number = written_schedule(configuration.schedule), configuration.num_microbatches
     if written is not None and number is None and configuration.micro_batch_size is None:
         number = written.num_microbatches
-    names = ("micro_batch_size", "batch_dim", "trace", "trace_steps", "patience")
+    names = ("micro_batch_size", "batch_dim", "loss_chunk_tokens", "trace", "trace_steps", "patience")
     options = {name: getattr(configuration, name) for name in names}
     in_words = f"{number or DEFAULT_MICROBATCHES_PER_STAGE * len(stages)} microbatches in a batch"
     if configuration.micro_batch_size is not None:

@@ -83,6 +83,7 @@ class HeterogeneousParallelPlugin:
             `set_pipelines` then: the pipelines are chosen for the processes that are there.
         global_batch_size: with `elastic`, the samples in a step, over all pipelines: a multiple of `microbatch_size`.
         batch_dim: for inputs whose samples are not along the first dimension; see `penstock.config.Configuration`.
+        loss_chunk_tokens: head and loss of a language model run over so many tokens at a time; see there, too.
 
     Raises:
         TypeError, ValueError: an argument that cannot be used.
@@ -107,6 +108,7 @@ class HeterogeneousParallelPlugin:
         elastic: Elastic | None = None,
         global_batch_size: int | None = None,
         batch_dim: Mapping[str, int | None] | None = None,
+        loss_chunk_tokens: int | None = None,
     ) -> None:
         for name, value in (("tp_size", tp_size), ("microbatch_size", microbatch_size)):
             if isinstance(value, bool) or not isinstance(value, int):
@@ -124,6 +126,11 @@ class HeterogeneousParallelPlugin:
             if dim is not None and (type(dim) is not int or dim < 0):
                 raise ValueError(f"batch_dim of {name!r} must be a dimension, counted from 0, or None, got {dim!r}")
         self.batch_dim = batch_dim
+        if loss_chunk_tokens is not None and (type(loss_chunk_tokens) is not int or loss_chunk_tokens < 1):
+            raise ValueError(f"loss_chunk_tokens must be a positive integer or None, got {loss_chunk_tokens!r}")
+        if loss_chunk_tokens is not None and tp_size > 1:
+            raise ValueError(f"loss_chunk_tokens is for whole heads, and tp_size {tp_size} shards them: leave one out")
+        self.loss_chunk_tokens = loss_chunk_tokens
         self.precision = precision
         self.max_norm = float(max_norm)
         self.schedule = schedule
@@ -388,7 +395,14 @@ class HeterogeneousParallelPlugin:
 
     def _facts(self) -> dict[str, Any]:
         """What must be the same on all ranks."""
-        names: tuple[str, ...] = ("tp_size", "microbatch_size", "precision", "max_norm", "batch_dim")
+        names: tuple[str, ...] = (
+            "tp_size",
+            "microbatch_size",
+            "precision",
+            "max_norm",
+            "batch_dim",
+            "loss_chunk_tokens",
+        )
         if self.elastic is not None:
             facts = {f"the plugin's {name}": getattr(self, name) for name in (*names, "schedule")}
             return facts | self._also_alike
@@ -407,6 +421,7 @@ class HeterogeneousParallelPlugin:
         return {
             "micro_batch_size": self.microbatch_size,
             "batch_dim": self.batch_dim,
+            "loss_chunk_tokens": self.loss_chunk_tokens,
             "timeout": self.time_limit,
             "patience": self.patience,
         }

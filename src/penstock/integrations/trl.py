@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+
+from penstock.modeling.graph.chunked_loss import ChunkedLogits
 
 # Logits are looked at in parts of so many numbers, as each part is copied a few times.
 PART = 1 << 24
@@ -97,11 +99,14 @@ def token_sums(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         float64, shape (3,).
     """
     sums = torch.zeros(3, dtype=torch.float64, device=logits.device)
+    count = max(1, PART // logits.shape[-1])
     with torch.no_grad():
         following = torch.nn.functional.pad(labels.to(logits.device)[:, 1:], (0, 1), value=IGNORED)
-        rows, targets = logits.detach().flatten(0, -2), following.flatten()
-        count = max(1, PART // rows.shape[-1])
-        for some, wanted in zip(rows.split(count), targets.split(count), strict=True):
+        if isinstance(logits, ChunkedLogits):
+            rows: Iterable[torch.Tensor] = logits.in_parts(count)
+        else:
+            rows = logits.detach().flatten(0, -2).split(count)
+        for some, wanted in zip(rows, following.flatten().split(count), strict=True):
             kept = wanted != IGNORED
             raised = some[kept]
             raised = raised if raised.dtype == torch.float64 else raised.to(torch.float32)

@@ -126,6 +126,7 @@ class Engine:
     Args:
         num_microbatches, micro_batch_size: how a batch is split, if not by its own number of microbatches.
         batch_dim: of inputs, the dimension that has the samples, or None, where it is not the first.
+        loss_chunk_tokens: in training head and loss run over chunks of so many tokens, see `graph.chunked_loss`.
         patience: how many seconds a rank waits for others before it says so.
         values: on a rank that joins others which call `reform`, fills in what it holds.
 
@@ -158,6 +159,7 @@ class Engine:
         num_microbatches: int | None = None,
         micro_batch_size: int | None = None,
         batch_dim: BatchDims | None = None,
+        loss_chunk_tokens: int | None = None,
         trace: str | os.PathLike[str] | None = None,
         trace_steps: tuple[int, int] | None = None,
         board: FailureBoard | None = None,
@@ -171,6 +173,7 @@ class Engine:
         self.micro_batch_size = micro_batch_size
         self.batch_dim: BatchDims = batch_dim or {}
         split.say_batch_dim(self.batch_dim)
+        split.loss_chunk_tokens = loss_chunk_tokens
         self.last_step: StepReport | None = None
         self.trace, self.trace_steps = trace, trace_steps
         self.autocast: torch.dtype | None = None
@@ -332,7 +335,8 @@ class Engine:
         split = SplitModel(model, self.split.stages, self.split.local_stages, aliases=self.split.aliases)
         made = Engine(
             split, self.layout, self._parts.make_schedule, self.device, num_microbatches=self.num_microbatches,
-            micro_batch_size=self.micro_batch_size, timeout=self._timeout, patience=self._patience,
+            micro_batch_size=self.micro_batch_size, loss_chunk_tokens=self.split.loss_chunk_tokens,
+            timeout=self._timeout, patience=self._patience,
         )  # fmt: skip
         made.autocast, made.step_number, made.own_means = self.autocast, self.step_number, self.own_means
         return made
@@ -429,7 +433,7 @@ class Engine:
         """
         if first_microbatch is None:
             first_microbatch = self.place.pipeline * len(microbatches)
-        inputs = self._prepare(microbatches, sizes, first_microbatch, criterion)
+        inputs = self._prepare(microbatches, sizes, first_microbatch, criterion, training=True)
         refuse_without_loss(self.split.model, inputs)
         if self.holds_output:
             warn_of_inexact_loss(self.split.model, inputs)
@@ -669,6 +673,7 @@ class Engine:
         sizes: Sequence[int],
         first_microbatch: int,
         criterion: Criterion | None,
+        training: bool = False,
     ) -> StepInputs:
         self._refuse_if_over()
         self.split.refuse_if_moved(self.device)
@@ -678,8 +683,9 @@ class Engine:
         if self.device.type != "cpu":
             microbatches, hosts = place(microbatches, self.device)
         assert self.seed is not None
+        plan = partial(self.split.plan, in_chunks=training and self.split.loss_chunk_tokens is not None)
         return StepInputs.of(
-            microbatches, self.split.plan, sizes, first_microbatch, self.step_number,
+            microbatches, plan, sizes, first_microbatch, self.step_number,
             with_counts=self.holds_output, hosts=hosts, run_seed=self.seed, criterion=criterion,
         )  # fmt: skip
 

@@ -120,7 +120,7 @@ class Parts:
         self._frozen = FrozenParameters(self.held, context, model)
         self.updates = UpdateWatch([held.parameter for held in self.held])
         if self.schedule(1).splits_backward:
-            install(model, self.gradients.queues)
+            install(model, self.gradients.queues, self._split.head_in_chunks())
 
     def connect(self) -> None:
         """Send a first message to everyone that this rank will send any. All ranks call this together."""

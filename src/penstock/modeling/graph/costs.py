@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from penstock.modeling.graph.chunked_loss import head_unit
 from penstock.modeling.graph.dataflow import ReachedInside, Value
 from penstock.modeling.graph.dummy_inputs import dummy_inputs
 from penstock.modeling.graph.shapes import ShapeFunctions
@@ -32,7 +33,11 @@ LOSS_PASSES = 3
 
 
 def unit_costs(
-    model: nn.Module, units: Sequence[str], tokens: int = TOKENS, inputs: Mapping[str, Any] | None = None
+    model: nn.Module,
+    units: Sequence[str],
+    tokens: int = TOKENS,
+    inputs: Mapping[str, Any] | None = None,
+    loss_in_chunks: bool = False,
 ) -> list[float]:
     """The relative cost of each unit, from the operations its shape function counts; nothing is computed.
 
@@ -42,6 +47,7 @@ def unit_costs(
     Args:
         model: a model whose units are these; left as it was.
         inputs: arguments of a forward, for a model that does not run on inputs made from its configuration.
+        loss_in_chunks: whether the backward runs head and loss again.
 
     Returns:
         One positive number per unit, 1.0 on average. Comparable within one call only.
@@ -49,7 +55,10 @@ def unit_costs(
     guesses = chain(dummy_inputs(model, batch=1, tokens=tokens), dummy_inputs(model)) if inputs is None else (inputs,)
     for arguments in guesses:
         with contextlib.suppress(Untraceable, ReachedInside, NotImplementedError):
-            return _relative(_counted(model, units, tokens, arguments))
+            costs = _counted(model, units, tokens, arguments)
+            head = head_unit(model, {name: model.get_submodule(name) for name in units}) if loss_in_chunks else None
+            # A forward, and a backward that takes as long as two.
+            return _relative([cost * (4 / 3 if name == head else 1) for name, cost in zip(units, costs, strict=True)])
     return _relative([sum(p.numel() for p in model.get_submodule(name).parameters()) for name in units])
 
 

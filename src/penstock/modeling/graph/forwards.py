@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache
 
+from penstock.modeling.graph.chunked_loss import KEY, ChunkedLossError, head_unit, refuse_head
 from penstock.modeling.graph.dataflow import ReachedInside
 from penstock.modeling.graph.floating import floating_modules
 from penstock.modeling.graph.loss import Criterion
@@ -118,14 +119,19 @@ class Forwards:
         self._known.clear()
 
     def of_kind(
-        self, inputs: Mapping[str, Any], call: Callable[..., Any] | None = None, criterion: Criterion | None = None
+        self,
+        inputs: Mapping[str, Any],
+        call: Callable[..., Any] | None = None,
+        criterion: Criterion | None = None,
+        in_chunks: bool = False,
     ) -> TracedForward:
         """The forward by inputs of this kind. Arguments and errors are those of `follow`."""
         entry = _entry_of(self._module_names, call)
-        key = (entry, self.model.training, _criterion_key(criterion), _kind_of(inputs), self._is_one_unpadded(inputs))
+        criterion_key, one_unpadded = _criterion_key(criterion), self._is_one_unpadded(inputs)
+        key = (entry, self.model.training, criterion_key, _kind_of(inputs), one_unpadded, in_chunks)
         known = self._known.get(key)
         if known is None:
-            known = self._known[key] = self.follow(inputs, call, criterion)
+            known = self._known[key] = self.follow(inputs, call, criterion, in_chunks)
         if known.fixed:
             return known
         # A unit that is called several times may be called once for each image, say.
@@ -134,7 +140,7 @@ class Forwards:
             return known
         other = self._known.get((*key, sizes))
         if other is None:
-            other = self._known[(*key, sizes)] = self.follow(inputs, call, criterion)
+            other = self._known[(*key, sizes)] = self.follow(inputs, call, criterion, in_chunks)
         if other.units != known.units:
             return other
         known.fixed = all(one != another for one, another in zip(known.sizes, sizes, strict=False))
@@ -147,13 +153,18 @@ class Forwards:
         return unpadded and classifies and _sizes(inputs)[:1] == (1,)
 
     def follow(
-        self, inputs: Mapping[str, Any], call: Callable[..., Any] | None = None, criterion: Criterion | None = None
+        self,
+        inputs: Mapping[str, Any],
+        call: Callable[..., Any] | None = None,
+        criterion: Criterion | None = None,
+        in_chunks: bool = False,
     ) -> TracedForward:
         """Follow a forward without computing it.
 
         Args:
             inputs: the arguments of the forward, and those that only the criterion takes.
             criterion: what gives the loss in place of the output's own.
+            in_chunks: whether head and loss run over chunks of tokens.
         """
         asked = "use_cache" in inputs or inputs.get("past_key_values") is not None
         # No cache of keys and values unless the caller asks for one: no stage could return it as a whole.
@@ -163,12 +174,25 @@ class Forwards:
             found = trace(
                 self.model, self.functions, set(self._floating), self.interceptor, {**inputs, **dict(defaults)},
                 call or self.call, criterion, () if criterion is None else self.for_criterion(inputs), self.batch_dim,
+                self._head(criterion) if in_chunks else None,
             )  # fmt: skip
         except (Untraceable, ReachedInside, NotImplementedError) as error:
-            raise refusal(self.model, str(error)) from error
+            instead = ""
+            if inputs.get("fused_lm_head"):  # TRL's, which multiplies with the head's weight itself
+                instead = f'. Leave fused_lm_head out, and write "{KEY}": 1024 in the configuration for the same memory'
+            raise refusal(self.model, f"{error}{instead}") from error
         units = [each.unit for each in found.calls]
         once = len(set(units)) == len(units)
         return TracedForward(_entry_of(self._module_names, call), found, defaults, _sizes(inputs), once)
+
+    def _head(self, criterion: Criterion | None) -> str:
+        """The unit that makes the logits. Raises ChunkedLossError if they cannot be made in chunks."""
+        if criterion is not None:
+            raise ChunkedLossError(f"{KEY}: the loss is a criterion's, which has the logits. Leave one of the two out")
+        name = head_unit(self.model, self.units)
+        refuse_head(None if name is None else self.units[name], self.model)
+        assert name is not None
+        return name
 
     def for_criterion(self, inputs: Mapping[str, Any]) -> Collection[str]:
         """Names of inputs that the model's forward does not take, so that they can only be a criterion's."""

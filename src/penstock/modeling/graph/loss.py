@@ -18,6 +18,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from transformers.utils import ModelOutput
 
+from penstock.modeling.graph.chunked_loss import ChunkedLogits
 from penstock.nested import named_tensors
 
 # Functions whose mean leaves out ignored targets; the mean of all others is over every element.
@@ -220,7 +221,8 @@ def zero_loss(loss: torch.Tensor, connected: Any) -> torch.Tensor:
     """An exact zero of the kind of `loss` that is connected to the graph of the tensors in `connected`."""
     tensors = [
         leaf
-        for leaf in torch.utils._pytree.tree_leaves(connected)
+        for each in torch.utils._pytree.tree_leaves(connected)
+        for leaf in (each.connected if isinstance(each, ChunkedLogits) else (each,))
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf is not loss
     ]
     if not tensors and loss.requires_grad:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from penstock.modeling.graph.chunked_loss import ChunkedLogits
 from penstock.modeling.graph.dataflow import NOTHING, DataFlow, Given, Reduced, Selected, Sources
 from penstock.modeling.graph.loss import CLASS_LOSSES, LOSS_FUNCTIONS, NUM_ITEMS, LossRule, LossTerm, batch_size
 
@@ -38,9 +39,14 @@ def label_placeholder(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 class LossTrace:
-    """Records the loss functions of one traced forward."""
+    """Records the loss functions of one traced forward.
+
+    Attributes:
+        in_chunks: whether one of them was of logits that are made a chunk at a time.
+    """
 
     def __init__(self, inputs: Mapping[str, Any], flow: DataFlow, batch_dim: Mapping[str, int | None]) -> None:
+        self.in_chunks = False
         self._inputs = inputs
         self._batch_dim = batch_dim
         self._flow = flow
@@ -58,6 +64,7 @@ class LossTrace:
     def _observe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         bound = inspect.signature(func).bind(*args, **kwargs)
         bound.apply_defaults()
+        self.in_chunks |= isinstance(bound.arguments.get("input"), ChunkedLogits)
         with self._flow.pause():
             term, reason = self._recognise(func, bound.arguments)
         call = len(self._found)

@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache
 
+from penstock.modeling.graph.chunked_loss import KEY, ChunkedLogits, ChunkedLossError
 from penstock.modeling.graph.dataflow import (
     Altered,
     DataFlow,
@@ -78,6 +79,7 @@ class ForwardFacts:
         asks_inputs: whether the code between units asks for values of the inputs alone, to decide what to do.
         loss: how the loss of a batch follows from its microbatches', None without a loss.
         fields: the names of the output's fields, also of those that are None in this forward.
+        head: the unit whose logits are made a chunk of tokens at a time, None if no loss asks for that.
     """
 
     written: frozenset[Value]
@@ -86,6 +88,7 @@ class ForwardFacts:
     loss: LossRule | None
     fields: tuple[str, ...]
     form: Form | None
+    head: str | None
 
 
 @dataclass(frozen=True)
@@ -135,6 +138,7 @@ def trace(
     criterion: Callable[..., Any] | None = None,
     for_criterion: Collection[str] = (),
     batch_dim: Mapping[str, int | None] | None = None,
+    head: str | None = None,
 ) -> Trace:
     """Run `call(**inputs)` with every unit replaced by its shape function.
 
@@ -149,6 +153,7 @@ def trace(
             has an attribute `reduction` that is "sum", the losses of microbatches add up to the batch's.
         for_criterion: names of inputs that the criterion alone is given.
         batch_dim: of inputs, the dimension that has the samples, or None, where it is not the first.
+        head: the unit whose logits only a loss over chunks of tokens may use.
     """
     functions.sync()
     with (
@@ -158,7 +163,7 @@ def trace(
         real_outside(model, functions),
     ):
         arguments = {name: _placeholder(name, value) for name, value in inputs.items()}
-        planner = _Planner(model, functions, floating, _device_of(arguments))
+        planner = _Planner(model, functions, floating, _device_of(arguments), head)
         flow = planner.flow
         _mark_tensors(model, functions, flow)
         named = named_tensors(arguments)
@@ -170,7 +175,7 @@ def trace(
             with flow, ReadObserver(flow, losses.observers()):
                 output = (call or model)(**{n: value for n, value in arguments.items() if n not in for_criterion})
                 loss = loss_by(criterion, output, arguments)
-        except (ReachedInside, CriterionError):
+        except (ReachedInside, CriterionError, ChunkedLossError):
             raise
         except Untraceable as error:
             error.num_calls = len(planner.calls)
@@ -182,6 +187,11 @@ def trace(
             raise failure from error
         finally:
             interceptor.handler = None
+    if head is not None and loss is not None and not losses.in_chunks:
+        raise ChunkedLossError(
+            f"{KEY}: the loss of {type(model).__name__} is no cross-entropy of what {head} returns: another loss, or "
+            f"another forward, is in use. Leave {KEY} out"
+        )
     leaves, _ = flatten(output)
     fielded = named_output(output)
     refuse_hidden_tensors(fielded)
@@ -198,6 +208,7 @@ def trace(
         output_shapes=shapes_of(fielded),
         fields=tuple(field.name for field in fields(fielded)) if form is None else form.names,
         form=form,
+        head=head,
     )
 
 
@@ -205,9 +216,14 @@ class _Planner:
     """Answers the calls of units with placeholders and notes what they depend on."""
 
     def __init__(
-        self, model: nn.Module, functions: ShapeFunctions, floating: Collection[str], device: torch.device
+        self,
+        model: nn.Module,
+        functions: ShapeFunctions,
+        floating: Collection[str],
+        device: torch.device,
+        head: str | None = None,
     ) -> None:
-        self._model = model
+        self._model, self._head = model, head
         self.calls: list[TracedCall] = []
         self.shapes: dict[Value, TensorSpec] = {}
         self.flow = DataFlow(lambda: len(self.calls))
@@ -235,7 +251,7 @@ class _Planner:
         like = TensorSpec.shape_of(first) if isinstance(first, torch.Tensor) else None
         like_input = tuple(leaf for leaf, spec in enumerate(shape.leaves) if like is not None and spec == like)
         self.calls.append(TracedCall(name, index, name in self._floating, sources, shape, like_input))
-        return output
+        return ChunkedLogits.standing_for(output) if name == self._head else output
 
     def _refuse_module(self, unit: str, given: nn.Module) -> None:
         """Raise `ReachedInside` if a unit is given a module of another one, whose weights it uses itself."""

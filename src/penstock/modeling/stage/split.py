@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.modeling.graph.chunked_loss import head_unit
 from penstock.modeling.graph.forwards import Forwards, TracedForward
 from penstock.modeling.graph.loss import Criterion, loss_by
 from penstock.modeling.graph.plan import ForwardPlan, StagePlan, make_plan, make_stage_plan, refusal
@@ -195,8 +196,15 @@ class SplitModel:
 
     # Runs a stage; `penstock check` has another one, which computes nothing.
     stage_run: type[StageRun] = StageRun
+    # Of how many tokens a plan's head makes the logits at once.
+    loss_chunk_tokens: int | None = None
     # The first module with a parameter, and the parameter's name.
     _first_parameter: tuple[nn.Module | None, str] = (None, "")
+
+    def head_in_chunks(self) -> nn.Module | None:
+        """The unit whose logits are made in chunks in training, if any."""
+        name = None if self.loss_chunk_tokens is None else head_unit(self.model, self._forwards.units)
+        return None if name is None else self._forwards.units[name]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -219,6 +227,7 @@ class SplitModel:
         inputs: Mapping[str, Any],
         call: Callable[..., Any] | None = None,
         criterion: Criterion | None = None,
+        in_chunks: bool = False,
     ) -> ForwardPlan:
         """What each stage does with inputs of this kind (see `Forwards`); cached, and found without communication.
 
@@ -228,6 +237,7 @@ class SplitModel:
                 in the inputs are planned on copies.
             criterion: `criterion(output, inputs)` gives the loss in place of the output's own; only the plan's loss
                 rule depends on it.
+            in_chunks: whether head and loss are to run over chunks of tokens, as in training with `loss_chunk_tokens`.
         """
         if self._forwards.interceptor.converted:
             self._forwards.convert()
@@ -235,7 +245,7 @@ class SplitModel:
             self._stage_plans.clear()
         if self.tensor_parallel is not None:
             self.tensor_parallel.refuse(inputs, getattr(self.model, "config", None))
-        traced = self._forwards.of_kind(inputs, call, criterion)
+        traced = self._forwards.of_kind(inputs, call, criterion, in_chunks)
         known = self._plans.get(traced)
         if known is None:
             try:
@@ -309,13 +319,16 @@ class SplitModel:
             own_loss = weigh and criterion is None and plan.loss is not None and len(plan.loss.counted) == 1
             evaluate = partial(self.tensor_parallel.run, plan.digest, own_loss, evaluate)
         host_values = HostValues() if plan.asks_inputs and host is not None and host is not inputs else None
-        if plan.num_stages == 1 and not self._seeded(seed) and host_values is None:  # an ordinary forward
-            return evaluate(), ()
+        if plan.num_stages == 1 and not self._seeded(seed) and host_values is None and plan.head is None:
+            return evaluate(), ()  # an ordinary forward
         if host_values is not None:
             assert host is not None
             host_values.know_all(arguments, host)
             evaluate = partial(_under, host_values, evaluate)
         run = self._stage_run(stage_plan, received, inputs, host_values=host_values)
+        if plan.head is not None:
+            assert self.loss_chunk_tokens is not None
+            run.make_logits_in_chunks(plan.head, self.loss_chunk_tokens)
         output = self._handled(run, evaluate, seed)
         return (None if stage < self.num_stages - 1 else output), run.finished()
 

@@ -105,8 +105,9 @@ class WeightGradientQueues:
         self.close()
 
 
-def install(model: nn.Module, queues: WeightGradientQueues) -> int:
-    """Make the linear layers of `model` defer their weight gradients to `queues`; return how many do.
+def install(model: nn.Module, queues: WeightGradientQueues, without: nn.Module | None = None) -> int:
+    """Make the linear layers of `model`, but those in `without`, defer their weight gradients to `queues`; return how
+    many do.
 
     Serves plain `nn.Linear` and GPT-2's `Conv1D`. Subclasses may compute something else, and a weight with several
     holders in this model also gets gradients elsewhere, so both keep autograd's own gradient. Parameters, names and
@@ -118,7 +119,10 @@ def install(model: nn.Module, queues: WeightGradientQueues) -> int:
         for kind, transposed in ((nn.Linear, False), (Conv1D, True))
     }
     count = 0
+    left_out = set() if without is None else set(without.modules())
     for module in model.modules():
+        if module in left_out:
+            continue
         alone = all(uses[id(parameter)] == 1 for parameter in module.parameters(recurse=False))
         # A tensor-parallel layer computes on its shard as its plain class does.
         kind = plain_class(module)
