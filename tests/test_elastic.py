@@ -23,6 +23,7 @@ from penstock import (
     Booster,
     Elastic,
     HeterogeneousParallelPlugin,
+    PipelineFailure,
     PipelineTemplate,
     load_checkpoint,
     save_checkpoint,
@@ -393,6 +394,12 @@ def test_a_member_that_waits_for_the_others_reads_as_much_among_many_as_among_fe
         deciding.join()
         assert following.generation == 1  # found though nobody told of it
     assert reads_a_look[0] == pytest.approx(reads_a_look[1], rel=0.1) and reads_a_look[1] < 6
+
+
+def test_a_store_that_is_gone_when_members_meet_is_a_failure_that_they_can_go_on_from() -> None:
+    membership = Mock(**{"meeting.clone.side_effect": ConnectionError("no store answers")})
+    with pytest.raises(PipelineFailure, match="the members of generation 1 did not meet: no store answers"):
+        Generations.meet(Mock(now=Decision(1, (0, 1)), number=0, membership=membership))
 
 
 def test_what_a_run_needs_is_said_before_anything_is_formed(tmp_path: Path) -> None:

@@ -29,6 +29,8 @@ from penstock import PipelineFailure
 from penstock.runtime import parts
 from penstock.runtime.comm import rollcall
 from penstock.runtime.comm.groups import Groups
+from penstock.runtime.failures import inquiry
+from penstock.runtime.failures import ring as ring_module
 from penstock.runtime.failures.keys import Keys
 from penstock.runtime.failures.ring import Ring
 from pool import Pool
@@ -263,6 +265,28 @@ def test_calls_that_can_never_end_together_are_an_error_on_every_rank(tmp_path: 
         assert "every rank of a pipeline must make the same calls; this can never end" in end.text
 
 
+def make_another_call_after_a_long_silence(folder: str) -> None:
+    with mock.patch.object(rollcall, "PATIENCE", LONG), mock.patch.object(inquiry, "TRUST", 3):
+        model = build(2, patience=1.0)
+        evaluate(model)
+        if my_rank() == 0:
+            model.save_parallelized(folder)
+        elif os.fork() == 0:
+            time.sleep(4.5)
+            os.kill(os.getppid(), signal.SIGCONT)
+            os._exit(0)
+        else:
+            model.pipeline.board.patience = LONG  # it does not ask itself
+            os.kill(os.getpid(), signal.SIGSTOP)
+        evaluate(model)
+
+
+def test_a_rank_that_has_not_answered_is_asked_again(tmp_path: Path) -> None:
+    for rank, end in enumerate(run_ranks(2, make_another_call_after_a_long_silence, str(tmp_path))):
+        assert end.kind == "PipelineFailure", f"rank {rank}: {end}"
+        assert "this can never end" in end.text, end.text
+
+
 SECONDS = 2.0  # that a transfer may take
 
 
@@ -392,7 +416,35 @@ def test_a_rank_that_ends_early_hands_its_news_to_one_that_starts_late() -> None
     last.close()
 
 
+def silent_ring() -> Ring:
+    nobody: Any = dict.fromkeys(("on_news", "on_lost", "on_left"), lambda *_: None)
+    return Ring(Keys(torch.distributed.HashStore(), 2.0), 0, 2, "127.0.0.1", **nobody)
+
+
+def test_a_store_that_is_slow_at_first_ends_nothing() -> None:
+    with mock.patch.object(Keys, "put", lambda keys, *_: keys.ask(lambda: time.sleep(3.0))):
+        silent_ring().close()
+
+
+def test_questions_to_the_store_are_put_by_one_thread() -> None:
+    keys = Keys(torch.distributed.HashStore(), 5.0)
+    assert len({id(thread) for thread in [keys.within(str(n)).ask(threading.current_thread) for n in range(9)]}) == 1
+
+
 # ---------------------------------------------------------------- strangers
+
+
+def test_who_calls_and_says_nothing_is_not_listened_to_for_ever() -> None:
+    ring = silent_ring()
+    with mock.patch.object(ring_module, "CALLER_SECONDS", 0.5):
+        thread = threading.Thread(target=ring.serve, args=(lambda: None, 0.2), daemon=True)
+        thread.start()
+        with socket.create_connection(("127.0.0.1", ring.address["port"]), timeout=10) as call:
+            assert b"number" in call.recv(1000)
+            assert call.recv(1000) == b""
+    ring.stop(leave=False)
+    thread.join(10)
+    ring.close()
 
 
 def test_who_knows_the_store_but_not_the_secret_takes_no_ranks_place(monkeypatch: pytest.MonkeyPatch) -> None:

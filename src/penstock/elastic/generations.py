@@ -173,8 +173,8 @@ class Generations:
     def meet(self) -> None:
         """Make torch's default process group of the present generation's members."""
         now = self.now
-        store = self.membership.meeting.clone().process_store(f"generation {now.generation}", FORMING)
         try:
+            store = self.membership.meeting.clone().process_store(f"generation {now.generation}", FORMING)
             form_world(store, now.members.index(self.number), len(now.members), FORMING, self.on_board)
         except PipelineFailure:
             raise

@@ -20,17 +20,18 @@ logger = logging.getLogger("penstock")
 ANSWER_SECONDS, SECONDS_EACH = 1.0, 0.002
 # How much later a rank asks than one that has half its place among those that may wait together.
 TURN_SECONDS = 1.0
-# So many times its patience a rank waits for one that has asked in its place.
+# So many times its patience a rank waits for one that has asked in its place, and for one that has not answered.
 TRUST = 10
 
 
 @dataclass
 class _Wait:
-    """What was last seen of a board's host: where it was, since when, and when to ask for it."""
+    """What was last seen of a board's host: where it was, since when, when to ask for it, and whether it was told."""
 
     mark: Any = None
     since: float = 0.0
     ask_at: float = math.inf
+    told: bool = False
 
 
 class Inquiries:
@@ -54,12 +55,15 @@ class Inquiries:
         wait = self._waits.setdefault(board, _Wait())
         mark, now = board.position.mark(), time.monotonic()
         if mark != wait.mark or not board.position.waits():
+            wait.told = False
             wait.mark, wait.since, wait.ask_at = mark, now, now + board.patience + self._turn(board)
             if self._asking is board:
                 self._asking = None
         elif self._asking is board and now - self._asked_at >= ANSWER_SECONDS + SECONDS_EACH * self._watch.world_size:
             self._asking = None
-            self._conclude(board, now - wait.since)
+            if self._conclude(board, now - wait.since, wait.told):
+                wait.ask_at = now + TRUST * board.patience
+            wait.told = True
         elif self._asking is None and now >= wait.ask_at:
             wait.ask_at = math.inf
             self._answers = {}
@@ -93,8 +97,8 @@ class Inquiries:
         rank, world = self._watch.rank, _call(board.position.report()).world_number is not None
         return TURN_SECONDS * (rank if world else sum(mate < rank for mate in board.mates)).bit_length()
 
-    def _conclude(self, board: FailureBoard, waited: float) -> None:
-        """The others have said where they are."""
+    def _conclude(self, board: FailureBoard, waited: float, told: bool) -> bool:
+        """Say where the others are, unless that was `told`; returns whether to ask again, as some have not answered."""
         rank, mine = self._watch.rank, board.position.report()
         world = _call(mine).world_number is not None
         asked = range(self._watch.world_size) if world else sorted(board.mates)
@@ -120,8 +124,9 @@ class Inquiries:
         said = "; ".join([*here, *there[:8]]) + ": every rank of a pipeline must make the same calls"
         if impossible or gone:
             board.fail(f"{said}; this can never end", suspects=())
-        else:
+        elif not told:
             logger.warning(said)
+        return bool(silent)
 
 
 def _call(report: dict[str, Any]) -> CallRecord:

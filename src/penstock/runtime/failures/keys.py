@@ -7,8 +7,11 @@ timeouts are kept by the process that is asked.
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from functools import partial
+from queue import SimpleQueue
 from typing import Any, Self, TypeVar
 
 import torch.distributed as dist
@@ -33,8 +36,7 @@ class Keys:
         self.seconds = seconds
         self._whole, self._prefix = store, prefix
         self.store = dist.PrefixStore(prefix, store) if prefix else store
-        # What was asked without an answer, for all parts of the store.
-        self._unanswered: list[Future[Any]] = []
+        self._asking = _Asking()
 
     @property
     def host(self) -> str | None:
@@ -45,14 +47,12 @@ class Keys:
         return store.host if isinstance(store, dist.TCPStore) else None
 
     def within(self, prefix: str) -> Self:
-        """A part of this part."""
         part = copy.copy(self)
         part._prefix = "/".join(filter(None, (self._prefix, prefix)))
         part.store = dist.PrefixStore(part._prefix, self._whole)
         return part
 
     def put(self, key: str, value: str) -> None:
-        """Set a key."""
         self.ask(lambda: self.store.set(key, value))
 
     def get(self, key: str) -> str | None:
@@ -66,19 +66,36 @@ class Keys:
         return self.ask(lambda: self.store.compare_set(key, "", value)).decode() or value
 
     def delete(self, key: str) -> None:
-        """Delete a key."""
         self.ask(lambda: self.store.delete_key(key))
 
     def ask(self, question: Callable[[], T]) -> T:
         """The answer to a question to the store."""
-        self._unanswered[:] = [each for each in self._unanswered if not each.done()]
-        if not self._unanswered:
-            answer = in_thread(question, "penstock-store")
+        asking = self._asking
+        if asking.unanswered is None or asking.unanswered.done():
+            answer: Future[T] = Future()
+            asking.questions.put(partial(_do, question, answer))
             wait([answer], self.seconds)
             if answer.done():
                 return answer.result()
-            self._unanswered.append(answer)
+            asking.unanswered = answer
         raise Unanswered(f"the store has not answered for {self.seconds:g} s: its process stands still")
+
+
+class _Asking:
+    """A thread that puts the questions to one store, for all its parts. It ends with them."""
+
+    def __init__(self) -> None:
+        # The latest question that was not answered in time.
+        self.unanswered: Future[Any] | None = None
+        self.questions: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        weakref.finalize(self, self.questions.put, None)
+        start_thread(_do_all, self.questions, name="penstock-store")
+
+
+def _do_all(calls: SimpleQueue[Callable[[], None] | None]) -> None:
+    while (call := calls.get()) is not None:
+        call()
+        del call  # with what it holds
 
 
 def in_one_line(error: Exception) -> str:
@@ -89,14 +106,14 @@ def in_one_line(error: Exception) -> str:
 def in_thread(call: Callable[[], T], name: str) -> Future[T]:
     """Do `call` in a thread of its own, which is left behind if nobody waits for it to end."""
     outcome: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            result = call()
-        except BaseException as error:
-            outcome.set_exception(error)
-        else:
-            outcome.set_result(result)
-
-    start_thread(run, name=name)
+    start_thread(_do, call, outcome, name=name)
     return outcome
+
+
+def _do(call: Callable[[], T], outcome: Future[T]) -> None:
+    try:
+        result = call()
+    except BaseException as error:
+        outcome.set_exception(error)
+    else:
+        outcome.set_result(result)

@@ -36,6 +36,10 @@ logger = logging.getLogger("penstock")
 # A line is one message: far more than any has.
 LONGEST_LINE = 1 << 20
 CONNECT_SECONDS = 2.0
+# How long a caller has to say who it is.
+CALLER_SECONDS = 10.0
+# How long the store may take to answer the first time, before it is known to be there.
+FIRST_SECONDS = 5.0
 # How long a ring that takes leave waits for its neighbours to close their ends. A connection that is closed with
 # something unread is reset, and a reset takes away what the other end has not read yet: the leave.
 LEAVING_SECONDS = 1.0
@@ -65,6 +69,7 @@ class _Peer:
         self.number, self.theirs = secrets.token_hex(16), ""
         self.received = b""
         self.left = False
+        self.since = time.monotonic()
         self._sending = threading.Lock()
         connection.settimeout(CONNECT_SECONDS)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -131,7 +136,9 @@ class Ring:
             "hosts": [reached_by] if reached_by else strangers.own_addresses(), "port": self._listener.getsockname()[1],
             "token": secrets.token_hex(16), "machine": machine(), "process": os.getpid(),
         }  # fmt: skip
+        seconds, self._keys.seconds = self._keys.seconds, FIRST_SECONDS
         self._keys.put(str(rank), json.dumps(self.address))
+        self._keys.seconds = seconds
         if rank == 0 and not (reached_by and strangers.is_loopback(reached_by)):
             strangers.warn_without_secret()
 
@@ -168,6 +175,9 @@ class Ring:
             if time.monotonic() >= next_tick:
                 on_tick()
                 next_tick = time.monotonic() + every
+                for peer in list(self._peers):
+                    if peer.rank is None and time.monotonic() - peer.since > CALLER_SECONDS:
+                        self._drop(peer)
             self._look_and_listen(next_tick)
         if self._leaves:
             self._wait_for_neighbours()

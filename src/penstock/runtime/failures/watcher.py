@@ -1,6 +1,6 @@
 """The watcher: a thread of each rank that notices when another rank ends, whatever the host of this one is doing.
 
-It keeps the rank's place in a ring of connections (`lifeline`), tells the failure boards of this process what happened,
+It keeps the rank's place in a ring of connections (`ring`), tells the failure boards of this process what happened,
 and ends what their hosts wait for. It also looks after hosts that wait for long (`inquiry`).
 """
 
@@ -77,12 +77,10 @@ class Watch:
         self._tell_boards()
 
     def remove(self, board: FailureBoard) -> None:
-        """Stop telling `board`."""
         self._boards.discard(board)
 
     @property
     def address(self) -> dict[str, Any]:
-        """For `tell_one`."""
         return self._ring.address
 
     def tell(self, news: dict[str, Any], lasting: bool = True) -> None:
@@ -105,7 +103,6 @@ class Watch:
             return self._learned.wait_for(known, max(0.0, seconds))
 
     def notify(self) -> None:
-        """Wake those who wait to learn something."""
         with self._learned:
             self._learned.notify_all()
 
