@@ -48,7 +48,7 @@ def test_a_batch_on_the_device_is_read_once(gpus: Run) -> None:
     case = Case(2, options={"num_microbatches": 4}, dtype=torch.float32)
     for steps in gpus(2, waits_of_steps, case, where="gpu"):
         assert sum(steps[-1].values()) == 1
-        assert next(iter(steps[-1])).startswith("synchronize a stream < data/placing.py:place")
+        assert next(iter(steps[-1])).startswith("synchronize a stream < data/batch.py:place")
 
 
 def test_a_wait_that_is_added_is_seen(gpus: Run) -> None:

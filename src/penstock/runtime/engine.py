@@ -22,11 +22,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from penstock.data.batch import PerMicrobatch, microbatches_of, with_one_sample_more
+from penstock.data.batch import PerMicrobatch, microbatches_of, place, with_one_sample_more
 from penstock.data.fingerprint import fingerprint
 from penstock.data.media import MediaTokens
 from penstock.data.microbatch import BatchDims, refuse_unknown_names
-from penstock.data.placing import place
 from penstock.layout.layout import Layout, Place
 from penstock.modeling.graph.loss import Criterion
 from penstock.modeling.stage.named_output import Form

@@ -1,10 +1,9 @@
 """Tensor parallelism: each rank of a stage's group holds a shard of the stage's large weights.
 
-Knows no communication: what the shards need of each other goes through a `Region`, which the runtime gives its
-collectives.
+What the shards need of each other goes through a `Region`.
 """
 
-from penstock.modeling.weights.shard import Sharding, leave_shards, take_shards
+from penstock.modeling.weights.whole import Sharding, leave_shards, take_shards
 from penstock.tensor_parallel.apply import TensorParallel
 from penstock.tensor_parallel.plans import TensorParallelPlan, plan_of, register_tensor_parallel_plan
 from penstock.tensor_parallel.region import Collectives, Region

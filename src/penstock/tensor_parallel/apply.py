@@ -17,15 +17,14 @@ from penstock.modeling.instrumentation import record_of
 from penstock.modeling.placeholders.ghosts import replace_parameters, stripped_tensors
 from penstock.modeling.randomness import draws_random_numbers
 from penstock.modeling.weights.names import unit_of
-from penstock.modeling.weights.shard import Sharding, take_shards
+from penstock.modeling.weights.whole import Sharding, take_shards
 from penstock.runtime.failures.board import FailureBoard
-from penstock.tensor_parallel.collectives import GroupCollectives
 from penstock.tensor_parallel.dropout import ShardedDropout
 from penstock.tensor_parallel.layers import COLUMN, GATHERED, HEAD, VOCABULARY, extend, extend_by_heads
 from penstock.tensor_parallel.loading import ShardKeeper, ShardLoading
 from penstock.tensor_parallel.loss import ShardedLoss
 from penstock.tensor_parallel.plans import Style, layer_styles, matching, or_none, plan_of, whole_shapes
-from penstock.tensor_parallel.region import Region
+from penstock.tensor_parallel.region import Collectives, Region
 
 
 class TensorParallel:
@@ -121,7 +120,7 @@ class TensorParallel:
 
     def connect(self, group: dist.ProcessGroup, device: torch.device, board: FailureBoard) -> None:
         """From here on the layers exchange through a process group."""
-        self.region.collectives = GroupCollectives(group, device, board)
+        self.region.collectives = Collectives(group, device, board)
 
     def disconnect(self) -> None:
         """Give up the group."""

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel, core_model_loading
 
 from penstock.modeling.weights.initialise import DRAWN_IN_PLACE, Scratch
-from penstock.modeling.weights.shard import Sharding, leave_shards
+from penstock.modeling.weights.whole import Sharding, leave_shards
 
 # In-place operations after which nothing is left of what was there.
 _OVERWRITING = DRAWN_IN_PLACE | {"fill_", "zero_", "copy_"}

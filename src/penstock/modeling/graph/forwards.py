@@ -15,11 +15,10 @@ from transformers.cache_utils import Cache
 
 from penstock.modeling.graph.chunked_loss import KEY, ChunkedLossError, head_unit, refuse_head
 from penstock.modeling.graph.dataflow import ReachedInside
-from penstock.modeling.graph.floating import floating_modules
 from penstock.modeling.graph.loss import Criterion
 from penstock.modeling.graph.plan import refusal
 from penstock.modeling.graph.shapes import ShapeFunctions, flatten
-from penstock.modeling.graph.trace import Trace, Untraceable, trace
+from penstock.modeling.graph.trace import Trace, Untraceable, floating_modules, trace
 from penstock.modeling.instrumentation import Interceptor, original_class
 from penstock.modeling.placeholders.caches import cache_kind
 

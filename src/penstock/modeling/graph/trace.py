@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from itertools import chain
@@ -393,3 +393,21 @@ def real_outside(model: nn.Module, functions: ShapeFunctions) -> Iterator[None]:
     finally:
         for registry, name, tensor in replaced:
             registry[name] = tensor
+
+
+def floating_modules(model: nn.Module, units: Iterable[str]) -> dict[str, nn.Module]:
+    """Dropout modules between units, by name. They hold nothing, so each call runs where its input is."""
+    prefixes = tuple(f"{unit}." for unit in units)
+    names = set(units)
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if name not in names and not name.startswith(prefixes) and _is_dropout(module)
+    }
+
+
+def _is_dropout(module: nn.Module) -> bool:
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return True
+    name = type(module).__name__
+    return name.endswith(("Dropout", "DropPath")) and not any(True for _ in (*module.parameters(), *module.buffers()))

@@ -14,10 +14,9 @@ from transformers import PreTrainedModel
 from penstock.modeling.adapters import base_of, is_adapter_layer, modules_inside
 from penstock.modeling.graph.dataflow import ReachedInside
 from penstock.modeling.graph.dummy_inputs import dummy_inputs
-from penstock.modeling.graph.floating import floating_modules
 from penstock.modeling.graph.plan import refusal
 from penstock.modeling.graph.shapes import ShapeFunctions
-from penstock.modeling.graph.trace import Enclosed, Trace, Untraceable, trace
+from penstock.modeling.graph.trace import Enclosed, Trace, Untraceable, floating_modules, trace
 from penstock.modeling.instrumentation import Interceptor, known_of
 from penstock.modeling.weights.names import unit_of
 

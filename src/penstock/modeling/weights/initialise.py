@@ -20,7 +20,7 @@ from transformers import PretrainedConfig, PreTrainedModel, initialization
 from transformers.models.auto.auto_factory import _get_model_class
 
 from penstock.modeling.weights.names import held_names, strip_foreign
-from penstock.modeling.weights.shard import Sharding, leave_shards
+from penstock.modeling.weights.whole import Sharding, leave_shards
 
 
 class Scratch:
