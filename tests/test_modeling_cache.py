@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, EncoderDecoderCache, StaticCache
+from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import Cache, LinearAttentionAndFullAttentionLayer
 
 from families import FAMILIES, batch
@@ -45,31 +45,6 @@ def test_decoding_with_a_cache_gives_the_unsplit_logits(family: str, static: boo
         assert held == whole + 2 * sum(layer.keys[:, :1, :, :1].numel() for layer in expected_cache.layers)
 
 
-@pytest.mark.parametrize("family", ["t5", "bart", "whisper"])
-@torch.no_grad()
-def test_encoder_decoder_caches(family: str) -> None:
-    model = FAMILIES[family].build().eval()
-    kind = FAMILIES[family].kind
-    inputs = {name: value for name, value in batch(kind).items() if name != "labels"}
-    states = model.get_encoder()(**inputs)
-    shared = {"encoder_outputs": states, "use_cache": True}
-    if "attention_mask" in inputs:
-        shared["attention_mask"] = inputs["attention_mask"]
-    splits = split(model, 3)
-
-    def cache() -> EncoderDecoderCache:
-        return EncoderDecoderCache(DynamicCache(config=model.config), DynamicCache(config=model.config))
-
-    caches, expected_cache = [cache() for _ in splits], cache()
-    tokens = torch.tensor([[2, 7, 9, 11, 5], [2, 8, 8, 4, 6]])
-    for start, end in ((0, 2), (2, 3), (3, 4), (4, 5)):
-        step = {**shared, "decoder_input_ids": tokens[:, start:end]}
-        expected = model(**step, past_key_values=expected_cache)
-        output = walk(splits, [{**step, "past_key_values": own} for own in caches])
-        torch.testing.assert_close(output.logits, expected.logits, rtol=0, atol=1e-10)
-        assert all(int(own.get_seq_length()) == end for own in caches)
-
-
 @torch.no_grad()
 def test_planning_leaves_a_filled_cache_as_it_is() -> None:
     model = FAMILIES["llama"].build().eval()
@@ -91,23 +66,6 @@ def test_one_plan_for_the_prompt_and_one_for_every_further_token() -> None:
         ids = torch.ones(2, length, dtype=torch.long)
         walk(splits, [{"input_ids": ids, "past_key_values": own, "use_cache": True} for own in caches])
     assert len(splits[0]._plans) == 2
-
-
-@torch.no_grad()
-def test_beams_reorder_every_stages_cache() -> None:
-    model = FAMILIES["gpt2"].build().eval()
-    splits = split(model, 3)
-    caches = [DynamicCache(config=model.config) for _ in splits]
-    expected_cache = DynamicCache(config=model.config)
-    ids = batch("causal")["input_ids"][:, :4]
-    model(input_ids=ids, past_key_values=expected_cache)
-    walk(splits, [{"input_ids": ids, "past_key_values": own, "use_cache": True} for own in caches])
-    order = torch.tensor([1, 1])
-    for own in (*caches, expected_cache):
-        own.reorder_cache(order)
-    expected = model(input_ids=ids[:, :1], past_key_values=expected_cache)
-    output = walk(splits, [{"input_ids": ids[:, :1], "past_key_values": own, "use_cache": True} for own in caches])
-    torch.testing.assert_close(output.logits, expected.logits, rtol=0, atol=1e-10)
 
 
 def test_the_stages_of_a_rank_share_the_states_of_all_layers() -> None:

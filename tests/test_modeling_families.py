@@ -117,43 +117,6 @@ def test_output_form_is_the_callers_choice(return_dict: bool) -> None:
     torch.testing.assert_close(output[1], expected[1])
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("family", ["gpt2", "llama", "mixtral", "bert_mlm", "t5", "vit"])
-def test_gradient_checkpointing_changes_nothing(family: str, reentrant: bool) -> None:
-    model = FAMILIES[family].build()
-    model.activation_checkpointing_enable({"use_reentrant": reentrant})
-    # Not the model without checkpointing: the reentrant kind captures mixtral's router logits without a graph.
-    worker = copy.deepcopy(model)
-    expected = worker(**batch(FAMILIES[family].kind))
-    expected.loss.backward()
-    splits = split(model, 3)
-    output = step(splits, batch(FAMILIES[family].kind))
-    assert output.loss.item() == pytest.approx(expected.loss.item(), abs=TOLERANCE)
-    assert largest_difference(split_gradients(splits), gradients([worker])) < TOLERANCE
-
-
-def test_frozen_parameters_get_no_gradient() -> None:
-    model = FAMILIES["llama"].build()
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_("layers.0" not in name and "embed" not in name)
-    worker = copy.deepcopy(model)
-    worker(**batch("causal")).loss.backward()
-    step(splits := split(model, 2), batch("causal"))
-    found = split_gradients(splits)
-    assert set(found) == set(gradients([worker]))
-    assert largest_difference(found, gradients([worker])) < TOLERANCE
-
-
-def test_autocast_gives_the_unsplit_loss() -> None:
-    model = FAMILIES["llama"].build(dtype=torch.float32)
-    inputs = batch("causal", dtype=torch.float32)
-    with torch.autocast("cpu", torch.bfloat16):
-        expected = model(**inputs)
-        output = step(split(model, 3), inputs)
-    assert output.loss.item() == expected.loss.item()
-    assert output.logits.dtype == expected.logits.dtype == torch.bfloat16
-
-
 def test_a_kernel_without_meta_version_is_handled() -> None:
     """In float32 mixtral's experts run a grouped matrix product, which meta tensors do not have."""
     model = FAMILIES["mixtral"].build(dtype=torch.float32)
