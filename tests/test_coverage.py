@@ -91,6 +91,11 @@ def test_a_generate_that_runs_parts_of_the_model_by_themselves_is_refused(pool: 
     assert found["generate"].startswith("refused: generate() of BlipForConditionalGeneration runs a part"), found
 
 
+def test_an_output_inside_another_leaves_its_cache_behind(pool: Pool) -> None:
+    found = worst(pool.run(2, examine, "InstructBlipForConditionalGeneration", "image-text", 2, timeout=120))
+    assert found["train"] == found["evaluate"] == "exact", found
+
+
 def test_a_cache_that_grows_by_less_than_the_hidden_states_have_entries(pool: Pool) -> None:
     found = worst(pool.run(2, examine, "ProphetNetForCausalLM", "causal-lm", 2, timeout=120))
     assert found["generate"] == "exact", found

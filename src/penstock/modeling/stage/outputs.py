@@ -36,8 +36,9 @@ def merge_outputs(
     """
     first = outputs[0]
     kind = form_of(first) or type(first)
+    outputs = [_without_caches(output) for output in outputs]
     if len(outputs) == 1:
-        return output_of(kind, {name: v for name, v in first.items() if not isinstance(v, Cache)})
+        return output_of(kind, outputs[0])
     known: list[Shapes] = []
 
     def larger(path: Sequence[Any]) -> Any:
@@ -60,8 +61,6 @@ def merge_outputs(
         values = [outputs[index][name] for index in having]
         if not values:
             merged[name] = None
-            continue
-        if isinstance(values[0], Cache):
             continue
         if name == "loss" or name in losses:
             merged[name] = sum(values)
@@ -110,10 +109,23 @@ def _merge(
             _merge(list(part), sizes, larger, (*path, index)) for index, part in enumerate(zip(*values, strict=True))
         ]
         return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
-    if isinstance(first, Mapping) and not isinstance(first, Cache):
+    if isinstance(first, Mapping):
         merged = {name: _merge([value[name] for value in values], sizes, larger, (*path, name)) for name in first}
-        return type(first)(**merged) if is_dataclass(first) else type(first)(merged)  # type: ignore[call-arg]
+        return _remade(first, merged)
     return first
+
+
+def _without_caches(output: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of an output, also of outputs in it, that are no caches."""
+    return {
+        name: _remade(value, _without_caches(value)) if isinstance(value, Mapping) else value
+        for name, value in output.items()
+        if not isinstance(value, Cache)
+    }
+
+
+def _remade(like: Mapping[str, Any], fields: dict[str, Any]) -> Any:
+    return type(like)(**fields) if is_dataclass(like) else type(like)(fields)  # type: ignore[call-arg]
 
 
 def _has_entry_for_each(
