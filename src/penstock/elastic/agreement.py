@@ -27,13 +27,8 @@ def agree(membership: Membership, now: Decision, report: MemberReport, plan: Pla
     """End a generation and return the next one.
 
     Args:
-        now: the generation that ends.
-        report: this member's last word in it.
         plan: makes the next generation, on the member that decides.
         announce: whether the others need to be told that the generation ends.
-
-    Raises:
-        LeftOut: this member is not part of it.
     """
     meeting, pulse = membership.meeting, membership.pulse
     pulse.forget()

@@ -33,7 +33,6 @@ class Formations:
 
     Args:
         model: a whole one; what is needed of it is read now.
-        num_microbatches: of a step, over all pipelines.
     """
 
     def __init__(
@@ -199,14 +198,7 @@ class Formations:
         values: Sequence[Collection[str]],
         checkpoint: Callable[[], tuple[int, str] | None],
     ) -> tuple[int, str] | None:
-        """The checkpoint that all values come from; None if the devices have them.
-
-        Args:
-            values: for each device the units whose values it has.
-
-        Raises:
-            Infeasible: there is none, but one is needed.
-        """
+        """The checkpoint that all values come from; None if the devices have them."""
         missing = [unit for unit in self.units if not any(unit in has for has in values)]
         if not missing and not any(report.going_back for report in reports):
             return None

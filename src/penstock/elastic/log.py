@@ -18,7 +18,6 @@ class LoggedCall:
     """Something that all ranks do.
 
     Attributes:
-        run: does it, on the layout of the moment.
         trains: whether it makes gradients, which are lost with the layout.
         local: whether a rank does it without the others; otherwise it ends on none before all have begun it.
         stale: whether the run went back to a checkpoint before it was done, so that it is not done any more.
@@ -34,7 +33,6 @@ class Log:
     """The calls since the last update, as far as they may have to be repeated.
 
     Attributes:
-        num_calls: how many calls there were.
         calls: those that may have to be repeated, by their numbers: the last one, which others may not have completed,
             and those whose gradients are not dropped everywhere.
     """
@@ -83,7 +81,6 @@ class Log:
 
         Args:
             calls, dropped: how many calls all ranks have completed, and of how many they have dropped the gradients.
-            drop: drops gradients on this rank alone.
         """
         kept = {n: one for n, one in self.calls.items() if n >= calls or (one.trains and n >= dropped)}
         before = [one for number, one in kept.items() if number < self.dropped]

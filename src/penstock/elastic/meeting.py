@@ -147,11 +147,7 @@ def parse_address(address: str) -> tuple[str, int] | Path:
 
 
 def meet(address: str, run: str) -> Meeting:
-    """The store of the run `run` at an address.
-
-    Raises:
-        ValueError: it is no address. ConnectionError: no store is there.
-    """
+    """The store of the run `run` at an address."""
     place = parse_address(address)
     if isinstance(place, Path):
         return FolderMeeting(place).within(run)

@@ -46,7 +46,6 @@ class MemberRecord(Told):
     Attributes:
         group, shard: members of one group share stages, each with a shard of their weights.
         facts: a digest of its model and settings, which must be everybody's.
-        host: for messages.
         machine, process: tell whether it has ended, to those on the same machine.
     """
 
@@ -149,13 +148,9 @@ class Membership:
     """This process's membership in the run.
 
     Args:
-        meeting: the run's store.
         hang: seconds of silence after which a member is lost, whatever its connections say.
 
     Attributes:
-        id: its number.
-        wants_to_leave: whether it was asked to.
-        silent: members that were found silent for too long.
         asked: how many requests to change the members are known here.
     """
 

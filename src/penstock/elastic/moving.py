@@ -37,7 +37,6 @@ def from_live_ranks(optimizer: Optimizer | None = None, *, also: Callable[[Engin
         optimizer: of the model's parameters, or what wraps one. Its state moves along; parameters that it does not know
             join its first group, and the state of those that are held no longer is dropped, once every rank has what it
             needs.
-        also: moves something else between all ranks.
 
     The function it returns raises RuntimeError, on every rank, if nobody has a value that somebody needs.
     """
@@ -64,14 +63,7 @@ def from_elsewhere(optimizer: Optimizer) -> Values:
 
 
 def hand_over(engine: Engine, optimizer: Optimizer, leaving: bool) -> None:
-    """Give the values that only ranks which leave have to ranks that stay. All ranks of the engine call this.
-
-    Args:
-        leaving: whether this rank leaves.
-
-    Raises:
-        PipelineFailure: a rank was lost meanwhile.
-    """
+    """Give the values that only ranks which leave have to ranks that stay. All ranks of the engine call this."""
     context, group = engine.context, engine.context.groups.world_control
     own, index = engine.values_here(), context.place.tensor_parallel_rank
     state: Any = optimizer.state

@@ -42,12 +42,9 @@ class MemberReport(Told):
     """A member's last report in a generation.
 
     Attributes:
-        committed: how many updates it has made.
         calls: how many calls it has completed since the last one.
         dropped: of how many of them it has dropped the gradients.
         leaving: whether it will not be part of the next generation.
-        suspects: members whose connections it saw close.
-        held: the units whose values it has.
         ready: whether it is between two steps, where others can join.
         new: whether it was to come in with this generation, which did not come about.
         going_back: whether it was loading a checkpoint that the run goes back to.
@@ -70,15 +67,12 @@ class Decision(Told):
     """A generation.
 
     Attributes:
-        members: in the order of their ranks.
-        joining: those of them that are new.
         step: how many updates all of them have made when it begins.
         calls: of the calls since then, how many all of them have completed.
         dropped: of how many of these all of them have dropped the gradients.
         pipelines: for each pipeline its stages (lists of units) and its microbatches.
         end: why the run cannot go on; empty if it can.
         lost, left: the members of the generation before that are not in this one.
-        seconds: that it took to plan.
         restore: the checkpoint that values come from, empty if they come from the members.
         fresh: whether all of them are between two steps.
         requests: how many requests to change the members have been looked at.
@@ -117,14 +111,7 @@ class Move(Enum):
 
 @dataclass(frozen=True)
 class View:
-    """What a member sees.
-
-    Attributes:
-        members: of the generation that ends.
-        reports: by member, those in the store.
-        lost: who is lost as far as this member can tell.
-        decided: the next generation, once it is in the store.
-    """
+    """What a member sees."""
 
     me: int
     members: tuple[int, ...]

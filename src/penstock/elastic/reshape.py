@@ -26,7 +26,6 @@ class Shape:
     """A pipeline on so many devices.
 
     Attributes:
-        stages: the units of each stage.
         stage_to_rank: which of the pipeline's devices holds each stage.
         slowest, total: seconds of a microbatch on the device that has most to do, and on all.
     """
@@ -72,7 +71,6 @@ def best_shapes(
     """For each number of devices that can hold the model, the best pipeline on so many equal ones.
 
     Args:
-        num_microbatches: of a step, over all pipelines.
         memory: bytes of each device.
         stage_to_rank: for each number of devices its stages' devices, under the schedule that the run has.
     """
@@ -98,10 +96,7 @@ class Formation:
     """Pipelines on devices.
 
     Attributes:
-        shapes: of the pipelines.
-        microbatches: of each pipeline in a step.
         devices: which device is at each rank, as an index into what `choose` was given.
-        seconds: of a step, by formula.
         moved: bytes of state that devices receive.
     """
 
@@ -125,17 +120,11 @@ def choose(
     """The formation of all devices that costs least until the next change.
 
     Args:
-        shapes: by number of devices.
-        held: for each device the units whose values it has.
         size_of: bytes of each unit's state.
-        num_microbatches: of a step, over all pipelines.
         copies: the least number of pipelines; fewer if there are not devices enough.
         before: the devices that are left of each former pipeline.
         bandwidth: of a link, bytes per second.
         horizon: seconds until the next change.
-
-    Raises:
-        Infeasible: no formation uses all these devices.
     """
     if not shapes:
         raise Infeasible("no pipeline of any number of these devices holds the model in their memory")

@@ -52,11 +52,7 @@ class ElasticRun:
         on_layout: takes up a generation's layout; gives it with the schedules of this rank's pipeline.
 
     Attributes:
-        states: what processes that join are given.
-        step: how many updates have been made.
-        changes: what happened to the members, see `Change`.
         performing: whether `perform` is at work.
-        last_resort: checkpoints of this run, if it makes any.
         joined: whether this process came to a run under way.
         num_restored: how many times the run went back to a checkpoint.
     """
@@ -113,7 +109,6 @@ class ElasticRun:
         """Do something that all ranks do, however many are lost meanwhile.
 
         Args:
-            work: does it, on the layout of the moment.
             trains: whether it makes gradients, which are lost with the layout.
             local: whether a rank does it without the others.
 

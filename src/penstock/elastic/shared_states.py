@@ -28,11 +28,7 @@ class SharedStates:
         self._received: dict[str, Any] = {}
 
     def register(self, name: str, one: Any) -> None:
-        """Have `one.state_dict()` of a member given to `one.load_state_dict()` of each that joins.
-
-        Raises:
-            TypeError: it lacks one of the two. ValueError: the name is taken.
-        """
+        """Have `one.state_dict()` of a member given to `one.load_state_dict()` of each that joins."""
         for method in ("state_dict", "load_state_dict"):
             if not callable(getattr(one, method, None)):
                 raise TypeError(f"register({name!r}, ...): a {type(one).__name__} has no {method}()")

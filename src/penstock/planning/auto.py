@@ -33,16 +33,8 @@ def auto_pipelines(
     """Templates of the best pipelines that use all of `num_devices` equal devices, and their microbatches.
 
     Args:
-        model: a whole model, maybe on the meta device.
-        num_microbatches: of a step, over all pipelines.
-        schedule: of every pipeline.
         memory: bytes of each device that the run may use; None is no limit.
         profile: the file that says what the units cost; None estimates it.
-        copies: the least number of pipelines.
-
-    Raises:
-        Infeasible: no such pipelines exist; says what is short.
-        NotImplementedError: the model cannot be split.
     """
     if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, int):
         raise TypeError(
@@ -74,14 +66,7 @@ def auto_pipeline_size(
     schedule: str,
     memory: float | None = None,
 ) -> int:
-    """The number of ranks of equal pipelines, a divisor of `num_devices`, with which a sample takes least.
-
-    Args:
-        num_microbatches: of each pipeline in a step.
-
-    Raises:
-        Infeasible: no number of ranks holds the model.
-    """
+    """The number of ranks of equal pipelines, a divisor of `num_devices`, with which a sample takes least."""
     each = num_microbatches or DEFAULT_MICROBATCHES
     profile = _estimate(model, microbatch_size)
     best, size = math.inf, 0

@@ -125,9 +125,6 @@ def parse_devices(text: str, memory: str | None = None, speed: str | None = None
         memory: `24GB` for all, or `a100=40GB,t4=16GB`; by default nine tenths of a known device's, else no limit.
         speed: `a100=1,t4=0.2`: relative to the device of the profile; by default by the known devices' operations per
             second, relative to the fastest.
-
-    Raises:
-        ValueError: it is not written so, or names an unknown class.
     """
     counts: dict[str, int] = {}
     for part in text.split(","):

@@ -105,9 +105,6 @@ def memory_of_ranks(schedule: Schedule, stages: Sequence[Held]) -> list[MemoryEs
       that the rank's top stage received, with its gradient.
 
     Where two neighbouring stages are on one rank, what crosses is handed over and not copied.
-
-    Args:
-        stages: for each stage of the schedule.
     """
     found = []
     last, count = schedule.num_stages - 1, schedule.num_microbatches
@@ -177,10 +174,7 @@ class _Around:
         from_here, to_here: whether the stage below, and above, is on the same rank.
 
     Attributes:
-        kept, deferred: see `Held`.
-        working, backing, splitting: in a forward, a whole backward and a split one.
         handed_over: what a backward leaves for the stage below, less what the stage above left for it.
-        num_bytes: of messages.
     """
 
     __slots__ = (
@@ -235,11 +229,7 @@ def readable(num_bytes: float) -> str:
 
 
 def parse_bytes(text: str) -> float:
-    """Bytes from `24GB`, `512 MiB` or `8e9`.
-
-    Raises:
-        ValueError: it is not written so, or not positive.
-    """
+    """Bytes from `24GB`, `512 MiB` or `8e9`."""
     number = text.strip().lower().removesuffix("b").rstrip()
     power = next((suffix for suffix in sorted(_POWERS, key=len, reverse=True) if number.endswith(suffix)), "")
     try:

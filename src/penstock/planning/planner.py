@@ -26,9 +26,6 @@ def make_plans(job: Job, most: int = 5) -> list[Plan]:
     Those of a small job are exact. Besides, layouts that are good by formula are looked at under every schedule, by
     rising bounds; the pipelines of those that may be among the best are simulated alone, and the best of them all
     together on their nodes, with the reduction of gradients.
-
-    Raises:
-        Infeasible: there is none.
     """
     planner = Candidates(job)
     plans: list[Plan] = []

@@ -19,7 +19,6 @@ def plans_table(plans: Sequence[Plan], equal: Plan | None) -> str:
     """The plans, one a row, and below it the first one's pipelines.
 
     Args:
-        plans: the best first.
         equal: the best plan of equal pipelines, with which the speed is compared.
     """
     job = plans[0].job

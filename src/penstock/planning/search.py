@@ -43,8 +43,6 @@ class Split:
     """A model's parts split into stages for devices of certain classes. Equal ones have the same classes and sizes.
 
     Attributes:
-        classes: the device class of each stage.
-        sizes: how many parts each stage holds.
         slowest: seconds of the slowest stage for a microbatch.
         total: seconds of all stages for a microbatch, and of its messages.
     """
@@ -60,9 +58,7 @@ class Template:
     """The best splits for a number of devices of each class.
 
     Attributes:
-        counts: of devices.
         times: `slowest` and `total` of each split; none is better than another in both.
-        follow: the classes and sizes of one.
     """
 
     counts: Counts
@@ -91,7 +87,6 @@ def find_splits(
 
     Args:
         live: the microbatches that a stage holds; None: as many under 1F1B, itself and the stages after it.
-        deepest: no pipeline has more stages.
         mixtures: whether a pipeline may have devices of several classes.
     """
     cluster, num_parts = chain.cluster, chain.num_parts
@@ -139,13 +134,7 @@ def find_splits(
 
 
 class Chain:
-    """Times and memory of every run of parts as a stage.
-
-    Args:
-        parts: units that stay together, in forward order.
-        cluster: whose devices the stages may be on.
-        most_microbatches: of a pipeline.
-    """
+    """Times and memory of every run of parts as a stage."""
 
     def __init__(self, parts: Sequence[Sequence[UnitCost]], cluster: Cluster, most_microbatches: int) -> None:
         held = [Held.together(unit.held for unit in part) for part in parts]
@@ -281,10 +270,7 @@ def layouts(
     """Layouts by falling time of a step, by formula; the last is the best. Nothing if there is none.
 
     Args:
-        templates: what pipelines may be made of.
-        limits: devices of each class.
         microbatches: of all pipelines together; each gets at least one.
-        copies: the least number of pipelines.
         tolerance: how much slower than the best, as a share, the last may be.
     """
     if not templates or microbatches < copies:

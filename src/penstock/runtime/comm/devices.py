@@ -42,9 +42,6 @@ def local_device() -> torch.device:
 
     It is the one that torch's default process group was bound to (`init_process_group(device_id=...)`), or the only one
     that this process sees, or the one of its local rank. Where no launcher has set LOCAL_RANK it is the current device.
-
-    Raises:
-        RuntimeError: there are several GPUs, but none with the number of the local rank.
     """
     kind = accelerator()
     if kind is None:
@@ -78,7 +75,6 @@ def refuse_shared_devices(store: dist.Store | None, board: FailureBoard) -> None
 
     Raises:
         RuntimeError: on every rank, if two of them compute on the same device.
-        PipelineFailure: a rank ended before it came here.
     """
     device, world_size = local_device(), dist.get_world_size()
     if device.type == "cpu" or store is None or world_size == 1:

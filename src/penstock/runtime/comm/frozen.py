@@ -72,11 +72,7 @@ class FrozenParameters:
 
 
 def refuse_differing(every: Mapping[int, Mapping[str, tuple[bool, str]]]) -> None:
-    """Raise SettingsMismatch, on every rank, if parameters are frozen on some of their holders only.
-
-    Args:
-        every: what each rank described.
-    """
+    """Raise SettingsMismatch, on every rank, if parameters are frozen on some of their holders only."""
     differences = []
     for first in dict.fromkeys(name for described in every.values() for name in described):
         frozen = {rank: int(described[first][0]) for rank, described in every.items() if first in described}

@@ -22,11 +22,7 @@ _MAPPINGS: dict[str, Any] = {"dict": dict, "OrderedDict": OrderedDict, "Counter"
 
 
 def to_plain(value: Any) -> Plain:
-    """A value that `from_plain` makes again elsewhere.
-
-    Raises:
-        TypeError: it is, or holds, something of another kind.
-    """
+    """A value that `from_plain` makes again elsewhere."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, np.generic):  # counters of samplers and loaders
@@ -54,11 +50,7 @@ def to_plain(value: Any) -> Plain:
 
 
 def from_plain(data: Plain) -> Any:
-    """What `to_plain` was given; tensors on the CPU.
-
-    Raises:
-        TypeError: this process does not know a class in it.
-    """
+    """What `to_plain` was given; tensors on the CPU."""
     if isinstance(data, list):
         return [from_plain(each) for each in data]
     if not isinstance(data, dict):

@@ -83,7 +83,6 @@ class RollCall:
     Attributes:
         own_group, world_group: the numbers of the groups of this pipeline and of all; None where there is nobody else,
             or where the world is this pipeline.
-        ranks: those of each group.
     """
 
     def __init__(self, context: RankContext):
@@ -166,7 +165,6 @@ class Pending:
 
         Raises:
             CallMismatch: they do not, on every rank.
-            PipelineFailure: a rank was lost.
             whatever the handler of a signal raises that came meanwhile, if the others do something else.
         """
         deadline: float | None = None

@@ -38,9 +38,7 @@ class Settings(NamedTuple):
         plans: a checksum of the microbatches' plans; the same on all ranks of a pipeline.
         autocast: 0 if it is off, otherwise 1 + the number of its type.
         modes: whether the model is in train mode (the last bit), and a digest of the units' modes.
-        loss_scale: the bits of the number.
         reduces: whether gradients are summed at the end of the step; not inside `no_sync()`.
-        frozen, frozen_whole: see `FrozenParameters`.
         trainable: a digest of which of this rank's parameters are trainable, and of their types.
     """
 

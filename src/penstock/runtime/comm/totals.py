@@ -19,9 +19,6 @@ class StepFacts(NamedTuple):
     """What one rank knows at the end of a step; summed, what all ranks do.
 
     Attributes:
-        num_scaled: how many saw the caller scale the losses.
-        num_left: how many callers left the loop early.
-        num_interrupted: how many were interrupted by a signal.
         num_samples, num_tokens: of the pipeline; summed, of the global batch.
     """
 

@@ -16,8 +16,6 @@ class Account(NamedTuple):
     Attributes:
         suspects: the ranks to blame: the one that tells it, or those of which one closed a connection; none if no
             single rank is to blame.
-        cause: what happened.
-        seen_by: the rank that tells it.
         at: seconds since the epoch.
     """
 
@@ -38,7 +36,6 @@ class Endings:
 
     Attributes:
         lost: the ranks whose processes ended without taking leave.
-        left: the ranks that took leave.
         words: what ranks said of the exception that ended them.
     """
 

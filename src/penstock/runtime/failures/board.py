@@ -55,15 +55,12 @@ class FailureBoard:
 
     Attributes:
         failed: the error to raise, once there is one. The watcher may set it at any moment.
-        position: where this rank is, see `Position`.
         patience: how many seconds this rank waits for others before it asks where they are.
         detail_wait: how many seconds this rank waits to learn more of a failure before it raises.
         resume: the calls that load what this run has saved last: of "model", of "optimizer".
 
     Args:
-        name: the job's, the same on all its ranks.
         watch: this process's watcher, None if there is nobody to watch.
-        mates: the ranks of this rank's pipeline.
     """
 
     def __init__(

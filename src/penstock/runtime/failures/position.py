@@ -151,7 +151,6 @@ def difference(one: dict[str, Any], other: dict[str, Any], same_pipeline: bool) 
     """The first calls at one place in which two ranks differ, of those that both remember; None if there is none.
 
     Args:
-        one, other: their reports.
         same_pipeline: whether they must make all calls alike, or those of the whole world only.
     """
     ours, theirs = _numbered(one, same_pipeline), _numbered(other, same_pipeline)

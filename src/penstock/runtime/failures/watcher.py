@@ -44,11 +44,7 @@ LONGEST_WORDS = 4000
 
 
 class Watch:
-    """What this process knows about the job's other ranks. One serves all models, and lives as long as any of them.
-
-    Attributes:
-        endings: how ranks ended.
-    """
+    """What this process knows about the job's other ranks. One serves all models, and lives as long as any of them."""
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, here: bool):
         self.rank = rank

@@ -15,15 +15,7 @@ from penstock.runtime.gradients.weight_gradients import WeightGradientQueues
 
 
 class Gradients:
-    """The gradients of the parameters that one rank holds.
-
-    Attributes:
-        parameters: what it holds, in an order all ranks share.
-        queues: weight gradients that wait for their action.
-        reducer: sums over the other holders.
-        norm: the whole model's norm.
-        scaling: whether losses are scaled.
-    """
+    """The gradients of the parameters that one rank holds."""
 
     def __init__(
         self,
