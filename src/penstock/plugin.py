@@ -42,10 +42,9 @@ from penstock.runtime.comm.forming import forming
 from penstock.runtime.engine import Engine, parallelize
 from penstock.runtime.failures.board import PATIENCE_SECONDS, FailureBoard
 from penstock.runtime.gradients.precision import LossScale
-from penstock.schedule.actions import Schedule
+from penstock.schedule.actions import Schedule, check_trains
 from penstock.schedule.generators import DEFAULT_SCHEDULE
 from penstock.schedule.text import summary
-from penstock.schedule.validation import check_trains
 from penstock.whole_model import check_whole_model
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from functools import cached_property
 
 from penstock.pictures.costs import Costs, StageCosts
 from penstock.pictures.events import EventKind, TimedEvent
-from penstock.schedule.actions import Kind, Schedule
-from penstock.schedule.validation import ScheduleError, validate
+from penstock.schedule.actions import Kind, Schedule, ScheduleError
+from penstock.schedule.validation import validate
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ from penstock.runtime.parts import Parts, ScheduleMaker
 from penstock.runtime.replicas import copy_from_first_holders
 from penstock.runtime.report import StepRecorder, StepReport
 from penstock.runtime.step import TrainingStep
-from penstock.schedule.validation import check_trains
+from penstock.schedule.actions import check_trains
 
 # Fills in what a rank holds newly after a re-formation: given the engine, these parameters and buffers by their unsplit
 # names, and the values that the rank had before, which are nobody's any more afterwards. What it adds to the latter

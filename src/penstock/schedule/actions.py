@@ -54,6 +54,10 @@ class Action(NamedTuple):
         return Action(self.kind, stage, self.microbatch)
 
 
+class ScheduleError(ValueError):
+    """A schedule that cannot run, or would not compute the whole step."""
+
+
 @dataclass(frozen=True)
 class Schedule:
     """The compute of one training step of one pipeline. Communication and reduction follow from it and are not in it.
@@ -139,3 +143,17 @@ class Schedule:
                     held -= of_stage[action.stage]
             peaks.append(peak)
         return tuple(peaks)
+
+
+def check_trains(schedule: Schedule, whose: str = "a step") -> None:
+    """Check that `schedule` has backwards: one that was written out has them for its own number of microbatches only.
+
+    Args:
+        whose: for the message.
+
+    Raises:
+        ScheduleError: it can only evaluate.
+    """
+    if not any(action.kind is Kind.B for action in schedule.actions[0]):
+        number = schedule.num_microbatches
+        raise ScheduleError(f"schedule {schedule.name!r} is not written for {number} microbatches, as {whose} has")

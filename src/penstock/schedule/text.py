@@ -16,9 +16,9 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from penstock.schedule.actions import Action, Kind, Schedule
+from penstock.schedule.actions import Action, Kind, Schedule, ScheduleError
 from penstock.schedule.generators import build, schedule_names
-from penstock.schedule.validation import ScheduleError, validate
+from penstock.schedule.validation import validate
 
 _PASSED_OVER = re.compile(r"|\d+REDUCE_GRAD")
 _CELL = re.compile(r"(\d+)([FBIW])(\d+)")

@@ -6,14 +6,10 @@ from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from itertools import islice
 
-from penstock.schedule.actions import Action, Kind, Schedule
+from penstock.schedule.actions import Action, Kind, Schedule, ScheduleError
 from penstock.schedule.communication import Blocked, Operation, Transfer, insert_communication
 
 _SHOWN = 5
-
-
-class ScheduleError(ValueError):
-    """A schedule that cannot run, or would not compute the whole step."""
 
 
 def validate(schedule: Schedule) -> None:
@@ -35,20 +31,6 @@ def validate(schedule: Schedule) -> None:
         raise ScheduleError(_describe_block(schedule, blocked)) from None
     _check_channels(schedule)
     check_rendezvous(operations)
-
-
-def check_trains(schedule: Schedule, whose: str = "a step") -> None:
-    """Check that `schedule` has backwards: one that was written out has them for its own number of microbatches only.
-
-    Args:
-        whose: for the message.
-
-    Raises:
-        ScheduleError: it can only evaluate.
-    """
-    if not any(action.kind is Kind.B for action in schedule.actions[0]):
-        number = schedule.num_microbatches
-        raise ScheduleError(f"schedule {schedule.name!r} is not written for {number} microbatches, as {whose} has")
 
 
 def _check_placement(schedule: Schedule) -> None:
