@@ -1,12 +1,16 @@
-"""Which files a piece of code opens or changes, and whether it starts a process, as Python's audit events tell."""
+"""Which files a piece of code opens or changes, whether it starts a process, and what it unpickles, as Python's audit
+events tell."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+import torch.distributed.distributed_c10d as c10d
 
 # Events whose first arguments are paths, and how many of them.
 _PATHS = {
@@ -53,3 +57,25 @@ def only_within(*folders: Path) -> Iterator[None]:
         allowed = tuple(f"{os.path.abspath(path)}/" for path in (*folders, *own)) + tuple(str(path) for path in folders)
         foreign = [(event, path) for event, path in events if event in _PROCESSES or not path.startswith(allowed)]
     assert not foreign, foreign[:5]
+
+
+@contextlib.contextmanager
+def unpickling(note: Callable[[str], None]) -> Iterator[None]:
+    """Tell `note` what this process unpickles meanwhile, and where: names that a pickle has it look up, code objects
+    (but of modules that are imported), and all that torch.distributed makes objects of, even of plain numbers."""
+    active, unpickler = True, c10d._unpickler
+
+    def told(event: str, arguments: tuple) -> None:
+        if active and event in ("pickle.find_class", "marshal.loads"):
+            frames = traceback.extract_stack(limit=12)[:-1]
+            if not any("importlib" in frame.filename for frame in frames):
+                note(f"{event} {str(arguments)[:100]} {frames}")
+
+    sys.addaudithook(told)  # stays for ever
+    c10d._unpickler = lambda *given: (note(f"torch.distributed {traceback.extract_stack(limit=6)}"), unpickler(*given))[
+        1
+    ]
+    try:
+        yield
+    finally:
+        active, c10d._unpickler = False, unpickler

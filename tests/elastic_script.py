@@ -24,6 +24,7 @@ import torch
 
 import penstock.elastic.generations as generations
 import penstock.runtime.engine as engine
+from audit import unpickling
 from families import FAMILIES, VOCABULARY
 from penstock import Booster, CheckpointManager, Elastic, HeterogeneousParallelPlugin, PipelineTemplate
 from training import kept_in_double
@@ -132,7 +133,7 @@ def main(store: str, folder: str, steps: int, start: int, *orders: str) -> None:
     optimizer = AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.9)
     loader = plugin.prepare_dataloader(Samples(), shuffle=True, collate_fn=collate)
-    with kept_in_double():
+    with kept_in_double(), unpickling(lambda what: note(unpickled=what)):
         here("coming")
         model, wrapped, _, loader, scheduler = booster.boost(model, optimizer, None, loader, scheduler)
         for block in model.transformer.h if hasattr(model, "transformer") else model.model.layers:

@@ -91,6 +91,20 @@ def test_processes_leave_join_and_are_lost_while_the_others_recover(tmp_path: Pa
     assert (len(left["left"]), len(joined["joined"]), len(lost["lost"])) == (1, 1, 2)
 
 
+def test_nothing_is_unpickled_when_members_recover_load_and_take_in_another(tmp_path: Path) -> None:
+    """Whoever reaches the store may join: unpickled, what it says would be code that every member runs."""
+    folder = str(tmp_path / "checkpoints")
+    run = elastic_runs.Run(tmp_path, STEPS, 4, DEPTHS="3,4", COPIES="1", CHECKPOINTS=folder)
+    members = [run.start(*order) for order in (["await@9/loop"], ["kill@4/forward"], [], [])]
+    run.begin()
+    joiner = run.start()
+    run.wait()
+    lost, joined = members[0].end["changes"]
+    assert len(lost["lost"]) == 1 and len(joined["joined"]) == 1, run.printed()
+    for member in (*members, joiner):
+        assert [note["unpickled"] for note in member.notes if "unpickled" in note] == []
+
+
 def test_a_process_killed_when_the_others_have_what_they_need_costs_no_optimizer_state(tmp_path: Path) -> None:
     run = elastic_runs.Run(tmp_path, STEPS, 6)
     orders = [], ["kill@4/forward"], ["kill@4/moved"], [], [], []

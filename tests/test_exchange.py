@@ -20,10 +20,13 @@ from torch.utils import _pytree as pytree
 from transformers.modeling_outputs import CausalLMOutput
 
 import penstock
+from audit import unpickling
+from families import FAMILIES, batch
 from penstock.modeling.tensor_spec import TensorSpec
 from penstock.runtime.comm.exchange import Ranks
 from penstock.runtime.comm.plain import from_plain, to_plain
 from pool import Pool
+from training import parallelize, run_step
 
 PACKAGE = Path(penstock.__file__).parent
 # Of each rank: of very different lengths, and what encodings stumble over.
@@ -162,3 +165,31 @@ def test_no_process_unpickles_what_another_sent() -> None:
     calls = re.compile(r"dist\.\w+_object|pickle\.loads?\b")
     found = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if calls.search(path.read_text())}
     assert found == set()
+
+
+def train_save_load_and_generate(folder: str) -> list[str]:
+    unpickled: list[str] = []
+    with unpickling(unpickled.append):
+        model = parallelize(FAMILIES["gpt2"].build(dtype=torch.float32), 2)
+        optimizer = torch.optim.AdamW(model.parameters())
+        loader = model.prepare_dataloader([{"input_ids": row, "labels": row} for row in torch.arange(64).view(8, 8)], 2)
+        for inputs in loader:
+            run_step(model, inputs)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        run = {"model": model, "optimizer": optimizer, "dataloader": loader}
+        penstock.save_checkpoint(f"{folder}/run", **run, extra={"best": 1})
+        penstock.load_checkpoint(f"{folder}/run", **run)
+        model.save_parallelized(f"{folder}/model")
+        model.save_pretrained(f"{folder}/ordinary", safe_serialization=False)
+        model.load_ordinary(f"{folder}/ordinary")
+        with torch.no_grad():
+            model(**batch("causal", 4))
+        model.generate(batch("causal", 2)["input_ids"], max_new_tokens=3, do_sample=False)
+        penstock.from_pretrained(f"{folder}/ordinary", pipeline_parallel_size=2)
+    return unpickled
+
+
+def test_a_run_that_trains_saves_loads_and_generates_unpickles_nothing(pool: Pool, tmp_path: Path) -> None:
+    assert pool.run(4, train_save_load_and_generate, str(tmp_path)) == [[]] * 4

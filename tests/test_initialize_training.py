@@ -271,6 +271,8 @@ def clip_in_each_way(stages: int, **options: Any) -> dict[str, tuple[float, dict
             parameter.grad = None if gradient is None else gradient.clone()
         found[name] = (float(clip(model)), gradients_of(model))
     stranger = nn.Linear(2, 2)
+    if torch.distributed.is_initialized() and torch.distributed.get_rank() == 0:  # alone, and has no gradient
+        assert float(clip_grad_norm_(stranger.parameters(), 1.0)) == 0.0
     stranger(torch.ones(1, 2)).sum().backward()
     assert float(clip_grad_norm_(stranger.parameters(), 1.0)) == pytest.approx(6**0.5), "what is no pipeline's"
     return found

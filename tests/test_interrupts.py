@@ -23,6 +23,7 @@ import torch.distributed as dist
 import zygote
 from families import FAMILIES, batch
 from launch import ROOT, free_port
+from penstock import PipelineFailure
 from penstock.runtime import step as training_step
 from penstock.runtime.comm import rollcall
 from penstock.runtime.comm.rollcall import CallMismatch
@@ -296,6 +297,26 @@ def test_a_checkpoint_of_two_steps_says_so(pool: Pool, tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------- one rank alone
+
+
+def interrupt_one_and_leave_another() -> str:
+    with default_handlers():
+        model = parallelize(build(), 2, num_microbatches=MICROBATCHES)
+        with pytest.raises((KeyboardInterrupt, RuntimeError)) as caught:
+            for number, output in enumerate(model(**batch("causal", 8))):
+                output.loss.backward()
+                if number == 1 and dist.get_rank() == 0:
+                    send(signal.SIGINT)
+                elif number == 1:
+                    break
+            run_step(model, batch("causal", 8))
+        with pytest.raises(PipelineFailure, match="rank 1 failed: left the training step at microbatch"):
+            model.clip_grad_norm_(1.0)
+        return caught.type.__name__
+
+
+def test_an_interrupt_comes_though_another_rank_leaves_the_step(pool: Pool) -> None:
+    assert pool.run(2, interrupt_one_and_leave_another, timeout=60) == ["KeyboardInterrupt", "PipelineFailure"]
 
 
 def interrupt_one_rank(odd: int, folder: str) -> dict[str, Any]:

@@ -97,6 +97,21 @@ def test_a_stage_opens_only_the_files_that_have_its_own_tensors(sharded: bool, t
         assert_is_part_of(model, reference)
 
 
+def test_a_tensor_that_the_index_does_not_list_is_named(tmp_path) -> None:
+    """transformers finds it, as it reads every file."""
+    reference = build("llama", vocab_size=98)
+    reference.save_pretrained(tmp_path, max_shard_size="20KB")
+    path = tmp_path / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    file = index["weight_map"].pop("model.norm.weight")
+    path.write_text(json.dumps(index))
+    assert torch.equal(type(reference).from_pretrained(tmp_path).model.norm.weight, reference.model.norm.weight)
+    stages = stages_of(reference, 2)
+    load_stage(type(reference), str(tmp_path), stages, [0], dtype=torch.float32)
+    with pytest.raises(ValueError, match=f"{file} has model.norm.weight, but the checkpoint's index does not list 1"):
+        load_stage(type(reference), str(tmp_path), stages, [1], dtype=torch.float32)
+
+
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_every_stage_is_loaded_as_in_the_whole_model_and_reads_only_its_own(family: str, tmp_path, reads) -> None:
     build(family).save_pretrained(tmp_path, max_shard_size="20KB")

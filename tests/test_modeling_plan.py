@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from torch import nn
 
 from families import FAMILIES, batch
 from penstock.modeling.graph.dataflow import Value
+from penstock.modeling.graph.forwards import MOST_KINDS
 from penstock.modeling.stage.split import SplitModel
 from stage_driver import gradients, largest_difference, split, split_gradients, step, walk
 
@@ -219,6 +222,21 @@ def test_plans_follow_the_kind_of_inputs_and_the_mode() -> None:
     assert first.plan({name: value for name, value in inputs.items() if name != "labels"}).loss is None
     first.model.eval()
     assert first.plan(inputs) is not plan and first.plan(inputs).digest == plan.digest
+
+
+def test_a_number_that_is_new_in_every_step_is_named_and_its_plans_are_forgotten() -> None:
+    class Scaled(Chain):
+        def forward(self, x: Tensor, labels: Tensor | None = None, scale: Any = 1.0) -> dict[str, Any]:
+            return super().forward(x * scale["now"], labels)
+
+    (first, *_) = stages_of(chain(Scaled))
+    plans = weakref.WeakSet(first.plan({**INPUTS, "scale": {"now": number / 10}}) for number in range(MOST_KINDS))
+    with pytest.warns(
+        UserWarning, match="because scale is new again and again. Pass a number that changes as a tensor"
+    ):
+        first.plan({**INPUTS, "scale": {"now": -1.0}})
+    gc.collect()
+    assert not plans
 
 
 def test_the_digest_tells_plans_apart() -> None:

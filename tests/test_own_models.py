@@ -6,6 +6,7 @@ import dataclasses
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -318,6 +319,7 @@ class Sentences:
     tokens: torch.Tensor
     labels: torch.Tensor
     offset: float = 0.5
+    later: torch.Tensor = dataclasses.field(init=False)  # never given a value
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "scale", 2.0)  # no field
@@ -355,7 +357,9 @@ class TakesOneBatch(torch.nn.Module):
 
 class Hidden:
     def __init__(self, labels: torch.Tensor) -> None:
-        self.inner = {"labels": labels}
+        self.inner: Any = {"labels": labels}
+        for _ in range(2000):
+            self.inner = SimpleNamespace(further=self.inner)
 
 
 def one_batch(kind: str, rows: slice = slice(None)) -> Any:

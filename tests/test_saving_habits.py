@@ -115,6 +115,11 @@ class Published(nn.Module, huggingface_hub.PyTorchModelHubMixin):  # type: ignor
     def save_badly(self, path: str) -> None:
         raise OSError(f"no room for {path}")
 
+    def save_together(self, path: str) -> None:
+        if dist.get_rank() == 0:
+            torch.save(self.state_dict(), path)
+        dist.barrier()
+
     def save_hidden(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden + 1
 
@@ -132,6 +137,8 @@ def save_published(folder: str) -> tuple[Any, float, str]:
     hidden = model.save_hidden(torch.ones(1)).item()  # saves nothing: is called where it is called
     with pytest.raises(RuntimeError, match="rank 0: OSError: no room for here") as failure:
         model.save_badly("here")
+    with pytest.raises(RuntimeError, match=r"save_together\(\) calls torch.distributed \(barrier"):
+        model.save_together(f"{folder}/together")  # the others are not in it
     assert [(name, parameter.shape, parameter.device) for name, parameter in model.named_parameters()] == before
     with torch.no_grad():
         model(idx=torch.zeros(4, 8, dtype=torch.long))

@@ -7,10 +7,10 @@ import pytest
 from pool import Pool
 from tensor_parallel_ranks import evaluate_and_generate, in_double, overflow_is_shared, refusals, save_and_reshard
 from tensor_parallel_uses import (
-    a_state_that_cannot_be_cut,
     costs,
     different_batches,
     go_on_with_another_size,
+    optimizers_of_whole_matrices,
     recomputed_with_dropout,
     unlike_pipelines,
     with_a_plan_of_its_own,
@@ -67,9 +67,13 @@ def test_a_run_goes_on_with_another_tensor_parallel_size(pool: Pool, tmp_path: P
         assert max(differences) < 1e-10
 
 
-def test_a_state_that_cannot_be_cut_is_named(pool: Pool, tmp_path: Path) -> None:
-    for message in pool.run(2, a_state_that_cannot_be_cut, str(tmp_path)):
-        assert "cannot shard the state lm_head.weight//row_var for tensor_parallel_size 2" in message
+def test_optimizers_that_need_whole_matrices_are_refused_and_their_states_are_not_cut(
+    pool: Pool, tmp_path: Path
+) -> None:
+    for *steps, load in pool.run(2, optimizers_of_whole_matrices, str(tmp_path)):
+        for kind, step in zip(("Adafactor", "Muon"), steps, strict=True):
+            assert step.startswith(f"{kind} computes an update from the whole of a matrix, but with tensor parallelism")
+        assert "cannot shard the state lm_head.weight//row_var for tensor_parallel_size 2" in load
 
 
 def test_a_registered_plan_is_followed(pool: Pool) -> None:

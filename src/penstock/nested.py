@@ -23,7 +23,8 @@ def items_of(value: Any) -> list[tuple[Any, Any]] | None:
     if isinstance(value, (tuple, list)):
         return list(zip(getattr(value, "_fields", range(len(value))), value, strict=True))
     if is_record(value):
-        return [(field.name, getattr(value, field.name)) for field in fields(value)]
+        names = [field.name for field in fields(value)]
+        return [(name, getattr(value, name)) for name in names if hasattr(value, name)]
     return None
 
 
@@ -70,7 +71,7 @@ def walkable(name: str, value: Any) -> Any:
         return value
     items = None if isinstance(value, PackedSequence) else items_of(value)
     if items is None:
-        if _holds_tensor(value, set()):
+        if _holds_tensor(value):
             raise ValueError(
                 f"{name} is a {type(value).__name__}, and the tensors in it cannot be split into microbatches: pass "
                 "them as tensors, or in tuples, lists, dictionaries or data classes"
@@ -91,37 +92,42 @@ def walkable(name: str, value: Any) -> Any:
 
 
 class _Like:
-    """What a data class is made again like. To torch all are alike: only the fields count."""
+    """What a data class is made again like. To torch all are alike that have the same fields."""
 
     def __init__(self, record: Any) -> None:
         self.record = record
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Like)
+        return isinstance(other, _Like) and repr(self) == repr(other)
 
     def __hash__(self) -> int:
         return 0
 
     def __repr__(self) -> str:
-        return ""
+        return " ".join(name for name, _ in items_of(self.record) or ())
 
 
 def _record(record: Any, items: Any) -> Any:
-    """A copy with other fields, without a call of its class's own code; what else it has stays."""
+    """A copy with other values of the fields that have one, without a call of its class's own code."""
     made: Any = object.__new__(type(record))
     getattr(made, "__dict__", {}).update(getattr(record, "__dict__", {}))
-    for field, item in zip(fields(record), items, strict=True):
-        object.__setattr__(made, field.name, item)
+    for (name, _), item in zip(items_of(record) or (), items, strict=True):
+        object.__setattr__(made, name, item)
     return made
 
 
-def _holds_tensor(value: Any, seen: set[int]) -> bool:
-    if isinstance(value, torch.Tensor):
-        return True
-    if id(value) in seen or isinstance(value, (*PLAIN, type, nn.Module, ModuleType, FunctionType)):
-        return False
-    seen.add(id(value))
-    items = items_of(value)
-    slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
-    inner = [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in slots)]
-    return any(_holds_tensor(one, seen) for one in (inner if items is None else [item for _, item in items]))
+def _holds_tensor(value: Any) -> bool:
+    seen, left = set[int](), [value]
+    while left:
+        value = left.pop()
+        if isinstance(value, torch.Tensor):
+            return True
+        if id(value) in seen or isinstance(value, (*PLAIN, type, nn.Module, ModuleType, FunctionType)):
+            continue
+        seen.add(id(value))
+        if (items := items_of(value)) is not None:
+            left += [item for _, item in items]
+            continue
+        slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
+        left += [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in slots)]
+    return False

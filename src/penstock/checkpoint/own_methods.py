@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.modeling.instrumentation import absent_of, original_class, record_of
 
@@ -37,7 +38,7 @@ def save_by_own_method(model: Any, name: str, args: tuple[Any, ...], kwargs: dic
         assert not isinstance(content, bytes)
         for names in tied_groups(model):
             content.update((name, content[names[0]]) for name in names if name in content and names[0] in content)
-        with _made_whole(model, content):
+        with _made_whole(model, content), _Alone(name):
             returned.append(getattr(model, name)(*args, **kwargs))
 
     with model.pipeline.saving():
@@ -54,6 +55,22 @@ class _WholeModel(Folder):
         sources = first_holders(reports, shards)
         lacking = {name: one for name, one in sources.items() if one.ranks[0] != leader or name in shards}
         return [FilePlan("the whole model", leader, lacking)]
+
+
+class _Alone(TorchDispatchMode):
+    """Inside, what ranks do together is refused: the others wait until this one is done."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = name
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            raise RuntimeError(
+                f"{self._name}() calls torch.distributed ({func.__name__}), but it runs on one rank alone, which has "
+                "the whole model meanwhile: leave out of it what ranks do together, such as a barrier"
+            )
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager

@@ -125,9 +125,11 @@ def batch_size_of(
     for name, value in inputs.items():
         rows = rows_of(name, value, dims)
         if any(dims.values()) and rows == batch_size and batch_size in value.shape[1:] and _said(name, dims) is None:
+            possible = " or ".join(str(dim) for dim, size in enumerate(value.shape) if size == batch_size)
             raise ValueError(
-                f"{name} has shape {tuple(value.shape)}, and a batch has {batch_size} samples: say as batch_dim which "
-                "dimension has them, as you did of other inputs."
+                f"{name} has shape {tuple(value.shape)}, and a batch has {batch_size} samples, which may be along "
+                f"dimension {possible}: write batch_dim={ {**dims, name: 0} }, with the right one in place of 0, or "
+                "None if it is the same for all samples."
             )
         if rows is None or rows == batch_size or name in media:
             continue
@@ -135,8 +137,8 @@ def batch_size_of(
         if strict or (rows != 1 and name.endswith(ROWS_PER_SAMPLE_OR_ONE)):
             raise ValueError(
                 f"The batch disagrees about its size: {name} has {rows} samples (shape {tuple(value.shape)}), "
-                f"but {main} has {batch_size} (shape {tuple(inputs[main].shape)}). If another dimension has the "
-                "samples, or none has, say so as batch_dim."
+                f"but {main} has {batch_size} (shape {tuple(inputs[main].shape)}). If one of them has samples along "
+                f"another dimension than the first, write batch_dim={ {**dims, name: 1} }, say; None if it has none."
             )
     return batch_size
 

@@ -420,11 +420,13 @@ class TrainingStep:
         sizes = found.num_samples, found.num_tokens
         self.report = StepReport(loss, global_loss, seconds, bubble, len(self._losses), *sizes, reduction)
         alone = 0 < found.num_left < len(self._context.everyone)
-        if alone and not left:  # those that left say why, and end this
+        if left or interrupted:  # these say why themselves, and end this
+            return left and alone
+        if alone:
             self._totals.ask(0)
-        if found.num_interrupted and not (interrupted or left) and interrupts.wait(LATE_SIGNAL):
+        if found.num_interrupted and interrupts.wait(LATE_SIGNAL):
             self._call_handlers()
-        return alone
+        return False
 
     def _call_handlers(self) -> None:
         """Of signals that came in the step; what they raise is raised once nothing is under way."""

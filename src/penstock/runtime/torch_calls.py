@@ -21,6 +21,8 @@ from penstock.runtime.gradients.ownership import HeldParameter
 
 # Optimizers, of torch and others, that compute with sums over all parameters: a line search, a norm, a distance.
 OVER_ALL = {"LBFGS", "Lamb", "FusedLAMB", "SAM", "Prodigy", "DAdaptAdam", "DAdaptSGD", "DAdaptLion", "DAdaptAdaGrad"}
+# Those that compute an update from the whole of a matrix: sums over its rows and columns, products with itself.
+OVER_MATRICES = {"Adafactor", "Muon", "Shampoo", "SOAP"}
 
 Engine = Any  # `engine.Engine`, which imports this
 
@@ -36,14 +38,30 @@ def follow(engine: Engine) -> None:
 @functools.cache
 def _install() -> None:
     register_optimizer_step_pre_hook(_refuse_over_all)
-    # `clip_grad_norm_` calls `get_total_norm`, which is a wrapper for torch.no_grad. The function inside is exchanged,
-    # so that whoever has imported either of them has what is here.
-    wrapper: Any = torch.nn.utils.get_total_norm
-    cell = wrapper.__closure__[wrapper.__code__.co_freevars.index("func")]
-    cell.cell_contents = functools.partial(_total_norm, cell.cell_contents)
+    # Both are wrappers for torch.no_grad. The function inside is exchanged, so that whoever has imported one has ours.
+    both: list[tuple[Any, Any]] = [
+        (torch.nn.utils.clip_grad_norm_, _clip),
+        (torch.nn.utils.get_total_norm, _total_norm),
+    ]
+    for wrapper, ours in both:
+        cell = wrapper.__closure__[wrapper.__code__.co_freevars.index("func")]
+        cell.cell_contents = functools.partial(ours, cell.cell_contents)
 
 
 # -- norms -------------------------------------------------------------------------------------------------------------
+
+
+def _clip(
+    torchs_own: Callable[..., torch.Tensor],
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    *args: Any,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """It only gives the gradients on, of which there may be none: whether they are a pipeline's is known here."""
+    given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    if given and all(one.grad is None for one in given) and not any(_trains(engine, given) for engine in _engines):
+        return torch.zeros(())
+    return torchs_own(given or parameters, *args, **kwargs)
 
 
 def _total_norm(
@@ -102,13 +120,28 @@ def _refuse_over_all(optimizer: Optimizer, args: Sequence[Any], kwargs: Any) -> 
     needs_closure = needed is not None and needed.default is inspect.Parameter.empty
     # torch's own call it once, before the update.
     used = closure is not None and kind.__module__.partition(".")[0] != "torch"
-    if OVER_ALL.isdisjoint(base.__name__ for base in kind.__mro__) and not needs_closure and not used:
+    names = {base.__name__ for base in kind.__mro__}
+    over_all = needs_closure or used or not names.isdisjoint(OVER_ALL)
+    if not over_all and names.isdisjoint(OVER_MATRICES):
         return
-    parameters = {id(one) for group in optimizer.param_groups for one in group["params"]}
-    for engine in _engines:
-        if not parameters.isdisjoint(map(id, [*engine.known.values(), known_of(engine.split.model).stand_in])):
-            raise NotImplementedError(
-                f"{kind.__name__} lets a parameter's update depend on others, or runs the model inside its step, but "
-                "each rank has the parameters of its own stages only: the updates would not be those of the unsplit "
-                "model. Take an optimizer that treats each parameter by itself, such as torch.optim.AdamW"
-            )
+    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    ids = set(map(id, parameters))
+    cut = [one.name for engine in _engines for one in engine.held if one.sharded and id(one.parameter) in ids]
+    if not over_all and cut:
+        raise NotImplementedError(
+            f"{kind.__name__} computes an update from the whole of a matrix, but with tensor parallelism each rank has "
+            f"a part of {len(cut)} of its parameters, such as {cut[0]}: the updates would not be those of the unsplit "
+            "model. Take torch.optim.AdamW, which treats each number by itself, or no tensor parallelism"
+        )
+    if over_all and any(_trains(engine, parameters) for engine in _engines):
+        raise NotImplementedError(
+            f"{kind.__name__} lets a parameter's update depend on others, or runs the model inside its step, but "
+            "each rank has the parameters of its own stages only: the updates would not be those of the unsplit "
+            "model. Take an optimizer that treats each parameter by itself, such as torch.optim.AdamW"
+        )
+
+
+def _trains(engine: Engine, parameters: Iterable[torch.Tensor]) -> bool:
+    """Whether one of these is a parameter of the engine's model."""
+    own = {id(one) for one in (*engine.known.values(), known_of(engine.split.model).stand_in)}
+    return not own.isdisjoint(map(id, parameters))

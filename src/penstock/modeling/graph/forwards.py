@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from types import MethodType
@@ -21,6 +22,9 @@ from penstock.modeling.graph.shapes import ShapeFunctions, flatten
 from penstock.modeling.graph.trace import Trace, Untraceable, floating_modules, trace
 from penstock.modeling.instrumentation import Interceptor, original_class
 from penstock.modeling.placeholders.caches import cache_kind
+
+# Kinds of inputs that are remembered; more than a run has, unless an argument has another value in every step.
+MOST_KINDS = 64
 
 
 @dataclass(eq=False)
@@ -130,7 +134,9 @@ class Forwards:
         key = (entry, self.model.training, criterion_key, _kind_of(inputs), one_unpadded, in_chunks)
         known = self._known.get(key)
         if known is None:
-            known = self._known[key] = self.follow(inputs, call, criterion, in_chunks)
+            known = self.follow(inputs, call, criterion, in_chunks)
+            self._make_room()
+            self._known[key] = known
         if known.fixed:
             return known
         # A unit that is called several times may be called once for each image, say.
@@ -144,6 +150,20 @@ class Forwards:
             return other
         known.fixed = all(one != another for one, another in zip(known.sizes, sizes, strict=False))
         return known
+
+    def _make_room(self) -> None:
+        """Forget all kinds once there are so many that more can be expected in every step."""
+        if len(self._known) < MOST_KINDS:
+            return
+        kinds = [{"criterion": key[2], **dict(key[3])} for key in self._known]
+        new = [name for name in kinds[-1] if len({kind.get(name) for kind in kinds}) > MOST_KINDS // 2]
+        warnings.warn(
+            f"the model's forward was followed for {MOST_KINDS} kinds of inputs, which took 0.1 s or more for each, "
+            f"because {' and '.join(new) or 'their combination'} is new again and again. Pass a number that changes "
+            "as a tensor, and a criterion as one and the same object",
+            stacklevel=2,
+        )
+        self._known.clear()
 
     def _is_one_unpadded(self, inputs: Mapping[str, Any]) -> bool:
         """Whether a classifier without a token for padding, which refuses several samples, is given a single one."""

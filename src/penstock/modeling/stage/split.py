@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -148,7 +149,7 @@ class SplitModel:
         self.local_stages = tuple(sorted(set(local_stages)))
         self.num_stages = len(self.stages)
         self._stage_of = placement
-        self._plans: dict[TracedForward, ForwardPlan] = {}
+        self._plans: weakref.WeakKeyDictionary[TracedForward, ForwardPlan] = weakref.WeakKeyDictionary()
         self.released: dict[str, nn.Parameter] = {}
         self.taken: dict[str, torch.Tensor] = {}
         device = self.device

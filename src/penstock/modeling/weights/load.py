@@ -161,6 +161,8 @@ def _stage_class(
                 loading_info, offload_index = model_class._load_pretrained_model(
                     model, state_dict, checkpoint_files, load_config, *args, **kwargs
                 )
+            if index and loading_info.missing_keys - model.all_tied_weights_keys.keys():
+                _refuse_unlisted(checkpoint_files, index)
             if loading_info.mismatched_keys and not load_config.ignore_mismatched_sizes:
                 raise ValueError(f"the checkpoint does not fit the model: {_shapes(loading_info.mismatched_keys)}")
             known = _known_to_the_whole_model(model, loading_info.unexpected_keys, names, load_config.weight_mapping)
@@ -224,6 +226,19 @@ def _unread(files: Sequence[str], index: Mapping[str, str], opened: contextlib.E
         return opened.enter_context(safe_open(path, framework="pt", device="cpu"))
 
     return {name: _Unread(name, partial(open_file, paths[file])) for name, file in index.items()}
+
+
+def _refuse_unlisted(files: Sequence[str], index: Mapping[str, str]) -> None:
+    """Raise if files have a tensor that their index lacks: transformers, which reads all files, would find it."""
+    for file in files if all(name.endswith(".safetensors") for name in files) else ():
+        with safe_open(file, framework="pt") as opened:
+            unlisted = sorted(set(opened.keys()) - index.keys())
+        if unlisted:
+            raise ValueError(
+                f"{os.path.basename(file)} has {', '.join(unlisted[:3])}, but the checkpoint's index does not list "
+                f"{len(unlisted)} of its tensors, and the model lacks some: load the folder with transformers, and "
+                "save_pretrained() writes a new index"
+            )
 
 
 def _known_to_the_whole_model(
