@@ -159,8 +159,8 @@ class TrainingStep:
             with contextlib.suppress(PipelineFailure):
                 self._run_to_the_end(losses, str(error))
             raise
-        except PipelineFailure:
-            raise
+        except PipelineFailure as failure:
+            raise self.interruption or failure  # whoever is interrupted hears of others in the next call
         except BaseException as error:
             if error is not self._refusal:
                 board.abort(f"{type(error).__name__}: {error}")
