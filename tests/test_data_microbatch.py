@@ -142,7 +142,7 @@ def test_model_outputs_and_batch_encodings_are_understood():
 
 def test_where_one_input_is_not_by_rows_an_ambiguous_one_must_be_named():
     batch = {"src": torch.zeros(3, 3, 2), "target": torch.zeros(3, 3)}
-    with pytest.raises(ValueError, match=r"target has shape \(3, 3\).*dimension 0 or 1: write batch_dim=.*'target': 0"):
+    with pytest.raises(ValueError, match=r"target has shape \(3, 3\).*3 samples: write batch_dim=.*'target': 0"):
         batch_size_of(batch, dims={"src": 1})
     assert batch_size_of(batch, dims={"src": 1, "target": 0}) == 3
     with pytest.raises(ValueError, match=r"batch_dim of src is 3, but src has shape \(3, 3, 2\)"):

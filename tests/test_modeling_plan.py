@@ -231,9 +231,7 @@ def test_a_number_that_is_new_in_every_step_is_named_and_its_plans_are_forgotten
 
     (first, *_) = stages_of(chain(Scaled))
     plans = weakref.WeakSet(first.plan({**INPUTS, "scale": {"now": number / 10}}) for number in range(MOST_KINDS))
-    with pytest.warns(
-        UserWarning, match="because scale is new again and again. Pass a number that changes as a tensor"
-    ):
+    with pytest.warns(UserWarning, match="as scale is new again and again"):
         first.plan({**INPUTS, "scale": {"now": -1.0}})
     gc.collect()
     assert not plans

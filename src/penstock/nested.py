@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from types import FunctionType, ModuleType
@@ -122,12 +123,7 @@ def _holds_tensor(value: Any) -> bool:
         value = left.pop()
         if isinstance(value, torch.Tensor):
             return True
-        if id(value) in seen or isinstance(value, (*PLAIN, type, nn.Module, ModuleType, FunctionType)):
-            continue
-        seen.add(id(value))
-        if (items := items_of(value)) is not None:
-            left += [item for _, item in items]
-            continue
-        slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
-        left += [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in slots)]
+        if id(value) not in seen and not isinstance(value, (*PLAIN, type, nn.Module, ModuleType, FunctionType)):
+            seen.add(id(value))
+            left += gc.get_referents(value)
     return False

@@ -125,11 +125,9 @@ def batch_size_of(
     for name, value in inputs.items():
         rows = rows_of(name, value, dims)
         if any(dims.values()) and rows == batch_size and batch_size in value.shape[1:] and _said(name, dims) is None:
-            possible = " or ".join(str(dim) for dim, size in enumerate(value.shape) if size == batch_size)
             raise ValueError(
-                f"{name} has shape {tuple(value.shape)}, and a batch has {batch_size} samples, which may be along "
-                f"dimension {possible}: write batch_dim={ {**dims, name: 0} }, with the right one in place of 0, or "
-                "None if it is the same for all samples."
+                f"{name} has shape {tuple(value.shape)}, and a batch has {batch_size} samples: write batch_dim="
+                f"{ {**dims, name: 0} }, with the dimension that has them in place of 0, or None if none has."
             )
         if rows is None or rows == batch_size or name in media:
             continue

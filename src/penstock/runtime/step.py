@@ -160,7 +160,9 @@ class TrainingStep:
                 self._run_to_the_end(losses, str(error))
             raise
         except PipelineFailure as failure:
-            raise self.interruption or failure  # whoever is interrupted hears of others in the next call
+            if self.interruption is not None:
+                raise self.interruption from failure
+            raise
         except BaseException as error:
             if error is not self._refusal:
                 board.abort(f"{type(error).__name__}: {error}")

@@ -10,7 +10,7 @@ import functools
 import gc
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -39,37 +39,22 @@ def follow(engine: Engine) -> None:
 def _install() -> None:
     register_optimizer_step_pre_hook(_refuse_over_all)
     # Both are wrappers for torch.no_grad. The function inside is exchanged, so that whoever has imported one has ours.
-    both: list[tuple[Any, Any]] = [
-        (torch.nn.utils.clip_grad_norm_, _clip),
-        (torch.nn.utils.get_total_norm, _total_norm),
-    ]
-    for wrapper, ours in both:
+    wrapper: Any
+    for wrapper, ours in ((torch.nn.utils.clip_grad_norm_, _clip), (torch.nn.utils.get_total_norm, _total_norm)):
         cell = wrapper.__closure__[wrapper.__code__.co_freevars.index("func")]
         cell.cell_contents = functools.partial(ours, cell.cell_contents)
 
 
-# -- norms -------------------------------------------------------------------------------------------------------------
-
-
-def _clip(
-    torchs_own: Callable[..., torch.Tensor],
-    parameters: torch.Tensor | Iterable[torch.Tensor],
-    *args: Any,
-    **kwargs: Any,
-) -> torch.Tensor:
+def _clip(torchs_own: Any, parameters: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     """It only gives the gradients on, of which there may be none: whether they are a pipeline's is known here."""
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    if given and all(one.grad is None for one in given) and not any(_trains(engine, given) for engine in _engines):
+    if given and all(one.grad is None for one in given) and not _trained(set(map(id, given))):
         return torch.zeros(())
     return torchs_own(given or parameters, *args, **kwargs)
 
 
 def _total_norm(
-    torchs_own: Callable[..., torch.Tensor],
-    tensors: torch.Tensor | Iterable[torch.Tensor],
-    norm_type: float = 2.0,
-    error_if_nonfinite: bool = False,
-    foreach: bool | None = None,
+    torchs_own: Any, tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: Any = None
 ) -> torch.Tensor:
     gradients = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
     engine, held = _owner(gradients)
@@ -98,10 +83,9 @@ def _owner(gradients: Sequence[torch.Tensor]) -> tuple[Engine | None, Sequence[H
 
 def _only_one_trained() -> Engine | None:
     """The model that is meant on a rank that has no gradient to give, but must take part."""
-    trained = [engine for engine in _engines if engine.is_open and engine.last_step is not None]
-    if len(trained) > 1:
+    if len(_engines) > 1:
         gc.collect()  # models that are used no more
-        trained = [engine for engine in _engines if engine.is_open and engine.last_step is not None]
+    trained = [engine for engine in _engines if engine.is_open and engine.last_step is not None]
     if len(trained) > 1:
         raise ValueError(
             f"this rank has no gradient to give to the norm, and trains {len(trained)} parallelised models: which of "
@@ -110,38 +94,30 @@ def _only_one_trained() -> Engine | None:
     return trained[0] if trained else None
 
 
-# -- optimizers --------------------------------------------------------------------------------------------------------
-
-
 def _refuse_over_all(optimizer: Optimizer, args: Sequence[Any], kwargs: Any) -> None:
     """Before each optimizer's step."""
     kind, closure = type(optimizer), kwargs.get("closure", args[1] if len(args) > 1 else None)
-    needed = inspect.signature(kind.step).parameters.get("closure")
-    needs_closure = needed is not None and needed.default is inspect.Parameter.empty
+    names, step_takes = {base.__name__ for base in kind.__mro__}, inspect.signature(kind.step).parameters
+    needs_closure = "closure" in step_takes and step_takes["closure"].default is inspect.Parameter.empty
     # torch's own call it once, before the update.
     used = closure is not None and kind.__module__.partition(".")[0] != "torch"
-    names = {base.__name__ for base in kind.__mro__}
     over_all = needs_closure or used or not names.isdisjoint(OVER_ALL)
     if not over_all and names.isdisjoint(OVER_MATRICES):
         return
-    parameters = [one for group in optimizer.param_groups for one in group["params"]]
-    ids = set(map(id, parameters))
-    cut = [one.name for engine in _engines for one in engine.held if one.sharded and id(one.parameter) in ids]
-    if not over_all and cut:
-        raise NotImplementedError(
-            f"{kind.__name__} computes an update from the whole of a matrix, but with tensor parallelism each rank has "
-            f"a part of {len(cut)} of its parameters, such as {cut[0]}: the updates would not be those of the unsplit "
-            "model. Take torch.optim.AdamW, which treats each number by itself, or no tensor parallelism"
-        )
-    if over_all and any(_trains(engine, parameters) for engine in _engines):
-        raise NotImplementedError(
-            f"{kind.__name__} lets a parameter's update depend on others, or runs the model inside its step, but "
-            "each rank has the parameters of its own stages only: the updates would not be those of the unsplit "
-            "model. Take an optimizer that treats each parameter by itself, such as torch.optim.AdamW"
-        )
+    ids = {id(one) for group in optimizer.param_groups for one in group["params"]}
+    if over_all and _trained(ids):
+        how = "lets updates depend on other parameters, or runs the model, but each rank has those of its stages only"
+    elif any(one.sharded and id(one.parameter) in ids for engine in _engines for one in engine.held):
+        how = "computes an update from the whole of a matrix, but with tensor parallelism each rank has parts of them"
+    else:
+        return
+    raise NotImplementedError(
+        f"{kind.__name__} {how}: its updates would not be those of the unsplit model. Take one that treats each number "
+        "by itself, such as torch.optim.AdamW"
+    )
 
 
-def _trains(engine: Engine, parameters: Iterable[torch.Tensor]) -> bool:
-    """Whether one of these is a parameter of the engine's model."""
-    own = {id(one) for one in (*engine.known.values(), known_of(engine.split.model).stand_in)}
-    return not own.isdisjoint(map(id, parameters))
+def _trained(ids: set[int]) -> bool:
+    """Whether a parameter of a parallelised model is among these, by identity."""
+    own = ((*engine.known.values(), known_of(engine.split.model).stand_in) for engine in _engines)
+    return any(not ids.isdisjoint(map(id, each)) for each in own)

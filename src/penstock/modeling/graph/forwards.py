@@ -134,9 +134,8 @@ class Forwards:
         key = (entry, self.model.training, criterion_key, _kind_of(inputs), one_unpadded, in_chunks)
         known = self._known.get(key)
         if known is None:
-            known = self.follow(inputs, call, criterion, in_chunks)
             self._make_room()
-            self._known[key] = known
+            known = self._known[key] = self.follow(inputs, call, criterion, in_chunks)
         if known.fixed:
             return known
         # A unit that is called several times may be called once for each image, say.
@@ -157,13 +156,12 @@ class Forwards:
             return
         kinds = [{"criterion": key[2], **dict(key[3])} for key in self._known]
         new = [name for name in kinds[-1] if len({kind.get(name) for kind in kinds}) > MOST_KINDS // 2]
+        self._known.clear()
         warnings.warn(
-            f"the model's forward was followed for {MOST_KINDS} kinds of inputs, which took 0.1 s or more for each, "
-            f"because {' and '.join(new) or 'their combination'} is new again and again. Pass a number that changes "
-            "as a tensor, and a criterion as one and the same object",
+            f"the forward was followed anew for {MOST_KINDS} kinds of inputs, as {' and '.join(new) or 'something'} is "
+            "new again and again; each takes 0.1 s or more. Pass a number that changes as a tensor",
             stacklevel=2,
         )
-        self._known.clear()
 
     def _is_one_unpadded(self, inputs: Mapping[str, Any]) -> bool:
         """Whether a classifier without a token for padding, which refuses several samples, is given a single one."""

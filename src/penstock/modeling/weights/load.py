@@ -235,9 +235,8 @@ def _refuse_unlisted(files: Sequence[str], index: Mapping[str, str]) -> None:
             unlisted = sorted(set(opened.keys()) - index.keys())
         if unlisted:
             raise ValueError(
-                f"{os.path.basename(file)} has {', '.join(unlisted[:3])}, but the checkpoint's index does not list "
-                f"{len(unlisted)} of its tensors, and the model lacks some: load the folder with transformers, and "
-                "save_pretrained() writes a new index"
+                f"the checkpoint's index does not list {len(unlisted)} tensors of {os.path.basename(file)}, such as "
+                f"{unlisted[0]}, and the model lacks some: transformers loads the folder, and saves it with all of them"
             )
 
 
