@@ -27,7 +27,6 @@ from penstock.runtime.comm.exchange import Ranks
 from penstock.runtime.comm.forming import forming
 from penstock.runtime.engine import DEFAULT_MICROBATCHES_PER_STAGE
 from penstock.runtime.failures.board import FailureBoard
-from penstock.schedule.text import own_or_named, summary, written_schedule
 from penstock.whole_model import check_whole_model, remember_example_inputs
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -96,8 +95,8 @@ def form_equal(
 ) -> Any:
     """Form equal pipelines of a whole model, and attach the engine; see `form`."""
     settings = {f"{SECTION}.{name}": value for name, value in vars(configuration).items()}
-    if (written := written_schedule(configuration.schedule)) is not None:
-        settings[f"{SECTION}.schedule"] = summary(written)  # a file may differ between machines
+    if (written := room("written_schedule")(configuration.schedule)) is not None:
+        settings[f"{SECTION}.schedule"] = room("summary")(written)  # a file may differ between machines
     in_chunks = configuration.loss_chunk_tokens is not None
     plan = partial(_plan, model, configuration)
     model, engine = form(model, settings, plan, board, loss_in_chunks=in_chunks, make=make)
@@ -124,7 +123,7 @@ def _plan(model: nn.Module, configuration: Configuration, found: UnitsAndCosts, 
         except ValueError as error:
             raise ConfigurationError(f"model_parallelism.{error}") from error
     layout = Layout.place([stages] * num_pipelines, [stage_to_rank] * num_pipelines, size)
-    written, number = written_schedule(configuration.schedule), configuration.num_microbatches
+    written, number = room("written_schedule")(configuration.schedule), configuration.num_microbatches
     if written is not None and number is None and configuration.micro_batch_size is None:
         number = written.num_microbatches
     names = ("micro_batch_size", "batch_dim", "loss_chunk_tokens", "trace", "trace_steps", "patience")
@@ -134,7 +133,7 @@ def _plan(model: nn.Module, configuration: Configuration, found: UnitsAndCosts, 
         in_words = f"microbatches of {configuration.micro_batch_size}"
     return LayoutPlan(
         layout,
-        own_or_named(configuration.schedule, layout.pipelines[0].num_ranks),
+        room("own_or_named")(configuration.schedule, layout.pipelines[0].num_ranks),
         dict(zip(found.units, found.costs, strict=True)),
         [str(configuration.schedule) if written is None else written.name] * num_pipelines,
         [in_words] * num_pipelines,
@@ -146,7 +145,7 @@ def _with_size(model: nn.Module, configuration: Configuration, found: UnitsAndCo
     """The configuration with the planner's number of stages in place of "auto"; the same on all ranks."""
     if configuration.pipeline_parallel_size != "auto":
         return configuration
-    if written_schedule(configuration.schedule) is not None:
+    if room("written_schedule")(configuration.schedule) is not None:
         raise ConfigurationError(
             f'{SECTION}.pipeline_parallel_size "auto" needs a schedule by name: one that is written out has its ranks'
         )
@@ -188,7 +187,7 @@ def plan_stages(
             f"{world_size} processes cannot be shared out over pipelines of {num_ranks} ranks each: {key} must be one "
             f"of {fitting}, or use HeterogeneousParallelPlugin, whose pipelines may differ"
         )
-    stage_to_rank = own_or_named(configuration.schedule, num_ranks)(1).stage_to_rank
+    stage_to_rank = room("own_or_named")(configuration.schedule, num_ranks)(1).stage_to_rank
     if len(stage_to_rank) > len(units):
         per_rank = len(stage_to_rank) // num_ranks
         raise ConfigurationError(

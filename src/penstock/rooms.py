@@ -1,4 +1,4 @@
-"""Where the faces find the rooms above the core: imported when they are first used, and not before."""
+"""Where the faces find the rooms above the core, and the text of schedules: imported when first used, not before."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from penstock.layout.layout import Layout
 _ROOMS = {
     "prepare_dataloader": "penstock.data.loader",
     "HeterogeneousDataLoader": "penstock.data.loader",
+    "own_or_named": "penstock.schedule.text",
+    "summary": "penstock.schedule.text",
+    "written_schedule": "penstock.schedule.text",
     "auto_pipeline_size": "penstock.planning.auto",
     "auto_pipelines": "penstock.planning.auto",
     "initialize_peft": "penstock.integrations.peft",
