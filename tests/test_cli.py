@@ -14,6 +14,7 @@ import penstock
 from penstock import PipelineTemplate
 from penstock.checking.check import BoundaryReport, BoundaryValue, Report, UnitReport
 from penstock.cli import app
+from penstock.config import Configuration
 from penstock.layout.announce import compact
 from penstock.schedule import build, schedule_names
 from penstock.schedule.text import format_schedule
@@ -195,6 +196,7 @@ def test_every_command_fits_80_columns_with_long_names(
         "describe": [*model, "--pipelines", "1x2,3x6"],
         "profile": [*model, "-o", "profile.json", "--length", "8"],
         "plan": [*model, "--devices", "a100:3,t4:2", "--profile", "profile.json", "--microbatch-size", "1"],
+        "fit": [*model, "--devices", "3090:2", "--length", "8", "--lora-rank", "4"],
         "simulate": ["-p", "7", "-m", "9", "--activation-bytes", ",".join(["123456789"] * 6 + ["1.5e9"])],
         "draw": ["zb-h1", "-p", "12", "-m", "24", "-o", "step.svg"],
         "inspect": ["saved", "--parameters"],
@@ -314,3 +316,28 @@ def test_a_folder_that_does_not_exist_is_named(tmp_path: Path) -> None:
     for path in (str(tmp_path / "nowhere"), "./nowhere"):
         with pytest.raises(FileNotFoundError, match="nowhere is no directory: there is no model to load"):
             penstock.from_pretrained(path, config={"model_parallelism": {"pipeline_parallel_size": 1}})
+
+
+def test_fit_gives_a_verdict_a_table_and_a_configuration(tmp_path: Path) -> None:
+    arguments = ("fit", "test_cli:small_gpt2", "--length", 16, "--lora-rank", 4, "--devices", 2)
+    result = run(*arguments, "--memory", "1GB", "--plot", tmp_path / "memory.svg")
+    verdict, *lines = result.output.splitlines()
+    assert verdict.startswith("It fits: ") and (tmp_path / "memory.svg").exists()
+    assert sum(line.split()[0] in ("float32", "bfloat16", "LoRA") for line in lines if line.strip()) == 12
+    section = json.loads(next(line for line in lines if line.startswith("{")))
+    assert Configuration.from_any(section).micro_batch_size == 1
+    assert run(*arguments, "--memory", "1KB").output.startswith("It does not fit in any of these ways. Nearest is LoRA")
+
+
+def test_recomputation_is_chosen_where_it_makes_the_job_fit() -> None:
+    arguments = ("plan", "test_cli:small_gpt2", "--length", 16, "--global-batch-size", 32, "--json")
+
+    def needed(how: str) -> float:
+        plans = json.loads(run(*arguments, "--checkpointing", how).output)
+        return min(max(max(one["bytes of each rank"]) for one in plan["pipelines"]) for plan in plans)
+
+    kept, recomputed = needed("none"), needed("all")
+    assert recomputed < kept and needed("auto") == kept  # it is faster
+    between = ("--memory", str((recomputed + kept) / 2))
+    assert run(*arguments, *between, "--checkpointing", "none").exit_code == 1
+    assert run(*arguments, *between, "--checkpointing", "auto").exit_code == 0

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 
 from families import FAMILIES, batch
 from pool import Pool
@@ -42,6 +43,15 @@ def train(family: str, stages: int, reentrant: bool, batches: Sequence[Batch], *
         return steps
 
 
+def offloaded(schedule: str, checkpointed: bool, inputs: Batch) -> list[Step]:
+    """Two steps with what autograd saves moved to the host, around the whole loop or each backward's recomputation."""
+    with kept_in_double(), torch.autograd.graph.save_on_cpu():
+        model = parallelize(build("gpt2"), 2, schedule=schedule, loss_chunk_tokens=5)
+        if checkpointed:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        return [Step(run_step(model, inputs), gradients_of(model))]
+
+
 def oracle(family: str, inputs: Batch) -> Step:
     """Checkpointing recomputes what it does not keep, so the model without it is the oracle."""
     return unsplit_step(build(family), (inputs, 1.0))
@@ -73,3 +83,12 @@ def test_checkpointing_goes_with_deferred_weight_gradients(pool: Pool, schedule:
     inputs = batch("causal", 4)
     found = pool.run(2, train, "gpt2", 2, reentrant, [inputs], schedule=schedule)
     assert_steps_equal([steps[0] for steps in found], oracle("gpt2", inputs))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved-1f1b", "zb-h1", "zb-v"])
+def test_activations_may_be_kept_on_the_host(pool: Pool, schedule: str) -> None:
+    """With and without checkpointing, beside deferred weight gradients and a loss over chunks."""
+    inputs = batch("causal", 4)
+    for checkpointed in (False, True):
+        found = pool.run(2, offloaded, schedule, checkpointed, inputs)
+        assert_steps_equal([steps[0] for steps in found], oracle("gpt2", inputs))

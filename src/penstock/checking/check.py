@@ -244,14 +244,14 @@ def check(
             UnitReport(unit, type(module).__name__, size, cost)
             for unit, module, size, cost in zip(units, modules, sizes, costs, strict=True)
         ),
-        boundaries=tuple(_boundary(found, units, index) for index in range(1, len(units))),
+        boundaries=tuple(boundary_before(found, units, index) for index in range(1, len(units))),
         ties=tuple(names for names, stages in holders.items() if len(stages) > 1),
         everywhere=tuple(names[0] for names, stages in holders.items() if None in stages),
         verdicts=verdicts(model, units, costs, used) if len(units) > 1 else (),
     )
 
 
-def _boundary(found: Trace, units: list[str], index: int) -> BoundaryReport:
+def boundary_before(found: Trace, units: list[str], index: int) -> BoundaryReport:
     """What crosses the boundary before the unit `index`."""
     stage_of = {unit: int(place >= index) for place, unit in enumerate(units)}
     try:

@@ -15,7 +15,7 @@ from penstock.cli.models import subject_of
 from penstock.schedule.generators import DEFAULT_SCHEDULE, schedule_names
 
 if TYPE_CHECKING:
-    from penstock.planning.plan import Job
+    from penstock.planning.plan import Job, Plan
     from penstock.planning.profile import Profile
 
 Model = Annotated[
@@ -30,6 +30,11 @@ Length = Annotated[int, typer.Option(min=1, help="Tokens of a sample.")]
 Dtype = Annotated[str, typer.Option(help="Type of weights and activations: float32, bfloat16 or float16.")]
 Optimizer = Annotated[str, typer.Option(help="adam (two numbers for each weight) or sgd (none).")]
 STATES = {"adam": 2, "sgd": 0}
+Chunk = Annotated[
+    int | None, typer.Option(min=1, help="Tokens of which logits exist at once, as loss_chunk_tokens of the run.")
+]
+# Whether activations are recomputed: what is tried.
+CHECKPOINTING = {"none": (False,), "all": (True,), "auto": (False, True)}
 
 
 def describe(
@@ -150,7 +155,11 @@ def plan(
     nodes: Annotated[str | None, typer.Option(help="Devices of each node: 2x4, or 4,8 (default: one node).")] = None,
     copies: Annotated[int, typer.Option(min=1, help="The least number of pipelines that hold each unit.")] = 1,
     schedule: Annotated[str, typer.Option(help="auto tries all; a name, such as 1f1b, is the only one used.")] = "auto",
-    checkpointing: Annotated[bool, typer.Option(help="Recompute activations in the backward.")] = False,
+    checkpointing: Annotated[
+        str,
+        typer.Option(help="Recompute activations: none, all, or auto (all if that is faster, or fits)."),
+    ] = "none",
+    loss_chunk_tokens: Chunk = None,
     most: Annotated[int, typer.Option(min=1, help="How many plans to show.")] = 5,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plans as JSON.")] = False,
     plot: Annotated[
@@ -163,7 +172,7 @@ def plan(
     """
     from penstock.pictures.timeline import write_timeline
     from penstock.planning.cluster import parse_devices
-    from penstock.planning.planner import equal_pipelines, make_plans
+    from penstock.planning.planner import Infeasible, equal_pipelines, make_plans
     from penstock.planning.profile import Profile
     from penstock.planning.report import plan_data, plans_table
 
@@ -176,9 +185,24 @@ def plan(
                 f"{found.about['microbatch']}, or measure again"
             )
     else:
-        found = _estimate(model, microbatch, length, dtype, optimizer, [kind.name for kind in classes])
-    job = _job(found, classes, nodes, global_batch, microbatch, copies, schedule, checkpointing)
-    plans = make_plans(job, most)
+        found = _estimate(
+            model, microbatch, length, dtype, optimizer, [kind.name for kind in classes], loss_chunk_tokens
+        )
+    if checkpointing not in CHECKPOINTING:
+        raise ValueError(f"--checkpointing must be one of {', '.join(CHECKPOINTING)}, but is {checkpointing!r}")
+    plans: list[Plan] = []
+    failure = None
+    for recompute in CHECKPOINTING[checkpointing]:
+        try:
+            job = _job(found, classes, nodes, global_batch, microbatch, copies, schedule, recompute)
+            made = make_plans(job, most)
+            plans = min(plans or made, made, key=lambda some: some[0].seconds)
+        except Infeasible as error:
+            failure = error
+    if not plans:
+        assert failure is not None
+        raise failure
+    job = plans[0].job
     bests = [equal_pipelines(job, name) for name in dict.fromkeys(plan.schedule_names for plan in plans)]
     equal = min((best for best in bests if best is not None), key=lambda best: best.seconds, default=None)
     print(json.dumps([plan_data(one, equal) for one in plans], indent=1) if as_json else plans_table(plans, equal))
@@ -205,14 +229,53 @@ def _job(
     return Job(found, cluster, global_batch // microbatch, copies, checkpointing, names)
 
 
-def _estimate(model: str, microbatch: int, length: int, dtype: str, optimizer: str, names: list[str]) -> Profile:
-    from penstock.planning.cluster import KNOWN_DEVICES
+def _estimate(
+    model: str, microbatch: int, length: int, dtype: str, optimizer: str, names: list[str], chunk: int | None
+) -> Profile:
     from penstock.planning.profiling import profile_model
 
-    fastest = max((KNOWN_DEVICES[name][0] for name in names if name in KNOWN_DEVICES), default=312e12)
     return profile_model(
-        subject_of(model), microbatch, length, _dtype(dtype), None, fastest, optimizer_states=_states(optimizer)
-    )
+        subject_of(model), microbatch, length, _dtype(dtype), None, _fastest(names),
+        optimizer_states=_states(optimizer), loss_chunk_tokens=chunk,
+    )  # fmt: skip
+
+
+def _fastest(names: list[str]) -> float:
+    """Operations per second of the fastest of these devices, to which speeds are relative."""
+    from penstock.planning.cluster import KNOWN_DEVICES
+
+    return max((KNOWN_DEVICES[name][0] for name in names if name in KNOWN_DEVICES), default=312e12)
+
+
+def fit(
+    model: Model,
+    devices: Annotated[str, typer.Option(help="How many devices, or how many of each class: 3090:3.")] = "1",
+    memory: Annotated[str | None, typer.Option(help="Memory of each device for the run: 24GB.")] = None,
+    length: Length = 2048,
+    microbatch: Annotated[int, typer.Option("--micro-batch-size", "--microbatch-size", min=1)] = 1,
+    global_batch: Annotated[int, typer.Option("--global-batch-size", min=1, help="Samples in a step.")] = 16,
+    lora_rank: Annotated[int | None, typer.Option(min=1, help="Also with LoRA adapters of this rank.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw the memory of each device of the best way: .svg, .png.")
+    ] = None,
+) -> None:
+    """Does a model fit on these devices, and what must be switched on? From its configuration alone.
+
+    Example: penstock fit LlamaForCausalLM --devices 3090:3 --length 2048 --lora-rank 16
+    """
+    from penstock.planning.cluster import USUAL_BETWEEN, USUAL_INSIDE, Cluster, parse_devices
+    from penstock.planning.fit import ways
+    from penstock.planning.report import draw_memory, fit_text
+
+    classes = parse_devices(devices, memory)
+    if global_batch % microbatch:
+        raise ValueError(f"a global batch of {global_batch} samples is no whole number of microbatches of {microbatch}")
+    cluster = Cluster(classes, (), USUAL_INSIDE, USUAL_BETWEEN)
+    fastest = _fastest([kind.name for kind in classes])
+    found = ways(subject_of(model), cluster, global_batch // microbatch, microbatch, length, lora_rank, fastest)
+    print(fit_text(found, global_batch * length, microbatch))
+    if plot is not None:
+        print(f"drawn to {draw_memory(found, plot)}")
 
 
 def _dtype(name: str) -> Any:

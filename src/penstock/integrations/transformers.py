@@ -53,7 +53,7 @@ REFUSED_IF_SET = {
     "torch_empty_cache_steps": "call torch.cuda.empty_cache() in a callback",
     "eval_use_gather_object": "let the model return tensors",
     "enable_jit_checkpoint": "use save_strategy and save_steps",
-    "activation_offloading": "use gradient_checkpointing",
+    "activation_offloading": "use gradient_checkpointing, or torch.autograd.graph.save_on_cpu() around train()",
     "save_on_each_node": "all ranks must share a file system",
     "push_to_hub": "push the saved folder afterwards: it is an ordinary one",
     "deepspeed": "leave it out: the pipelines take its place",

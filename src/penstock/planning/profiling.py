@@ -5,17 +5,20 @@ Each kind of unit is run alone, see `unit_cost`: a model needs not fit the devic
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from transformers.cache_utils import Cache
 
-from penstock.checking.check import build_on_meta, check
+from penstock.checking.check import boundary_before, build_on_meta
+from penstock.modeling.graph.chunked_loss import head_unit, refuse_head
 from penstock.modeling.graph.dummy_inputs import dummy_inputs
+from penstock.modeling.graph.plan import refusal
 from penstock.modeling.graph.shapes import OutputShape, ShapeFunctions, flatten
-from penstock.modeling.graph.units import trace_units
+from penstock.modeling.graph.trace import Trace
+from penstock.modeling.graph.units import trace_units, traced_units
 from penstock.planning.profile import Profile, UnitCost
 from penstock.planning.unit_cost import Call, Cost, cost_of
 
@@ -28,6 +31,7 @@ def profile_model(
     device: torch.device | str | None = None,
     operations_per_second: float = 312e12,
     optimizer_states: int = 2,
+    loss_chunk_tokens: int | None = None,
 ) -> Profile:
     """The costs of a model's units for microbatches of `batch` samples of `length` tokens.
 
@@ -37,34 +41,37 @@ def profile_model(
         device: where the units are run; None estimates the seconds and runs nothing.
         operations_per_second: of the device that seconds are estimated for.
         optimizer_states: numbers that the optimizer keeps for each parameter: 2 for Adam.
+        loss_chunk_tokens: as in the configuration.
 
     Raises:
         NotImplementedError: the model cannot be split.
     """
     model = subject if isinstance(subject, nn.Module) else build_on_meta(subject).to(dtype)
-    inputs = _inputs(model, batch, length)
-    report = check(model, inputs)
-    if report.reason:
-        raise NotImplementedError(f"Auto policy for {report.model} is not implemented... {report.reason}")
-    names = [unit.name for unit in report.units]
-    calls = _calls(model, names, inputs)
+    names, found, calls = _traced(model, batch, length)
+    head = None
+    if loss_chunk_tokens is not None:
+        head = head_unit(model, {name: model.get_submodule(name) for name in names})
+        refuse_head(None if head is None else model.get_submodule(head), model)
     known: dict[Any, Cost] = {}
     units = []
     for index, name in enumerate(names):
         module, is_last = model.get_submodule(name), index == len(names) - 1
         key = (_shapes(module), *(_key(call) for call in calls.get(name, ())), is_last)
         if key not in known:
-            runs = [cost_of(module, call, device, is_last, operations_per_second) for call in calls.get(name, ())]
+            chunk = loss_chunk_tokens if name == head else None
+            each = partial(cost_of, module, device=device, is_last=is_last, loss_chunk_tokens=chunk)
+            runs = [each(call, operations_per_second=operations_per_second) for call in calls.get(name, ())]
             known[key] = Cost.of_all(runs)
         size = float(sum(parameter.nbytes for parameter in module.parameters()))
-        boundary = report.boundaries[index] if index < len(report.boundaries) else None
+        trained = float(sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad))
+        boundary = None if is_last else boundary_before(found, names, index + 1)
         units.append(
             UnitCost(
                 name,
                 **known[key]._asdict(),
                 weights=size,
-                gradients=size,
-                optimizer=optimizer_states * size,
+                gradients=trained,
+                optimizer=optimizer_states * trained,
                 crossing=float(sum(crossing.num_bytes for crossing in boundary.crossing)) if boundary else 0.0,
                 joined=bool(boundary and boundary.reason),
             )
@@ -78,18 +85,32 @@ def profile_model(
     }
     if device is None:
         about["operations per second"] = operations_per_second
-    return Profile(report.model, tuple(units), device is not None, about)
+    if loss_chunk_tokens is not None:
+        about["loss_chunk_tokens"] = loss_chunk_tokens
+    return Profile(type(model).__name__, tuple(units), device is not None, about)
 
 
-def _inputs(model: nn.Module, batch: int, length: int) -> dict[str, Any]:
-    """The first guess of inputs that the model can be traced with; of so many samples, if there is one."""
+def _traced(model: nn.Module, batch: int, length: int) -> tuple[list[str], Trace, dict[str, list[Call]]]:
+    """The units, a trace, and what units are called with: of the first guess of inputs that the model can be traced
+    with; of one with so many samples, if there is one."""
     guesses = sorted(
         dummy_inputs(model, batch, length),
         key=lambda guess: not any(isinstance(x, torch.Tensor) and len(x) == batch for x in guess.values()),
     )
     device = next((parameter.device for parameter in model.parameters() if not parameter.is_meta), torch.device("cpu"))
-    guesses = [{name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in g.items()} for g in guesses]
-    return next((guess for guess in guesses if not check(model, guess).reason), guesses[0])
+    failure: Exception | None = None
+    for guess in guesses:
+        inputs = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in guess.items()}
+        try:
+            names, _, used = traced_units(model, inputs)
+            recorder = _Recorder({name: model.get_submodule(name) for name in names})
+            found = trace_units(model, recorder, used)
+            return names, found, {name: calls for name, calls in recorder.calls.items() if name in recorder.units}
+        except Exception as error:  # whatever a model's own code raises
+            failure = failure or error
+    if isinstance(failure, NotImplementedError):
+        raise failure
+    raise refusal(model, f"{type(failure).__name__}: {failure}") from failure
 
 
 # ---------------------------------------------------------------- what units are called with
@@ -110,15 +131,10 @@ class _Recorder(ShapeFunctions):
         return super().__call__(name, args, kwargs, known)
 
 
-def _calls(model: nn.Module, names: list[str], inputs: Mapping[str, Any]) -> dict[str, list[Call]]:
-    modules = {name: model.get_submodule(name) for name in names}
-    recorder = _Recorder(modules)
-    trace_units(model, recorder, inputs)
-    return {name: calls for name, calls in recorder.calls.items() if name in modules}
-
-
 def _shapes(module: nn.Module) -> Any:
-    return type(module), tuple((name, tuple(p.shape), p.dtype) for name, p in module.named_parameters())
+    return type(module), tuple(
+        (name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in module.named_parameters()
+    )
 
 
 def _key(call: Call) -> Any:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Sequence
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
+import torch
 from rich.table import Column, Table
 
 from penstock.layout.announce import compact
 from penstock.pictures.tables import as_text
+from penstock.planning.fit import Way, best
 from penstock.planning.memory import readable
 from penstock.planning.plan import Plan, PlannedPipeline
 
@@ -44,6 +48,78 @@ def plans_table(plans: Sequence[Plan], equal: Plan | None) -> str:
     first = plans[0]
     details = f"The first of them sends {readable(first.bytes_on_links)} a step. Its pipelines:"
     return as_text(summary, details, *_pipelines(first))
+
+
+# The parts of a device's memory, as columns.
+SHORT = ("weights", "grads", "Adam", "act.", "logits", "msgs")
+
+
+def fit_text(found: Sequence[Way], tokens: int, microbatch: int) -> str:
+    """The verdict, a row for each way, and the configuration of the best.
+
+    Args:
+        tokens: of a step.
+    """
+    chosen = best(found)
+    table = Table(
+        Column("way", no_wrap=True), Column("ckpt"), Column("chunk"),
+        *(Column(name, justify="right", no_wrap=True) for name in SHORT),
+        Column("fits", justify="center"), Column("tok/s", justify="right"),
+        title="The fullest device, in GB. ckpt: activations recomputed; chunk: loss_chunk_tokens", box=None,
+    )  # fmt: skip
+    for way in found:
+        assert way.shown is not None
+        sizes = [f"{size / 1e9:.2f}" for size in way.parts().values()]
+        marks = ["yes" if on else "" for on in (way.checkpointing, way.loss_chunk_tokens)]
+        speed = f"{tokens / way.plan.seconds:,.0f}" if way.plan else ""
+        table.add_row(way.name, *marks, *sizes, "yes" if way.plan else "no", speed)
+    if chosen is None or chosen.plan is None:
+        least = min(found, key=lambda way: sum(way.parts().values()))
+        return as_text(f"It does not fit in any of these ways. Nearest is {least.name}: {least.reason}", table)
+    plan = chosen.plan
+    verdict = f"It fits: {chosen.name}" + ", activations recomputed" * chosen.checkpointing
+    verdict += ", loss in chunks" * (chosen.loss_chunk_tokens is not None)
+    verdict += f", {shape_of(plan)} (ranks x microbatches); the fullest device needs {readable(plan.fullest[1].total)}."
+    section: dict[str, Any] = {"pipeline_parallel_size": len(plan.pipelines[0].devices), "micro_batch_size": microbatch}
+    if chosen.loss_chunk_tokens:
+        section["loss_chunk_tokens"] = chosen.loss_chunk_tokens
+    stages = [pipeline.stage_names for pipeline in plan.pipelines]
+    if any(one != stages[0] for one in stages):
+        return (
+            as_text(verdict, table)
+            + "\nThe pipelines differ: HeterogeneousParallelPlugin forms them, see penstock plan."
+        )
+    if len(stages[0]) > 1:
+        section["split_points"] = [names[0] for names in stages[0][1:]]
+    lines = [as_text(verdict, table), json.dumps({"model_parallelism": section})]
+    lines += [f"dtype={chosen.dtype} in from_pretrained"] * (chosen.dtype != torch.float32)
+    lines += ["model.gradient_checkpointing_enable()"] * chosen.checkpointing
+    lines += [f'LoraConfig(r={chosen.lora_rank}, target_modules="all-linear")'] * (chosen.lora_rank is not None)
+    return "\n".join(lines)
+
+
+def draw_memory(found: Sequence[Way], path: Path) -> Path:
+    """A bar for each device of the best way, or of the one that needs least."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise ImportError("--plot needs matplotlib: pip install 'penstock[plot]'") from None
+    matplotlib.use("svg" if path.suffix == ".svg" else "agg")
+    import matplotlib.pyplot as plt
+
+    way = best(found) or min(found, key=lambda way: sum(way.parts().values()))
+    assert way.shown is not None
+    figure, axes = plt.subplots(figsize=(7, 4))
+    bottom = [0.0] * len(way.shown.memory)
+    for name in ("weights", "gradients", "optimizer", "activations"):
+        sizes = [getattr(memory, name) / 1e9 for memory in way.shown.memory]
+        axes.bar(range(len(sizes)), sizes, bottom=bottom, label=name)
+        bottom = [low + size for low, size in zip(bottom, sizes, strict=True)]
+    axes.set(xlabel="rank", ylabel="GB", title=way.name)
+    axes.legend()
+    figure.savefig(path)
+    plt.close(figure)
+    return path
 
 
 def _pipelines(plan: Plan) -> Iterator[Table]:

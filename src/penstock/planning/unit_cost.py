@@ -25,7 +25,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from penstock.modeling.graph.chunked_loss import ChunkedLogits
 from penstock.runtime.gradients.weight_gradients import Deferred, WeightGradientQueues, install, uninstall
+from penstock.runtime.loss_proxy import requires_grad
 
 # The leaves of a unit's arguments, and how they are put together.
 Call = tuple[list[Any], pytree.TreeSpec]
@@ -61,7 +63,12 @@ class Cost(NamedTuple):
 
 
 def cost_of(
-    module: nn.Module, call: Call, device: torch.device | str | None, is_last: bool, operations_per_second: float
+    module: nn.Module,
+    call: Call,
+    device: torch.device | str | None,
+    is_last: bool,
+    operations_per_second: float,
+    loss_chunk_tokens: int | None = None,
 ) -> Cost:
     """The cost of one run of a unit alone, in a training step.
 
@@ -70,23 +77,28 @@ def cost_of(
         device: where it is run; None estimates the seconds and runs nothing.
         is_last: whether its first result gives the loss.
         operations_per_second: of the device that seconds are estimated for.
+        loss_chunk_tokens: of a last unit that is a head, of how many tokens the logits exist at once; None for all.
     """
     where = torch.device("meta" if device is None else device)
     unit = copy.deepcopy(module).to_empty(device=where).train()
     for tensor in (*unit.parameters(), *unit.buffers()):
         with torch.no_grad():
             tensor.normal_(0, 0.02) if tensor.is_floating_point() else tensor.zero_()
-    for parameter in unit.parameters():
+    for parameter in filter(requires_grad, unit.parameters()):
         parameter.grad = torch.zeros_like(parameter)
     hidden = next((leaf.shape[-1] for leaf in call[0] if _is_hidden(leaf)), None)
     leaves = [_argument(leaf, where, hidden) for leaf in call[0]]
     args, kwargs = pytree.tree_unflatten(leaves, call[1])
     sources = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-    parameters = [parameter for parameter in unit.parameters() if parameter.requires_grad]
+    parameters = list(filter(requires_grad, unit.parameters()))
 
     returned: list[torch.Tensor] = []
 
     def forward() -> list[torch.Tensor]:
+        if loss_chunk_tokens is not None:
+            output: Any = ChunkedLogits.of(unit, unit, leaves[0], loss_chunk_tokens)
+            logits = output.flatten(0, -2).float()
+            return [functional.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.long, device=where))]
         output = unit(*args, **kwargs)
         found = [x for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor) and x.requires_grad]
         if is_last and found and found[0].dim() > 1:  # the loss, which is outside of all units
@@ -97,9 +109,10 @@ def cost_of(
 
     # Masks and the like are one for all units.
     shared = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.requires_grad]
+    shared += [parameter for parameter in unit.parameters() if not parameter.requires_grad]
     kept, working, operations = _memory(forward, parameters, shared, sources, returned)
     queue = _Queue()
-    install(unit, queue)
+    install(unit, queue, None if loss_chunk_tokens is None else unit)
     _, splitting, _ = _memory(forward, parameters, shared, sources, returned)
     uninstall(unit)
     checkpointed = float(sum(source.nbytes for source in sources)) if _is_checkpointed(unit) else kept
@@ -107,6 +120,11 @@ def cost_of(
         seconds, backward, weight = (number / (REACHED * operations_per_second) for number in operations)
     else:
         seconds, backward, weight = _seconds(forward, sources, parameters, where)
+    if loss_chunk_tokens is not None:  # the weight's gradient is not put off
+        backward, weight = backward + weight, 0.0
+        # Autograd adds up the chunks' gradients in place, but not under a mode that looks on, as here.
+        working = max(0.0, working - sum(parameter.nbytes for parameter in parameters))
+        splitting = working
     return Cost(
         forward=seconds,
         backward=backward,

@@ -40,7 +40,7 @@ class ChunkedLogits(torch.Tensor):
             head: the module that it calls.
         """
         with torch.no_grad():
-            one = call(hidden.flatten(0, -2)[:1])
+            one = call(hidden.detach().flatten(0, -2)[:1])
         logits = torch.zeros((), dtype=one.dtype, device=one.device).expand(*hidden.shape[:-1], one.shape[-1])
         return cls._with(logits, hidden, (head, call), tokens, ())
 
@@ -144,7 +144,9 @@ def _cross_entropy(
             )
     of_chunk = partial(_of_chunk, input._head[1], input._types, ignore_index, label_smoothing)
     chunks = zip(input._hidden.split(input._tokens), target.split(input._tokens), strict=True)
-    total = torch.stack([checkpoint(of_chunk, *chunk, use_reentrant=False) for chunk in chunks]).sum()
+    # Nothing is drawn in a head.
+    run = partial(checkpoint, of_chunk, use_reentrant=False, preserve_rng_state=False)
+    total = torch.stack([run(*chunk) for chunk in chunks]).sum()
     return total if reduction == "sum" else total / (target != ignore_index).sum()
 
 
