@@ -45,6 +45,8 @@ class Configuration:
         stages: for each stage the names of its units, or None to balance them by cost. A module that holds several
             units stands for all of them.
         split_points: instead of `stages`: the units with which the second, the third, ... stage begins.
+        sharded_optimizer: the ranks that hold a parameter divide the optimizer's state: one of them keeps that of each
+            parameter, or as many as this number says, and sends the others the new weight; see docs/memory.md.
         patience: seconds that a rank waits for others before it logs what it waits for and where the others are, and
             ends the run if they have made different calls, so that the wait can never end.
         timeout: seconds that a transfer between ranks may take before it is an error on every rank; None for that of
@@ -68,6 +70,7 @@ class Configuration:
     loss_chunk_tokens: int | None = None
     stages: Sequence[Sequence[str]] | None = None
     split_points: Sequence[str] | None = None
+    sharded_optimizer: bool | int = False
     patience: float = 10.0
     timeout: float | None = None
     trace: str | None = None
@@ -223,6 +226,10 @@ _ALLOWED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "loss_chunk_tokens": (_is_positive_integer, "a positive integer or null"),
     "stages": (_are_stages, "a list with a list of names for each stage, none of them empty"),
     "split_points": (_are_names, "a list of names, not empty"),
+    "sharded_optimizer": (
+        lambda value: isinstance(value, bool) or _is_positive_integer(value),
+        "true, false or the number of ranks that keep each state",
+    ),
     "patience": (_is_positive_number, "a positive number of seconds"),
     "timeout": (_is_positive_number, "a positive number of seconds, or null"),
     "trace": (_is_trace_file, "the path of an .svg or .json file, or null"),

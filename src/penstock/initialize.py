@@ -22,7 +22,7 @@ from penstock.modeling.graph.loss import Criterion
 from penstock.modeling.graph.units import bare_modules
 from penstock.modeling.weights.names import alias_groups
 from penstock.pipeline_model import USED_NAMES, PipelineModel, attach
-from penstock.rooms import room
+from penstock.rooms import owners_of, room
 from penstock.runtime.comm.exchange import Ranks
 from penstock.runtime.comm.forming import forming
 from penstock.runtime.engine import DEFAULT_MICROBATCHES_PER_STAGE
@@ -137,7 +137,9 @@ def _plan(model: nn.Module, configuration: Configuration, found: UnitsAndCosts, 
         dict(zip(found.units, found.costs, strict=True)),
         [str(configuration.schedule) if written is None else written.name] * num_pipelines,
         [in_words] * num_pipelines,
-        options | {"num_microbatches": number, "timeout": configuration.time_limit},
+        options
+        | {"num_microbatches": number, "timeout": configuration.time_limit}
+        | {"with_owners": owners_of(int(configuration.sharded_optimizer))},
     )
 
 

@@ -34,7 +34,7 @@ from penstock.modeling.graph.loss import Criterion
 from penstock.optimizer import PipelineOptimizer
 from penstock.pipeline_model import USED_NAMES, PipelineModel, attach
 from penstock.pipeline_template import PipelineTemplate
-from penstock.rooms import room, sharding_of
+from penstock.rooms import owners_of, room, sharding_of
 from penstock.runtime.comm.bootstrap import rank_and_world_size
 from penstock.runtime.comm.devices import device_memory
 from penstock.runtime.comm.exchange import Ranks
@@ -83,6 +83,8 @@ class HeterogeneousParallelPlugin:
         global_batch_size: with `elastic`, the samples in a step, over all pipelines: a multiple of `microbatch_size`.
         batch_dim: for inputs whose samples are not along the first dimension; see `penstock.config.Configuration`.
         loss_chunk_tokens: head and loss of a language model run over so many tokens at a time; see there, too.
+        sharded_optimizer: the holders of a parameter divide the optimizer's state, also over unlike pipelines; see
+            docs/memory.md and `penstock.config.Configuration`.
 
     Raises:
         TypeError, ValueError: an argument that cannot be used.
@@ -108,6 +110,7 @@ class HeterogeneousParallelPlugin:
         global_batch_size: int | None = None,
         batch_dim: Mapping[str, int | None] | None = None,
         loss_chunk_tokens: int | None = None,
+        sharded_optimizer: bool | int = False,
     ) -> None:
         for name, value in (("tp_size", tp_size), ("microbatch_size", microbatch_size)):
             if isinstance(value, bool) or not isinstance(value, int):
@@ -130,6 +133,11 @@ class HeterogeneousParallelPlugin:
         if loss_chunk_tokens is not None and tp_size > 1:
             raise ValueError(f"loss_chunk_tokens is for whole heads, and tp_size {tp_size} shards them: leave one out")
         self.loss_chunk_tokens = loss_chunk_tokens
+        if not isinstance(sharded_optimizer, int) or sharded_optimizer < 0:
+            raise ValueError(
+                f"sharded_optimizer must be True, False or how many keep a state, got {sharded_optimizer!r}"
+            )
+        self.sharded_optimizer = sharded_optimizer
         self.precision = precision
         self.max_norm = float(max_norm)
         self.schedule = schedule
@@ -153,6 +161,8 @@ class HeterogeneousParallelPlugin:
             room("check_elastic")(elastic, global_batch_size, microbatch_size)
         elif global_batch_size is not None:
             raise ValueError("global_batch_size goes with elastic=; otherwise set_pipelines says how many microbatches")
+        if elastic is not None and sharded_optimizer:
+            raise NotImplementedError("sharded_optimizer with elastic=: the state of a lost rank would go with it")
         self.elastic = elastic
         self._global_batch_size = global_batch_size
         # With elastic=, this process's part in the run, once the first engine stands, and the loaders that follow the
@@ -401,6 +411,7 @@ class HeterogeneousParallelPlugin:
             "max_norm",
             "batch_dim",
             "loss_chunk_tokens",
+            "sharded_optimizer",
         )
         if self.elastic is not None:
             facts = {f"the plugin's {name}": getattr(self, name) for name in (*names, "schedule")}
@@ -423,6 +434,7 @@ class HeterogeneousParallelPlugin:
             "loss_chunk_tokens": self.loss_chunk_tokens,
             "timeout": self.time_limit,
             "patience": self.patience,
+            "with_owners": owners_of(int(self.sharded_optimizer)),
         }
 
     def _parallelise(self, model: Any, board: FailureBoard, criterion: Criterion | None, **options: Any) -> Any:

@@ -23,6 +23,7 @@ _ROOMS = {
     "generate": "penstock.generation.generate",
     "evaluate_with_cache": "penstock.generation.generate",
     "TensorParallel": "penstock.tensor_parallel.apply",
+    "dividing": "penstock.sharded_optimizer.updates",
     "Recorder": "penstock.pictures.recorder",
     "LayoutDescription": "penstock.pictures.describe",
     "describe_layout": "penstock.pictures.model_layout",
@@ -35,6 +36,11 @@ _ROOMS = {
 def sharding_of(layout: Layout) -> Any:
     """What makes the sharding of a model for a layout; None for one without tensor parallelism."""
     return room("TensorParallel") if layout.tensor_parallel_size > 1 else None
+
+
+def owners_of(copies: int) -> Any:
+    """What divides the updates of parameters among so many of their holders; None for 0: all make them."""
+    return room("dividing")(copies) if copies else None
 
 
 def room(name: str) -> Any:

@@ -17,7 +17,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 
 import torch
 
@@ -25,7 +25,7 @@ from .files import write_bytes, writing
 from .manifest import FileEntry
 from .plan import SavingRank
 from .tensors import once_for_tied
-from .untrusted import CheckpointError, describe, read_json, typed
+from .untrusted import CheckpointError, describe, read_json
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,11 @@ class HostMemory:
 
 
 class PendingSave:
-    """A save whose files are being written to `directory` by a thread."""
+    """A save whose files are being written by a thread.
+
+    Attributes:
+        directory: what is written.
+    """
 
     def __init__(self, directory: str, write: Callable[[], None]) -> None:
         self.directory = directory
@@ -73,6 +77,11 @@ class PendingSave:
         self._thread = threading.Thread(target=self._run, name="penstock-save", daemon=True)
         _pending.add(self)
         self._thread.start()
+
+    @property
+    def done(self) -> bool:
+        """Whether this rank's part is over."""
+        return not self._thread.is_alive()
 
     def finish(self) -> None:
         """Wait for this rank's part; raises, once, what went wrong with it."""
@@ -122,15 +131,6 @@ def word_name(place: SavingRank) -> str:
     return f"written_tp_{place.tensor_parallel_rank}_pp_{place.pipeline_rank}.json"
 
 
-@dataclass(frozen=True)
-class _Word:
-    """What a rank says: what it has written, or what went wrong."""
-
-    rank: int
-    files: dict[str, FileEntry] = field(default_factory=dict)
-    error: str | None = None
-
-
 @contextlib.contextmanager
 def leaving_word(folder: str, name: str, rank: int) -> Iterator[dict[str, FileEntry]]:
     """Around the writing of a rank's files: put what was written into what this yields. The word says what went wrong
@@ -140,18 +140,18 @@ def leaving_word(folder: str, name: str, rank: int) -> Iterator[dict[str, FileEn
         yield files
     except Exception as error:
         try:
-            _leave(folder, name, _Word(rank, error=describe(error)))
+            _leave(folder, name, {"rank": rank, "error": describe(error)})
         except Exception:  # there may be no room for it either, but for an empty file
             with contextlib.suppress(OSError):
                 os.close(os.open(os.path.join(folder, name + _FAILED), os.O_CREAT | os.O_EXCL))
         raise
-    _leave(folder, name, _Word(rank, files))
+    _leave(folder, name, {"files": {file: asdict(entry) for file, entry in files.items()}})
 
 
-def _leave(folder: str, name: str, word: _Word) -> None:
+def _leave(folder: str, name: str, content: object) -> None:
     path = os.path.join(folder, name)
     # Read by processes that live, so it need not be on disk.
-    write_bytes(path + ".draft", json.dumps(asdict(word)).encode())
+    write_bytes(path + ".draft", json.dumps(content).encode())
     with writing(path, "a small file"):
         os.replace(path + ".draft", path)
 
@@ -161,7 +161,11 @@ def words_of(
 ) -> list[dict[str, FileEntry]]:
     """Wait for the words of these names, and return what each says.
 
-    Raises CheckpointError if a rank could not write, or will not: `given_up` says why, or nothing happens any more.
+    Args:
+        given_up: says why one of them will not come any more; None as long as all may.
+
+    Raises:
+        CheckpointError: one of the ranks could not write, or has left no word and nothing happens any more.
     """
     found: dict[str, dict[str, FileEntry]] = {}
     since, seen = time.monotonic(), -1
@@ -169,10 +173,10 @@ def words_of(
         for name in names:
             path = os.path.join(folder, name)
             if name not in found and os.path.exists(path):
-                word: _Word = typed(_Word, read_json(path), path)
-                if word.error is not None:
-                    raise CheckpointError(f"rank {word.rank}: {word.error}")
-                found[name] = word.files
+                content = read_json(path)
+                if (error := content.get("error")) is not None:
+                    raise CheckpointError(f"rank {content['rank'].value}: {error.value}")
+                found[name] = content["files"].read(dict[str, FileEntry])
             elif os.path.exists(path + _FAILED):
                 raise CheckpointError(
                     f"the rank that leaves {name} could not write, not even the reason; that rank raises it"

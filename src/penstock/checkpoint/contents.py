@@ -20,7 +20,7 @@ from penstock.modeling.weights.initialise import meta_model, resolve_model_class
 
 from .comm import CheckpointRanks
 from .files import write_bytes
-from .folder import find_checkpoints
+from .folder import Found, find_checkpoints
 from .manifest import MODEL, TRAINING, Manifest, whole_manifest
 from .merge import ModelFolder
 from .names import is_configuration
@@ -61,12 +61,13 @@ def inspect_folder(folder: str | os.PathLike[str], values: bool = True) -> list[
     found = find_checkpoints(folder)
     if not found:
         raise CheckpointError(f"{os.path.abspath(folder)} holds no checkpoint")
-    return [
-        inspect_checkpoint(one.path, values)
-        if one.fault is None
-        else {"path": one.path, "step": one.step, "whole": False, "faults": [one.fault]}
-        for one in found
-    ]
+    return [_inspect(one, values) for one in found]
+
+
+def _inspect(found: Found, values: bool) -> dict[str, Any]:
+    if found.fault is not None:
+        return {"path": found.path, "step": found.step, "whole": False, "faults": [found.fault]}
+    return inspect_checkpoint(found.path, values)
 
 
 def inspect_checkpoint(path: str, values: bool = True) -> dict[str, Any]:
@@ -88,11 +89,11 @@ def inspect_checkpoint(path: str, values: bool = True) -> dict[str, Any]:
             faults = list(dict.fromkeys([*faults, str(error)]))
         else:
             training = {
-                "step": common.step,
-                "objects": sorted(common.objects),
-                "ranks": len(common.pipelines),
-                "pipelines": len(set(common.pipelines)),
-                "parameter_groups": len(common.groups or []),
+                "step": common["step"],
+                "objects": sorted(common["objects"]),
+                "ranks": len(common["pipelines"]),
+                "pipelines": len(set(common["pipelines"])),
+                "parameter_groups": len(common["groups"] or []),
             }
     return {
         "path": path,
@@ -166,7 +167,10 @@ def merge_checkpoint(
 
     No more than one shard is in memory at a time. Values are compared with their checksums as they are read. Of a
     module that is no model of transformers the folder has the file of weights alone, with every name of its
-    `state_dict()`. Returns the names of the files of weights.
+    `state_dict()`.
+
+    Returns:
+        the names of the files of weights.
 
     Raises:
         CheckpointError: the checkpoint is damaged, its model's class is derived from one of transformers' and not

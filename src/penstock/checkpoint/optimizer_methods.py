@@ -14,14 +14,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from penstock.checkpoint.comm import CheckpointRanks
 from penstock.checkpoint.model_methods import checkpoint_comm, saving_ranks
 from penstock.checkpoint.plain_objects import load_object, restore_object, save_object, state_of
-from penstock.checkpoint.rank_files import TRAINING_VARIANT, RankFiles
-from penstock.checkpoint.save import Save
-from penstock.checkpoint.save_pretrained import SaveOptions
+from penstock.checkpoint.save import TRAINING_VARIANT, save_training_state
 from penstock.checkpoint.training_state import TrainingState, load_training_state
 from penstock.optimizer import PipelineOptimizer
 from penstock.runtime.comm.rollcall import Call
 from penstock.runtime.engine import Engine
 from penstock.runtime.gradients.precision import LossScale
+from penstock.sharded_optimizer.updates import gathered
 
 PathLike = str | os.PathLike[str]
 
@@ -58,17 +57,24 @@ class LossScaleState:
 
 def save_optimizer_state(optimizer: Any, pipeline: Engine, folder: PathLike) -> None:
     """Write the state of an optimizer of this rank's stages, fp16's loss scale, and what decides the run's random
-    numbers: a file for each stage. Every rank calls it. Raises CheckpointError."""
+    numbers: a file for each stage. Every rank calls it.
+
+    Raises:
+        CheckpointError: some rank could not write; names the rank and the path.
+    """
     scale, ranks = LossScaleState.of(optimizer), saving_ranks(pipeline)
     extra = {} if scale is None else {"loss_scale": scale.state_dict()}
     state = TrainingState(unwrapped(optimizer), step=pipeline.step_number, extra=extra)
-    with pipeline.saving(Call.SAVE_OPTIMIZER):
-        files = RankFiles(pipeline.split.model, SaveOptions(variant=TRAINING_VARIANT), state, with_model=False)
-        Save(files, folder, **ranks).run()
+    with pipeline.saving(Call.SAVE_OPTIMIZER), gathered(pipeline, state.optimizer):
+        save_training_state(pipeline.split.model, folder, state, **ranks)
 
 
 def load_optimizer_state(optimizer: Any, pipeline: Engine, folder: PathLike) -> None:
-    """Load what `save_optimizer_state` wrote, from any layout. Raises CheckpointError."""
+    """Load what `save_optimizer_state` wrote, from any layout.
+
+    Raises:
+        CheckpointError: the folder holds no optimizer state of this model.
+    """
     with pipeline.together(Call.LOAD_OPTIMIZER):
         state = load_training_state(
             pipeline.split.model,

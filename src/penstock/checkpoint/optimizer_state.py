@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,13 +40,23 @@ class OptimizerState:
 
 
 def logical_names(model: nn.Module) -> dict[int, str]:
-    """For each parameter of this rank, by its `id`, one name that is the same on every rank that holds it: of a tied
-    weight's names the alphabetically first."""
+    """For each parameter of this rank, by its `id`, one name that is the same on every rank that holds it.
+
+    Of a tied weight's names that is the alphabetically first, also where only another of them is held.
+    """
     first = first_of_tied(tied_groups(model))
     names: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), first.get(name, name))
     return names
+
+
+def keeps_state(model: nn.Module) -> Callable[[torch.Tensor], bool]:
+    """Whether this rank keeps the state of a parameter: with a sharded optimizer not each of its holders does."""
+    engine = known_of(model).engine
+    held = () if engine is None else engine.held
+    others = {id(one.parameter) for one in held if one.owners and engine.rank not in one.owners}
+    return lambda parameter: id(parameter) not in others
 
 
 def parameters_by_name(model: nn.Module, optimizer: Optimizer) -> dict[str, torch.Tensor]:
@@ -59,7 +69,8 @@ def parameters_by_name(model: nn.Module, optimizer: Optimizer) -> dict[str, torc
 def collect_optimizer(model: nn.Module, optimizer: Optimizer) -> OptimizerState:
     """Read an optimizer's state. Parameters of other stages, emptied when the model was split, have none here.
 
-    Raises CheckpointError for a parameter that is not the model's, or a state that cannot be saved.
+    Raises:
+        CheckpointError: the optimizer has a parameter that is not the model's, or a state that cannot be saved.
     """
     names = logical_names(model)
     found = OptimizerState()
@@ -96,11 +107,16 @@ def restore_optimizer(
 ) -> None:
     """Give an optimizer the state saved for the parameters of this rank, through its own `load_state_dict`.
 
-    `groups`, `members` and `values` are of the whole model; `tensors`, of this rank's, are copied one by one.
-    Raises CheckpointError if the parameter groups are not those that were saved, by an optimizer of the class `kind`.
+    Args:
+        groups, members, values: as saved, of the whole model.
+        tensors: names and values of this rank's parameters' state tensors, which are copied one by one.
+        kind: the class of the optimizer that was saved.
+
+    Raises:
+        CheckpointError: the parameter groups are not those that were saved.
     """
     names, parameters = logical_names(model), parameters_by_name(model, optimizer)
-    saved_groups = list(groups)
+    saved_groups, keeps = list(groups), keeps_state(model)
     group_of = {name: number for number, group in enumerate(members) for name in group}
     if len(saved_groups) != len(optimizer.param_groups):
         raise CheckpointError(
@@ -121,7 +137,7 @@ def restore_optimizer(
                 if group_of.get(mine) != number:
                     where = f"in group {group_of[mine]}" if mine in group_of else "in none"
                     raise CheckpointError(f"{mine} is in group {number} of the optimizer, but was {where} when saved")
-                if mine in states:
+                if mine in states and keeps(parameter):
                     content["state"][index] = states[mine]
             indices.append(index)
             index += 1
@@ -165,16 +181,22 @@ def _is_number(value: Any) -> bool:
 def reshardings_of(
     model: nn.Module, optimizer: Optimizer, manifest: Manifest, saved_shapes: Mapping[str, Sequence[int]]
 ) -> dict[str, Resharding]:
-    """The saved state tensors of this rank's parameters, and how they are sharded: as the parameter if of its shape.
+    """The saved state tensors of this rank's parameters in the optimizer, and how they are sharded.
 
-    `saved_shapes` are those of the first tensor-parallel rank of the saving run. Raises CheckpointError if a state of
-    another shape belongs to a parameter that is sharded otherwise than it was.
+    A state of a parameter's shape is sharded as the parameter is.
+
+    Args:
+        saved_shapes: of the state tensors as the first tensor-parallel rank of the saving run had them.
+
+    Raises:
+        CheckpointError: a state of another shape belongs to a parameter that is sharded otherwise than it was.
     """
     parameters, held, (_, size) = parameters_by_name(model, optimizer), shards_of(model), tensor_parallel_place(model)
     found: dict[str, Resharding] = {}
+    keeps = keeps_state(model)
     for key, shape in saved_shapes.items():
         name = key.partition(SEPARATOR)[0]
-        if name not in parameters:
+        if name not in parameters or not keeps(parameters[name]):
             continue
         whole = whole_shape(model, name, parameters[name])
         sharding = Resharding(saved_sharding(manifest, name, whole, manifest.tensor_parallel_size), held.get(name))

@@ -23,9 +23,8 @@ from penstock.tensor_parallel import take_shards
 from .comm import CheckpointRanks
 from .files import check_archive, open_tensors
 from .names import EXTENSIONS, STAGING, check_plain, weight_file_names
-from .staging import read_index
 from .tensors import held_state, tied_groups
-from .untrusted import CheckpointError, cannot_read, damaged, is_directory, kind_of, locate, open_plain
+from .untrusted import CheckpointError, cannot_read, is_directory, kind_of, locate, open_plain, read_json
 
 # Names in an error.
 _SHOWN = 5
@@ -44,7 +43,12 @@ def load_ordinary(
     """Copy the weights of this rank's stages from an ordinary checkpoint into the model's existing parameters.
 
     They are read as transformers' own `from_pretrained` reads them, names converted and all; those of a module that is
-    no model of transformers as its `load_state_dict` takes them. Without `strict` weights that it lacks stay.
+    no model of transformers as its `load_state_dict` takes them.
+
+    Args:
+        model_class: the model's own class.
+        stages: names of units per stage. local_stages: those held here.
+        strict: refuse a checkpoint that lacks weights of the model or has others. Otherwise those it lacks stay.
 
     Raises:
         CheckpointError: it cannot be read on some rank, or does not fit. No rank's model has changed then.
@@ -118,9 +122,13 @@ def _of_module(model: nn.Module, files: Sequence[str]) -> Read:
 
 
 def check_ordinary(directory: str) -> list[str]:
-    """Check what transformers would open in a folder that somebody else may have made; paths of the files of weights.
+    """Check what transformers would open in a folder that somebody else may have made.
 
-    Raises CheckpointError for what is no regular file of this folder, leads out of it, or is not what its name says.
+    Returns:
+        paths of the files of weights.
+
+    Raises:
+        CheckpointError: naming what is no regular file of this folder, leads out of it, or is not what its name says.
     """
     if not os.path.isdir(directory):
         raise CheckpointError(f"{directory} is no directory")
@@ -145,18 +153,22 @@ def check_ordinary(directory: str) -> list[str]:
 
 
 def _check_index(directory: str, path: str, extension: str) -> list[str]:
-    weight_map = read_index(path)
-    for tensor, place in weight_map.items():
-        folder, _, name = place.rpartition("/")
+    content = read_json(path)
+    shards: dict[str, None] = {}
+    for _, place in content["weight_map"].items():
+        folder, _, name = place.text().rpartition("/")
         # The shards of a save that was interrupted are still where they were staged.
         if folder and not (STAGING.fullmatch(folder) and is_directory(os.path.join(directory, folder))):
-            check_plain(place, f"{path} is damaged: a file name in it")
+            check_plain(place.text(), f"{path} is damaged: a file name in it")
         check_plain(name, f"{path} is damaged: a file name in it")
         if not name.endswith(extension):
-            raise damaged(path, ["weight_map", tensor], place, f"the name of a file of weights, *{extension}")
-    if not weight_map:
-        raise damaged(path, ["weight_map"], weight_map, "at least one weight")
-    return [_check_weights(os.path.join(directory, name)) for name in sorted(set(weight_map.values()))]
+            place.refuse(f"the name of a file of weights, *{extension}")
+        shards[place.text()] = None
+    if not shards:
+        content["weight_map"].refuse("at least one weight")
+    for _ in content["metadata"].items():
+        pass
+    return [_check_weights(os.path.join(directory, name)) for name in sorted(shards)]
 
 
 def _check_weights(path: str) -> str:

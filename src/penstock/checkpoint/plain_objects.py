@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from .comm import CheckpointRanks
 from .files import flush_file, load_data, write_bytes, writing
-from .untrusted import CheckpointError, describe, is_regular, refused_global, typed
+from .untrusted import CheckpointError, Field, describe, is_regular, refused_global
 
 # Under which key the name of a scheduler's class stands beside its state.
 _CLASS = "scheduler_class"
@@ -47,18 +47,22 @@ def _class_of(scheduler: LRScheduler) -> str:
 
 
 def restore_object(stateful: Any, content: Any, what: str) -> None:
-    """Give an object the state that was saved for it, or raise CheckpointError.
+    """Give an object the state that was saved for it.
 
     A learning-rate scheduler takes whatever names it is given as its attributes: its own methods' names too, and those
-    of a scheduler of another class. That is refused.
+    of a scheduler of another class.
+
+    Raises:
+        CheckpointError: that would happen, or the object does not take it.
     """
     if isinstance(stateful, LRScheduler):
-        content = typed(dict[str, Any], content, what)
-        if _CLASS in content:
-            saved, here = typed(str, content.pop(_CLASS), what, _CLASS), _class_of(stateful)
+        fields = dict(Field(content, what).items())
+        if _CLASS in fields:
+            saved, here = fields.pop(_CLASS).text(), _class_of(stateful)
             if saved != here:
                 raise CheckpointError(f"{what} is that of a {saved}, but is loaded into a {here}: make a {saved}")
-        if hidden := sorted(name for name in content if callable(getattr(type(stateful), name, None))):
+            content = {name: value for name, value in content.items() if name != _CLASS}
+        if hidden := sorted(name for name in fields if callable(getattr(type(stateful), name, None))):
             raise CheckpointError(f"{what} is damaged: it would replace {', '.join(hidden[:5])} of the scheduler")
     try:
         stateful.load_state_dict(content)
@@ -67,7 +71,11 @@ def restore_object(stateful: Any, content: Any, what: str) -> None:
 
 
 def save_object(content: Any, path: str | os.PathLike[str], *, world_comm: CheckpointRanks) -> None:
-    """Write plain data to a file, from the first rank. A kill at any moment leaves the previous file whole."""
+    """Write plain data to a file, from the first rank. A kill at any moment leaves the previous file whole.
+
+    Raises:
+        CheckpointError: it cannot be written, or is no plain data that can be loaded without running code.
+    """
     path = os.path.abspath(path)
 
     def write() -> None:

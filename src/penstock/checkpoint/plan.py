@@ -20,9 +20,9 @@ from .manifest import MODEL, FileEntry
 from .safetensors_file import Behind
 from .save_pretrained import SaveOptions
 from .staging import Replacement
-from .tensors import DTYPES, dtype_name, held_state, whole_shape
+from .tensors import DTYPES, dtype_name, dtype_of, held_state, whole_shape
 from .training_state import TrainingReport
-from .untrusted import Count, typed
+from .untrusted import Count, Field
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,11 @@ def describe_holdings(model: nn.Module, state: Mapping[str, torch.Tensor]) -> di
 def first_holders(
     reports: Sequence[SavingReport], sharded: Mapping[str, Sharding] | None = None, names: Collection[str] = ()
 ) -> dict[str, Source]:
-    """Each tensor, or those of these names, from the first rank that holds it, or of `sharded` the first group."""
+    """Each tensor from the first rank that holds it, or of `sharded` the first tensor-parallel group.
+
+    Args:
+        names: those that are wanted, in order; by default all.
+    """
     writers, sharded = writers_of(reports), sharded or {}
     size = reports[writers[0]].place.tensor_parallel_size
     first = {name: place for place in reversed(range(len(writers))) for name in reports[writers[place]].holdings}
@@ -184,7 +188,7 @@ def tell_reports(
 ) -> list[SavingReport]:
     """Make a report on every rank; returns every rank's. See `CheckpointRanks.together`."""
     said = ranks.together(f"comparing what ranks hold to {what}", lambda: asdict(report()), unchanged)
-    return [typed(SavingReport, one, f"what rank {rank} says") for rank, one in enumerate(said)]
+    return [Field(one, f"what rank {rank} says").read(SavingReport) for rank, one in enumerate(said)]
 
 
 def each_file(
@@ -218,7 +222,11 @@ def _transfer(
     ranks: CheckpointRanks,
     failure: Exception | None,
 ) -> Exception | None:
-    """Do this rank's part in giving a tensor to a file's writer, which finds it in `gathered`; what has failed here."""
+    """Do this rank's part in giving a tensor to a file's writer, which finds it in `gathered`.
+
+    Returns:
+        what has failed on this rank until now.
+    """
     if ranks.rank not in (*source.ranks, file.writer):
         return failure
     holding, sharding = source.holding, source.sharding
@@ -230,7 +238,7 @@ def _transfer(
         except Exception as error:  # for example out of host memory
             failure, tensor = failure or error, None
         if tensor is None:
-            tensor = torch.empty(shape, dtype=DTYPES[holding.dtype])
+            tensor = torch.empty(shape, dtype=dtype_of(holding.dtype))
         if ranks.rank == file.writer:
             if rank != file.writer:
                 ranks.receive(tensor, rank, f"gathering {name} for {file.name}")

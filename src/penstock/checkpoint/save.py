@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from .adapters import AdapterFolder
 from .background import HostMemory, PendingSave, leaving_word, word_name, words_of
 from .comm import CheckpointRanks
 from .manifest import FileEntry
@@ -23,11 +24,15 @@ from .rank_files import RankFiles
 from .safetensors_file import Behind
 from .save_pretrained import SaveOptions, refuse_unsupported
 from .staging import commit, discard, prepare
+from .tensors import tensor_parallel_place
 from .training_state import TrainingState
-from .untrusted import CheckpointError, typed
+from .untrusted import CheckpointError, Field
 
 Result = TypeVar("Result")
 Write = Callable[[FilePlan, Content], object]
+
+# What a training state saved on its own has in its files' names.
+TRAINING_VARIANT = "training"
 
 
 def save_parallelized(
@@ -64,8 +69,34 @@ def save_parallelized(
     refuse_unsupported(model)
     if merge_checkpoints and training_state is not None:
         raise ValueError("a merged checkpoint has no place for training_state; save it without merge_checkpoints")
+    _check_shards(model, place)
     folder = ModelFolder(model, options) if merge_checkpoints else RankFiles(model, options, training_state)
     Save(folder, save_directory, place, world_comm).run()
+
+
+def save_adapter(
+    adapter: AdapterFolder, save_directory: str | os.PathLike[str], *, place: SavingRank, world_comm: CheckpointRanks
+) -> None:
+    """Save one adapter of a split model as one ordinary folder. Else as `save_parallelized`."""
+    refuse_unsupported(adapter.model)
+    Save(adapter, save_directory, place, world_comm).run()
+
+
+def save_training_state(
+    model: nn.Module,
+    save_directory: str | os.PathLike[str],
+    training_state: TrainingState,
+    *,
+    place: SavingRank,
+    world_comm: CheckpointRanks,
+) -> None:
+    """Save a training state without the model's weights, for `load_training_state(..., variant=TRAINING_VARIANT)`.
+
+    Its files bear the variant in their names, so it may go to the folder of the model. Else as `save_parallelized`.
+    """
+    _check_shards(model, place)
+    options = SaveOptions(variant=TRAINING_VARIANT)
+    Save(RankFiles(model, options, training_state, with_model=False), save_directory, place, world_comm).run()
 
 
 def save_checkpoint(
@@ -81,13 +112,18 @@ def save_checkpoint(
 ) -> PendingSave | None:
     """Save the model and the training state in safetensors files, each weight and each state of it once.
 
-    Plain transformers loads the folder as it is, unless tensor parallelism has sharded the weights.
+    Plain transformers loads the folder as it is, unless tensor parallelism has sharded the weights. Else as
+    `save_parallelized`.
 
     Args:
-        memory: return once everything is copied there. What is under way is to be finished by every rank together.
-        given_up: meanwhile: says why this can come to no end any more.
+        memory: return once everything is copied there; the files are written meanwhile.
+        given_up: while they are: says why this can come to no end any more.
         afterwards: called on the rank that puts the files in place, once they are.
+
+    Returns:
+        With `memory` what is under way, to be finished by every rank together.
     """
+    _check_shards(model, place)
     folder = RankFiles(model, SaveOptions(safe_serialization=True), training_state, once=True)
     save = Save(folder, save_directory, place, world_comm, afterwards)
     if memory is not None:
@@ -96,27 +132,46 @@ def save_checkpoint(
     return None
 
 
+def _check_shards(model: nn.Module, place: SavingRank) -> None:
+    """Check that the files will say what the model holds."""
+    index, size = tensor_parallel_place(model)
+    if (index, size) != (place.tensor_parallel_rank, place.tensor_parallel_size):
+        raise ValueError(
+            f"the model holds slice {index} of {size} of its weights, but is to be saved with tensor_parallel_rank "
+            f"{place.tensor_parallel_rank} of tensor_parallel_size {place.tensor_parallel_size}"
+        )
+
+
 class Save:
     """One save on one rank: a staging folder is made; every rank says what it holds; each file is gathered on the rank
     that writes it, and written; the files are put in place. Each step ends with an exchange, so a fault anywhere ends
-    it everywhere."""
+    it everywhere.
+
+    Args:
+        folder: the kind of save.
+        directory: where to.
+        ranks: all that save.
+        afterwards: called on the rank that puts the files in place, once they are.
+    """
 
     def __init__(
         self,
         folder: Folder,
         directory: str | os.PathLike[str],
         place: SavingRank,
-        world_comm: CheckpointRanks,
+        ranks: CheckpointRanks,
         afterwards: Callable[[], None] = lambda: None,
     ) -> None:
         self._folder, self._directory = folder, os.path.abspath(directory)
-        self._place, self._ranks, self._afterwards = place, world_comm, afterwards
+        self._place, self._ranks, self._afterwards = place, ranks, afterwards
         self._intact = f"the checkpoint that was in {self._directory} before, if any, is intact"
 
     def run(self) -> None:
         with self._staged() as (path, reports):
             said = self._together("writing the files", lambda: self._plain_entries(path, reports), self._intact)
-            written = [typed(dict[str, FileEntry], one, f"what rank {rank} wrote") for rank, one in enumerate(said)]
+            written = [
+                Field(one, f"what rank {rank} wrote").read(dict[str, FileEntry]) for rank, one in enumerate(said)
+            ]
             self._together(
                 "putting the files in place",
                 lambda: self._commit(path, written),
@@ -160,18 +215,13 @@ class Save:
     @contextlib.contextmanager
     def _staged(self) -> Iterator[tuple[str, list[SavingReport]]]:
         """A staging folder, and what every rank is going to save; the folder is removed if the save fails."""
-        own = [self._directory, *self._folder.call]  # what must be the same on all ranks
-
-        def begin() -> tuple[Any, str | None]:
-            return own, prepare(self._directory) if self._place.is_leader else None
-
-        prepared = self._together("preparing the folder", begin, self._intact)
+        prepared = self._together("preparing the folder", self._prepare, self._intact)
         path = os.path.join(self._directory, next(name for _, name in prepared if name is not None))
 
         def report() -> SavingReport:
             for rank, (call, _) in enumerate(prepared):
-                if call != own:
-                    raise CheckpointError(f"was asked for {own}, but rank {rank} for {call}")
+                if call != self._call:
+                    raise CheckpointError(f"was asked for {self._call}, but rank {rank} for {call}")
             if self._place.is_writer and not os.path.isdir(path):
                 raise CheckpointError(f"{path} is not visible here; all ranks must share the file system")
             return self._folder.report(self._place, path)
@@ -186,6 +236,14 @@ class Save:
 
     def _together(self, phase: str, work: Callable[[], Result], unchanged: str) -> list[Result]:
         return self._ranks.together(f"{phase} to save to {self._directory}", work, unchanged)
+
+    @property
+    def _call(self) -> list[Any]:
+        """What must be the same on all ranks."""
+        return [self._directory, *self._folder.call]
+
+    def _prepare(self) -> tuple[Any, str | None]:
+        return self._call, prepare(self._directory) if self._place.is_leader else None
 
     def _plain_entries(self, path: str, reports: list[SavingReport]) -> dict[str, Any]:
         entries = self._write(path, lambda write: each_file(self._folder, reports, self._ranks, write))

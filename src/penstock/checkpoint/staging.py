@@ -27,12 +27,11 @@ import os
 import uuid
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from .files import flush_file, flush_files, write_bytes, writing
 from .manifest import read_manifest
 from .names import STAGED_INDEX, STAGING, is_shard, variant_of_index, variant_of_manifest, weight_file_names
-from .untrusted import CheckpointError, is_directory, kind_of, read_json, typed
+from .untrusted import CheckpointError, is_directory, kind_of, open_plain, read_json
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,11 @@ class Replacement:
 def prepare(directory: str) -> str:
     """Make the checkpoint's folder and a staging folder in it, after tidying up behind an interrupted save.
 
-    Returns the staging folder's name, relative to `directory`. Raises CheckpointError.
+    Returns:
+        the staging folder's name, relative to `directory`.
+
+    Raises:
+        CheckpointError: the folder cannot be made, or what an interrupted save left cannot be put in place.
     """
     with writing(directory, "the checkpoint's folder"):
         os.makedirs(directory, exist_ok=True)
@@ -81,9 +84,12 @@ def discard(directory: str, staging: str) -> None:
 
 
 def commit(directory: str, staging: str, what: Replacement) -> None:
-    """Make what was staged the checkpoint. Small files may not be on disk yet; what is written by several ranks is.
+    """Make what was staged the checkpoint.
 
-    If it raises CheckpointError, what readers find is whole nevertheless; the next save goes on from here.
+    Small files may not be on disk yet; what is written by several ranks is.
+
+    Raises:
+        CheckpointError: naming the path. What readers find is whole nevertheless; the next save goes on from here.
     """
     for target in (*what.sides, *what.starts, *what.files, *what.hiding, *what.old):
         path = os.path.join(directory, target)
@@ -94,7 +100,8 @@ def commit(directory: str, staging: str, what: Replacement) -> None:
     staged = dict.fromkeys([*what.sides, *what.starts.values(), *what.files])
     flush_files([*(os.path.join(folder, name) for name in staged), folder, directory])
     for name in what.sides:
-        _replace(os.path.join(folder, name), os.path.join(directory, name))
+        if not same_files(os.path.join(folder, name), os.path.join(directory, name)):
+            _replace(os.path.join(folder, name), os.path.join(directory, name))
     for name, source in what.starts.items():
         _replace(os.path.join(folder, source), os.path.join(directory, name))
         flush_file(directory)
@@ -117,7 +124,7 @@ def _finish_index(directory: str, staging: str) -> None:
         is_manifest, variant = variant_of_manifest(name)
         with contextlib.suppress(CheckpointError, FileNotFoundError):
             if is_manifest and (manifest := read_manifest(directory, variant)).staging == staging:
-                places = set(read_index(staged).values())
+                places = {place.text() for _, place in read_json(staged)["weight_map"].items()}
                 if places <= {f"{staging}/{file}" for file in manifest.files}:
                     extension = os.path.splitext(next(iter(places)))[1]
                     _replace(staged, os.path.join(directory, weight_file_names(extension, variant)[1]))
@@ -137,7 +144,7 @@ def _put_in_place(directory: str, staging: str, files: Collection[str], indices:
             _publish(staged, final) if indices else _replace(staged, final)
     flush_file(directory)
     for name in indices:
-        content = read_json(os.path.join(directory, name))
+        content = read_json(os.path.join(directory, name)).value
         content["weight_map"] = {key: place.removeprefix(f"{staging}/") for key, place in content["weight_map"].items()}
         draft = os.path.join(folder, f"{name}.draft")
         with contextlib.suppress(FileNotFoundError):
@@ -153,20 +160,6 @@ def write_index(folder: str, weight_map: Mapping[str, str], metadata: Mapping[st
     staged = {name: f"{os.path.basename(folder)}/{file_name}" for name, file_name in weight_map.items()}
     content = {"metadata": metadata or {}, "weight_map": staged}
     write_bytes(os.path.join(folder, STAGED_INDEX), _index_content(content))
-
-
-def read_index(path: str) -> dict[str, str]:
-    """Which file has which tensor, as an index of transformers says. Raises CheckpointError."""
-    found: Index = typed(Index, read_json(path), path)
-    return found.weight_map
-
-
-@dataclass(frozen=True)
-class Index:
-    """The file that says which file of weights holds which tensor."""
-
-    weight_map: dict[str, str]
-    metadata: dict[str, Any]
 
 
 def _index_content(content: Mapping[str, object]) -> bytes:
@@ -211,12 +204,22 @@ def _referred_to(directory: str, staging: str) -> tuple[set[str], list[str]]:
             extension, variant = variant_of_index(name)
             if extension is None:
                 continue
-            places = set(read_index(os.path.join(directory, name)).values())
+            content = read_json(os.path.join(directory, name))
+            places = {place.text() for _, place in content["weight_map"].items()}
             own = {place.removeprefix(f"{staging}/") for place in places if place.startswith(f"{staging}/")}
             if own and all(file in files or is_shard(file, extension, variant) for file in own):
                 files |= own
                 indices.append(name)
     return files, indices
+
+
+def same_files(one: str, other: str) -> bool:
+    """Whether two files exist with the same content."""
+    try:
+        with open_plain(one) as first, open_plain(other) as second:
+            return first.read() == second.read()
+    except (OSError, CheckpointError):
+        return False
 
 
 def _remove_staging(folder: str) -> None:

@@ -39,6 +39,7 @@ from penstock.modeling.instrumentation import record_of
 from penstock.pipeline_model import PipelineModel
 from penstock.runtime.comm.rollcall import Call
 from penstock.runtime.engine import Engine
+from penstock.sharded_optimizer.updates import gathered
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +135,7 @@ def save_checkpoint(
     run.warn_of_gradients(state.optimizer)
     path = step_folder(folder, number)
     saver = _saver_of(model)
-    with run.saving():
+    with run.saving(), gathered(run.engine, state.optimizer):
         world = run.comm()
         saver.finish(world)
         saver.pending = save_to(
@@ -330,14 +331,14 @@ class Participants:
     def progress(self) -> Run | None:
         if self.engine is None or self.engine.seed is None:
             return None
-        return Run(self.engine.seed, self.engine.step_number)
+        return {"seed": self.engine.seed, "steps_begun": self.engine.step_number}
 
     def go_on(self, run: Run | None) -> None:
         if self.engine is None:
             return
         self.engine.note_loaded()
         if run is not None:
-            self.engine.seed, self.engine.step_number = run.seed, run.steps_begun
+            self.engine.seed, self.engine.step_number = run["seed"], run["steps_begun"]
 
     def lost(self) -> str | None:
         """Why a rank will not finish its save, or None."""

@@ -11,8 +11,8 @@ import io
 import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from typing import Any, TypedDict
 
 import torch
 from torch import nn
@@ -34,19 +34,18 @@ from .optimizer_state import (
 from .plain_objects import plain_data, restore_object, state_of
 from .reader import CheckpointReader, Resharding
 from .tensors import bytes_of, tensor_parallel_place
-from .untrusted import CheckpointError, Count, Place, damaged, open_plain, typed
+from .untrusted import CheckpointError, Count, Field, Place, open_plain
 
 # Of objects that may have no saved state: the float16 loss scale of a run that was in another precision.
 LOSS_SCALE = "optimizer.loss_scale"
 OPTIONAL = frozenset({LOSS_SCALE})
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(TypedDict):
     """What decides a run's dropout."""
 
-    seed: Count
-    steps_begun: Count
+    seed: int
+    steps_begun: int
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,13 @@ class TrainingState:
 
 @dataclass(frozen=True)
 class TrainingReport:
-    """What a rank tells the others of its share; `random` are the bytes of its random generators' states."""
+    """What a rank tells the others of its share.
+
+    Attributes:
+        pipeline: its pipeline.
+        random: bytes that the states of its random generators take.
+        members, values: see `OptimizerState`.
+    """
 
     pipeline: int
     random: Count
@@ -80,31 +85,21 @@ class TrainingReport:
 
 
 @dataclass(frozen=True)
-class Common:
-    """What is in the file that every rank reads whole: the fields of `TrainingState`, the pipeline of each rank of the
-    world, and of the optimizer its class and what `OptimizerState` has of the whole model."""
+class RankTrainingState:
+    """One rank's share. `report` goes to the others; `random`, of its random generators, to the rank that leads."""
 
-    step: Count
-    extra: dict[str, Any]
-    objects: dict[str, Any]
-    pipelines: list[Place]
-    members: list[list[str]]
-    values: dict[str, dict[str, Any]]
-    groups: list[dict[str, Any]] | None = None
-    optimizer: str | None = None
-    run: Run | None = None
+    report: TrainingReport
+    random: torch.Tensor
+    optimizer: OptimizerState
 
 
-def collect_training_state(
-    model: nn.Module, state: TrainingState, pipeline: int, is_writer: bool
-) -> tuple[TrainingReport, torch.Tensor, OptimizerState]:
-    """Read the share of a rank of this pipeline: what the others are told, the states of its random generators, which
-    go to the rank that leads, and what its optimizer holds."""
+def collect_training_state(model: nn.Module, state: TrainingState, pipeline: int, is_writer: bool) -> RankTrainingState:
+    """Read the share of a rank of this pipeline. See `optimizer_state.collect_optimizer` for what is refused."""
     found = OptimizerState() if state.optimizer is None else collect_optimizer(model, state.optimizer)
     data = bytearray(plain_data(capture_random_state(), "the state of the random generators"))
     told = found if is_writer else OptimizerState()
     report = TrainingReport(pipeline, len(data), told.members, told.values)
-    return report, torch.frombuffer(data, dtype=torch.uint8), found
+    return RankTrainingState(report, torch.frombuffer(data, dtype=torch.uint8), found)
 
 
 def random_key(rank: int) -> str:
@@ -118,9 +113,15 @@ def common_content(
     reports: Sequence[TrainingReport],
     pipeline: Sequence[TrainingReport],
 ) -> bytes:
-    """The file that every rank reads whole, from the reports of all ranks, and of the pipeline that writes.
+    """The file that every rank reads whole when it loads.
 
-    Raises CheckpointError if something in the state could only be loaded by running code.
+    Args:
+        groups: of the optimizer, on any rank.
+        reports: of all ranks of the world, in order.
+        pipeline: of the ranks of the pipeline that writes, in order.
+
+    Raises:
+        CheckpointError: something in the state could only be loaded by running code.
     """
     members: list[list[str]] = []
     values: dict[str, dict[str, Any]] = {}
@@ -130,18 +131,18 @@ def common_content(
                 members.append([])
             members[number] = list(dict.fromkeys([*members[number], *names]))
         values = {**report.values, **values}
-    common = Common(
-        step=state.step,
-        extra=dict(state.extra),
-        objects={name: state_of(stateful) for name, stateful in state.objects.items()},
-        pipelines=[report.pipeline for report in reports],
-        members=members,
-        values=values,
-        groups=None if state.optimizer is None else [dict(group) for group in groups],
-        optimizer=None if state.optimizer is None else type(state.optimizer).__name__,
-        run=state.run,
-    )
-    return plain_data(vars(common) | {"run": state.run and vars(state.run)}, "the training state")
+    content = {
+        "step": state.step,
+        "extra": dict(state.extra),
+        "objects": {name: state_of(stateful) for name, stateful in state.objects.items()},
+        "pipelines": [report.pipeline for report in reports],
+        "groups": None if state.optimizer is None else list(groups),
+        "members": members,
+        "values": values,
+        "optimizer": None if state.optimizer is None else type(state.optimizer).__name__,
+        "run": state.run,
+    }
+    return plain_data(content, "the training state")
 
 
 def load_training_state(
@@ -153,10 +154,17 @@ def load_training_state(
     variant: str | None = None,
     pipeline: int = 0,
 ) -> TrainingState:
-    """Load a training state into the objects of `state`, which is returned with the saved numbers, on any layout.
+    """Load the training state that `save_parallelized(..., training_state=...)` saved, into the objects of `state`.
 
-    Each rank's random generators continue where they were if the ranks are spread over pipelines as in the saving run;
-    otherwise those of a pipeline continue as its first rank's, or the first of all if there was no such pipeline.
+    The number of stages and the tensor-parallel size may differ. Each rank's random generators continue where they were
+    if the ranks are spread over pipelines as in the saving run; otherwise those of a pipeline continue as its first
+    rank's, or as the first rank's of all if there was no such pipeline.
+
+    Args:
+        pipeline: this rank's.
+
+    Returns:
+        `state` with the saved `step` and `extra`.
 
     Raises:
         CheckpointError: a file is missing, truncated or foreign, the optimizer's groups are not the saved ones, or
@@ -170,6 +178,14 @@ def load_training_state(
     finally:
         load.close()
     return load.result()
+
+
+@dataclass(frozen=True)
+class Holder:
+    """What a rank that loads tells the others: its pipeline, and the parameters in its optimizer."""
+
+    pipeline: int
+    names: list[str]
 
 
 class TrainingStateLoad:
@@ -186,88 +202,79 @@ class TrainingStateLoad:
     ) -> None:
         self.directory = os.path.abspath(directory)
         self._world, self._pipeline = world, pipeline
-        # Of each rank its pipeline, and the parameters in its optimizer.
-        self._held: list[tuple[int, list[str]]] = []
+        self._held: list[Holder] = []
         self._random: dict[int, dict[str, Any]] = {}
         self._model = model
         self._state = state
         self._variant = variant
+        self._content: dict[str, Any] = {}
         self._reader: CheckpointReader | None = None
         self._mine: dict[str, Resharding] = {}
 
     def check_together(self) -> None:
         """On all ranks: check that the training state is whole and fits; raises CheckpointError."""
-        self._held = self._world.together(f"checking the training state to load {self.directory}", self._check)
+        said = self._world.together(
+            f"checking the training state to load {self.directory}", lambda: asdict(self._check())
+        )
+        self._held = [Holder(**one) for one in said]
 
-    def _check(self) -> tuple[int, list[str]]:
+    def _check(self) -> Holder:
         model, directory, state = self._model, self.directory, self._state
         manifest = whole_manifest(directory, self._variant, type(model).__name__)
-        self._common = common = read_common(manifest, directory)
-        if missing := sorted(state.objects.keys() - common.objects.keys() - OPTIONAL):
-            raise CheckpointError(f"{directory} has no state for {missing}; it has {sorted(common.objects)}")
+        self._content = content = read_common(manifest, directory)
+        if missing := sorted(state.objects.keys() - content["objects"].keys() - OPTIONAL):
+            raise CheckpointError(f"{directory} has no state for {missing}; it has {sorted(content['objects'])}")
         self._reader = CheckpointReader(directory, manifest, TRAINING, tensor_parallel_place(model))
-        saved = common.pipelines
+        saved = content["pipelines"]
         first = saved.index(self._pipeline) if self._pipeline in saved else 0
         for rank in dict.fromkeys([first, min(self._world.rank, len(saved) - 1)]):
             self._random[rank] = read_random_state(self._reader, rank)
         if state.optimizer is None:
-            return self._pipeline, []
-        if common.groups is None:
+            return Holder(self._pipeline, [])
+        if content["groups"] is None:
             raise CheckpointError(f"{directory} has no optimizer state")
         saved_shapes = {key: location.info.shape for key, location in self._reader.locations.items()}
         self._mine = reshardings_of(model, state.optimizer, manifest, saved_shapes)
         self._reader.verify(self._mine)
-        members = collect_optimizer(model, state.optimizer).members  # which refuses parameters that are not the model's
-        return self._pipeline, [name for group in members for name in group]
+        names = [name for group in collect_optimizer(model, state.optimizer).members for name in group]
+        return Holder(self._pipeline, names)
 
     def apply(self) -> None:
         """Give everything its saved state."""
-        common, state = self._common, self._state
+        content, state = self._content, self._state
         if state.optimizer is not None:
             assert self._reader is not None
             reader = self._reader
-            saved = {name for group in common.members for name in group}
-            if lost := sorted(saved - {name for _, names in self._held for name in names}):
+            saved = {name for group in content["members"] for name in group}
+            if lost := sorted(saved - {name for holder in self._held for name in holder.names}):
                 raise CheckpointError(f"the optimizer lacks parameters that it had when it was saved: {lost[:5]}")
             tensors = ((key, reader.read(key, sharding)) for key, sharding in self._mine.items())
-            groups = (common.groups or [], common.members, common.values)
-            kind = common.optimizer or "another optimizer"
+            groups = (content["groups"], content["members"], content["values"])
+            kind = content.get("optimizer") or "another optimizer"
             restore_optimizer(self._model, state.optimizer, *groups, tensors, kind)
             for parameter in parameters_by_name(self._model, state.optimizer).values():
                 parameter.grad = None  # of another run's step
         for name, stateful in state.objects.items():
-            if name in common.objects:
-                restore_object(stateful, common.objects[name], f"the state of {name!r} in {self.directory}")
-        alike = common.pipelines == [pipeline for pipeline, _ in self._held]
+            if name in content["objects"]:
+                restore_object(stateful, content["objects"][name], f"the state of {name!r} in {self.directory}")
+        alike = content["pipelines"] == [holder.pipeline for holder in self._held]
         first = next(iter(self._random))
         restore_random_state(self._random[self._world.rank if alike else first])
 
     @contextlib.contextmanager
     def undone_if_it_fails(self) -> Iterator[None]:
         """Around `apply`, here and elsewhere: everything is put back as it was."""
-        state, random = self._state, capture_random_state()
-        # `load_state_dict` gives an optimizer new tensors, so the old ones need no copies.
-        optimizer = None if state.optimizer is None else state.optimizer.state_dict()
-        groups = [] if state.optimizer is None else state.optimizer.param_groups
-        gradients = [(parameter, parameter.grad) for group in groups for parameter in group["params"]]
-        objects = {name: copy.deepcopy(stateful.state_dict()) for name, stateful in state.objects.items()}
+        before = _Snapshot(self._state)
         try:
             yield
         except BaseException:
-            if state.optimizer is not None and optimizer is not None:
-                state.optimizer.load_state_dict(optimizer)
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
-            for name, stateful in state.objects.items():
-                with contextlib.suppress(Exception):  # it cannot even take its own state
-                    stateful.load_state_dict(objects[name])
-            restore_random_state(random)
+            before.put_back()
             raise
 
     def result(self) -> TrainingState:
         """The state with the saved numbers."""
-        common, state = self._common, self._state
-        return TrainingState(state.optimizer, state.objects, common.step, common.extra, common.run)
+        content, state = self._content, self._state
+        return TrainingState(state.optimizer, state.objects, content["step"], content["extra"], content.get("run"))
 
     def close(self) -> None:
         """Close the files."""
@@ -275,8 +282,35 @@ class TrainingStateLoad:
             self._reader.close()
 
 
-def read_common(manifest: Manifest, directory: str) -> Common:
-    """The content of the file that every rank reads whole. Raises CheckpointError unless it is what a save writes."""
+class _Snapshot:
+    """What loading changes, as it was: kept by reference where loading makes something new."""
+
+    def __init__(self, state: TrainingState) -> None:
+        self._state = state
+        # `load_state_dict` gives an optimizer new tensors, so the old ones need no copies.
+        self._optimizer = None if state.optimizer is None else state.optimizer.state_dict()
+        groups = [] if state.optimizer is None else state.optimizer.param_groups
+        self._gradients = [(parameter, parameter.grad) for group in groups for parameter in group["params"]]
+        self._objects = {name: copy.deepcopy(stateful.state_dict()) for name, stateful in state.objects.items()}
+        self._random = capture_random_state()
+
+    def put_back(self) -> None:
+        if self._state.optimizer is not None and self._optimizer is not None:
+            self._state.optimizer.load_state_dict(self._optimizer)
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient
+        for name, stateful in self._state.objects.items():
+            with contextlib.suppress(Exception):  # it cannot even take its own state
+                stateful.load_state_dict(self._objects[name])
+        restore_random_state(self._random)
+
+
+def read_common(manifest: Manifest, directory: str) -> dict[str, Any]:
+    """The content of the file that every rank reads whole.
+
+    Raises:
+        CheckpointError: it is not the file that was saved, or something in it is not what a save writes.
+    """
     for name, entry in manifest.files.items():
         if entry.part != TRAINING or entry.checksum is None:
             continue
@@ -284,40 +318,43 @@ def read_common(manifest: Manifest, directory: str) -> Common:
         with open_plain(path) as file:
             if zlib.crc32(file.read()) != entry.checksum:
                 raise CheckpointError(f"{path} is not the file that was saved")
-        common: Common = typed(Common, load_data(path), path)
-        if common.groups and len(common.members) > len(common.groups):
-            expected = f"one list for each of the {len(common.groups)} parameter groups"
-            raise damaged(path, ["members"], common.members, expected)
-        if not common.pipelines:
-            raise damaged(path, ["pipelines"], [], "the pipeline of each rank")
-        return common
+        content = Field(load_data(path), path)
+        content["step"].read(Count)
+        if (run := content.get("run")) is not None:
+            for name in Run.__annotations__:
+                run[name].read(Count)
+        if (kind := content.get("optimizer")) is not None:
+            kind.read(str)
+        for part in ("extra", "objects"):
+            content[part].read(dict[str, Any])
+        content["values"].read(dict[str, dict[str, Any]])
+        members = content["members"].read(list[list[str]])
+        if content.get("groups") and len(members) > len(content["groups"].read(list[dict[str, Any]])):
+            content["members"].refuse(f"one list for each of the {len(content.value['groups'])} parameter groups")
+        if not content["pipelines"].read(list[Place]):
+            content["pipelines"].refuse("the pipeline of each rank")
+        found: dict[str, Any] = content.value
+        return found
     raise CheckpointError(f"{directory} has no training state")
 
 
-@dataclass(frozen=True)
-class _RandomStates:
-    """What `capture_random_state` returns."""
-
-    python: Any
-    numpy: Any
-    torch: Any
-    cuda: Any = None
-
-
 def read_random_state(reader: CheckpointReader, rank: int) -> dict[str, Any]:
-    """The states of the random generators of a rank of the saving run. Raises CheckpointError if they are none."""
+    """The states of the random generators of a rank of the saving run.
+
+    Raises:
+        CheckpointError: they are not there, are not those that were saved, or are none.
+    """
     key = random_key(rank)
     if (location := reader.locations.get(key)) is None:
         raise CheckpointError(f"the checkpoint's table of contents is damaged: it has no {key}")
     path = f"{reader.path_of(location)}, {key}"
     reader.verify({key: Resharding()})
     data = io.BytesIO(bytes_of(reader.read(key, Resharding())))
-    found = vars(typed(_RandomStates, plain_content(data, path), path))
-    states = {name: state for name, state in found.items() if name != "cuda" or state is not None}
-    for name, state in states.items():
+    content = Field(plain_content(data, path), path)
+    for name in ("python", "numpy", "torch", *(["cuda"] if content.get("cuda") else [])):
         try:
-            check_random_state(name, state)
+            check_random_state(name, content[name].value)
         except ValueError:
-            expected = f"the state of {name}'s random generator of rank {rank}"
-            raise damaged(path, [name], state, expected) from None
-    return states
+            content[name].refuse(f"the state of {name}'s random generator of rank {rank}")
+    found: dict[str, Any] = content.value
+    return found

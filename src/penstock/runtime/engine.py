@@ -128,6 +128,7 @@ class Engine:
         loss_chunk_tokens: in training head and loss run over chunks of so many tokens, see `graph.chunked_loss`.
         patience: how many seconds a rank waits for others before it says so.
         values: on a rank that joins others which call `reform`, fills in what it holds.
+        with_owners: chooses which holders of each parameter keep its optimizer's state; None: all do.
 
     Attributes:
         trace: a path; while it is set, each training step's timeline is written there (.svg or .json), that of the
@@ -165,8 +166,10 @@ class Engine:
         timeout: datetime.timedelta | None = None,
         patience: float = PATIENCE_SECONDS,
         values: Values | None = None,
+        with_owners: Callable[..., Sequence[HeldParameter]] | None = None,
     ):
         self.split = split
+        self.with_owners = with_owners
         self.device = device
         self.num_microbatches = num_microbatches
         self.micro_batch_size = micro_batch_size
@@ -203,7 +206,8 @@ class Engine:
         self, layout: Layout, make_schedule: ScheduleMaker, board: FailureBoard, share_values: Callable[[], None]
     ) -> None:
         """Meet the other ranks of `layout`, build all that depends on it, and start alike."""
-        self._parts = Parts(self.split, layout, make_schedule, self.device, board, self._timeout, self._patience)
+        times = self._timeout, self._patience
+        self._parts = Parts(self.split, layout, make_schedule, self.device, board, *times, self.with_owners)
         assert dist.group.WORLD is not None
         # Weakly: a group closes only when nothing refers to it.
         self._world = weakref.ref(dist.group.WORLD)
@@ -335,7 +339,7 @@ class Engine:
         made = Engine(
             split, self.layout, self._parts.make_schedule, self.device, num_microbatches=self.num_microbatches,
             micro_batch_size=self.micro_batch_size, loss_chunk_tokens=self.split.loss_chunk_tokens,
-            timeout=self._timeout, patience=self._patience,
+            timeout=self._timeout, patience=self._patience, with_owners=self.with_owners,
         )  # fmt: skip
         made.autocast, made.step_number, made.own_means = self.autocast, self.step_number, self.own_means
         return made
@@ -357,6 +361,11 @@ class Engine:
     def held(self) -> Sequence[HeldParameter]:
         """The parameters this rank holds, with the other ranks that do."""
         return self._parts.held
+
+    @property
+    def summed(self) -> list[list[nn.Parameter]]:
+        """Of these the last step has summed gradients with other ranks, in an order all ranks share."""
+        return [bucket.parameters for bucket in self._parts.gradients.reducer.buckets]
 
     @property
     def layout(self) -> Layout:
@@ -584,7 +593,8 @@ class Engine:
             )
         if not norm_type > 0:
             raise ValueError(f"norm_type must be positive, got {norm_type}")
-        votes = sum(one.vote(self.rank) for one in held if one.parameter.grad is not None) % MODULUS
+        mine = [one for one in held if one.parameter.grad is not None and self.rank in one.keepers]
+        votes = sum(one.vote(self.rank, one.keepers) for one in mine) % MODULUS
         with self._norms(Call.CLIP, norm_type, votes=votes):
             return self._parts.gradients.norm.total(norm_type, error_if_nonfinite, held)
 

@@ -52,6 +52,7 @@ class Parts:
 
     Args:
         patience: how many seconds a rank waits for others before it says so.
+        with_owners: see `Engine`.
 
     Attributes:
         make_schedule: gives this pipeline's schedule for a number of microbatches.
@@ -74,8 +75,9 @@ class Parts:
         board: FailureBoard,
         timeout: datetime.timedelta | None,
         patience: float,
+        with_owners: Callable[..., Sequence[HeldParameter]] | None = None,
     ) -> None:
-        self.make_schedule, self._split = make_schedule, split
+        self.make_schedule, self._split, self._with_owners = make_schedule, split, with_owners
         self._schedules: dict[int, Schedule] = {}
         self._programs: dict[tuple[int, bool], Program] = {}
         self.closed = False
@@ -112,9 +114,11 @@ class Parts:
         )
         return shared
 
-    def _build_gradients(self) -> None:
-        """Make the parts that know the model's parameters and modules."""
+    def _build_gradients(self, before: Sequence[HeldParameter] = ()) -> None:
+        """Make the parts that know the model's parameters and modules; `before` is what was held until now."""
         context, model = self.context, self._split.model
+        if self._with_owners is not None:
+            self.held = self._with_owners(self.held, before, context)
         self.gradients = Gradients(self.held, context, lambda: known_of(model).stand_in)
         self._modes = Modes(model, context.layout.units)
         self._frozen = FrozenParameters(self.held, context, model)
@@ -142,9 +146,10 @@ class Parts:
             with context.board.guard("sharing tied weights", context.everyone):
                 share_changes(before, tied, context.groups, context.place.pipeline == 0)
         finally:
+            held = self.held
             self._split.renew()
             self._find_holders(context.layout)
-            self._build_gradients()
+            self._build_gradients(held)
 
     def give_up(self) -> None:
         """Give up groups, hooks and threads."""

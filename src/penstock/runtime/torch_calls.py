@@ -10,7 +10,7 @@ import functools
 import gc
 import inspect
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,8 +19,10 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from penstock.modeling.instrumentation import known_of
 from penstock.runtime.gradients.ownership import HeldParameter
 
-# Optimizers, of torch and others, that compute with sums over all parameters: a line search, a norm, a distance.
+# Optimizers, of torch and others, that compute with sums over all parameters: a line search, a norm, a distance; and
+# those that divide their state among all ranks, which they take for replicas.
 OVER_ALL = {"LBFGS", "Lamb", "FusedLAMB", "SAM", "Prodigy", "DAdaptAdam", "DAdaptSGD", "DAdaptLion", "DAdaptAdaGrad"}
+OVER_ALL |= {"ZeroRedundancyOptimizer", "OSS", "DeepSpeedZeroOptimizer", "DistributedOptimizer"}
 # Those that compute an update from the whole of a matrix: sums over its rows and columns, products with itself.
 OVER_MATRICES = {"Adafactor", "Muon", "Shampoo", "SOAP"}
 
@@ -48,7 +50,7 @@ def _install() -> None:
 def _clip(torchs_own: Any, parameters: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     """It only gives the gradients on, of which there may be none: whether they are a pipeline's is known here."""
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    if given and all(one.grad is None for one in given) and not _trained(set(map(id, given))):
+    if given and all(one.grad is None for one in given) and not engines_of(given):
         return torch.zeros(())
     return torchs_own(given or parameters, *args, **kwargs)
 
@@ -94,6 +96,13 @@ def _only_one_trained() -> Engine | None:
     return trained[0] if trained else None
 
 
+def engines_of(parameters: Iterable[torch.Tensor]) -> list[Engine]:
+    """Those whose model has some of these parameters, on whatever rank."""
+    own = set(map(id, parameters))
+    known = ((one, (*one.known.values(), known_of(one.split.model).stand_in)) for one in _engines)
+    return [engine for engine, every in known if not own.isdisjoint(map(id, every))]
+
+
 def _refuse_over_all(optimizer: Optimizer, args: Sequence[Any], kwargs: Any) -> None:
     """Before each optimizer's step."""
     kind, closure = type(optimizer), kwargs.get("closure", args[1] if len(args) > 1 else None)
@@ -104,8 +113,9 @@ def _refuse_over_all(optimizer: Optimizer, args: Sequence[Any], kwargs: Any) -> 
     over_all = needs_closure or used or not names.isdisjoint(OVER_ALL)
     if not over_all and names.isdisjoint(OVER_MATRICES):
         return
-    ids = {id(one) for group in optimizer.param_groups for one in group["params"]}
-    if over_all and _trained(ids):
+    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    ids = set(map(id, parameters))
+    if over_all and engines_of(parameters):
         how = "lets updates depend on other parameters, or runs the model, but each rank has those of its stages only"
     elif any(one.sharded and id(one.parameter) in ids for engine in _engines for one in engine.held):
         how = "computes an update from the whole of a matrix, but with tensor parallelism each rank has parts of them"
@@ -115,9 +125,3 @@ def _refuse_over_all(optimizer: Optimizer, args: Sequence[Any], kwargs: Any) -> 
         f"{kind.__name__} {how}: its updates would not be those of the unsplit model. Take one that treats each number "
         "by itself, such as torch.optim.AdamW"
     )
-
-
-def _trained(ids: set[int]) -> bool:
-    """Whether a parameter of a parallelised model is among these, by identity."""
-    own = ((*engine.known.values(), known_of(engine.split.model).stand_in) for engine in _engines)
-    return any(not ids.isdisjoint(map(id, each)) for each in own)

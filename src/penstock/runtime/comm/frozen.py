@@ -41,7 +41,7 @@ class FrozenParameters:
             holders = [rank for rank in one.ranks if rank in pipeline]
             first = next(rank for rank in holders if rank in shard)
             self._said.append((
-                one.digest * (len(holders) - 1 if holders[0] == context.rank else -1),
+                one.vote(context.rank, tuple(holders)),
                 one.digest * (first == context.rank),
             ))  # fmt: skip
         own: dict[int, str] = {}

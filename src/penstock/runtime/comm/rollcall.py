@@ -61,6 +61,7 @@ class Call(Enum):
     LOAD_CHECKPOINT = "load_checkpoint"
     COMPARE_STEPS = "CheckpointManager.save"
     UPDATE = "the optimizer's step"
+    SEND_UPDATES = "the end of an optimizer's step"
     RENEW = "merge_and_unload"
     SUM = "sum over pipelines"
     COUNT_LABELS = "the Trainer's training step"

@@ -29,6 +29,7 @@ class Gradients:
         self.reducer = GradientReducer(
             [(one.parameter, one.ranks) for one in held], context.groups.reduction, rank, context.board,
             self.queues.awaits, layout.are_of_several_stages, layout.has_several_stages(rank),
+            {id(one.parameter): one.owners for one in held},
         )  # fmt: skip
         self.norm = GradientNorm(held, context, stand_in)
         self.scaling = ScaleWatch()

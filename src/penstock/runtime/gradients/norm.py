@@ -100,6 +100,11 @@ class GradientNorm:
         if (stand_in := self._stand_in()) is not None:
             stand_in.grad = torch.zeros_like(stand_in)
             gradients.append(stand_in.grad)
+        others = [one.parameter for one in self._held if one.owners and one.parameter.requires_grad]
+        if not gradients and others:  # all are owned by other ranks; before the optimizer's step it is dropped again
+            smallest = min(others, key=torch.Tensor.numel)
+            smallest.grad = torch.zeros_like(smallest)
+            gradients.append(smallest.grad)
         mine = torch.zeros((), device=self._context.device)
         if gradients:
             # A sum of finite norms is finite unless it overflows by itself, which float64 cannot here.

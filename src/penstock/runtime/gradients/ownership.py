@@ -21,25 +21,32 @@ class HeldParameter:
         parameter: the object in the model.
         ranks: the global ranks that hold a copy, ascending.
         sharded: whether each rank of a tensor-parallel group holds another slice of it.
+        owners: with a sharded optimizer those of `ranks` that keep its state and update it; otherwise all do.
     """
 
     name: str
     parameter: torch.nn.Parameter
     ranks: tuple[int, ...]
     sharded: bool = False
+    owners: tuple[int, ...] = ()
+
+    @property
+    def keepers(self) -> tuple[int, ...]:
+        """The ranks that have its gradient after a step, and its optimizer's state."""
+        return self.owners or self.ranks
 
     def counted_by(self, rank: int, tensor_parallel_rank: int) -> bool:
         """Whether `rank` answers for it in the gradient norm: one rank does for each whole or slice."""
-        return self.ranks[0] == rank and (self.sharded or tensor_parallel_rank == 0)
+        return self.keepers[0] == rank and (self.sharded or tensor_parallel_rank == 0)
 
     @property
     def digest(self) -> int:
         """A number that stands for its name."""
         return zlib.crc32(self.name.encode()) * 0x9E3779B97F4A7C15
 
-    def vote(self, rank: int) -> int:
-        """What `rank` says if it has done something with it. The sum is zero if all of its holders have, or none."""
-        return self.digest * (len(self.ranks) - 1 if self.ranks[0] == rank else -1)
+    def vote(self, rank: int, among: tuple[int, ...]) -> int:
+        """What `rank` says if it has done something with it. The sum is zero if all ranks `among` have, or none."""
+        return self.digest * (len(among) - 1 if among[0] == rank else -1)
 
 
 def find_holders(
@@ -70,10 +77,8 @@ def find_holders(
             holders: set[int] = set()
             for name in names:
                 unit = unit_of(name, units)
-                if unit is None:
-                    holders.update(rank for pipeline in layout.pipelines for rank in pipeline.ranks(index))
-                else:
-                    holders.update(layout.holders(unit, index))
+                every_rank = (rank for pipeline in layout.pipelines for rank in pipeline.ranks(index))
+                holders.update(every_rank if unit is None else layout.holders(unit, index))
             by_index.append(holders)
         if any(name in partial for name in names):
             by_index = [set().union(*by_index)] * len(by_index)
@@ -81,6 +86,7 @@ def find_holders(
         shared.update(ranks for ranks in every if len(ranks) > 1)
         parameter = next((local[name] for name in names if name in local), None)
         if parameter is not None:
-            is_sharded = any(name in sharded for name in names)
+            # One whose holders are of several indices has no other copies at those, as slices have none.
+            is_sharded = any(name in sharded or name in partial for name in names)
             held.append(HeldParameter(names[0], parameter, every[tensor_parallel_rank], is_sharded))
     return held, shared

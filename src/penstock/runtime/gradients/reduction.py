@@ -69,7 +69,8 @@ class GradientReducer:
 
     `holders` pairs each local parameter, in forward order, with the global ranks that hold it. `awaits` says of a
     parameter whether a part of its gradient was deferred, `at_end` of ranks whether what they share is to be summed
-    after the last message of a step, and `all_at_end` whether everything of this rank is.
+    after the last message of a step, and `all_at_end` whether everything of this rank is. `owners` are the ranks that
+    want a parameter's sum, by its id, where not all holders do: the others have no gradient then.
     """
 
     def __init__(
@@ -81,7 +82,9 @@ class GradientReducer:
         awaits: Callable[[torch.Tensor], bool],
         at_end: Callable[[tuple[int, ...]], bool] = lambda ranks: False,
         all_at_end: bool = False,
+        owners: Mapping[int, tuple[int, ...]] | None = None,
     ):
+        self._owners = owners or {}
         self._groups = groups
         self._rank = rank
         self._board = board
@@ -124,44 +127,38 @@ class GradientReducer:
     def _arrange(self, included: tuple[bool, ...]) -> None:
         """Make buckets of the shared parameters that are `included`."""
         self._included = included
-        buckets = make_buckets([held for held, is_included in zip(self._shared, included, strict=True) if is_included])
+        wanted = [held for held, is_included in zip(self._shared, included, strict=True) if is_included]
+        buckets = make_buckets(wanted, owners=self._owners)
         early = [bucket for bucket in buckets if not self._at_end(bucket.ranks)]
-        self._buckets = early + [bucket for bucket in buckets if self._at_end(bucket.ranks)]
+        self.buckets = early + [bucket for bucket in buckets if self._at_end(bucket.ranks)]
         # How many may be launched before the last message, and now.
         self._num_early = self._num_allowed = 0 if self._all_at_end else len(early)
-        self._bucket_of = {id(p): bucket for bucket in self._buckets for p in bucket.parameters}
+        self._bucket_of = {id(p): bucket for bucket in self.buckets for p in bucket.parameters}
 
     def begin(self) -> None:
         """Before a step's first backward.
 
         Gradients left from an earlier step are sums over all holders already. They must be counted once in the next
-        sum, so only the first holder keeps its copy.
+        sum, so only the first holder, or owner, keeps its copy.
         """
         self._armed = False
         self._next = 0
-        included = tuple(map(requires_grad, self._parameters))
-        if self._unsummed:
-            included = tuple(
-                trainable or id(parameter) in self._unsummed
-                for parameter, trainable in zip(self._parameters, included, strict=True)
-            )
+        included = tuple(requires_grad(one) or id(one) in self._unsummed for one in self._parameters)
         if included != self._included:
             self._arrange(included)
         self._num_allowed = self._num_early
-        if self._summed:
-            for bucket in self._buckets:
-                if bucket.ranks[0] != self._rank:
-                    for parameter in bucket.parameters:
-                        if parameter.grad is not None and id(parameter) in self._summed:
-                            parameter.grad.zero_()
-            self._summed.difference_update(self._bucket_of)
+        others = (bucket for bucket in self.buckets if (bucket.owners or bucket.ranks)[0] != self._rank)
+        for parameter in (parameter for bucket in others for parameter in bucket.parameters):
+            if parameter.grad is not None and id(parameter) in self._summed:
+                parameter.grad.zero_()
+        self._summed.difference_update(self._bucket_of)
         self._unsummed.update(self._bucket_of)
 
     def enter_backward(self, final: bool) -> None:
         """A backward on this rank begins. In the `final` one of a step, gradients become complete."""
         self._accumulated.clear()
         if final and self._observed:
-            for bucket in self._buckets:
+            for bucket in self.buckets:
                 bucket.reset()
             self._armed = True
         self._observed = True
@@ -173,7 +170,7 @@ class GradientReducer:
         key = id(parameter)
         if key in self._accumulated:
             self._piecemeal.add(key)
-            if self._bucket_of.get(key) in self._buckets[: self._next]:
+            if self._bucket_of.get(key) in self.buckets[: self._next]:
                 raise RuntimeError(
                     "a parameter's gradient was accumulated after it had been summed over the replicas: gradient "
                     "checkpointing was switched on between two steps, on a model that uses a parameter several times; "
@@ -193,40 +190,38 @@ class GradientReducer:
 
     def after_last_message(self) -> None:
         """The final backward of a step is over, and its gradients were sent."""
-        self._num_allowed = len(self._buckets)
+        self._num_allowed = len(self.buckets)
         if self._armed:
             self._launch_complete()
 
     def _launch_complete(self) -> None:
-        while self._next < self._num_allowed and not self._buckets[self._next].pending:
-            self._launch(self._buckets[self._next])
+        while self._next < self._num_allowed and not self.buckets[self._next].pending:
+            self._launch(self.buckets[self._next])
 
     def launch_rest(self) -> None:
         """Launch what is left: on a rank without any microbatch, everything."""
         self._armed = False
-        while self._next < len(self._buckets):
-            self._launch(self._buckets[self._next])
+        while self._next < len(self.buckets):
+            self._launch(self.buckets[self._next])
 
     def finish(self) -> ReductionReport:
         """Launch what is left and wait for all sums. Every holder calls this, also one without any microbatch."""
         self.launch_rest()
         waited = 0.0
-        num_bytes = 0
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             start = time.perf_counter()
             with self._board.guard("summing gradients", bucket.ranks), label("wait for the sum of", bucket):
-                bucket.finish()
+                bucket.finish(self._rank)
             waited += time.perf_counter() - start
-            num_bytes += bucket.num_bytes
         self._summed.update(self._bucket_of)
         self._unsummed.clear()
-        intervals = tuple((bucket.launched_at, bucket.finished_at) for bucket in self._buckets)
-        return ReductionReport(num_bytes, intervals, waited)
+        intervals = tuple((bucket.launched_at, bucket.finished_at) for bucket in self.buckets)
+        return ReductionReport(sum(bucket.num_bytes for bucket in self.buckets), intervals, waited)
 
     def clear(self) -> None:
         """Forget everything under way, so that nothing keeps a dead group's connections open."""
         self._groups = {}
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             bucket.work = None
 
     def remove_hooks(self) -> None:
@@ -238,7 +233,7 @@ class GradientReducer:
     def _launch(self, bucket: Bucket) -> None:
         self._next += 1
         with self._board.guard("summing gradients", bucket.ranks), label("reduce", bucket):
-            bucket.launch(self._groups[bucket.ranks])
+            bucket.launch(self._groups[bucket.ranks], self._rank)
 
 
 def _register(parameter: torch.nn.Parameter, hook: Callable[[torch.Tensor], None]) -> Any:
@@ -260,7 +255,7 @@ BUCKET_BYTES = 25 * 2**20
 
 @dataclass(eq=False)
 class Bucket:
-    """Parameters of one dtype whose gradients are summed together over `ranks`.
+    """Parameters of one dtype whose gradients are summed together over `ranks`, for `owners`; if none, for all.
 
     The flat buffer ends with one number for each parameter: 1 from a rank that has a gradient for it, so that a
     parameter without a gradient anywhere keeps None, as it would in the unsplit model.
@@ -268,6 +263,7 @@ class Bucket:
 
     parameters: list[torch.nn.Parameter]
     ranks: tuple[int, ...]
+    owners: tuple[int, ...] = ()
     pending: set[int] = field(default_factory=set)
     work: dist.Work | None = None
     launched_at: float = 0.0
@@ -288,8 +284,8 @@ class Bucket:
         """Expect every trainable parameter's gradient again."""
         self.pending = {id(parameter) for parameter in self.parameters if parameter.requires_grad}
 
-    def launch(self, group: dist.ProcessGroup) -> None:
-        """Copy the gradients in and start their sum."""
+    def launch(self, group: dist.ProcessGroup, rank: int) -> None:
+        """Copy the gradients in and start their sum; where that is not wanted, drop them."""
         flat, views = self._buffer()
         presence = flat[len(flat) - len(views) :]
         presence.fill_(1)
@@ -308,28 +304,31 @@ class Bucket:
             torch._foreach_copy_(targets, sources)
         self.launched_at = self.finished_at = time.perf_counter()
         # The sum of complex numbers is that of their parts; no backend has a sum of its own for them.
-        self.work = group.allreduce([torch.view_as_real(flat) if flat.is_complex() else flat])
+        real = torch.view_as_real(flat) if flat.is_complex() else flat
+        alone = len(self.owners) == 1
+        self.work = group.reduce(real, self.ranks.index(self.owners[0])) if alone else group.allreduce([real])
+        for parameter in self.parameters if self.owners and rank not in self.owners else ():
+            parameter.grad = None
         if flat.device.type == "cpu":
-            self.work.get_future().add_done_callback(self._note_finished)
+            self.work.get_future().add_done_callback(lambda _: setattr(self, "finished_at", time.perf_counter()))
 
-    def finish(self) -> None:
-        """Wait for the sum and make the parameters' gradients views of it."""
+    def finish(self, rank: int) -> None:
+        """Wait for the sum and make the parameters' gradients views of it, where it is wanted."""
         assert self.work is not None
         self.work.wait()
         self.work = None
+        if self.owners and rank not in self.owners:
+            self._flat, self._absent = None, []
+            return
         flat, views = self._buffer()
         if flat.device.type != "cpu":
             self.finished_at = time.perf_counter()
         # Reading the flags waits for an accelerator; a rank that has every gradient need not read them.
         present = flat[len(flat) - len(views) :].tolist() if self._absent else []
         for index, (parameter, view) in enumerate(zip(self.parameters, views, strict=True)):
-            if index in self._absent and not present[index]:
-                continue
-            parameter.grad = view
+            if index not in self._absent or present[index]:
+                parameter.grad = view
         self._absent = []
-
-    def _note_finished(self, _: object) -> None:
-        self.finished_at = time.perf_counter()
 
     def _buffer(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
         first = self.parameters[0]
@@ -342,23 +341,25 @@ class Bucket:
 
 
 def make_buckets(
-    parameters: Sequence[tuple[torch.nn.Parameter, tuple[int, ...]]], capacity: int = BUCKET_BYTES
+    parameters: Sequence[tuple[torch.nn.Parameter, tuple[int, ...]]],
+    capacity: int = BUCKET_BYTES,
+    owners: Mapping[int, tuple[int, ...]] | None = None,
 ) -> list[Bucket]:
     """Pack (parameter, ranks that hold it) pairs, given in forward order, into buckets in backward order.
 
     Parameters held by this rank alone need no sum and are left out. All ranks of a group make the same buckets for it,
-    because each keeps the forward order.
+    because each keeps the forward order. A bucket's sums have the same `owners`, given by the id of a parameter.
     """
     buckets: list[Bucket] = []
-    open_buckets: dict[tuple[tuple[int, ...], torch.dtype], tuple[Bucket, int]] = {}
+    open_buckets: dict[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], tuple[Bucket, int]] = {}
     for parameter, ranks in reversed(parameters):
         if len(ranks) < 2:
             continue
-        key = (ranks, parameter.dtype)
+        key = (ranks, (owners or {}).get(id(parameter), ()), parameter.dtype)
         size = parameter.numel() * parameter.element_size()
         bucket, used = open_buckets.get(key, (None, 0))
         if bucket is None or used + size > capacity:
-            bucket, used = Bucket([], ranks), 0
+            bucket, used = Bucket([], *key[:2]), 0
             buckets.append(bucket)
         bucket.parameters.append(parameter)
         open_buckets[key] = (bucket, used + size)

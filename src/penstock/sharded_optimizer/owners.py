@@ -1,0 +1,91 @@
+"""Which holders of a parameter keep its optimizer's state: its owners."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from penstock.runtime.comm.devices import device_memory
+from penstock.runtime.comm.exchange import Ranks
+from penstock.runtime.context import RankContext
+from penstock.runtime.gradients.ownership import HeldParameter
+
+logger = logging.getLogger("penstock")
+
+# What an owner keeps for each byte of a parameter: the summed gradient, and two moments for Adam.
+BYTES_KEPT = 3
+
+
+class Owned(NamedTuple):
+    """What is given to owners as a whole.
+
+    Attributes:
+        holders: for each tensor-parallel index the ranks that hold it, ascending. Owners stand at the same place in
+            each, so that the copies which the indices have of one weight get the same sums.
+        num_bytes: what an owner keeps for it.
+        is_trained: what is not comes last.
+    """
+
+    holders: tuple[tuple[int, ...], ...]
+    num_bytes: float
+    is_trained: bool = True
+
+
+def choose_owners(parts: Sequence[Owned], used: Sequence[float], copies: int = 1) -> list[tuple[int, ...]]:
+    """For each part, the places of its owners among its holders, so that the ranks' free memory fills up evenly.
+
+    The largest part comes first, and each goes to those of its holders that have most left (Graham, "Bounds on
+    Multiprocessing Timing Anomalies", 1969, section 3). The same arguments give the same owners.
+
+    Args:
+        used: of each rank, the bytes that it uses without these parts, less those that it has.
+        copies: how many owners each part has, if it has as many holders.
+    """
+    load, found = list(used), [()] * len(parts)  # type: list[float], list[tuple[int, ...]]
+    for index in sorted(range(len(parts)), key=lambda index: (not parts[index].is_trained, -parts[index].num_bytes)):
+        columns = list(zip(*parts[index].holders, strict=True))
+        fullest = [max(load[rank] for rank in column) for column in columns]
+        found[index] = tuple(sorted(sorted(range(len(columns)), key=fullest.__getitem__)[:copies]))
+        for place in found[index]:
+            for rank in columns[place]:
+                load[rank] += parts[index].num_bytes
+    return found
+
+
+def with_owners(
+    held: Sequence[HeldParameter], before: Sequence[HeldParameter], context: RankContext, copies: int
+) -> list[HeldParameter]:
+    """What this rank holds, with owners on which all ranks agree. All ranks call this together.
+
+    Args:
+        before: what it held in this layout until now: the same parameters keep their owners, who have their state.
+        copies: how many owners each has.
+    """
+    shared = context.groups.reduction
+    if not any(len(ranks) > copies for ranks in shared):
+        if context.rank == 0:
+            most = f"{copies} rank{'s' * (copies > 1)}"
+            logger.warning("sharded_optimizer has no effect: no parameter is held by more than %s", most)
+        return list(held)
+    owners = {(one.name, one.ranks): one.owners for one in before if one.owners}
+    first = [one for one in held if one.ranks[0] == context.rank and len(one.ranks) > 1]
+    new = [one for one in first if (one.name, one.ranks) not in owners]
+    used = sum(one.parameter.nbytes for one in held) - (device_memory() or 0.0)
+    mine = [used, [[one.name, one.ranks, one.parameter.nbytes, one.parameter.requires_grad] for one in new]]
+    said = Ranks(context.groups.world_control, context.board.guard).exchange(mine, "choosing owners of parameters")
+    holders: dict[str, list[tuple[int, ...]]] = {}
+    sizes: dict[str, int] = {}
+    trained: set[str] = set()
+    for _, theirs in said:
+        for name, ranks, num_bytes, is_trained in theirs:
+            holders.setdefault(name, []).append(tuple(ranks))
+            sizes[name] = num_bytes
+            trained |= {name} if is_trained else set()
+    # What is frozen now takes no memory, but may be trained later.
+    parts = [Owned(tuple(holders[name]), BYTES_KEPT * sizes[name], name in trained) for name in holders]
+    places = choose_owners(parts, [float(theirs) for theirs, _ in said], copies)
+    for part, name, chosen in zip(parts, holders, places, strict=True):
+        owners |= {(name, ranks): tuple(ranks[place] for place in chosen) for ranks in part.holders}
+    return [replace(one, owners=owners.get((one.name, one.ranks), ())) for one in held]

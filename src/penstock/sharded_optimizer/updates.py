@@ -1,0 +1,174 @@
+"""What happens around each step of an optimizer over parameters that have owners, and around a save of its state."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from penstock.modeling.tensor_spec import TensorSpec
+from penstock.runtime.comm.exchange import Ranks
+from penstock.runtime.comm.plain import from_plain, to_plain
+from penstock.runtime.comm.rollcall import Call
+from penstock.runtime.comm.settings import MODULUS
+from penstock.runtime.engine import Engine
+from penstock.runtime.gradients.ownership import HeldParameter
+from penstock.runtime.torch_calls import engines_of
+
+from .owners import with_owners
+
+# Smaller tensors are sent together.
+SENT_ALONE = 2**18
+
+_hooks: weakref.WeakKeyDictionary[Optimizer, RemovableHandle] = weakref.WeakKeyDictionary()
+
+
+def dividing(copies: int) -> Callable[..., Any]:
+    """What an engine is given so that so many holders of each parameter update it."""
+    _install()
+    return functools.partial(with_owners, copies=copies)
+
+
+@functools.cache
+def _install() -> None:
+    register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(optimizer: Optimizer, *_: Any) -> None:
+    """Before each step of any optimizer: it passes over what this rank does not own."""
+    if optimizer in _hooks:  # of an earlier step, perhaps of a model that is gone
+        _hooks.pop(optimizer).remove()
+    for engine in engines_of(one for group in optimizer.param_groups for one in group["params"]):
+        if engine.with_owners is None or not engine.is_open or not engine.groups.reduction:
+            continue
+        if callable(getattr(optimizer, "eval", None)):
+            raise NotImplementedError(
+                f"{type(optimizer).__name__} has other weights in evaluation, which it computes from its state: with "
+                "sharded_optimizer only the owner of a weight has that. Take one without train() and eval()"
+            )
+        others = [one.parameter for one in _trained(engine, optimizer) if engine.rank not in one.keepers]
+        for parameter in others:
+            parameter.grad = None
+            optimizer.state.pop(parameter, None)  # made in its __init__, or loaded by other means than a checkpoint
+        _share_afterwards(engine, optimizer, others)
+
+
+def _share_afterwards(engine: Engine, optimizer: Optimizer, others: Sequence[torch.Tensor]) -> None:
+    versions = [parameter._version for parameter in others]
+
+    def after_step(*_: Any) -> None:
+        touched = [
+            parameter._version != version or bool(optimizer.state.get(parameter))
+            for parameter, version in zip(others, versions, strict=True)
+        ]
+        _share(engine, optimizer, any(touched))
+
+    # Hooks cannot go while they are called: the next step removes this one.
+    _hooks[optimizer] = handle = optimizer.register_step_post_hook(after_step)
+    # Before the hooks of users, who may look at the weights.
+    hooks: Any = optimizer._optimizer_step_post_hooks
+    hooks.move_to_end(handle.id, last=False)
+
+
+@torch.no_grad()
+def _share(engine: Engine, optimizer: Optimizer, refused: bool) -> None:
+    """Give all holders the weights that the optimizer has changed at their owners. All ranks call this together."""
+    context, trained = engine.context, _trained(engine, optimizer)
+    votes = sum(one.vote(context.rank, one.ranks) for one in trained) % MODULUS
+    with engine.together(Call.SEND_UPDATES, [votes, int(refused)]) as said:
+        if any(facts[1] for facts in said.values()):
+            raise NotImplementedError(
+                f"{type(optimizer).__name__} changes weights, or makes state for them, where they have no gradient: "
+                "sharded_optimizer needs one that passes over them, such as torch.optim.AdamW"
+            )
+        if sum(facts[0] for facts in said.values()) % MODULUS:
+            raise ValueError(
+                "the optimizers of some ranks lack parameters that those of others have: with sharded_optimizer give "
+                "each weight to the optimizers of all ranks that hold it, or of none"
+            )
+        with context.board.guard("sending updated weights", context.everyone):
+            under_way = []
+            for ranks, owner, parameters in _messages(trained):
+                alone = len(parameters) == 1 and parameters[0].is_contiguous()
+                flat = parameters[0].detach() if alone else torch.cat([one.reshape(-1) for one in parameters])
+                real = torch.view_as_real(flat) if flat.is_complex() else flat
+                work = context.groups.reduction[ranks].broadcast(real, ranks.index(owner))
+                under_way.append((work, owner, parameters, None if alone else flat))
+            for work, owner, parameters, joined in under_way:
+                work.wait()
+                if context.rank == owner:
+                    continue
+                if joined is None:
+                    torch.autograd.graph.increment_version(parameters[0])
+                    continue
+                pieces = joined.split([parameter.numel() for parameter in parameters])
+                torch._foreach_copy_(parameters, [p.view(q.shape) for p, q in zip(pieces, parameters, strict=True)])
+
+
+def _trained(engine: Engine, optimizer: Optimizer) -> list[HeldParameter]:
+    """Those of an optimizer that have owners and whose gradients are summed, in an order all ranks share."""
+    mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    held = {id(one.parameter): one for one in engine.held if one.owners and id(one.parameter) in mine}
+    return [held[id(one)] for bucket in engine.summed for one in bucket if id(one) in held]
+
+
+def _messages(trained: Sequence[HeldParameter]) -> Iterator[tuple[tuple[int, ...], int, list[torch.Tensor]]]:
+    """What is sent at once: to which holders, by whom, and what. Large ones go from where they are to where they will
+    be, without a copy."""
+    small: dict[tuple[tuple[int, ...], int, torch.dtype], list[torch.Tensor]] = {}
+    for one in trained:
+        if len(one.owners) == len(one.ranks):
+            continue
+        if one.parameter.nbytes >= SENT_ALONE:
+            yield one.ranks, one.owners[0], [one.parameter]
+        else:
+            small.setdefault((one.ranks, one.owners[0], one.parameter.dtype), []).append(one.parameter)
+    for (ranks, owner, _), together in small.items():
+        yield ranks, owner, together
+
+
+@contextmanager
+def gathered(engine: Engine | None, optimizer: Optimizer | None) -> Iterator[None]:
+    """Meanwhile the first pipeline has, in host memory, the state that only ranks of others keep. All ranks call this
+    together."""
+    if engine is None or optimizer is None or engine.with_owners is None:
+        yield
+        return
+    rank, first, state = engine.rank, set(engine.layout.pipelines[0].ranks()), optimizer.state
+    ranks, doing = Ranks(engine.groups.world_control, engine.board.guard), "gathering the optimizer's state"
+    known = {one.name: one for one in engine.held if one.owners}
+    lent: list[torch.Tensor] = []
+    mine: dict[str, Any] = {}
+    for one in known.values():
+        if one.owners[0] == rank and first.isdisjoint(one.owners) and state.get(one.parameter):
+            to = next(other for other in one.ranks if other in first)
+            mine[one.name] = [to, {key: _described(value) for key, value in state[one.parameter].items()}]
+    try:
+        for source, theirs in enumerate(map(from_plain, ranks.exchange(to_plain(mine), doing))):
+            for name, (to, values) in theirs.items():
+                for key, value in values.items():
+                    if isinstance(value, TensorSpec) and rank == source:
+                        ranks.send(state[known[name].parameter][key].detach().cpu().contiguous(), to, doing)
+                    elif isinstance(value, TensorSpec) and rank == to:
+                        values[key] = value.empty(torch.device("cpu"))
+                        ranks.receive(values[key], source, doing)
+                if rank == to:
+                    state[known[name].parameter] = values
+                    lent.append(known[name].parameter)
+        yield
+    finally:
+        for parameter in lent:
+            state.pop(parameter, None)
+
+
+def _described(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return TensorSpec.shape_of(value)
+    return value if isinstance(value, bool | int | float | str) else None  # the owner refuses others by name

@@ -1,0 +1,365 @@
+"""The holders of a parameter divide its optimizer's state: training is that of the unsplit model."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import penstock
+from families import FAMILIES, batch
+from hetero import batch_size, make_plugin, num_ranks, pad, samples
+from penstock import Booster
+from penstock.sharded_optimizer.owners import Owned, choose_owners
+from pool import Pool
+from training import kept_in_double, parallelize, rows
+
+STEPS = 3
+EXACT = 1e-12
+
+
+class Seen(NamedTuple):
+    """What a rank has after training: its weights, the bytes of its optimizers' states, and what else it noted."""
+
+    weights: dict[str, torch.Tensor]
+    num_bytes: int
+    noted: list[Any]
+
+
+def adamw(parameters: Sequence[nn.Parameter]) -> list[torch.optim.Optimizer]:
+    return [torch.optim.AdamW(parameters, lr=1e-2)]
+
+
+def groups_and_two(parameters: Sequence[nn.Parameter]) -> list[torch.optim.Optimizer]:
+    """Muon for matrices; Adam, in two groups, for half of the others, and Adagrad, which makes its state at once, for
+    the rest. The biases of keys have gradients that are nothing but rounding: `eps` keeps those small."""
+    matrices, others = ([one for one in parameters if (one.dim() == 2) == is_matrix] for is_matrix in (True, False))
+    half = len(others) // 2
+    groups = [{"params": others[:3], "lr": 1e-2}, {"params": others[3:half], "weight_decay": 0.1}]
+    return [
+        torch.optim.Muon(matrices, lr=1e-2),
+        torch.optim.Adam(groups, eps=1e-4),
+        torch.optim.Adagrad(others[half:], eps=1e-4),
+    ]
+
+
+MAKERS: Mapping[str, Callable[[Any], list[torch.optim.Optimizer]]] = {
+    "AdamW": adamw,
+    "SGD": lambda parameters: [torch.optim.SGD(parameters, lr=1e-2, momentum=0.9, weight_decay=0.1)],
+    "Adafactor": lambda parameters: [torch.optim.Adafactor(parameters, lr=1e-2)],
+    "several": groups_and_two,
+}
+
+
+def bytes_of(optimizers: Sequence[torch.optim.Optimizer]) -> int:
+    """Adagrad has made some for parameters of other stages, too, before it could know; those are not counted."""
+    states = [state for one in optimizers for parameter, state in one.state.items() if parameter.numel()]
+    return sum(value.nbytes for state in states for value in state.values() if isinstance(value, torch.Tensor))
+
+
+@functools.cache
+def unsplit(kind: str, size: int, max_norm: float = 0.0) -> tuple[dict[str, torch.Tensor], int]:
+    """Weights after training, and the bytes of the state, of the unsplit model."""
+    model: Any = FAMILIES["gpt2"].build()
+    optimizers, every = MAKERS[kind](list(model.parameters())), samples("gpt2", STEPS * size)
+    with kept_in_double():
+        for start in range(0, len(every), size):
+            model.zero_grad()
+            model(**pad(every[start : start + size])).loss.backward()
+            if max_norm:
+                nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+            for one in optimizers:
+                one.step()
+    return dict(model.state_dict(keep_vars=False)), bytes_of(optimizers)
+
+
+def train(kind: str, pipelines: str, max_norm: float = 0.0, **options: Any) -> Seen:
+    """On a worker, in double precision."""
+    model: Any = FAMILIES["gpt2"].build()
+    options = {"sharded_optimizer": True, **options}
+    plugin = make_plugin(model, pipelines, **options)
+    optimizers = MAKERS[kind](list(model.parameters()))
+    loader = plugin.prepare_dataloader(samples("gpt2", STEPS * batch_size(pipelines)), collate_fn=pad)
+    model, *_ = Booster(plugin=plugin).boost(model, optimizers[0], None, loader)
+    with kept_in_double():
+        for inputs in loader:
+            model.zero_grad()
+            for output in model(**inputs):
+                output.loss.backward()
+            if max_norm:
+                nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+            for one in optimizers:
+                one.step()
+    weights = {name: one.detach().clone() for name, one in model.named_parameters(remove_duplicate=False)}
+    return Seen(weights, bytes_of(optimizers), [])
+
+
+def assert_equal(found: Sequence[Any], oracle: Mapping[str, torch.Tensor], tolerance: float = EXACT) -> None:
+    assert {name for one in found for name in one.weights} == set(oracle)
+    for one in found:
+        for name, weight in one.weights.items():
+            assert (weight - oracle[name]).abs().max() <= tolerance, name
+
+
+@pytest.mark.parametrize("pipelines", ["1x2,1x2", "2x2,1x3", "2x2,2x2"])
+@pytest.mark.parametrize("kind", MAKERS)
+def test_weights_are_those_of_the_unsplit_model_and_each_state_is_kept_once(
+    pool: Pool, kind: str, pipelines: str
+) -> None:
+    weights, num_bytes = unsplit(kind, batch_size(pipelines), max_norm=1.0)
+    found = pool.run(num_ranks(pipelines), train, kind, pipelines, max_norm=1.0)
+    assert_equal(found, weights, 1e-9 if kind == "Adafactor" else EXACT)
+    assert sum(one.num_bytes for one in found) == num_bytes
+
+
+# ---------------------------------------------------------------- how the steps are made
+
+
+class Noted(NamedTuple):
+    """The weights at the end; after each step the loss of an evaluation, the norm, and the scale."""
+
+    weights: dict[str, torch.Tensor]
+    numbers: list[tuple[float, ...]]
+
+
+def steps(how: str, options: Mapping[str, Any] | None = None) -> Noted:
+    """Training by hand. On a worker over equal pipelines of `options`; without any of the unsplit model, as the oracle.
+
+    Whoever reads a weight after a step sees the new one: a hook of the optimizer, an average, an evaluation.
+    """
+    model: Any = FAMILIES["gpt2"].build(**({"vocab_size": 98} if how == "slices" else {}))
+    if how == "scaler":  # which takes no doubles
+        model.float()
+    if how == "frozen":
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("mlp" in name)
+    if options is not None:
+        model = parallelize(model, num_microbatches=2, **options)
+    place = (0, 1) if options is None else (model.data_parallel_rank, model.data_parallel_size)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=how == "scaler")
+    spoiled = next(one for name, one in model.named_parameters() if "ln_1" in name or "ln_f" in name)
+    numbers, looked = list[tuple[float, ...]](), [0.0]
+    optimizer.register_step_post_hook(lambda *_: looked.append(checksum(model)))
+    for number in range(STEPS):
+        overflows = how == "scaler" and number == 1 and place[0] == place[1] - 1
+        handle = spoiled.register_hook(lambda gradient: gradient * torch.inf) if overflows else None
+        inputs = rows(batch("causal", 8, 6, number), *place)
+        deferred = how == "no_sync" and number != STEPS - 1
+        with model.no_sync() if deferred and options is not None else contextlib.nullcontext():
+            for output in [model(**inputs)] if options is None else model(**inputs):
+                scaler.scale(output.loss).backward()
+        if handle is not None:
+            handle.remove()
+        if deferred or (how == "accumulated" and number == 0):
+            continue
+        scaler.unscale_(optimizer)
+        norm = float(nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+        scaler.step(optimizer)
+        scaler.update()
+        scheduler.step()
+        assert overflows or looked[-1] == checksum(model)
+        model.zero_grad(set_to_none=how != "to zero")
+        with torch.no_grad():
+            numbers.append(
+                (norm if math.isfinite(norm) else -1.0, scaler.get_scale(), float(model(**batch("causal", 2, 5)).loss))
+            )
+    return Noted({name: one.detach().clone() for name, one in model.named_parameters(remove_duplicate=False)}, numbers)
+
+
+def checksum(model: nn.Module) -> float:
+    return float(sum(one.detach().sum() for one in model.parameters()))
+
+
+def in_double(how: str, options: Mapping[str, Any] | None = None) -> Noted:
+    with contextlib.nullcontext() if how == "scaler" else kept_in_double():
+        return steps(how, options)
+
+
+@functools.cache
+def unsplit_steps(how: str) -> Noted:
+    return in_double(how)
+
+
+HOW = ["plain", "accumulated", "no_sync", "to zero", "frozen", "scaler"]
+
+
+@pytest.mark.parametrize(("how", "copies"), [*((how, 1) for how in HOW), ("accumulated", 2)])
+def test_however_the_steps_are_made_nobody_sees_a_stale_weight(pool: Pool, how: str, copies: int) -> None:
+    expected, tolerance = unsplit_steps(how), 1e-4 if how == "scaler" else EXACT
+    found = pool.run(2 * copies, in_double, how, {"stages": 1, "sharded_optimizer": copies}, timeout=60)
+    assert_equal(found, expected.weights, tolerance)
+    for one in found:
+        torch.testing.assert_close(
+            torch.tensor(one.numbers), torch.tensor(expected.numbers), rtol=tolerance, atol=tolerance
+        )
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zb-h1", "zb-v", "interleaved-1f1b"])
+def test_schedules_sum_gradients_at_their_owners(pool: Pool, schedule: str) -> None:
+    options = {"stages": 2, "schedule": schedule, "sharded_optimizer": True}
+    assert_equal(pool.run(4, in_double, "plain", options, timeout=60), unsplit_steps("plain").weights)
+
+
+def test_slices_of_tensor_parallel_ranks_have_owners_too(pool: Pool) -> None:
+    expected, options = unsplit_steps("slices"), {"stages": 1, "tensor_parallel_size": 2, "sharded_optimizer": True}
+    for one in pool.run(4, in_double, "slices", options, timeout=60):
+        torch.testing.assert_close(torch.tensor(one.numbers), torch.tensor(expected.numbers), rtol=EXACT, atol=EXACT)
+        whole = {name: value for name, value in one.weights.items() if value.shape == expected.weights[name].shape}
+        assert whole and len(whole) < len(one.weights)
+        for name, value in whole.items():
+            assert (value - expected.weights[name]).abs().max() <= EXACT, name
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+def run_on(
+    folder: str, stages: int, sharded: bool, save: bool = False, asynchronous: bool = False
+) -> dict[str, torch.Tensor]:
+    """On a worker: two steps and a save, or a load; then one step more."""
+    model = parallelize(FAMILIES["gpt2"].build(), stages, num_microbatches=2, sharded_optimizer=sharded)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+    with kept_in_double():
+        if save:
+            for number in range(2):
+                step_on(model, optimizer, number)
+            kept = set(optimizer.state)
+            penstock.save_checkpoint(folder, model=model, optimizer=optimizer, asynchronous=asynchronous)
+            assert kept == set(optimizer.state)
+            penstock.finish_saving(model)
+        else:
+            penstock.load_checkpoint(folder, model=model, optimizer=optimizer)
+        step_on(model, optimizer, 2)
+    return {name: one.detach().clone() for name, one in model.named_parameters(remove_duplicate=False)}
+
+
+def step_on(model: Any, optimizer: torch.optim.Optimizer, number: int) -> None:
+    model.zero_grad()
+    for output in model(**rows(batch("causal", 8, 6, number), model.data_parallel_rank, model.data_parallel_size)):
+        output.loss.backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_checkpoint_is_the_same_whether_the_state_was_divided(pool: Pool, tmp_path: Path, asynchronous: bool) -> None:
+    weights = unsplit_steps_alone()
+    options = {"save": True, "asynchronous": asynchronous}
+    divided = pool.run(2, run_on, str(tmp_path / "divided"), 1, True, **options)
+    whole = pool.run(2, run_on, str(tmp_path / "whole"), 1, False, **options)
+    for found in (divided, whole):
+        for one in found:
+            for name, value in one.items():
+                assert (value - weights[name]).abs().max() <= EXACT, name
+    files = [load_states(tmp_path / name) for name in ("divided", "whole")]
+    assert files[0].keys() == files[1].keys() and len(files[0]) > 10
+    resumed = pool.run(2, run_on, str(tmp_path / "divided"), 1, True)
+    assert all(torch.equal(one[name], divided[0][name]) for one in resumed for name in one)
+    for folder, stages, sharded, ranks in (("divided", 2, False, 2), ("whole", 2, True, 4)):
+        for one in pool.run(ranks, run_on, str(tmp_path / folder), stages, sharded):
+            for name, value in one.items():
+                assert (value - weights[name]).abs().max() <= EXACT, name
+
+
+def load_states(folder: Path) -> dict[str, torch.Tensor]:
+    """What the files of the optimizer's state hold, each name once."""
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted(folder.glob("**/optimizer_*.safetensors")):
+        content = load_file(file)
+        assert found.keys().isdisjoint(content)
+        found |= {name: value for name, value in content.items() if "random" not in name}
+    return found
+
+
+@functools.cache
+def unsplit_steps_alone() -> dict[str, torch.Tensor]:
+    model: Any = FAMILIES["gpt2"].build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+    with kept_in_double():
+        for number in range(3):
+            model.zero_grad()
+            model(**batch("causal", 8, 6, number)).loss.backward()
+            optimizer.step()
+    return dict(model.state_dict())
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+class Decaying(torch.optim.SGD):
+    """Changes weights that have no gradient."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.detach().mul_(0.9)
+        return super().step()
+
+
+class Averaging(torch.optim.SGD):
+    def eval(self) -> None: ...
+
+
+class ZeroRedundancyOptimizer(torch.optim.SGD):
+    """Named as torch's, which needs as many ranks as replicas."""
+
+
+def step_with(kind: type[torch.optim.Optimizer], stages: int) -> None:
+    model = parallelize(FAMILIES["gpt2"].build(), stages, num_microbatches=2, sharded_optimizer=True)
+    optimizer: Any = kind(model.parameters(), lr=0.1)  # type: ignore[call-arg]
+    step_on(model, optimizer, 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (Decaying, "Decaying changes weights, or makes state for them, where they have no gradient"),
+        (Averaging, "Averaging has other weights in evaluation"),
+        (ZeroRedundancyOptimizer, "ZeroRedundancyOptimizer lets updates depend on other parameters"),
+    ],
+)
+def test_optimizers_that_cannot_be_divided_are_refused_by_name(
+    pool: Pool, kind: type[torch.optim.Optimizer], words: str
+) -> None:
+    for outcome in pool.run(2, step_with, kind, 1, outcomes=True):
+        assert isinstance(outcome, Exception) and words in str(outcome), outcome
+
+
+def test_without_replicas_it_has_no_effect_and_says_so(pool: Pool) -> None:
+    for outcome in pool.run(2, step_alone):
+        assert outcome in (0, 1)
+
+
+def step_alone() -> int:
+    """How often it was said on this rank. The weights of an untied model have one holder each."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("penstock").addHandler(handler)
+    model = parallelize(
+        FAMILIES["gpt2"].build(tie_word_embeddings=False), 2, num_microbatches=2, sharded_optimizer=True
+    )
+    step_on(model, torch.optim.SGD(model.parameters(), lr=0.1), 0)
+    found = sum("sharded_optimizer has no effect" in words for words in said)
+    assert found == (model.pipeline.rank == 0)
+    return found
+
+
+def test_owners_fill_what_memory_is_left() -> None:
+    """Rank 2 alone holds what ranks 0 and 1 share: it owns less. All have the same left in the end."""
+    parts = [Owned(((0, 2),), 1.0)] * 12 + [Owned(((1, 2),), 1.0)] * 12
+    places = choose_owners(parts, [12.0, 12.0, 24.0])
+    load = [12.0, 12.0, 24.0]
+    for part, (place,) in zip(parts, places, strict=True):
+        load[part.holders[0][place]] += 1.0
+    assert load == [24.0, 24.0, 24.0]
