@@ -17,7 +17,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 
 import torch
 
@@ -25,7 +25,7 @@ from .files import write_bytes, writing
 from .manifest import FileEntry
 from .plan import SavingRank
 from .tensors import once_for_tied
-from .untrusted import CheckpointError, describe, read_json
+from .untrusted import CheckpointError, describe, read_json, typed
 
 logger = logging.getLogger(__name__)
 
@@ -131,6 +131,15 @@ def word_name(place: SavingRank) -> str:
     return f"written_tp_{place.tensor_parallel_rank}_pp_{place.pipeline_rank}.json"
 
 
+@dataclass(frozen=True)
+class _Word:
+    """What a rank says: what it has written, or what went wrong."""
+
+    rank: int
+    files: dict[str, FileEntry] = field(default_factory=dict)
+    error: str | None = None
+
+
 @contextlib.contextmanager
 def leaving_word(folder: str, name: str, rank: int) -> Iterator[dict[str, FileEntry]]:
     """Around the writing of a rank's files: put what was written into what this yields. The word says what went wrong
@@ -140,18 +149,18 @@ def leaving_word(folder: str, name: str, rank: int) -> Iterator[dict[str, FileEn
         yield files
     except Exception as error:
         try:
-            _leave(folder, name, {"rank": rank, "error": describe(error)})
+            _leave(folder, name, _Word(rank, error=describe(error)))
         except Exception:  # there may be no room for it either, but for an empty file
             with contextlib.suppress(OSError):
                 os.close(os.open(os.path.join(folder, name + _FAILED), os.O_CREAT | os.O_EXCL))
         raise
-    _leave(folder, name, {"files": {file: asdict(entry) for file, entry in files.items()}})
+    _leave(folder, name, _Word(rank, files))
 
 
-def _leave(folder: str, name: str, content: object) -> None:
+def _leave(folder: str, name: str, word: _Word) -> None:
     path = os.path.join(folder, name)
     # Read by processes that live, so it need not be on disk.
-    write_bytes(path + ".draft", json.dumps(content).encode())
+    write_bytes(path + ".draft", json.dumps(asdict(word)).encode())
     with writing(path, "a small file"):
         os.replace(path + ".draft", path)
 
@@ -173,10 +182,10 @@ def words_of(
         for name in names:
             path = os.path.join(folder, name)
             if name not in found and os.path.exists(path):
-                content = read_json(path)
-                if (error := content.get("error")) is not None:
-                    raise CheckpointError(f"rank {content['rank'].value}: {error.value}")
-                found[name] = content["files"].read(dict[str, FileEntry])
+                word: _Word = typed(_Word, read_json(path), path)
+                if word.error is not None:
+                    raise CheckpointError(f"rank {word.rank}: {word.error}")
+                found[name] = word.files
             elif os.path.exists(path + _FAILED):
                 raise CheckpointError(
                     f"the rank that leaves {name} could not write, not even the reason; that rank raises it"

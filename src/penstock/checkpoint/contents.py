@@ -89,11 +89,11 @@ def inspect_checkpoint(path: str, values: bool = True) -> dict[str, Any]:
             faults = list(dict.fromkeys([*faults, str(error)]))
         else:
             training = {
-                "step": common["step"],
-                "objects": sorted(common["objects"]),
-                "ranks": len(common["pipelines"]),
-                "pipelines": len(set(common["pipelines"])),
-                "parameter_groups": len(common["groups"] or []),
+                "step": common.step,
+                "objects": sorted(common.objects),
+                "ranks": len(common.pipelines),
+                "pipelines": len(set(common.pipelines)),
+                "parameter_groups": len(common.groups or []),
             }
     return {
         "path": path,

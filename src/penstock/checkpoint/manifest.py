@@ -15,7 +15,18 @@ from typing import Annotated
 
 from .names import EXTENSIONS, STAGING, check_plain, check_variant, common_file_name, manifest_name, rank_file_name
 from .tensors import DTYPES, TensorInfo
-from .untrusted import MAX_RANKS, CheckpointError, Checksum, Count, Field, Place, is_directory, locate, read_json
+from .untrusted import (
+    MAX_RANKS,
+    CheckpointError,
+    Checksum,
+    Count,
+    Place,
+    damaged,
+    is_directory,
+    locate,
+    read_json,
+    typed,
+)
 
 FORMAT = "penstock parallel checkpoint"
 VERSION = 2  # 1 had the random states of all ranks in one file
@@ -27,6 +38,7 @@ TRAINING = "training"
 STEMS = {MODEL: "pytorch_model", TRAINING: "optimizer"}
 _MOST = 64  # dimensions
 _SHOWN = 5
+_Number = Annotated[int, (1, MAX_RANKS)]
 # A dimension, and a number of blocks.
 _Shard = tuple[Annotated[int, (-_MOST, _MOST - 1)], Annotated[int, (1, 2**63 - 1)]]
 
@@ -66,8 +78,8 @@ class Manifest:
     """
 
     model_class: str
-    num_stages: int
-    tensor_parallel_size: int
+    num_stages: _Number
+    tensor_parallel_size: _Number
     staging: str
     tied: list[list[str]]
     files: dict[str, FileEntry]
@@ -138,11 +150,13 @@ def read_manifest(directory: str, variant: str | None = None) -> Manifest:
         content = read_json(path)
     except FileNotFoundError:
         raise CheckpointError(_missing(directory, path)) from None
-    if not isinstance(content.value, dict) or content.value.get("format") != FORMAT:
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise CheckpointError(f"{path} is not the table of contents of a parallel checkpoint")
-    if (version := content["version"].integer(1, MAX_RANKS)) != VERSION:
+    if (version := typed(_Number, content.get("version"), path, "version")) != VERSION:
         raise CheckpointError(f"{path} has format version {version}; this Penstock reads {VERSION}")
-    return _parse(content, variant)
+    manifest: Manifest = typed(Manifest, content, path)
+    _check(manifest, path, variant)
+    return manifest
 
 
 def _missing(directory: str, path: str) -> str:
@@ -157,45 +171,41 @@ def _missing(directory: str, path: str) -> str:
     return f"{path} is missing: {directory} holds no parallel checkpoint{hint}"
 
 
-def _parse(content: Field, variant: str | None) -> Manifest:
-    """The table of contents, whose parts go together. Raises CheckpointError for an absurd one."""
-    content["num_stages"].integer(1, MAX_RANKS)
-    content["tensor_parallel_size"].integer(1, MAX_RANKS)
-    manifest: Manifest = content.read(Manifest)
-    for name, one in content["files"].items():
-        check_plain(name, f"{content.file} is damaged: a file name in it")
-        entry = manifest.files[name]
-        one["stage"].integer(0, manifest.num_stages - 1)
-        one["tensor_parallel_rank"].integer(0, manifest.tensor_parallel_size - 1)
+def _check(manifest: Manifest, path: str, variant: str | None) -> None:
+    """Check that the parts of a table of contents go together. Raises CheckpointError."""
+    stages, size = manifest.num_stages, manifest.tensor_parallel_size
+    for name, entry in manifest.files.items():
+        check_plain(name, f"{path} is damaged: a file name in it")
+        where = ("files", name)
+        typed(Annotated[int, (0, stages - 1)], entry.stage, path, *where, "stage")
+        typed(Annotated[int, (0, size - 1)], entry.tensor_parallel_rank, path, *where, "tensor_parallel_rank")
         place = entry.tensor_parallel_rank, entry.stage
         allowed = [rank_file_name(STEMS[entry.part], *place, extension, variant) for extension in EXTENSIONS]
         allowed += [common_file_name(variant)] if entry.part == TRAINING else []
         if name not in allowed:
-            one.refuse(f"it under a name that Penstock gives such a file: one of {allowed}")
+            raise damaged(path, where, entry, f"it under a name that Penstock gives such a file: one of {allowed}")
         if (entry.checksum is None) == (name == common_file_name(variant)):
-            one.refuse("a checksum for the file that every rank reads whole, and for no other")
-        _check_entry(one, entry)
+            expected = "a checksum for the file that every rank reads whole, and for no other"
+            raise damaged(path, where, entry, expected)
+        for alias, stored in entry.aliases.items():
+            if stored not in entry.tensors:
+                raise damaged(path, (*where, "aliases", alias), stored, "the name of a tensor in the same file")
+        for tensor, info in entry.tensors.items():
+            if (needed := math.prod(info.shape) * DTYPES[info.dtype].itemsize) > entry.size or len(info.shape) > _MOST:
+                expected = (
+                    f"{_MOST} dimensions at most, and one that fits in the file: it takes {needed} bytes of "
+                    f"{info.dtype}, the file has {entry.size}"
+                )
+                raise damaged(path, (*where, "tensors", tensor, "shape"), list(info.shape), expected)
     held = {(entry.stage, entry.tensor_parallel_rank) for entry in manifest.files.values() if entry.part == MODEL}
-    if held and len(held) != manifest.num_stages * manifest.tensor_parallel_size:
-        content["tensor_parallel_size"].refuse(
-            f"one that goes with {len(held)} files of weights: one for each of num_stages {manifest.num_stages} times "
-            f"tensor_parallel_size {manifest.tensor_parallel_size}"
+    if held and len(held) != stages * size:
+        expected = (
+            f"one that goes with {len(held)} files of weights: one for each of num_stages {stages} times "
+            f"tensor_parallel_size {size}"
         )
-    if not STAGING.fullmatch(check_plain(manifest.staging, f"{content.file} is damaged: the staging folder")):
-        content["staging"].refuse("the name of a folder that a save stages its files in: .saving- and 32 hexadecimals")
+        raise damaged(path, ["tensor_parallel_size"], size, expected)
+    if not STAGING.fullmatch(check_plain(manifest.staging, f"{path} is damaged: the staging folder")):
+        expected = "the name of a folder that a save stages its files in: .saving- and 32 hexadecimals"
+        raise damaged(path, ["staging"], manifest.staging, expected)
     if not manifest.model_class.isidentifier():
-        content["model_class"].refuse("the name of a class")
-    return manifest
-
-
-def _check_entry(content: Field, entry: FileEntry) -> None:
-    """Check that a file can hold what its entry says. Raises CheckpointError."""
-    for name, stored in entry.aliases.items():
-        if stored not in entry.tensors:
-            content["aliases"][name].refuse("the name of a tensor in the same file")
-    for name, info in entry.tensors.items():
-        if (needed := math.prod(info.shape) * DTYPES[info.dtype].itemsize) > entry.size or len(info.shape) > _MOST:
-            content["tensors"][name]["shape"].refuse(
-                f"{_MOST} dimensions at most, and one that fits in the file: it takes {needed} bytes of {info.dtype}, "
-                f"the file has {entry.size}"
-            )
+        raise damaged(path, ["model_class"], manifest.model_class, "the name of a class")

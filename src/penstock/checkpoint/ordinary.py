@@ -23,8 +23,9 @@ from penstock.tensor_parallel import take_shards
 from .comm import CheckpointRanks
 from .files import check_archive, open_tensors
 from .names import EXTENSIONS, STAGING, check_plain, weight_file_names
+from .staging import read_index
 from .tensors import held_state, tied_groups
-from .untrusted import CheckpointError, cannot_read, is_directory, kind_of, locate, open_plain, read_json
+from .untrusted import CheckpointError, cannot_read, damaged, is_directory, kind_of, locate, open_plain
 
 # Names in an error.
 _SHOWN = 5
@@ -153,22 +154,18 @@ def check_ordinary(directory: str) -> list[str]:
 
 
 def _check_index(directory: str, path: str, extension: str) -> list[str]:
-    content = read_json(path)
-    shards: dict[str, None] = {}
-    for _, place in content["weight_map"].items():
-        folder, _, name = place.text().rpartition("/")
+    weight_map = read_index(path)
+    for tensor, place in weight_map.items():
+        folder, _, name = place.rpartition("/")
         # The shards of a save that was interrupted are still where they were staged.
         if folder and not (STAGING.fullmatch(folder) and is_directory(os.path.join(directory, folder))):
-            check_plain(place.text(), f"{path} is damaged: a file name in it")
+            check_plain(place, f"{path} is damaged: a file name in it")
         check_plain(name, f"{path} is damaged: a file name in it")
         if not name.endswith(extension):
-            place.refuse(f"the name of a file of weights, *{extension}")
-        shards[place.text()] = None
-    if not shards:
-        content["weight_map"].refuse("at least one weight")
-    for _ in content["metadata"].items():
-        pass
-    return [_check_weights(os.path.join(directory, name)) for name in sorted(shards)]
+            raise damaged(path, ["weight_map", tensor], place, f"the name of a file of weights, *{extension}")
+    if not weight_map:
+        raise damaged(path, ["weight_map"], weight_map, "at least one weight")
+    return [_check_weights(os.path.join(directory, name)) for name in sorted(set(weight_map.values()))]
 
 
 def _check_weights(path: str) -> str:

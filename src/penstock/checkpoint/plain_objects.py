@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from .comm import CheckpointRanks
 from .files import flush_file, load_data, write_bytes, writing
-from .untrusted import CheckpointError, Field, describe, is_regular, refused_global
+from .untrusted import CheckpointError, describe, is_regular, refused_global, typed
 
 # Under which key the name of a scheduler's class stands beside its state.
 _CLASS = "scheduler_class"
@@ -56,13 +56,12 @@ def restore_object(stateful: Any, content: Any, what: str) -> None:
         CheckpointError: that would happen, or the object does not take it.
     """
     if isinstance(stateful, LRScheduler):
-        fields = dict(Field(content, what).items())
-        if _CLASS in fields:
-            saved, here = fields.pop(_CLASS).text(), _class_of(stateful)
+        content = typed(dict[str, Any], content, what)
+        if _CLASS in content:
+            saved, here = typed(str, content.pop(_CLASS), what, _CLASS), _class_of(stateful)
             if saved != here:
                 raise CheckpointError(f"{what} is that of a {saved}, but is loaded into a {here}: make a {saved}")
-            content = {name: value for name, value in content.items() if name != _CLASS}
-        if hidden := sorted(name for name in fields if callable(getattr(type(stateful), name, None))):
+        if hidden := sorted(name for name in content if callable(getattr(type(stateful), name, None))):
             raise CheckpointError(f"{what} is damaged: it would replace {', '.join(hidden[:5])} of the scheduler")
     try:
         stateful.load_state_dict(content)

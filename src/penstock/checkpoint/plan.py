@@ -22,7 +22,7 @@ from .save_pretrained import SaveOptions
 from .staging import Replacement
 from .tensors import DTYPES, dtype_name, dtype_of, held_state, whole_shape
 from .training_state import TrainingReport
-from .untrusted import Count, Field
+from .untrusted import Count, typed
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ def tell_reports(
 ) -> list[SavingReport]:
     """Make a report on every rank; returns every rank's. See `CheckpointRanks.together`."""
     said = ranks.together(f"comparing what ranks hold to {what}", lambda: asdict(report()), unchanged)
-    return [Field(one, f"what rank {rank} says").read(SavingReport) for rank, one in enumerate(said)]
+    return [typed(SavingReport, one, f"what rank {rank} says") for rank, one in enumerate(said)]
 
 
 def each_file(

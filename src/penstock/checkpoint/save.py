@@ -26,7 +26,7 @@ from .save_pretrained import SaveOptions, refuse_unsupported
 from .staging import commit, discard, prepare
 from .tensors import tensor_parallel_place
 from .training_state import TrainingState
-from .untrusted import CheckpointError, Field
+from .untrusted import CheckpointError, typed
 
 Result = TypeVar("Result")
 Write = Callable[[FilePlan, Content], object]
@@ -169,9 +169,7 @@ class Save:
     def run(self) -> None:
         with self._staged() as (path, reports):
             said = self._together("writing the files", lambda: self._plain_entries(path, reports), self._intact)
-            written = [
-                Field(one, f"what rank {rank} wrote").read(dict[str, FileEntry]) for rank, one in enumerate(said)
-            ]
+            written = [typed(dict[str, FileEntry], one, f"what rank {rank} wrote") for rank, one in enumerate(said)]
             self._together(
                 "putting the files in place",
                 lambda: self._commit(path, written),

@@ -27,11 +27,12 @@ import os
 import uuid
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from .files import flush_file, flush_files, write_bytes, writing
 from .manifest import read_manifest
 from .names import STAGED_INDEX, STAGING, is_shard, variant_of_index, variant_of_manifest, weight_file_names
-from .untrusted import CheckpointError, is_directory, kind_of, open_plain, read_json
+from .untrusted import CheckpointError, is_directory, kind_of, open_plain, read_json, typed
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ def _finish_index(directory: str, staging: str) -> None:
         is_manifest, variant = variant_of_manifest(name)
         with contextlib.suppress(CheckpointError, FileNotFoundError):
             if is_manifest and (manifest := read_manifest(directory, variant)).staging == staging:
-                places = {place.text() for _, place in read_json(staged)["weight_map"].items()}
+                places = set(read_index(staged).values())
                 if places <= {f"{staging}/{file}" for file in manifest.files}:
                     extension = os.path.splitext(next(iter(places)))[1]
                     _replace(staged, os.path.join(directory, weight_file_names(extension, variant)[1]))
@@ -144,7 +145,7 @@ def _put_in_place(directory: str, staging: str, files: Collection[str], indices:
             _publish(staged, final) if indices else _replace(staged, final)
     flush_file(directory)
     for name in indices:
-        content = read_json(os.path.join(directory, name)).value
+        content = read_json(os.path.join(directory, name))
         content["weight_map"] = {key: place.removeprefix(f"{staging}/") for key, place in content["weight_map"].items()}
         draft = os.path.join(folder, f"{name}.draft")
         with contextlib.suppress(FileNotFoundError):
@@ -160,6 +161,20 @@ def write_index(folder: str, weight_map: Mapping[str, str], metadata: Mapping[st
     staged = {name: f"{os.path.basename(folder)}/{file_name}" for name, file_name in weight_map.items()}
     content = {"metadata": metadata or {}, "weight_map": staged}
     write_bytes(os.path.join(folder, STAGED_INDEX), _index_content(content))
+
+
+def read_index(path: str) -> dict[str, str]:
+    """Which file has which tensor, as an index of transformers says. Raises CheckpointError."""
+    found: Index = typed(Index, read_json(path), path)
+    return found.weight_map
+
+
+@dataclass(frozen=True)
+class Index:
+    """The file that says which file of weights holds which tensor."""
+
+    weight_map: dict[str, str]
+    metadata: dict[str, Any]
 
 
 def _index_content(content: Mapping[str, object]) -> bytes:
@@ -204,8 +219,7 @@ def _referred_to(directory: str, staging: str) -> tuple[set[str], list[str]]:
             extension, variant = variant_of_index(name)
             if extension is None:
                 continue
-            content = read_json(os.path.join(directory, name))
-            places = {place.text() for _, place in content["weight_map"].items()}
+            places = set(read_index(os.path.join(directory, name)).values())
             own = {place.removeprefix(f"{staging}/") for place in places if place.startswith(f"{staging}/")}
             if own and all(file in files or is_shard(file, extension, variant) for file in own):
                 files |= own

@@ -331,14 +331,14 @@ class Participants:
     def progress(self) -> Run | None:
         if self.engine is None or self.engine.seed is None:
             return None
-        return {"seed": self.engine.seed, "steps_begun": self.engine.step_number}
+        return Run(self.engine.seed, self.engine.step_number)
 
     def go_on(self, run: Run | None) -> None:
         if self.engine is None:
             return
         self.engine.note_loaded()
         if run is not None:
-            self.engine.seed, self.engine.step_number = run["seed"], run["steps_begun"]
+            self.engine.seed, self.engine.step_number = run.seed, run.steps_begun
 
     def lost(self) -> str | None:
         """Why a rank will not finish its save, or None."""

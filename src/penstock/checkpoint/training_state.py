@@ -12,7 +12,7 @@ import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,18 +34,19 @@ from .optimizer_state import (
 from .plain_objects import plain_data, restore_object, state_of
 from .reader import CheckpointReader, Resharding
 from .tensors import bytes_of, tensor_parallel_place
-from .untrusted import CheckpointError, Count, Field, Place, open_plain
+from .untrusted import CheckpointError, Count, Place, damaged, open_plain, typed
 
 # Of objects that may have no saved state: the float16 loss scale of a run that was in another precision.
 LOSS_SCALE = "optimizer.loss_scale"
 OPTIONAL = frozenset({LOSS_SCALE})
 
 
-class Run(TypedDict):
+@dataclass(frozen=True)
+class Run:
     """What decides a run's dropout."""
 
-    seed: int
-    steps_begun: int
+    seed: Count
+    steps_begun: Count
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,22 @@ class TrainingReport:
     random: Count
     members: list[list[str]]
     values: dict[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Common:
+    """What is in the file that every rank reads whole: the fields of `TrainingState`, the pipeline of each rank of the
+    world, and of the optimizer its class and what `OptimizerState` has of the whole model."""
+
+    step: Count
+    extra: dict[str, Any]
+    objects: dict[str, Any]
+    pipelines: list[Place]
+    members: list[list[str]]
+    values: dict[str, dict[str, Any]]
+    groups: list[dict[str, Any]] | None = None
+    optimizer: str | None = None
+    run: Run | None = None
 
 
 @dataclass(frozen=True)
@@ -131,18 +148,18 @@ def common_content(
                 members.append([])
             members[number] = list(dict.fromkeys([*members[number], *names]))
         values = {**report.values, **values}
-    content = {
-        "step": state.step,
-        "extra": dict(state.extra),
-        "objects": {name: state_of(stateful) for name, stateful in state.objects.items()},
-        "pipelines": [report.pipeline for report in reports],
-        "groups": None if state.optimizer is None else list(groups),
-        "members": members,
-        "values": values,
-        "optimizer": None if state.optimizer is None else type(state.optimizer).__name__,
-        "run": state.run,
-    }
-    return plain_data(content, "the training state")
+    common = Common(
+        step=state.step,
+        extra=dict(state.extra),
+        objects={name: state_of(stateful) for name, stateful in state.objects.items()},
+        pipelines=[report.pipeline for report in reports],
+        members=members,
+        values=values,
+        groups=None if state.optimizer is None else [dict(group) for group in groups],
+        optimizer=None if state.optimizer is None else type(state.optimizer).__name__,
+        run=state.run,
+    )
+    return plain_data(vars(common) | {"run": state.run and vars(state.run)}, "the training state")
 
 
 def load_training_state(
@@ -207,7 +224,6 @@ class TrainingStateLoad:
         self._model = model
         self._state = state
         self._variant = variant
-        self._content: dict[str, Any] = {}
         self._reader: CheckpointReader | None = None
         self._mine: dict[str, Resharding] = {}
 
@@ -221,17 +237,17 @@ class TrainingStateLoad:
     def _check(self) -> Holder:
         model, directory, state = self._model, self.directory, self._state
         manifest = whole_manifest(directory, self._variant, type(model).__name__)
-        self._content = content = read_common(manifest, directory)
-        if missing := sorted(state.objects.keys() - content["objects"].keys() - OPTIONAL):
-            raise CheckpointError(f"{directory} has no state for {missing}; it has {sorted(content['objects'])}")
+        self._common = common = read_common(manifest, directory)
+        if missing := sorted(state.objects.keys() - common.objects.keys() - OPTIONAL):
+            raise CheckpointError(f"{directory} has no state for {missing}; it has {sorted(common.objects)}")
         self._reader = CheckpointReader(directory, manifest, TRAINING, tensor_parallel_place(model))
-        saved = content["pipelines"]
+        saved = common.pipelines
         first = saved.index(self._pipeline) if self._pipeline in saved else 0
         for rank in dict.fromkeys([first, min(self._world.rank, len(saved) - 1)]):
             self._random[rank] = read_random_state(self._reader, rank)
         if state.optimizer is None:
             return Holder(self._pipeline, [])
-        if content["groups"] is None:
+        if common.groups is None:
             raise CheckpointError(f"{directory} has no optimizer state")
         saved_shapes = {key: location.info.shape for key, location in self._reader.locations.items()}
         self._mine = reshardings_of(model, state.optimizer, manifest, saved_shapes)
@@ -241,23 +257,23 @@ class TrainingStateLoad:
 
     def apply(self) -> None:
         """Give everything its saved state."""
-        content, state = self._content, self._state
+        common, state = self._common, self._state
         if state.optimizer is not None:
             assert self._reader is not None
             reader = self._reader
-            saved = {name for group in content["members"] for name in group}
+            saved = {name for group in common.members for name in group}
             if lost := sorted(saved - {name for holder in self._held for name in holder.names}):
                 raise CheckpointError(f"the optimizer lacks parameters that it had when it was saved: {lost[:5]}")
             tensors = ((key, reader.read(key, sharding)) for key, sharding in self._mine.items())
-            groups = (content["groups"], content["members"], content["values"])
-            kind = content.get("optimizer") or "another optimizer"
+            groups = (common.groups or [], common.members, common.values)
+            kind = common.optimizer or "another optimizer"
             restore_optimizer(self._model, state.optimizer, *groups, tensors, kind)
             for parameter in parameters_by_name(self._model, state.optimizer).values():
                 parameter.grad = None  # of another run's step
         for name, stateful in state.objects.items():
-            if name in content["objects"]:
-                restore_object(stateful, content["objects"][name], f"the state of {name!r} in {self.directory}")
-        alike = content["pipelines"] == [holder.pipeline for holder in self._held]
+            if name in common.objects:
+                restore_object(stateful, common.objects[name], f"the state of {name!r} in {self.directory}")
+        alike = common.pipelines == [holder.pipeline for holder in self._held]
         first = next(iter(self._random))
         restore_random_state(self._random[self._world.rank if alike else first])
 
@@ -273,8 +289,8 @@ class TrainingStateLoad:
 
     def result(self) -> TrainingState:
         """The state with the saved numbers."""
-        content, state = self._content, self._state
-        return TrainingState(state.optimizer, state.objects, content["step"], content["extra"], content.get("run"))
+        common, state = self._common, self._state
+        return TrainingState(state.optimizer, state.objects, common.step, common.extra, common.run)
 
     def close(self) -> None:
         """Close the files."""
@@ -305,7 +321,7 @@ class _Snapshot:
         restore_random_state(self._random)
 
 
-def read_common(manifest: Manifest, directory: str) -> dict[str, Any]:
+def read_common(manifest: Manifest, directory: str) -> Common:
     """The content of the file that every rank reads whole.
 
     Raises:
@@ -318,24 +334,24 @@ def read_common(manifest: Manifest, directory: str) -> dict[str, Any]:
         with open_plain(path) as file:
             if zlib.crc32(file.read()) != entry.checksum:
                 raise CheckpointError(f"{path} is not the file that was saved")
-        content = Field(load_data(path), path)
-        content["step"].read(Count)
-        if (run := content.get("run")) is not None:
-            for name in Run.__annotations__:
-                run[name].read(Count)
-        if (kind := content.get("optimizer")) is not None:
-            kind.read(str)
-        for part in ("extra", "objects"):
-            content[part].read(dict[str, Any])
-        content["values"].read(dict[str, dict[str, Any]])
-        members = content["members"].read(list[list[str]])
-        if content.get("groups") and len(members) > len(content["groups"].read(list[dict[str, Any]])):
-            content["members"].refuse(f"one list for each of the {len(content.value['groups'])} parameter groups")
-        if not content["pipelines"].read(list[Place]):
-            content["pipelines"].refuse("the pipeline of each rank")
-        found: dict[str, Any] = content.value
-        return found
+        common: Common = typed(Common, load_data(path), path)
+        if common.groups and len(common.members) > len(common.groups):
+            expected = f"one list for each of the {len(common.groups)} parameter groups"
+            raise damaged(path, ["members"], common.members, expected)
+        if not common.pipelines:
+            raise damaged(path, ["pipelines"], [], "the pipeline of each rank")
+        return common
     raise CheckpointError(f"{directory} has no training state")
+
+
+@dataclass(frozen=True)
+class _RandomStates:
+    """What `capture_random_state` returns."""
+
+    python: Any
+    numpy: Any
+    torch: Any
+    cuda: Any = None
 
 
 def read_random_state(reader: CheckpointReader, rank: int) -> dict[str, Any]:
@@ -350,11 +366,12 @@ def read_random_state(reader: CheckpointReader, rank: int) -> dict[str, Any]:
     path = f"{reader.path_of(location)}, {key}"
     reader.verify({key: Resharding()})
     data = io.BytesIO(bytes_of(reader.read(key, Resharding())))
-    content = Field(plain_content(data, path), path)
-    for name in ("python", "numpy", "torch", *(["cuda"] if content.get("cuda") else [])):
+    found = vars(typed(_RandomStates, plain_content(data, path), path))
+    states = {name: state for name, state in found.items() if name != "cuda" or state is not None}
+    for name, state in states.items():
         try:
-            check_random_state(name, content[name].value)
+            check_random_state(name, state)
         except ValueError:
-            content[name].refuse(f"the state of {name}'s random generator of rank {rank}")
-    found: dict[str, Any] = content.value
-    return found
+            expected = f"the state of {name}'s random generator of rank {rank}"
+            raise damaged(path, [name], state, expected) from None
+    return states

@@ -1,4 +1,4 @@
-"""Reading what somebody else may have made: regular files of one folder and nothing else, field by field.
+"""Reading what somebody else may have made: regular files of one folder, and data of known types.
 
 A name in such a folder may be a link to any file of the user, a pipe that blocks whoever opens it, or a device. This
 guards against a folder that was made to do harm, not against somebody who changes it while it is read. What is absurd
@@ -13,10 +13,11 @@ import pickle
 import re
 import reprlib
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
 from functools import cache
-from typing import Annotated, Any, BinaryIO, NoReturn, get_args, get_origin, get_type_hints
+from types import NoneType
+from typing import Annotated, Any, BinaryIO, get_args, get_origin, get_type_hints
 
 _SHOWN = 300
 
@@ -139,8 +140,8 @@ def open_plain(path: str) -> BinaryIO:
     return os.fdopen(descriptor, "rb")
 
 
-def read_json(path: str) -> Field:
-    """The content of a JSON file, to be read field by field.
+def read_json(path: str) -> Any:
+    """The content of a JSON file, which is then taken as what it shall be by `typed`.
 
     Raises:
         FileNotFoundError: nothing is there.
@@ -150,14 +151,13 @@ def read_json(path: str) -> Field:
         with open_plain(path) as file:
             if (size := os.fstat(file.fileno()).st_size) > MAX_JSON_BYTES:
                 raise CheckpointError(f"{path} has {size} bytes, but may have {MAX_JSON_BYTES} at most")
-            content = json.loads(file.read(MAX_JSON_BYTES), object_pairs_hook=_once, parse_constant=_refuse_constant)
+            return json.loads(file.read(MAX_JSON_BYTES), object_pairs_hook=_once, parse_constant=_refuse_constant)
     except FileNotFoundError:
         raise
     except RecursionError:
         raise CheckpointError(f"cannot read {path}: its JSON is nested too deeply") from None
     except (OSError, ValueError) as error:  # not JSON, not text, an integer of thousands of digits
         raise CheckpointError(f"cannot read {path}: {type(error).__name__}: {error}") from error
-    return Field(content, path)
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -184,111 +184,64 @@ _shorten = reprlib.Repr()
 _shorten.maxstring = _shorten.maxother = _shorten.maxlong = 60
 
 
-class Field:
-    """A value in a file, and the way to it from the file's top."""
+def damaged(file: str, where: Iterable[Any], value: Any, expected: str) -> CheckpointError:
+    """The error for a value that a file has at this place: it names file, field and value."""
+    name = ""
+    for key in where:
+        if isinstance(key, str) and key.isidentifier():
+            name += f".{key}" if name else key
+        else:
+            name += f"[{_shorten.repr(key)}]"
+    return CheckpointError(f"{file} is damaged: {name or 'its content'} is {_shorten.repr(value)}, expected {expected}")
 
-    __slots__ = ("_key", "_parent", "file", "value")
 
-    def __init__(self, value: Any, file: str, parent: Field | None = None, key: Any = None) -> None:
-        self.value, self.file, self._parent, self._key = value, file, parent, key
+def typed(kind: Any, value: Any, file: str, *where: Any) -> Any:
+    """What a file has at this place as this type, in which every part is of the type that is written there.
 
-    def __getitem__(self, key: str) -> Field:
-        """A field of an object, which must be there."""
-        if key not in self._object():
-            self.refuse(f"an object with {key!r}")
-        return Field(self.value[key], self.file, self, key)
+    Args:
+        kind: a dataclass, whose fields with defaults may be missing; `dict[str, ...]`, `list[...]`, `tuple[...]`,
+            `str`, `int`, `bool`, `Any`, `... | None`; `Annotated[int, (least, most)]`, or `Annotated[str, names]` with
+            the texts that it may be.
 
-    def get(self, key: str) -> Field | None:
-        """A field of an object, if it is there and not null."""
-        return None if self._object().get(key) is None else self[key]
-
-    def items(self) -> Iterator[tuple[str, Field]]:
-        """Keys and fields of an object, whose keys must be such that they can be shown."""
-        for key, value in self._object().items():
+    Raises:
+        CheckpointError: see `damaged`.
+    """
+    origin, parts = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return value
+    if is_dataclass(kind) or origin is dict:
+        if not isinstance(value, dict):
+            raise damaged(file, where, value, "an object")
+        for key in value:
             if not isinstance(key, str) or not key.isprintable():
-                self.refuse(f"an object with printable keys, not {_shorten.repr(key)}")
-            yield key, Field(value, self.file, self, key)
-
-    def elements(self) -> Iterator[Field]:
-        """The fields of a list."""
-        if not isinstance(self.value, list):
-            self.refuse("a list")
-        for index, value in enumerate(self.value):
-            yield Field(value, self.file, self, index)
-
-    def text(self) -> str:
-        """The value, which must be text that can be shown."""
-        if not isinstance(self.value, str) or not self.value.isprintable():
-            self.refuse("printable text")
-        found: str = self.value
-        return found
-
-    def integer(self, least: int, most: int) -> int:
-        """The value, which must be an integer within these bounds; true and false are none."""
-        if type(self.value) is not int or not least <= self.value <= most:
-            self.refuse(f"an integer from {least} to {most}")
-        found: int = self.value
-        return found
-
-    def read(self, kind: Any) -> Any:
-        """The value as this type, in which every part is of the type that is written there.
-
-        Args:
-            kind: a dataclass, whose fields with defaults may be missing; `dict[str, ...]`, `list[...]`, `tuple[...]`,
-                `str`, `int`, `bool`, `Any`, `... | None`; `Annotated[int, (least, most)]`, or `Annotated[str, names]`
-                with the texts that it may be.
-        """
-        origin, parts = get_origin(kind), get_args(kind)
-        if kind is Any:
-            return self.value
-        if kind is str:
-            return self.text()
-        if kind in (int, bool):
-            if type(self.value) is not kind:
-                self.refuse("an integer" if kind is int else "true or false")
-            return self.value
-        if origin is Annotated:
-            if parts[0] is int:
-                return self.integer(*parts[1])
-            if self.text() not in parts[1]:
-                self.refuse(f"one of {sorted(parts[1])}")
-            return self.value
+                raise damaged(file, where, value, f"an object with printable keys, not {_shorten.repr(key)}")
         if origin is dict:
-            return {name: value.read(parts[1]) for name, value in self.items()}
-        if origin is list:
-            return [value.read(parts[0]) for value in self.elements()]
-        if origin is tuple:
-            values = list(self.elements())
-            kinds = [parts[0]] * len(values) if parts[-1] is ... else parts
-            if len(values) != len(kinds):
-                self.refuse(f"{len(kinds)} values")
-            return tuple(value.read(one) for value, one in zip(values, kinds, strict=True))
-        if not is_dataclass(kind):  # what may be null
-            return None if self.value is None else self.read(parts[0])
-        made: Any = kind
-        given = {
-            name: self[name].read(one)
-            for name, (one, needed) in _fields_of(made).items()
-            if needed or self.get(name) is not None
-        }
-        return made(**given)
-
-    def refuse(self, expected: str) -> NoReturn:
-        """Raise CheckpointError, naming field, value and file."""
-        where = self._name()
-        shown = _shorten.repr(self.value)
-        raise CheckpointError(f"{self.file} is damaged: {where or 'its content'} is {shown}, expected {expected}")
-
-    def _object(self) -> dict[Any, Any]:
-        if not isinstance(self.value, dict):
-            self.refuse("an object")
-        found: dict[Any, Any] = self.value
-        return found
-
-    def _name(self) -> str:
-        if self._parent is None:
-            return ""
-        before = self._parent._name()
-        if isinstance(self._key, str) and self._key.isidentifier():
-            return f"{before}.{self._key}" if before else self._key
-        return f"{before}[{_shorten.repr(self._key)}]"
+            return {key: typed(parts[1], one, file, *where, key) for key, one in value.items()}
+        given = {}
+        for name, (one, needed) in _fields_of(kind).items():
+            if needed and name not in value:
+                raise damaged(file, where, value, f"an object with {name!r}")
+            if needed or value.get(name) is not None:
+                given[name] = typed(one, value[name], file, *where, name)
+        return kind(**given)
+    if origin in (list, tuple):
+        if not isinstance(value, list):
+            raise damaged(file, where, value, "a list")
+        kinds = [parts[0]] * len(value) if origin is list or parts[-1] is ... else parts
+        if len(value) != len(kinds):
+            raise damaged(file, where, value, f"{len(kinds)} values")
+        return origin(typed(one, value[index], file, *where, index) for index, one in enumerate(kinds))
+    if NoneType in parts:
+        return None if value is None else typed(parts[0], value, file, *where)
+    allowed = parts[1] if origin is Annotated else None
+    kind = parts[0] if origin is Annotated else kind
+    fits = type(value) is kind and (kind is not str or value.isprintable())
+    if kind is str and allowed is not None:
+        fits, expected = fits and value in allowed, f"one of {sorted(allowed)}"
+    elif allowed is not None:
+        fits, expected = fits and allowed[0] <= value <= allowed[1], f"an integer from {allowed[0]} to {allowed[1]}"
+    else:
+        expected = {str: "printable text", int: "an integer", bool: "true or false"}[kind]
+    if not fits:
+        raise damaged(file, where, value, expected)
+    return value
