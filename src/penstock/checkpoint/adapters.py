@@ -78,12 +78,9 @@ class AdapterFolder(Folder):
 def load_adapters(
     model: nn.Module, folders: Mapping[str, str], *, world_comm: CheckpointRanks, strict: bool = True
 ) -> None:
-    """Copy the weights of ordinary adapter folders into the adapters that a model has on this rank.
+    """Copy the weights of ordinary adapter folders, by adapter, into the adapters that a split model has on this rank.
 
-    Args:
-        model: a PeftModel, or a model with transformers' `add_adapter`, whose units are split.
-        folders: for each adapter its folder.
-        strict: refuse a folder that lacks weights of the adapter. Otherwise these stay.
+    Without `strict` weights that a folder lacks stay.
 
     Raises:
         CheckpointError: a folder cannot be read on some rank, or does not fit. No rank's model has changed then.

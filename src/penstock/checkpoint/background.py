@@ -63,11 +63,7 @@ class HostMemory:
 
 
 class PendingSave:
-    """A save whose files are being written by a thread.
-
-    Attributes:
-        directory: what is written.
-    """
+    """A save whose files are being written to `directory` by a thread."""
 
     def __init__(self, directory: str, write: Callable[[], None]) -> None:
         self.directory = directory
@@ -170,11 +166,7 @@ def words_of(
 ) -> list[dict[str, FileEntry]]:
     """Wait for the words of these names, and return what each says.
 
-    Args:
-        given_up: says why one of them will not come any more; None as long as all may.
-
-    Raises:
-        CheckpointError: one of the ranks could not write, or has left no word and nothing happens any more.
+    Raises CheckpointError if a rank could not write, or will not: `given_up` says why, or nothing happens any more.
     """
     found: dict[str, dict[str, FileEntry]] = {}
     since, seen = time.monotonic(), -1

@@ -167,10 +167,7 @@ def merge_checkpoint(
 
     No more than one shard is in memory at a time. Values are compared with their checksums as they are read. Of a
     module that is no model of transformers the folder has the file of weights alone, with every name of its
-    `state_dict()`.
-
-    Returns:
-        the names of the files of weights.
+    `state_dict()`. Returns the names of the files of weights.
 
     Raises:
         CheckpointError: the checkpoint is damaged, its model's class is derived from one of transformers' and not

@@ -48,15 +48,11 @@ def write_tensors(
     """Write tensors to a new file and have them on disk before returning. The format follows from the name.
 
     Args:
-        tensors: contiguous CPU tensors, as `tensors.to_cpu` makes them. safetensors knows no shared tensors.
+        tensors: contiguous CPU tensors, as `tensors.to_cpu` makes them.
         save_function: writes `.bin` files instead of `torch.save`; called with the dictionary and the path.
         behind: with it, the file is on disk and the sums are there only when this is left.
 
-    Returns:
-        the CRC-32 of each tensor's bytes.
-
-    Raises:
-        CheckpointError: naming the path and what was to be written, whatever went wrong.
+    Returns the CRC-32 of each tensor's bytes. Raises CheckpointError, whatever went wrong.
     """
     if behind is None:
         with Behind() as behind:
@@ -145,11 +141,7 @@ def flush_file(path: str) -> None:
 
 
 def flush_files(paths: Iterable[str]) -> None:
-    """Have files, and the names in directories, on disk. Several at a time, which file systems write down at once.
-
-    Raises:
-        CheckpointError: naming the path.
-    """
+    """Have files, and the names in directories, on disk. Several at a time, which file systems write down at once."""
     helpers = [Helper("flushes") for _ in range(_FLUSHED_AT_ONCE)]
     for helper, path in zip(itertools.cycle(helpers), paths, strict=False):
         helper.do(partial(_flush_named, path))
@@ -171,14 +163,9 @@ def _flush_named(path: str) -> None:
 
 @contextmanager
 def open_tensors(path: str, name: str) -> Iterator[OpenFile]:
-    """Open a file of tensors. No code in it is ever run.
+    """Open a regular file of tensors, whose `name` in the checkpoint tells the format. No code in it is ever run.
 
-    Args:
-        path: a regular file, as `untrusted.locate` finds it.
-        name: its name in the checkpoint, which tells the format.
-
-    Raises:
-        CheckpointError: naming the path, if it is no whole file of its format.
+    Raises CheckpointError, naming the path, if it is no whole file of its format.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -203,12 +190,7 @@ def _torch_state(path: str) -> dict[str, torch.Tensor]:
 
 
 def load_data(path: str) -> Any:
-    """What `torch.save` wrote to a file. No code in it is run.
-
-    Raises:
-        FileNotFoundError: nothing is there.
-        CheckpointError: naming the path.
-    """
+    """What `torch.save` wrote to a file. No code in it is run. Raises FileNotFoundError or CheckpointError."""
     with open_plain(path) as file:
         return plain_content(file, path)
 

@@ -45,12 +45,9 @@ def step_folder(folder: str | os.PathLike[str], step: int) -> str:
 
 
 def find_checkpoints(folder: str | os.PathLike[str]) -> list[Found]:
-    """The checkpoints in a folder, the newest first; the folder itself if it is one.
+    """The checkpoints in a folder, the newest first; the folder itself if it is one. Raises CheckpointError.
 
     Reads tables of contents and sizes. Whether values are those that were saved shows when they are read.
-
-    Raises:
-        CheckpointError: there is no such folder.
     """
     folder = os.path.abspath(folder)
     if kind_of(os.path.join(folder, manifest_name())) is not None:

@@ -14,8 +14,8 @@ from .manifest import MODEL, Manifest, whole_manifest
 from .names import manifest_name
 from .reader import CheckpointReader, Resharding
 from .tensors import (
+    DTYPES,
     dtype_name,
-    dtype_of,
     shards_of,
     tensor_parallel_place,
     tied_groups,
@@ -37,22 +37,13 @@ def from_parallelized(
     world_comm: CheckpointRanks,
     variant: str | None = None,
 ) -> Model:
-    """Load what `save_parallelized` wrote into the parameters and buffers that `model` has on this rank.
+    """Load what `save_parallelized` wrote, on any layout, into the parameters and buffers that a model has here.
 
-    Values are copied into the existing parameters, so an optimizer goes on working. A rank reads the tensors it holds
-    and no others. Nothing in a file is executed. Every rank calls this; if it fails on one, every rank raises, and no
-    rank's model has changed.
-
-    Args:
-        model: a split model, or a whole one. Its tensor-parallel size may differ from that of the saving run, as the
-            number of its stages may.
-
-    Returns:
-        `model`.
+    A rank reads the tensors it holds and no others. Every rank calls this.
 
     Raises:
-        CheckpointError: a file is missing, truncated or not the one that was saved, or the checkpoint is of another
-            class, or of a model with other names or shapes. The message names the file, or the tensors.
+        CheckpointError: on all ranks: a file is missing, truncated or not the one that was saved, or the checkpoint is
+            of another class, or of a model with other names or shapes. No rank's model has changed then.
     """
     load = WeightsLoad(model, directory, variant)
     try:
@@ -110,8 +101,8 @@ def _targets(model: nn.Module) -> dict[str, torch.Tensor]:
 def _match(model: nn.Module, manifest: Manifest, reader: CheckpointReader, directory: str) -> dict[str, str]:
     """For each name of the unsplit model, the name under which the checkpoint has it.
 
-    All names of a tied weight get the same one, that of its first holder, so that its holders end up equal. The whole
-    model is compared, not only this rank's part, so that every rank finds the same fault.
+    All names of a tied weight get that of its first holder, so that its holders end up equal. The whole model is
+    compared, so that every rank finds the same fault.
     """
     whole = whole_state(model)
     found = reader.locations
@@ -141,7 +132,7 @@ def _match(model: nn.Module, manifest: Manifest, reader: CheckpointReader, direc
     other = []
     for name, tensor in whole.items():
         there, here = found[sources[name]].info.dtype, dtype_name(tensor.dtype)
-        if _sort_of(dtype_of(there)) != _sort_of(tensor.dtype):
+        if _sort_of(DTYPES[there]) != _sort_of(tensor.dtype):
             other.append(f"{name}: {there} in the checkpoint, {here} in the model")
     _refuse("has tensors of other types", directory, other)
     return sources

@@ -91,11 +91,7 @@ class Manifest:
         return (json.dumps(content, default=vars) + "\n").encode()
 
     def path_of(self, directory: str, file_name: str) -> str:
-        """Where a file is now.
-
-        Raises:
-            CheckpointError: it is missing, or something else than a regular file of this folder.
-        """
+        """Where a file is now. Raises CheckpointError if that is no regular file of this folder."""
         staging, final = os.path.join(directory, self.staging), os.path.join(directory, file_name)
         try:
             if is_directory(staging):
@@ -108,11 +104,7 @@ class Manifest:
             raise CheckpointError(f"cannot read {final}: {type(error).__name__}: {error}") from error
 
     def check_files(self, directory: str) -> None:
-        """Check that every file is there and has its size.
-
-        Raises:
-            CheckpointError: naming the first that is missing, truncated, or no regular file of this folder.
-        """
+        """Check that every file is there and has its size. Raises CheckpointError, naming the first that has not."""
         for name, entry in self.files.items():
             path = self.path_of(directory, name)
             size = os.stat(path).st_size
@@ -122,14 +114,7 @@ class Manifest:
 
 
 def whole_manifest(directory: str, variant: str | None = None, model_class: str | None = None) -> Manifest:
-    """The table of contents of a checkpoint that is whole as far as sizes tell.
-
-    Args:
-        model_class: the class that it must be of.
-
-    Raises:
-        CheckpointError: as `read_manifest` and `Manifest.check_files`, or it is of another class.
-    """
+    """The table of contents of a checkpoint, of this class, that is whole as far as sizes tell, or CheckpointError."""
     manifest = read_manifest(directory, variant)
     if model_class not in (None, manifest.model_class):
         raise CheckpointError(f"{directory} holds a {manifest.model_class}, but the model is a {model_class}")
@@ -138,12 +123,7 @@ def whole_manifest(directory: str, variant: str | None = None, model_class: str 
 
 
 def read_manifest(directory: str, variant: str | None = None) -> Manifest:
-    """Read a checkpoint's table of contents.
-
-    Raises:
-        ValueError: `variant` cannot be a part of a file's name.
-        CheckpointError: it is missing, damaged, or of a later format. Whatever is absurd in it is named.
-    """
+    """Read a checkpoint's table of contents. Raises CheckpointError; whatever is absurd in it is named."""
     check_variant(variant)
     path = os.path.join(directory, manifest_name(variant))
     try:

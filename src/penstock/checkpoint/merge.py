@@ -27,7 +27,7 @@ from .plan import Content, FilePlan, Folder, SavingReport, Source, first_holders
 from .safetensors_file import Behind
 from .save_pretrained import write_side_files
 from .staging import Replacement, write_index
-from .tensors import dtype_of, first_of_tied, shards_of, tied_groups, to_cpu, whole_state
+from .tensors import DTYPES, first_of_tied, shards_of, tied_groups, to_cpu, whole_state
 from .untrusted import is_regular, kind_of
 
 
@@ -131,7 +131,7 @@ class ModelFolder(Folder):
 
 
 def _on_meta(source: Source) -> torch.Tensor:
-    return torch.empty(source.holding.shape, dtype=dtype_of(source.holding.dtype), device="meta")
+    return torch.empty(source.holding.shape, dtype=DTYPES[source.holding.dtype], device="meta")
 
 
 def _saved_names(model: nn.Module, names: Sequence[str]) -> list[str]:

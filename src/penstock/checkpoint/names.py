@@ -32,11 +32,7 @@ def check_variant(variant: str | None) -> None:
 
 
 def check_plain(name: str, what: str) -> str:
-    """Return `name` if it names an entry of a folder, and nothing outside it.
-
-    Raises:
-        CheckpointError: saying that `what` leads elsewhere.
-    """
+    """`name`, which must be that of an entry of a folder; else CheckpointError says that `what` leads elsewhere."""
     if name in ("", ".", "..") or "/" in name or "\\" in name or not name.isprintable() or len(name) > _MAX_NAME:
         raise CheckpointError(f"{what} leads elsewhere: {name[:80]!r} is not the plain name of a file")
     return name

@@ -57,11 +57,7 @@ class LossScaleState:
 
 def save_optimizer_state(optimizer: Any, pipeline: Engine, folder: PathLike) -> None:
     """Write the state of an optimizer of this rank's stages, fp16's loss scale, and what decides the run's random
-    numbers: a file for each stage. Every rank calls it.
-
-    Raises:
-        CheckpointError: some rank could not write; names the rank and the path.
-    """
+    numbers: a file for each stage. Every rank calls it. Raises CheckpointError."""
     scale, ranks = LossScaleState.of(optimizer), saving_ranks(pipeline)
     extra = {} if scale is None else {"loss_scale": scale.state_dict()}
     state = TrainingState(unwrapped(optimizer), step=pipeline.step_number, extra=extra)
@@ -70,11 +66,7 @@ def save_optimizer_state(optimizer: Any, pipeline: Engine, folder: PathLike) -> 
 
 
 def load_optimizer_state(optimizer: Any, pipeline: Engine, folder: PathLike) -> None:
-    """Load what `save_optimizer_state` wrote, from any layout.
-
-    Raises:
-        CheckpointError: the folder holds no optimizer state of this model.
-    """
+    """Load what `save_optimizer_state` wrote, from any layout. Raises CheckpointError."""
     with pipeline.together(Call.LOAD_OPTIMIZER):
         state = load_training_state(
             pipeline.split.model,

@@ -40,10 +40,8 @@ class OptimizerState:
 
 
 def logical_names(model: nn.Module) -> dict[int, str]:
-    """For each parameter of this rank, by its `id`, one name that is the same on every rank that holds it.
-
-    Of a tied weight's names that is the alphabetically first, also where only another of them is held.
-    """
+    """For each parameter of this rank, by its `id`, one name that is the same on every rank that holds it: of a tied
+    weight's names the alphabetically first."""
     first = first_of_tied(tied_groups(model))
     names: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -69,8 +67,7 @@ def parameters_by_name(model: nn.Module, optimizer: Optimizer) -> dict[str, torc
 def collect_optimizer(model: nn.Module, optimizer: Optimizer) -> OptimizerState:
     """Read an optimizer's state. Parameters of other stages, emptied when the model was split, have none here.
 
-    Raises:
-        CheckpointError: the optimizer has a parameter that is not the model's, or a state that cannot be saved.
+    Raises CheckpointError for a parameter that is not the model's, or a state that cannot be saved.
     """
     names = logical_names(model)
     found = OptimizerState()
@@ -107,13 +104,8 @@ def restore_optimizer(
 ) -> None:
     """Give an optimizer the state saved for the parameters of this rank, through its own `load_state_dict`.
 
-    Args:
-        groups, members, values: as saved, of the whole model.
-        tensors: names and values of this rank's parameters' state tensors, which are copied one by one.
-        kind: the class of the optimizer that was saved.
-
-    Raises:
-        CheckpointError: the parameter groups are not those that were saved.
+    `groups`, `members` and `values` are of the whole model; `tensors`, of this rank's, are copied one by one.
+    Raises CheckpointError if the parameter groups are not those that were saved, by an optimizer of the class `kind`.
     """
     names, parameters = logical_names(model), parameters_by_name(model, optimizer)
     saved_groups, keeps = list(groups), keeps_state(model)
@@ -181,15 +173,10 @@ def _is_number(value: Any) -> bool:
 def reshardings_of(
     model: nn.Module, optimizer: Optimizer, manifest: Manifest, saved_shapes: Mapping[str, Sequence[int]]
 ) -> dict[str, Resharding]:
-    """The saved state tensors of this rank's parameters in the optimizer, and how they are sharded.
+    """The saved state tensors of this rank's parameters, and how they are sharded: as the parameter if of its shape.
 
-    A state of a parameter's shape is sharded as the parameter is.
-
-    Args:
-        saved_shapes: of the state tensors as the first tensor-parallel rank of the saving run had them.
-
-    Raises:
-        CheckpointError: a state of another shape belongs to a parameter that is sharded otherwise than it was.
+    `saved_shapes` are those of the first tensor-parallel rank of the saving run. Raises CheckpointError if a state of
+    another shape belongs to a parameter that is sharded otherwise than it was.
     """
     parameters, held, (_, size) = parameters_by_name(model, optimizer), shards_of(model), tensor_parallel_place(model)
     found: dict[str, Resharding] = {}

@@ -44,12 +44,7 @@ def load_ordinary(
     """Copy the weights of this rank's stages from an ordinary checkpoint into the model's existing parameters.
 
     They are read as transformers' own `from_pretrained` reads them, names converted and all; those of a module that is
-    no model of transformers as its `load_state_dict` takes them.
-
-    Args:
-        model_class: the model's own class.
-        stages: names of units per stage. local_stages: those held here.
-        strict: refuse a checkpoint that lacks weights of the model or has others. Otherwise those it lacks stay.
+    no model of transformers as its `load_state_dict` takes them. Without `strict` weights that it lacks stay.
 
     Raises:
         CheckpointError: it cannot be read on some rank, or does not fit. No rank's model has changed then.
@@ -123,13 +118,9 @@ def _of_module(model: nn.Module, files: Sequence[str]) -> Read:
 
 
 def check_ordinary(directory: str) -> list[str]:
-    """Check what transformers would open in a folder that somebody else may have made.
+    """Check what transformers would open in a folder that somebody else may have made; paths of the files of weights.
 
-    Returns:
-        paths of the files of weights.
-
-    Raises:
-        CheckpointError: naming what is no regular file of this folder, leads out of it, or is not what its name says.
+    Raises CheckpointError for what is no regular file of this folder, leads out of it, or is not what its name says.
     """
     if not os.path.isdir(directory):
         raise CheckpointError(f"{directory} is no directory")

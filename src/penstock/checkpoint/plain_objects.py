@@ -47,13 +47,10 @@ def _class_of(scheduler: LRScheduler) -> str:
 
 
 def restore_object(stateful: Any, content: Any, what: str) -> None:
-    """Give an object the state that was saved for it.
+    """Give an object the state that was saved for it, or raise CheckpointError.
 
     A learning-rate scheduler takes whatever names it is given as its attributes: its own methods' names too, and those
-    of a scheduler of another class.
-
-    Raises:
-        CheckpointError: that would happen, or the object does not take it.
+    of a scheduler of another class. That is refused.
     """
     if isinstance(stateful, LRScheduler):
         content = typed(dict[str, Any], content, what)
@@ -70,11 +67,7 @@ def restore_object(stateful: Any, content: Any, what: str) -> None:
 
 
 def save_object(content: Any, path: str | os.PathLike[str], *, world_comm: CheckpointRanks) -> None:
-    """Write plain data to a file, from the first rank. A kill at any moment leaves the previous file whole.
-
-    Raises:
-        CheckpointError: it cannot be written, or is no plain data that can be loaded without running code.
-    """
+    """Write plain data to a file, from the first rank. A kill at any moment leaves the previous file whole."""
     path = os.path.abspath(path)
 
     def write() -> None:

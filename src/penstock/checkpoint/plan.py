@@ -20,7 +20,7 @@ from .manifest import MODEL, FileEntry
 from .safetensors_file import Behind
 from .save_pretrained import SaveOptions
 from .staging import Replacement
-from .tensors import DTYPES, dtype_name, dtype_of, held_state, whole_shape
+from .tensors import DTYPES, dtype_name, held_state, whole_shape
 from .training_state import TrainingReport
 from .untrusted import Count, typed
 
@@ -165,11 +165,7 @@ def describe_holdings(model: nn.Module, state: Mapping[str, torch.Tensor]) -> di
 def first_holders(
     reports: Sequence[SavingReport], sharded: Mapping[str, Sharding] | None = None, names: Collection[str] = ()
 ) -> dict[str, Source]:
-    """Each tensor from the first rank that holds it, or of `sharded` the first tensor-parallel group.
-
-    Args:
-        names: those that are wanted, in order; by default all.
-    """
+    """Each tensor, or those of these names, from the first rank that holds it, or of `sharded` the first group."""
     writers, sharded = writers_of(reports), sharded or {}
     size = reports[writers[0]].place.tensor_parallel_size
     first = {name: place for place in reversed(range(len(writers))) for name in reports[writers[place]].holdings}
@@ -222,11 +218,7 @@ def _transfer(
     ranks: CheckpointRanks,
     failure: Exception | None,
 ) -> Exception | None:
-    """Do this rank's part in giving a tensor to a file's writer, which finds it in `gathered`.
-
-    Returns:
-        what has failed on this rank until now.
-    """
+    """Do this rank's part in giving a tensor to a file's writer, which finds it in `gathered`; what has failed here."""
     if ranks.rank not in (*source.ranks, file.writer):
         return failure
     holding, sharding = source.holding, source.sharding
@@ -238,7 +230,7 @@ def _transfer(
         except Exception as error:  # for example out of host memory
             failure, tensor = failure or error, None
         if tensor is None:
-            tensor = torch.empty(shape, dtype=dtype_of(holding.dtype))
+            tensor = torch.empty(shape, dtype=DTYPES[holding.dtype])
         if ranks.rank == file.writer:
             if rank != file.writer:
                 ranks.receive(tensor, rank, f"gathering {name} for {file.name}")

@@ -35,13 +35,9 @@ class Resharding:
 
 
 def saved_sharding(manifest: Manifest, name: str, shape: Sequence[int], count: int = 1) -> Sharding | None:
-    """How the saving run had sharded a parameter; None if it was whole.
+    """How the saving run had sharded a parameter, of this shape over `count` ranks; None if it was whole.
 
-    Args:
-        shape: of what was sharded over `count` ranks, or of one shard.
-
-    Raises:
-        CheckpointError: it cannot have been sharded like that.
+    Raises CheckpointError if it cannot have been sharded like that.
     """
     if name not in manifest.shards:
         return None
@@ -95,11 +91,7 @@ class CheckpointReader:
                 self.check(self._shard(name, rank))
 
     def check(self, location: Location) -> None:
-        """Check that a file holds a tensor as it was saved. Reads it once and does not keep it.
-
-        Raises:
-            CheckpointError: naming the file and the tensor.
-        """
+        """Check that a file holds a tensor as it was saved. Reads it once and does not keep it."""
         tensor = self._read(location)
         # The shape first: a small file may claim to hold more than fits into memory.
         if not location.info.fits(tensor) or TensorInfo.of(tensor) != location.info:

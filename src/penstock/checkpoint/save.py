@@ -24,7 +24,6 @@ from .rank_files import RankFiles
 from .safetensors_file import Behind
 from .save_pretrained import SaveOptions, refuse_unsupported
 from .staging import commit, discard, prepare
-from .tensors import tensor_parallel_place
 from .training_state import TrainingState
 from .untrusted import CheckpointError, typed
 
@@ -69,7 +68,6 @@ def save_parallelized(
     refuse_unsupported(model)
     if merge_checkpoints and training_state is not None:
         raise ValueError("a merged checkpoint has no place for training_state; save it without merge_checkpoints")
-    _check_shards(model, place)
     folder = ModelFolder(model, options) if merge_checkpoints else RankFiles(model, options, training_state)
     Save(folder, save_directory, place, world_comm).run()
 
@@ -77,7 +75,7 @@ def save_parallelized(
 def save_adapter(
     adapter: AdapterFolder, save_directory: str | os.PathLike[str], *, place: SavingRank, world_comm: CheckpointRanks
 ) -> None:
-    """Save one adapter of a split model as one ordinary folder. Else as `save_parallelized`."""
+    """Save one adapter of a split model as one ordinary folder."""
     refuse_unsupported(adapter.model)
     Save(adapter, save_directory, place, world_comm).run()
 
@@ -92,9 +90,8 @@ def save_training_state(
 ) -> None:
     """Save a training state without the model's weights, for `load_training_state(..., variant=TRAINING_VARIANT)`.
 
-    Its files bear the variant in their names, so it may go to the folder of the model. Else as `save_parallelized`.
+    Its files bear the variant in their names, so it may go to the folder of the model.
     """
-    _check_shards(model, place)
     options = SaveOptions(variant=TRAINING_VARIANT)
     Save(RankFiles(model, options, training_state, with_model=False), save_directory, place, world_comm).run()
 
@@ -112,18 +109,13 @@ def save_checkpoint(
 ) -> PendingSave | None:
     """Save the model and the training state in safetensors files, each weight and each state of it once.
 
-    Plain transformers loads the folder as it is, unless tensor parallelism has sharded the weights. Else as
-    `save_parallelized`.
+    Plain transformers loads the folder as it is, unless tensor parallelism has sharded the weights.
 
     Args:
-        memory: return once everything is copied there; the files are written meanwhile.
-        given_up: while they are: says why this can come to no end any more.
+        memory: return once everything is copied there. What is under way is to be finished by every rank together.
+        given_up: meanwhile: says why this can come to no end any more.
         afterwards: called on the rank that puts the files in place, once they are.
-
-    Returns:
-        With `memory` what is under way, to be finished by every rank together.
     """
-    _check_shards(model, place)
     folder = RankFiles(model, SaveOptions(safe_serialization=True), training_state, once=True)
     save = Save(folder, save_directory, place, world_comm, afterwards)
     if memory is not None:
@@ -132,27 +124,10 @@ def save_checkpoint(
     return None
 
 
-def _check_shards(model: nn.Module, place: SavingRank) -> None:
-    """Check that the files will say what the model holds."""
-    index, size = tensor_parallel_place(model)
-    if (index, size) != (place.tensor_parallel_rank, place.tensor_parallel_size):
-        raise ValueError(
-            f"the model holds slice {index} of {size} of its weights, but is to be saved with tensor_parallel_rank "
-            f"{place.tensor_parallel_rank} of tensor_parallel_size {place.tensor_parallel_size}"
-        )
-
-
 class Save:
     """One save on one rank: a staging folder is made; every rank says what it holds; each file is gathered on the rank
     that writes it, and written; the files are put in place. Each step ends with an exchange, so a fault anywhere ends
-    it everywhere.
-
-    Args:
-        folder: the kind of save.
-        directory: where to.
-        ranks: all that save.
-        afterwards: called on the rank that puts the files in place, once they are.
-    """
+    it everywhere."""
 
     def __init__(
         self,

@@ -78,11 +78,7 @@ _WITHOUT_EFFECT = frozenset({"is_main_process", "token", "save_peft_format"})
 
 
 def refuse_unsupported(model: nn.Module) -> None:
-    """Raise for a model whose weights `save_pretrained` would treat specially.
-
-    Raises:
-        CheckpointError: the model is quantized.
-    """
+    """Raise CheckpointError for a model whose weights `save_pretrained` would treat specially: a quantized one."""
     if getattr(model, "hf_quantizer", None) is not None:
         raise CheckpointError("cannot save a quantized model in parallel")
 
@@ -90,11 +86,7 @@ def refuse_unsupported(model: nn.Module) -> None:
 def write_side_files(model: nn.Module, directory: str) -> list[str]:
     """Write the configuration, the generation configuration and custom code, as `save_pretrained` would.
 
-    Returns:
-        the names of the files, not flushed to disk; none for a module that is no model of transformers.
-
-    Raises:
-        CheckpointError: naming the directory.
+    Returns the names of the files, not flushed to disk; none for a module that is no model of transformers.
     """
     if not isinstance(model, PreTrainedModel):
         return []

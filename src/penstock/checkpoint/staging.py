@@ -32,7 +32,7 @@ from typing import Any
 from .files import flush_file, flush_files, write_bytes, writing
 from .manifest import read_manifest
 from .names import STAGED_INDEX, STAGING, is_shard, variant_of_index, variant_of_manifest, weight_file_names
-from .untrusted import CheckpointError, is_directory, kind_of, open_plain, read_json, typed
+from .untrusted import CheckpointError, is_directory, kind_of, read_json, typed
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,7 @@ class Replacement:
 def prepare(directory: str) -> str:
     """Make the checkpoint's folder and a staging folder in it, after tidying up behind an interrupted save.
 
-    Returns:
-        the staging folder's name, relative to `directory`.
-
-    Raises:
-        CheckpointError: the folder cannot be made, or what an interrupted save left cannot be put in place.
+    Returns the staging folder's name, relative to `directory`. Raises CheckpointError.
     """
     with writing(directory, "the checkpoint's folder"):
         os.makedirs(directory, exist_ok=True)
@@ -85,12 +81,9 @@ def discard(directory: str, staging: str) -> None:
 
 
 def commit(directory: str, staging: str, what: Replacement) -> None:
-    """Make what was staged the checkpoint.
+    """Make what was staged the checkpoint. Small files may not be on disk yet; what is written by several ranks is.
 
-    Small files may not be on disk yet; what is written by several ranks is.
-
-    Raises:
-        CheckpointError: naming the path. What readers find is whole nevertheless; the next save goes on from here.
+    If it raises CheckpointError, what readers find is whole nevertheless; the next save goes on from here.
     """
     for target in (*what.sides, *what.starts, *what.files, *what.hiding, *what.old):
         path = os.path.join(directory, target)
@@ -101,8 +94,7 @@ def commit(directory: str, staging: str, what: Replacement) -> None:
     staged = dict.fromkeys([*what.sides, *what.starts.values(), *what.files])
     flush_files([*(os.path.join(folder, name) for name in staged), folder, directory])
     for name in what.sides:
-        if not same_files(os.path.join(folder, name), os.path.join(directory, name)):
-            _replace(os.path.join(folder, name), os.path.join(directory, name))
+        _replace(os.path.join(folder, name), os.path.join(directory, name))
     for name, source in what.starts.items():
         _replace(os.path.join(folder, source), os.path.join(directory, name))
         flush_file(directory)
@@ -225,15 +217,6 @@ def _referred_to(directory: str, staging: str) -> tuple[set[str], list[str]]:
                 files |= own
                 indices.append(name)
     return files, indices
-
-
-def same_files(one: str, other: str) -> bool:
-    """Whether two files exist with the same content."""
-    try:
-        with open_plain(one) as first, open_plain(other) as second:
-            return first.read() == second.read()
-    except (OSError, CheckpointError):
-        return False
 
 
 def _remove_staging(folder: str) -> None:

@@ -43,17 +43,6 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def dtype_of(name: str) -> torch.dtype:
-    """The dtype that `dtype_name` named.
-
-    Raises:
-        CheckpointError: this version of torch has no such dtype.
-    """
-    if name not in DTYPES:
-        raise CheckpointError(f"unknown tensor dtype {name!r}")
-    return DTYPES[name]
-
-
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """A CPU tensor's bytes in memory order; without a copy if it is contiguous."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data
@@ -65,13 +54,9 @@ def checksum(tensor: torch.Tensor) -> int:
 
 
 def held_state(model: nn.Module, state_dict: Mapping[str, Any] | None = None) -> dict[str, torch.Tensor]:
-    """The parameters and persistent buffers this rank holds, under their names in the unsplit model.
+    """The parameters and persistent buffers this rank holds, under their names in the unsplit model, or `state_dict`.
 
-    Args:
-        state_dict: take these instead of the model's own.
-
-    Raises:
-        CheckpointError: the state holds something that is no dense tensor.
+    Raises CheckpointError if there is something that is no dense tensor.
     """
     state = model.state_dict() if state_dict is None else state_dict
     for name, value in state.items():

@@ -71,13 +71,7 @@ class TrainingState:
 
 @dataclass(frozen=True)
 class TrainingReport:
-    """What a rank tells the others of its share.
-
-    Attributes:
-        pipeline: its pipeline.
-        random: bytes that the states of its random generators take.
-        members, values: see `OptimizerState`.
-    """
+    """What a rank tells the others of its share; `random` are the bytes of its random generators' states."""
 
     pipeline: int
     random: Count
@@ -130,15 +124,9 @@ def common_content(
     reports: Sequence[TrainingReport],
     pipeline: Sequence[TrainingReport],
 ) -> bytes:
-    """The file that every rank reads whole when it loads.
+    """The file that every rank reads whole, from the reports of all ranks, and of the pipeline that writes.
 
-    Args:
-        groups: of the optimizer, on any rank.
-        reports: of all ranks of the world, in order.
-        pipeline: of the ranks of the pipeline that writes, in order.
-
-    Raises:
-        CheckpointError: something in the state could only be loaded by running code.
+    Raises CheckpointError if something in the state could only be loaded by running code.
     """
     members: list[list[str]] = []
     values: dict[str, dict[str, Any]] = {}
@@ -171,17 +159,10 @@ def load_training_state(
     variant: str | None = None,
     pipeline: int = 0,
 ) -> TrainingState:
-    """Load the training state that `save_parallelized(..., training_state=...)` saved, into the objects of `state`.
+    """Load a training state into the objects of `state`, which is returned with the saved numbers, on any layout.
 
-    The number of stages and the tensor-parallel size may differ. Each rank's random generators continue where they were
-    if the ranks are spread over pipelines as in the saving run; otherwise those of a pipeline continue as its first
-    rank's, or as the first rank's of all if there was no such pipeline.
-
-    Args:
-        pipeline: this rank's.
-
-    Returns:
-        `state` with the saved `step` and `extra`.
+    Each rank's random generators continue where they were if the ranks are spread over pipelines as in the saving run;
+    otherwise those of a pipeline continue as its first rank's, or the first of all if there was no such pipeline.
 
     Raises:
         CheckpointError: a file is missing, truncated or foreign, the optimizer's groups are not the saved ones, or
@@ -322,11 +303,7 @@ class _Snapshot:
 
 
 def read_common(manifest: Manifest, directory: str) -> Common:
-    """The content of the file that every rank reads whole.
-
-    Raises:
-        CheckpointError: it is not the file that was saved, or something in it is not what a save writes.
-    """
+    """The content of the file that every rank reads whole. Raises CheckpointError unless it is what a save writes."""
     for name, entry in manifest.files.items():
         if entry.part != TRAINING or entry.checksum is None:
             continue
@@ -355,11 +332,7 @@ class _RandomStates:
 
 
 def read_random_state(reader: CheckpointReader, rank: int) -> dict[str, Any]:
-    """The states of the random generators of a rank of the saving run.
-
-    Raises:
-        CheckpointError: they are not there, are not those that were saved, or are none.
-    """
+    """The states of the random generators of a rank of the saving run. Raises CheckpointError if they are none."""
     key = random_key(rank)
     if (location := reader.locations.get(key)) is None:
         raise CheckpointError(f"the checkpoint's table of contents is damaged: it has no {key}")

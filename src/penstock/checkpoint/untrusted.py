@@ -126,12 +126,7 @@ def locate(path: str) -> str:
 
 
 def open_plain(path: str) -> BinaryIO:
-    """Open the file that `locate` finds. Never blocks.
-
-    Raises:
-        FileNotFoundError: nothing is there. OSError: it cannot be opened.
-        CheckpointError: as `locate`.
-    """
+    """Open the file that `locate` finds. Never blocks. Raises CheckpointError as that does, or OSError."""
     # Not blocking and not following, should the file have been exchanged since it was looked at.
     descriptor = os.open(locate(path), os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -143,9 +138,7 @@ def open_plain(path: str) -> BinaryIO:
 def read_json(path: str) -> Any:
     """The content of a JSON file, which is then taken as what it shall be by `typed`.
 
-    Raises:
-        FileNotFoundError: nothing is there.
-        CheckpointError: naming the file, if it cannot be read or is not strict JSON with each key once.
+    Raises FileNotFoundError, or CheckpointError if it cannot be read or is not strict JSON with each key once.
     """
     try:
         with open_plain(path) as file:
