@@ -8,13 +8,8 @@ from .load import WeightsLoad, from_parallelized, is_parallelized
 from .ordinary import load_ordinary
 from .plain_objects import load_object, restore_object, save_object, state_of
 from .plan import SavingRank
-from .save import (
-    TRAINING_VARIANT,
-    save_adapter,
-    save_checkpoint,
-    save_parallelized,
-    save_training_state,
-)
+from .rank_files import TRAINING_VARIANT
+from .save import save_checkpoint, save_parallelized
 from .training_state import Run, TrainingState, TrainingStateLoad, load_training_state
 from .untrusted import CheckpointError
 
@@ -38,11 +33,9 @@ __all__ = [
     "load_training_state",
     "remove_older",
     "restore_object",
-    "save_adapter",
     "save_checkpoint",
     "save_object",
     "save_parallelized",
-    "save_training_state",
     "state_of",
     "step_folder",
 ]

@@ -74,11 +74,6 @@ class PendingSave:
         _pending.add(self)
         self._thread.start()
 
-    @property
-    def done(self) -> bool:
-        """Whether this rank's part is over."""
-        return not self._thread.is_alive()
-
     def finish(self) -> None:
         """Wait for this rank's part; raises, once, what went wrong with it."""
         self._thread.join()

@@ -20,7 +20,7 @@ from penstock.modeling.weights.initialise import meta_model, resolve_model_class
 
 from .comm import CheckpointRanks
 from .files import write_bytes
-from .folder import Found, find_checkpoints
+from .folder import find_checkpoints
 from .manifest import MODEL, TRAINING, Manifest, whole_manifest
 from .merge import ModelFolder
 from .names import is_configuration
@@ -61,13 +61,12 @@ def inspect_folder(folder: str | os.PathLike[str], values: bool = True) -> list[
     found = find_checkpoints(folder)
     if not found:
         raise CheckpointError(f"{os.path.abspath(folder)} holds no checkpoint")
-    return [_inspect(one, values) for one in found]
-
-
-def _inspect(found: Found, values: bool) -> dict[str, Any]:
-    if found.fault is not None:
-        return {"path": found.path, "step": found.step, "whole": False, "faults": [found.fault]}
-    return inspect_checkpoint(found.path, values)
+    return [
+        inspect_checkpoint(one.path, values)
+        if one.fault is None
+        else {"path": one.path, "step": one.step, "whole": False, "faults": [one.fault]}
+        for one in found
+    ]
 
 
 def inspect_checkpoint(path: str, values: bool = True) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from penstock.checkpoint.comm import CheckpointRanks
 from penstock.checkpoint.load import from_parallelized
 from penstock.checkpoint.ordinary import load_ordinary
 from penstock.checkpoint.plan import SavingRank
-from penstock.checkpoint.save import save_adapter, save_parallelized
-from penstock.checkpoint.save_pretrained import SaveOptions
+from penstock.checkpoint.save import Save, save_parallelized
+from penstock.checkpoint.save_pretrained import SaveOptions, refuse_unsupported
 from penstock.modeling.adapters import base_of
 from penstock.modeling.instrumentation import original_class
 from penstock.runtime.comm.rollcall import Call
@@ -47,7 +47,8 @@ def save_one_adapter(model: Any, directory: str | os.PathLike[str], name: str, s
     """See `PipelineModel.save_adapter`."""
     ranks = saving_ranks(model.pipeline)
     with model.pipeline.saving():
-        save_adapter(AdapterFolder(model, SaveOptions(variant=name), select, write), directory, **ranks)
+        refuse_unsupported(model)
+        Save(AdapterFolder(model, SaveOptions(variant=name), select, write), directory, **ranks).run()
 
 
 def _save_injected(

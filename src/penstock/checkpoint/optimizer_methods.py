@@ -14,7 +14,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from penstock.checkpoint.comm import CheckpointRanks
 from penstock.checkpoint.model_methods import checkpoint_comm, saving_ranks
 from penstock.checkpoint.plain_objects import load_object, restore_object, save_object, state_of
-from penstock.checkpoint.save import TRAINING_VARIANT, save_training_state
+from penstock.checkpoint.rank_files import TRAINING_VARIANT, RankFiles
+from penstock.checkpoint.save import Save
+from penstock.checkpoint.save_pretrained import SaveOptions
 from penstock.checkpoint.training_state import TrainingState, load_training_state
 from penstock.optimizer import PipelineOptimizer
 from penstock.runtime.comm.rollcall import Call
@@ -62,7 +64,8 @@ def save_optimizer_state(optimizer: Any, pipeline: Engine, folder: PathLike) -> 
     extra = {} if scale is None else {"loss_scale": scale.state_dict()}
     state = TrainingState(unwrapped(optimizer), step=pipeline.step_number, extra=extra)
     with pipeline.saving(Call.SAVE_OPTIMIZER), gathered(pipeline, state.optimizer):
-        save_training_state(pipeline.split.model, folder, state, **ranks)
+        files = RankFiles(pipeline.split.model, SaveOptions(variant=TRAINING_VARIANT), state, with_model=False)
+        Save(files, folder, **ranks).run()
 
 
 def load_optimizer_state(optimizer: Any, pipeline: Engine, folder: PathLike) -> None:

@@ -33,6 +33,9 @@ from .untrusted import is_regular, kind_of
 
 logger = logging.getLogger(__name__)
 
+# What a training state saved on its own has in its files' names, so that it may go to the folder of the model.
+TRAINING_VARIANT = "training"
+
 
 @dataclass
 class RankFiles(Folder):

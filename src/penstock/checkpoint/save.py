@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from .adapters import AdapterFolder
 from .background import HostMemory, PendingSave, leaving_word, word_name, words_of
 from .comm import CheckpointRanks
 from .manifest import FileEntry
@@ -29,9 +28,6 @@ from .untrusted import CheckpointError, typed
 
 Result = TypeVar("Result")
 Write = Callable[[FilePlan, Content], object]
-
-# What a training state saved on its own has in its files' names.
-TRAINING_VARIANT = "training"
 
 
 def save_parallelized(
@@ -72,30 +68,6 @@ def save_parallelized(
     Save(folder, save_directory, place, world_comm).run()
 
 
-def save_adapter(
-    adapter: AdapterFolder, save_directory: str | os.PathLike[str], *, place: SavingRank, world_comm: CheckpointRanks
-) -> None:
-    """Save one adapter of a split model as one ordinary folder."""
-    refuse_unsupported(adapter.model)
-    Save(adapter, save_directory, place, world_comm).run()
-
-
-def save_training_state(
-    model: nn.Module,
-    save_directory: str | os.PathLike[str],
-    training_state: TrainingState,
-    *,
-    place: SavingRank,
-    world_comm: CheckpointRanks,
-) -> None:
-    """Save a training state without the model's weights, for `load_training_state(..., variant=TRAINING_VARIANT)`.
-
-    Its files bear the variant in their names, so it may go to the folder of the model.
-    """
-    options = SaveOptions(variant=TRAINING_VARIANT)
-    Save(RankFiles(model, options, training_state, with_model=False), save_directory, place, world_comm).run()
-
-
 def save_checkpoint(
     model: nn.Module,
     save_directory: str | os.PathLike[str],
@@ -134,11 +106,11 @@ class Save:
         folder: Folder,
         directory: str | os.PathLike[str],
         place: SavingRank,
-        ranks: CheckpointRanks,
+        world_comm: CheckpointRanks,
         afterwards: Callable[[], None] = lambda: None,
     ) -> None:
         self._folder, self._directory = folder, os.path.abspath(directory)
-        self._place, self._ranks, self._afterwards = place, ranks, afterwards
+        self._place, self._ranks, self._afterwards = place, world_comm, afterwards
         self._intact = f"the checkpoint that was in {self._directory} before, if any, is intact"
 
     def run(self) -> None:

@@ -261,11 +261,23 @@ class TrainingStateLoad:
     @contextlib.contextmanager
     def undone_if_it_fails(self) -> Iterator[None]:
         """Around `apply`, here and elsewhere: everything is put back as it was."""
-        before = _Snapshot(self._state)
+        state, random = self._state, capture_random_state()
+        # `load_state_dict` gives an optimizer new tensors, so the old ones need no copies.
+        optimizer = None if state.optimizer is None else state.optimizer.state_dict()
+        groups = [] if state.optimizer is None else state.optimizer.param_groups
+        gradients = [(parameter, parameter.grad) for group in groups for parameter in group["params"]]
+        objects = {name: copy.deepcopy(stateful.state_dict()) for name, stateful in state.objects.items()}
         try:
             yield
         except BaseException:
-            before.put_back()
+            if state.optimizer is not None and optimizer is not None:
+                state.optimizer.load_state_dict(optimizer)
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+            for name, stateful in state.objects.items():
+                with contextlib.suppress(Exception):  # it cannot even take its own state
+                    stateful.load_state_dict(objects[name])
+            restore_random_state(random)
             raise
 
     def result(self) -> TrainingState:
@@ -277,29 +289,6 @@ class TrainingStateLoad:
         """Close the files."""
         if self._reader is not None:
             self._reader.close()
-
-
-class _Snapshot:
-    """What loading changes, as it was: kept by reference where loading makes something new."""
-
-    def __init__(self, state: TrainingState) -> None:
-        self._state = state
-        # `load_state_dict` gives an optimizer new tensors, so the old ones need no copies.
-        self._optimizer = None if state.optimizer is None else state.optimizer.state_dict()
-        groups = [] if state.optimizer is None else state.optimizer.param_groups
-        self._gradients = [(parameter, parameter.grad) for group in groups for parameter in group["params"]]
-        self._objects = {name: copy.deepcopy(stateful.state_dict()) for name, stateful in state.objects.items()}
-        self._random = capture_random_state()
-
-    def put_back(self) -> None:
-        if self._state.optimizer is not None and self._optimizer is not None:
-            self._state.optimizer.load_state_dict(self._optimizer)
-        for parameter, gradient in self._gradients:
-            parameter.grad = gradient
-        for name, stateful in self._state.objects.items():
-            with contextlib.suppress(Exception):  # it cannot even take its own state
-                stateful.load_state_dict(self._objects[name])
-        restore_random_state(self._random)
 
 
 def read_common(manifest: Manifest, directory: str) -> Common:
