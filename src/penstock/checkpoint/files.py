@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import os
 import re
 import zipfile
@@ -142,15 +141,10 @@ def flush_file(path: str) -> None:
 
 def flush_files(paths: Iterable[str]) -> None:
     """Have files, and the names in directories, on disk. Several at a time, which file systems write down at once."""
-    helpers = [Helper("flushes") for _ in range(_FLUSHED_AT_ONCE)]
-    for helper, path in zip(itertools.cycle(helpers), paths, strict=False):
+    helper = Helper("flushes", _FLUSHED_AT_ONCE)
+    for path in paths:
         helper.do(partial(_flush_named, path))
-    try:
-        for helper in helpers:
-            helper.finish()
-    finally:
-        for helper in helpers:
-            helper.end()
+    helper.finish()
 
 
 def _flush_named(path: str) -> None:

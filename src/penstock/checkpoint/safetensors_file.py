@@ -13,13 +13,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import threading
 import zlib
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from functools import partial
 from io import FileIO
-from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -143,45 +142,27 @@ def _flush(file: FileIO, told: Told) -> None:
 
 
 class Helper:
-    """A thread that does calls one after another. None but the caller's at a program's end, which starts no more."""
+    """Threads that do calls. None but the caller's at a program's end, which starts no more."""
 
-    def __init__(self, name: str) -> None:
-        self._calls: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
-        self._error: BaseException | None = None
-        self._thread: threading.Thread | None = threading.Thread(
-            target=self._run, name=f"penstock-save-{name}", daemon=True
-        )
-        try:
-            self._thread.start()
-        except RuntimeError:
-            self._thread = None
+    def __init__(self, name: str, threads: int = 1) -> None:
+        self._pool = ThreadPoolExecutor(threads, f"penstock-save-{name}")
+        self._calls: list[Future[object]] = []
 
     def do(self, call: Callable[[], object]) -> None:
-        if self._thread is None:
+        try:
+            self._calls.append(self._pool.submit(call))
+        except RuntimeError:
             call()
-        else:
-            self._calls.put(call)
 
     def finish(self) -> None:
         """Wait for all calls; raises what the first one that failed has raised."""
         self.end()
-        if self._error is not None:
-            raise self._error
+        for call in self._calls:
+            call.result()
 
     def end(self) -> None:
         """Wait for all calls."""
-        if self._thread is not None:
-            self._calls.put(None)
-            self._thread.join()
-            self._thread = None
-
-    def _run(self) -> None:
-        while (call := self._calls.get()) is not None:
-            if self._error is None:
-                try:
-                    call()
-                except BaseException as error:
-                    self._error = error
+        self._pool.shutdown()
 
 
 def _header(tensors: Mapping[str, torch.Tensor], order: list[str]) -> bytes:
