@@ -214,11 +214,6 @@ def test_views_are_saved_without_the_memory_around_them(tmp_path) -> None:
         ({"max_shards": 3}, TypeError, "max_shards"),
         ({"safe_serialization": True, "save_function": torch.save}, ValueError, "save_function"),
         ({"variant": "a/b"}, ValueError, "a/b"),
-        (
-            {"merge_checkpoints": True, "place": SavingRank(0, 1, tensor_parallel_size=2)},
-            ValueError,
-            "holds slice 0 of 1",
-        ),
     ],
 )
 def test_arguments_that_cannot_be_honoured_are_refused_by_name(options, error, message, tmp_path) -> None:
