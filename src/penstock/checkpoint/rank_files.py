@@ -22,13 +22,13 @@ from .names import (
     rank_file_name,
     weight_file_names,
 )
-from .optimizer_state import SEPARATOR
+from .optimizer_state import SEPARATOR, OptimizerState
 from .plan import Content, FilePlan, Folder, Holding, SavingRank, SavingReport, Source, writers_of
 from .safetensors_file import Behind
 from .save_pretrained import write_side_files
 from .staging import Replacement, write_index
 from .tensors import TensorInfo, first_of_tied, held_state, shards_of, tied_groups, to_cpu
-from .training_state import RankTrainingState, TrainingState, collect_training_state, common_content, random_key
+from .training_state import TrainingReport, TrainingState, collect_training_state, common_content, random_key
 from .untrusted import is_regular, kind_of
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class RankFiles(Folder):
     # What this rank holds: its weights, and its share of the training state.
     _place: SavingRank = field(default=SavingRank(0, 1), init=False)
     _parts: dict[str, Mapping[str, torch.Tensor]] = field(default_factory=dict, init=False)
-    _training: RankTrainingState | None = field(default=None, init=False)
+    _training: tuple[TrainingReport, torch.Tensor, OptimizerState] | None = field(default=None, init=False)
 
     @property
     def call(self) -> list[Any]:
@@ -61,14 +61,14 @@ class RankFiles(Folder):
     def report(self, place: SavingRank, folder: str) -> SavingReport:
         self._place = place
         if self.training_state is not None:
-            share = collect_training_state(self.model, self.training_state, place.pipeline, place.is_writer)
-            self._training, self._parts[TRAINING] = share, share.optimizer.tensors
+            self._training = collect_training_state(self.model, self.training_state, place.pipeline, place.is_writer)
+            self._parts[TRAINING] = self._training[2].tensors
         if self.with_model and place.is_writer:
             self._parts[MODEL] = held_state(self.model, self.options.state_dict)
             if place.is_leader:
                 self.sides = write_side_files(self.model, folder)
         names = [name for part in self._parts.values() for name in part] if self.once and place.is_writer else []
-        return SavingReport(place, names, training=None if self._training is None else self._training.report)
+        return SavingReport(place, names, training=self._training and self._training[0])
 
     def plan(self, reports: Sequence[SavingReport], rank: int) -> list[FilePlan]:
         writers, files = writers_of(reports), list[FilePlan]()
@@ -81,9 +81,9 @@ class RankFiles(Folder):
         every = [report.training for report in reports if report.training is not None]
         if self.training_state is not None and self._training is not None:
             # The rank that leads has the states of all ranks' random generators in its file.
-            leader, state, groups = writers[0], self.training_state, self._training.optimizer.groups
+            leader, state, groups = writers[0], self.training_state, self._training[2].groups
             pipeline = [every[writer] for writer in writers]
-            self.given = {random_key(rank): self._training.random}
+            self.given = {random_key(rank): self._training[1]}
             random = {
                 random_key(one): Source(Holding((report.random,), "uint8"), (one,)) for one, report in enumerate(every)
             }

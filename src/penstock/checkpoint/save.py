@@ -160,13 +160,18 @@ class Save:
     @contextlib.contextmanager
     def _staged(self) -> Iterator[tuple[str, list[SavingReport]]]:
         """A staging folder, and what every rank is going to save; the folder is removed if the save fails."""
-        prepared = self._together("preparing the folder", self._prepare, self._intact)
+        own = [self._directory, *self._folder.call]  # what must be the same on all ranks
+
+        def begin() -> tuple[Any, str | None]:
+            return own, prepare(self._directory) if self._place.is_leader else None
+
+        prepared = self._together("preparing the folder", begin, self._intact)
         path = os.path.join(self._directory, next(name for _, name in prepared if name is not None))
 
         def report() -> SavingReport:
             for rank, (call, _) in enumerate(prepared):
-                if call != self._call:
-                    raise CheckpointError(f"was asked for {self._call}, but rank {rank} for {call}")
+                if call != own:
+                    raise CheckpointError(f"was asked for {own}, but rank {rank} for {call}")
             if self._place.is_writer and not os.path.isdir(path):
                 raise CheckpointError(f"{path} is not visible here; all ranks must share the file system")
             return self._folder.report(self._place, path)
@@ -181,14 +186,6 @@ class Save:
 
     def _together(self, phase: str, work: Callable[[], Result], unchanged: str) -> list[Result]:
         return self._ranks.together(f"{phase} to save to {self._directory}", work, unchanged)
-
-    @property
-    def _call(self) -> list[Any]:
-        """What must be the same on all ranks."""
-        return [self._directory, *self._folder.call]
-
-    def _prepare(self) -> tuple[Any, str | None]:
-        return self._call, prepare(self._directory) if self._place.is_leader else None
 
     def _plain_entries(self, path: str, reports: list[SavingReport]) -> dict[str, Any]:
         entries = self._write(path, lambda write: each_file(self._folder, reports, self._ranks, write))

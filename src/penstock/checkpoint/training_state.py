@@ -11,7 +11,7 @@ import io
 import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -95,22 +95,16 @@ class Common:
     run: Run | None = None
 
 
-@dataclass(frozen=True)
-class RankTrainingState:
-    """One rank's share. `report` goes to the others; `random`, of its random generators, to the rank that leads."""
-
-    report: TrainingReport
-    random: torch.Tensor
-    optimizer: OptimizerState
-
-
-def collect_training_state(model: nn.Module, state: TrainingState, pipeline: int, is_writer: bool) -> RankTrainingState:
-    """Read the share of a rank of this pipeline. See `optimizer_state.collect_optimizer` for what is refused."""
+def collect_training_state(
+    model: nn.Module, state: TrainingState, pipeline: int, is_writer: bool
+) -> tuple[TrainingReport, torch.Tensor, OptimizerState]:
+    """Read the share of a rank of this pipeline: what the others are told, the states of its random generators, which
+    go to the rank that leads, and what its optimizer holds."""
     found = OptimizerState() if state.optimizer is None else collect_optimizer(model, state.optimizer)
     data = bytearray(plain_data(capture_random_state(), "the state of the random generators"))
     told = found if is_writer else OptimizerState()
     report = TrainingReport(pipeline, len(data), told.members, told.values)
-    return RankTrainingState(report, torch.frombuffer(data, dtype=torch.uint8), found)
+    return report, torch.frombuffer(data, dtype=torch.uint8), found
 
 
 def random_key(rank: int) -> str:
@@ -178,14 +172,6 @@ def load_training_state(
     return load.result()
 
 
-@dataclass(frozen=True)
-class Holder:
-    """What a rank that loads tells the others: its pipeline, and the parameters in its optimizer."""
-
-    pipeline: int
-    names: list[str]
-
-
 class TrainingStateLoad:
     """What `load_training_state` does on one rank, in two steps: nothing has changed before `apply`."""
 
@@ -200,7 +186,8 @@ class TrainingStateLoad:
     ) -> None:
         self.directory = os.path.abspath(directory)
         self._world, self._pipeline = world, pipeline
-        self._held: list[Holder] = []
+        # Of each rank its pipeline, and the parameters in its optimizer.
+        self._held: list[tuple[int, list[str]]] = []
         self._random: dict[int, dict[str, Any]] = {}
         self._model = model
         self._state = state
@@ -210,12 +197,9 @@ class TrainingStateLoad:
 
     def check_together(self) -> None:
         """On all ranks: check that the training state is whole and fits; raises CheckpointError."""
-        said = self._world.together(
-            f"checking the training state to load {self.directory}", lambda: asdict(self._check())
-        )
-        self._held = [Holder(**one) for one in said]
+        self._held = self._world.together(f"checking the training state to load {self.directory}", self._check)
 
-    def _check(self) -> Holder:
+    def _check(self) -> tuple[int, list[str]]:
         model, directory, state = self._model, self.directory, self._state
         manifest = whole_manifest(directory, self._variant, type(model).__name__)
         self._common = common = read_common(manifest, directory)
@@ -227,14 +211,14 @@ class TrainingStateLoad:
         for rank in dict.fromkeys([first, min(self._world.rank, len(saved) - 1)]):
             self._random[rank] = read_random_state(self._reader, rank)
         if state.optimizer is None:
-            return Holder(self._pipeline, [])
+            return self._pipeline, []
         if common.groups is None:
             raise CheckpointError(f"{directory} has no optimizer state")
         saved_shapes = {key: location.info.shape for key, location in self._reader.locations.items()}
         self._mine = reshardings_of(model, state.optimizer, manifest, saved_shapes)
         self._reader.verify(self._mine)
-        names = [name for group in collect_optimizer(model, state.optimizer).members for name in group]
-        return Holder(self._pipeline, names)
+        members = collect_optimizer(model, state.optimizer).members  # which refuses parameters that are not the model's
+        return self._pipeline, [name for group in members for name in group]
 
     def apply(self) -> None:
         """Give everything its saved state."""
@@ -243,7 +227,7 @@ class TrainingStateLoad:
             assert self._reader is not None
             reader = self._reader
             saved = {name for group in common.members for name in group}
-            if lost := sorted(saved - {name for holder in self._held for name in holder.names}):
+            if lost := sorted(saved - {name for _, names in self._held for name in names}):
                 raise CheckpointError(f"the optimizer lacks parameters that it had when it was saved: {lost[:5]}")
             tensors = ((key, reader.read(key, sharding)) for key, sharding in self._mine.items())
             groups = (common.groups or [], common.members, common.values)
@@ -254,7 +238,7 @@ class TrainingStateLoad:
         for name, stateful in state.objects.items():
             if name in common.objects:
                 restore_object(stateful, common.objects[name], f"the state of {name!r} in {self.directory}")
-        alike = common.pipelines == [holder.pipeline for holder in self._held]
+        alike = common.pipelines == [pipeline for pipeline, _ in self._held]
         first = next(iter(self._random))
         restore_random_state(self._random[self._world.rank if alike else first])
 
