@@ -565,6 +565,18 @@ assert all(parameter.requires_grad == ("ln_" in name) for name, parameter in mod
 """,
     ),
     Run(
+        "docs/qlora.md",
+        ("A whole model", "Each rank its own stage"),
+        2,
+        before=IMPORTS + "batch = batch_of(8)",
+        after="""
+from peft import PeftModel
+model.save_pretrained("again")
+PeftModel.from_pretrained(whole(), "adapter")
+assert any(type(parameter).__name__ == "Params4bit" for parameter in model.parameters())
+""",
+    ),
+    Run(
         "docs/exactness.md",
         ("What you need to do",),
         2,

@@ -12,7 +12,7 @@ from penstock.layout.announce import announce
 from penstock.layout.layout import Layout
 from penstock.modeling.graph.costs import unit_costs
 from penstock.modeling.graph.units import list_units
-from penstock.rooms import sharding_of
+from penstock.rooms import room, sharding_of
 from penstock.runtime.comm.devices import device_memory
 from penstock.runtime.comm.exchange import Ranks
 from penstock.runtime.comm.forming import facts_of, require_agreement, world_ranks
@@ -63,14 +63,15 @@ def form(
     Raises:
         ValueError: on every rank, if the ranks were given different models, or followed one's forward differently.
     """
-    require_agreement({**facts_of(model), **facts}, board)
+    mark_packed = room("mark_packed")
+    require_agreement({**facts_of(mark_packed(model)), **facts}, board)
     ranks = world_ranks(board)
     planned = plan(_find(model, units, ranks, loss_in_chunks), ranks)
     layout = planned.layout
     if ranks.rank == 0:
         announce(type(model).__name__, layout, planned.schedules, planned.microbatches, planned.costs)
     if make is not None:
-        model = make(layout, ranks)
+        model = mark_packed(make(layout, ranks))
     sharding = sharding_of(layout)
     return model, parallelize(model, layout, planned.make_schedule, board, make_sharding=sharding, **planned.options)
 

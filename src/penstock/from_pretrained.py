@@ -11,6 +11,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from penstock.config import Configuration, take_keys
 from penstock.initialize import ConfigLike, form_equal
 from penstock.layout.layout import Layout
+from penstock.modeling.adapters import base_of, is_peft_model
 from penstock.modeling.graph.loss import Criterion
 from penstock.modeling.weights.initialise import init_stage, meta_model, resolve_model_class
 from penstock.modeling.weights.load import StageLoadingInfo, forget_ties, load_config, load_stage
@@ -21,7 +22,7 @@ from penstock.runtime.comm.forming import forming
 from penstock.whole_model import remember_example_inputs
 
 # A model with this rank's weights, and what was found where they were loaded.
-Made = tuple[PreTrainedModel, StageLoadingInfo]
+Made = tuple[Any, StageLoadingInfo]
 NOTHING_LOADED = StageLoadingInfo((), (), (), ())
 
 
@@ -32,8 +33,9 @@ def from_pretrained(
     model_class: type | None = None,
     criterion: Criterion | None = None,
     example_inputs: Any = None,
+    adapt: Callable[[Any], Any] | None = None,
     **kwargs: Any,
-) -> PreTrainedModel:
+) -> Any:
     """Load a model straight into its stages: each rank reads and holds only its own stage's weights.
 
     Args:
@@ -42,8 +44,13 @@ def from_pretrained(
         model_class: a model class or an auto class such as `AutoModelForCausalLM`; by default the class that wrote the
             checkpoint.
         criterion, example_inputs: see `initialize`.
+        adapt: puts adapters into the model, of which other stages' weights are on the meta device, and returns it:
+            `lambda model: get_peft_model(model, LoraConfig(...))`. All ranks must draw the same random numbers there.
         kwargs: keys of the configuration, as for `initialize`; all others as for transformers' `from_pretrained`
-            (`dtype`, `revision`, `attn_implementation`, ...).
+            (`dtype`, `quantization_config`, `attn_implementation`, ...).
+
+    Returns:
+        The model, or the PeftModel that `adapt` has made of it.
 
     Raises:
         what `initialize` and `from_pretrained` raise; ValueError for an argument that cannot be combined with stages.
@@ -51,10 +58,11 @@ def from_pretrained(
     configuration = Configuration.from_any(config, **take_keys(kwargs))
     kind = resolve_model_class(load_config(path_or_name, **kwargs), model_class)
     if not configuration.enable:
-        return kind.from_pretrained(path_or_name, **kwargs)
+        whole = kind.from_pretrained(path_or_name, **kwargs)
+        return whole if adapt is None else adapt(whole)
     return _make_in_stages(
         lambda: meta_model(kind, load_config(path_or_name, **kwargs)),
-        lambda *part: load_stage(kind, path_or_name, *part, **kwargs),
+        lambda stages, local, sharding: load_stage(kind, path_or_name, stages, local, sharding, adapt=adapt, **kwargs),
         configuration,
         criterion,
         example_inputs,
@@ -111,7 +119,7 @@ def _make_in_stages(
     configuration: Configuration,
     criterion: Criterion | None,
     example_inputs: Any,
-) -> PreTrainedModel:
+) -> Any:
     """A model whose weights are made where they are held.
 
     Args:
@@ -126,15 +134,18 @@ def _make_in_stages(
             place, size, sharding = layout.place_of(ranks.rank), layout.tensor_parallel_size, None
             if size > 1:
                 sharding = room("TensorParallel")(skeleton, place.tensor_parallel_rank, size, alias_groups(skeleton))
-            mine, made = layout.pipelines[place.pipeline], list[Made]()
+            mine = layout.pipelines[place.pipeline]
 
             def work() -> Sequence[str]:
                 made.append(make(mine.stages, mine.stages_of(place.pipeline_rank), sharding))
+                if is_peft_model(made[0][0]):
+                    room("initialize_peft")(made[0][0], lambda base: base)
                 return made[0][1].untied
 
             untied = ranks.together("making its part of the model", work)
-            model, _ = made[0]
-            forget_ties(model, set().union(*untied))
-            return model
+            forget_ties(base_of(made[0][0]), set().union(*untied))
+            return base_of(made[0][0])
 
-        return form_equal(skeleton, configuration, board, criterion, make_mine)
+        made = list[Made]()
+        model = form_equal(skeleton, configuration, board, criterion, make_mine)
+    return made[0][0] if is_peft_model(made[0][0]) else model

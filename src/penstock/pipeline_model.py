@@ -24,7 +24,7 @@ from penstock.modeling.graph.loss import Criterion
 from penstock.modeling.instrumentation import known_of, mix_in, original_class, record_of
 from penstock.modeling.placeholders.ghosts import absent_parameters
 from penstock.modeling.stage.named_output import NamedOutput
-from penstock.modeling.weights.whole import whole_shape, whole_state
+from penstock.modeling.weights.whole import packed_weights, whole_shape, whole_state
 from penstock.rooms import room
 from penstock.runtime.comm.rollcall import Call
 from penstock.runtime.engine import Engine
@@ -345,9 +345,9 @@ class PipelinePreTrainedModel(PipelineModel):
             )
             with pipeline.together(Call.COUNT, [own]) as said:
                 return sum(facts[0] for facts in said.values())
-        state = whole_state(self)
+        state, packed = whole_state(self), packed_weights(self)
         counted = [names[0] for names in pipeline.split.aliases if names[0] not in left_out]
-        return sum(math.prod(whole_shape(self, name, state[name])) for name in counted)
+        return sum(packed.get(name) or math.prod(whole_shape(self, name, state[name])) for name in counted)
 
 
 @torch.compiler.disable(reason="a parallelised model communicates: call model.compile(), which compiles its blocks")

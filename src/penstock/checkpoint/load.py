@@ -16,6 +16,7 @@ from .reader import CheckpointReader, Resharding
 from .tensors import (
     DTYPES,
     dtype_name,
+    of_run,
     shards_of,
     tensor_parallel_place,
     tied_groups,
@@ -92,7 +93,7 @@ class WeightsLoad:
 def _targets(model: nn.Module) -> dict[str, torch.Tensor]:
     """The live parameters and persistent buffers of this rank, tied ones under one of their names."""
     targets: dict[int, tuple[str, torch.Tensor]] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
+    for name, tensor in of_run(model, model.state_dict(keep_vars=True)).items():
         if not tensor.is_meta:
             targets.setdefault(id(tensor), (name, tensor))
     return dict(targets.values())
@@ -104,7 +105,7 @@ def _match(model: nn.Module, manifest: Manifest, reader: CheckpointReader, direc
     All names of a tied weight get that of its first holder, so that its holders end up equal. The whole model is
     compared, so that every rank finds the same fault.
     """
-    whole = whole_state(model)
+    whole = of_run(model, whole_state(model))
     found = reader.locations
     sources = {name: name for name in whole if name in found}
     for group in manifest.tied:

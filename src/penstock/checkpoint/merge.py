@@ -19,6 +19,8 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from penstock.modeling.graph.dataflow import DataFlow, Given
+from penstock.modeling.weights.names import unit_of
+from penstock.modeling.weights.whole import packed_weights
 
 from .files import write_tensors
 from .manifest import FileEntry
@@ -56,7 +58,14 @@ class ModelFolder(Folder):
         model, options = self.model, self.options
         sources = first_holders(reports, shards_of(model))
         order = {name: place for place, name in enumerate(whole_state(model))}
-        names = _saved_names(model, sorted(sources, key=lambda name: order.get(name, len(order))))
+        packed = {name.removesuffix(".weight") for name in packed_weights(model)}
+
+        def place_of(name: str) -> tuple[int, str]:
+            # What a packed weight is saved as only its holder knows, so no order of its own counts.
+            layer = unit_of(name, packed)
+            return (order.get(name, len(order)), "") if layer is None else (order[f"{layer}.weight"], name)
+
+        names = _saved_names(model, sorted(sources, key=place_of))
         inputs = {name: _on_meta(sources[name]) for name in names}
         outputs, origin = dict(inputs), {name: frozenset({name}) for name in names}
         if self._reverted:
@@ -154,6 +163,7 @@ def _count_parameters(model: nn.Module, sources: Mapping[str, Source]) -> int:
     first = first_of_tied(tied_groups(model))
     parameters = {name: source.holding for name, source in sources.items() if source.holding.is_parameter}
     sizes = {first.get(name, name): torch.Size(holding.shape).numel() for name, holding in parameters.items()}
+    sizes |= {name: size for name, size in packed_weights(model).items() if name in sizes}
     return sum(sizes.values())
 
 

@@ -27,7 +27,7 @@ from .plan import Content, FilePlan, Folder, Holding, SavingRank, SavingReport, 
 from .safetensors_file import Behind
 from .save_pretrained import write_side_files
 from .staging import Replacement, write_index
-from .tensors import TensorInfo, first_of_tied, held_state, shards_of, tied_groups, to_cpu
+from .tensors import TensorInfo, first_of_tied, held_state, of_run, shards_of, tied_groups, to_cpu
 from .training_state import TrainingReport, TrainingState, collect_training_state, common_content, random_key
 from .untrusted import is_regular, kind_of
 
@@ -64,7 +64,7 @@ class RankFiles(Folder):
             self._training = collect_training_state(self.model, self.training_state, place.pipeline, place.is_writer)
             self._parts[TRAINING] = self._training[2].tensors
         if self.with_model and place.is_writer:
-            self._parts[MODEL] = held_state(self.model, self.options.state_dict)
+            self._parts[MODEL] = of_run(self.model, held_state(self.model, self.options.state_dict))
             if place.is_leader:
                 self.sides = write_side_files(self.model, folder)
         names = [name for part in self._parts.values() for name in part] if self.once and place.is_writer else []

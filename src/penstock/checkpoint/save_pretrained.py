@@ -14,6 +14,8 @@ from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import CONFIG_NAME
 
+from penstock.modeling.weights.whole import packed_weights
+
 from .files import SaveFunction, writing
 from .names import check_variant
 from .tensors import dtype_name
@@ -77,10 +79,19 @@ class SaveOptions:
 _WITHOUT_EFFECT = frozenset({"is_main_process", "token", "save_peft_format"})
 
 
-def refuse_unsupported(model: nn.Module) -> None:
-    """Raise CheckpointError for a model whose weights `save_pretrained` would treat specially: a quantized one."""
-    if getattr(model, "hf_quantizer", None) is not None:
-        raise CheckpointError("cannot save a quantized model in parallel")
+def refuse_unsupported(model: nn.Module, merge: bool) -> None:
+    """Raise for a quantised model that is not to be merged into one folder, or that transformers does not save.
+
+    Raises:
+        CheckpointError: says what to do.
+    """
+    quantizer = getattr(model, "hf_quantizer", None)
+    if packed_weights(model) and not (merge and (quantizer is None or quantizer.is_serializable())):
+        raise CheckpointError(
+            f"cannot save the packed weights of a quantised {type(model).__name__}"
+            + (": transformers does not save this kind" if merge else " so: use save_pretrained")
+            + "; adapters are saved by save_pretrained, and the state of a run by penstock.save_checkpoint"
+        )
 
 
 def write_side_files(model: nn.Module, directory: str) -> list[str]:

@@ -10,9 +10,11 @@ from typing import Annotated, Any
 import torch
 from torch import nn
 
+from penstock.modeling.adapters import is_adapter_layer
 from penstock.modeling.instrumentation import known_of
-from penstock.modeling.weights.names import ties_of
-from penstock.modeling.weights.whole import shards_of, tensor_parallel_place, whole_shape, whole_state  # noqa: F401  # as before
+from penstock.modeling.placeholders.ghosts import absent_parameters
+from penstock.modeling.weights.names import ties_of, unit_of
+from penstock.modeling.weights.whole import packed_weights, shards_of, tensor_parallel_place, whole_shape, whole_state  # noqa: F401  # as before
 
 from .untrusted import CheckpointError, Checksum, Count
 
@@ -63,6 +65,21 @@ def held_state(model: nn.Module, state_dict: Mapping[str, Any] | None = None) ->
         if not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.is_quantized:
             raise CheckpointError(f"cannot save {name}: it is a {type(value).__name__}, not a dense tensor")
     return {name: tensor.detach() for name, tensor in state.items() if not tensor.is_meta}
+
+
+def of_run(model: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What a run's checkpoint holds of a state: all, or of a model with packed weights what is trained beside them."""
+    if not packed_weights(model):
+        return dict(state)
+    adapters = {name for name, module in model.named_modules() if is_adapter_layer(module)}
+    trained = {name for name, one in (*model.named_parameters(), *absent_parameters(model)) if one.requires_grad}
+
+    def is_held(name: str) -> bool:
+        owner = unit_of(name, adapters)
+        added = owner is not None and not name[len(owner) + 1 :].startswith(("base_layer.", "original_module."))
+        return added or name in trained
+
+    return {name: tensor for name, tensor in state.items() if is_held(name)}
 
 
 def to_cpu(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -52,6 +52,8 @@ def configure_elastic(
     assert elastic is not None
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"with elastic= configure() takes a transformers PreTrainedModel, got {type(model).__name__}")
+    if getattr(model, "hf_quantizer", None) is not None:
+        raise NotImplementedError("with elastic= a model cannot be quantised: packed weights stay on their stage")
     if isinstance(model, PipelineModel) or plugin._model is not None:
         raise ValueError("with elastic= a plugin configures one whole model, once")
     if optimizer is None:

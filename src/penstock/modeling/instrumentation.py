@@ -40,6 +40,7 @@ class Record:
 
     intercepted: Intercepted | None = None
     absent: dict[str, Absent] | None = None
+    packed: Any = None
     region: Any = None
     by_heads: dict[str, int] = field(default_factory=dict)
     aliases: list[tuple[str, ...]] = field(default_factory=list)
@@ -55,7 +56,8 @@ class Record:
 
     def __reduce__(self) -> Any:
         # Copies and pickles of a module are not intercepted, and nothing runs them.
-        return Record, (None, self.absent, self.region, self.by_heads, self.aliases, self.tensor_parallel, self.shards)
+        kept = (self.absent, self.packed, self.region, self.by_heads, self.aliases, self.tensor_parallel, self.shards)
+        return Record, (None, *kept)
 
 
 def record_of(module: nn.Module) -> Record:

@@ -15,12 +15,17 @@ from penstock.runtime.gradients.reduction import make_buckets
 def copy_from_first_holders(held: Sequence[HeldParameter], groups: Groups) -> None:
     """Give every holder of a parameter the first holder's values, as replicas must start alike."""
     with torch.no_grad():
-        for bucket in make_buckets([(parameter.parameter, parameter.ranks) for parameter in held]):
+        for bucket in make_buckets([(tensor, one.ranks) for one in held for tensor in _tensors_of(one.parameter)]):
             flat = torch.cat([parameter.detach().reshape(-1) for parameter in bucket.parameters])
             dist.broadcast(flat, bucket.ranks[0], group=groups.reduction[bucket.ranks])
             pieces = flat.split([parameter.numel() for parameter in bucket.parameters])
             for parameter, piece in zip(bucket.parameters, pieces, strict=True):
                 parameter.copy_(piece.view(parameter.shape))
+
+
+def _tensors_of(parameter: torch.nn.Parameter) -> list[torch.Tensor]:
+    inside = vars(parameter).get("_penstock_inside")  # of a packed one, see the room that marks such
+    return [parameter] if inside is None else inside(parameter)
 
 
 def share_changes(

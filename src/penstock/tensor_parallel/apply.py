@@ -17,7 +17,7 @@ from penstock.modeling.instrumentation import record_of
 from penstock.modeling.placeholders.ghosts import replace_parameters, stripped_tensors
 from penstock.modeling.randomness import draws_random_numbers
 from penstock.modeling.weights.names import unit_of
-from penstock.modeling.weights.whole import Sharding, take_shards
+from penstock.modeling.weights.whole import Sharding, packed_weights, take_shards
 from penstock.runtime.failures.board import FailureBoard
 from penstock.tensor_parallel.dropout import ShardedDropout
 from penstock.tensor_parallel.layers import COLUMN, GATHERED, HEAD, VOCABULARY, extend, extend_by_heads
@@ -44,6 +44,8 @@ class TensorParallel:
                 "tensor_parallel_size works on the model's own layers, and PEFT has put adapters around some: leave it "
                 "out, or merge the adapters first"
             )
+        if packed_weights(model):
+            raise NotImplementedError("tensor_parallel_size cannot shard the packed weights of a quantised model")
         self.region = Region(index, size)
         self._plan = plan_of(model)
         self._styles = layer_styles(model, self._plan)

@@ -37,9 +37,14 @@ def strip(module: nn.Module) -> None:
                 # of a Parameter under this name still registers it and removes this entry.
                 placeholder = child.__dict__[name] = None if tensor is None else tensor.detach().to("meta")
                 kept = tensor if kind == "parameter" else placeholder
+                if record.packed is not None and isinstance(tensor, nn.Parameter) and type(tensor) is not nn.Parameter:
+                    record.packed.release(tensor)
+                    kept = nn.Parameter(torch.empty(0, dtype=tensor.dtype, device=tensor.device), requires_grad=False)
                 if temporary and tensor is not None and not tensor.is_meta:
                     kept = tensor.detach().cpu()
                 absent[name] = Absent("temporary" if temporary else kind, kept)
+        if record.packed is not None:
+            record.packed.release(child)
         child._non_persistent_buffers_set = set()
         # transformers must not try to initialise what is no longer there.
         child.__dict__["_is_hf_initialized"] = True
@@ -242,6 +247,9 @@ def meta_placeholder(module: nn.Module) -> nn.Module:
     """
     memo: dict[int, Any] = {}
     for child in module.modules():
+        if (packed := known_of(child).packed) is not None:
+            memo[id(child)] = packed.stand_in(child)
+            continue
         absent = [each.tensor for each in absent_of(child).values()]
         for tensor in [*child._parameters.values(), *child._buffers.values(), *_loose_tensors(child), *absent]:
             if tensor is not None and id(tensor) not in memo:

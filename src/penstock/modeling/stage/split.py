@@ -16,7 +16,7 @@ from penstock.modeling.graph.forwards import Forwards, TracedForward
 from penstock.modeling.graph.loss import Criterion, loss_by
 from penstock.modeling.graph.plan import ForwardPlan, StagePlan, make_plan, make_stage_plan, refusal
 from penstock.modeling.graph.trace import real_outside
-from penstock.modeling.instrumentation import record_of
+from penstock.modeling.instrumentation import known_of, record_of
 from penstock.modeling.placeholders.ghosts import (
     absent_parameters,
     answer_for_parameters,
@@ -110,6 +110,8 @@ class SplitModel:
             ValueError: the placement is impossible or places other units than the one before, or the place in the
                 tensor-parallel group is another one. Nothing has changed then.
         """
+        if name := next((name for name, one in self.model.named_modules() if known_of(one).packed is not None), None):
+            raise NotImplementedError(f"{name} has packed weights, which cannot be given to another stage")
         sharding = self.tensor_parallel
         place = (0, 1) if sharding is None else (sharding.index, sharding.size)
         index, size = place[0] if tensor_parallel_rank is None else tensor_parallel_rank, tensor_parallel_size

@@ -21,13 +21,14 @@ from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
+from penstock.modeling.adapters import base_of
 from penstock.modeling.weights.initialise import drawing_for_meta
 from penstock.modeling.weights.names import held_names, strip_foreign
 
 # What spreads a model over devices in another way, or needs every weight to be present.
 _REFUSED = (
     *("max_memory", "offload_folder", "device_mesh", "distributed_config", "tp_plan", "tp_size"),
-    *("quantization_config", "gguf_file", "adapter_kwargs", "state_dict"),
+    *("gguf_file", "adapter_kwargs", "state_dict"),
 )
 
 
@@ -55,8 +56,9 @@ def load_stage(
     stages: Sequence[Sequence[str]],
     local_stages: Collection[int],
     tensor_parallel: Any = None,
+    adapt: Callable[[Any], Any] | None = None,
     **kwargs: Any,
-) -> tuple[PreTrainedModel, StageLoadingInfo]:
+) -> tuple[Any, StageLoadingInfo]:
     """Load a model that holds the weights of `local_stages` only; other units are ghosts.
 
     Only tensors of these stages are read, plus the other names of their tied weights. Weights that the checkpoint lacks
@@ -65,6 +67,8 @@ def load_stage(
     Args:
         tensor_parallel: how the whole model is sharded; see `init_stage`. Weights that are come whole from the
             checkpoint, one at a time, and only this rank's shard is kept.
+        adapt: is given the model, where what other stages have is still there on the meta device, and returns it with
+            adapters in it, or a PeftModel around it.
         kwargs: as for `model_class.from_pretrained`. `device_map` may name one device.
 
     Raises:
@@ -80,9 +84,14 @@ def load_stage(
         del model._shards
     del model._held, model._declared_ties
     model.__class__ = model_class
+    if tensor_parallel is not None and getattr(model, "hf_quantizer", None) is not None:
+        raise NotImplementedError("tensor_parallel_size cannot shard the packed weights of a quantised model")
+    adapted = model if adapt is None else adapt(model)
+    if base_of(adapted) is not model:
+        raise TypeError(f"adapt must return the model that it was given, or a PeftModel of it, got {type(adapted)}")
     strip_foreign(model, stages, local_stages)
     missing, unexpected = (tuple(sorted(info[key])) for key in ("missing_keys", "unexpected_keys"))
-    return model, StageLoadingInfo(missing, unexpected, tuple(info["mismatched_keys"]), untied)
+    return adapted, StageLoadingInfo(missing, unexpected, tuple(info["mismatched_keys"]), untied)
 
 
 def load_config(path_or_name: str, **kwargs: Any) -> PretrainedConfig:
@@ -95,7 +104,7 @@ def load_config(path_or_name: str, **kwargs: Any) -> PretrainedConfig:
     is_path = os.path.isabs(name) or name.startswith((".", "~")) or name.count("/") > 1
     if config is None and is_path and not os.path.exists(name):
         raise FileNotFoundError(f"{name} is no directory: there is no model to load")
-    for name in ("dtype", "torch_dtype"):  # may be "auto", which only the checkpoint can resolve
+    for name in ("dtype", "torch_dtype", "quantization_config"):  # "auto", only the checkpoint can resolve
         kwargs.pop(name, None)
     return AutoConfig.from_pretrained(path_or_name if config is None else config, **kwargs)
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from penstock.modeling.instrumentation import known_of, record_of
 from penstock.modeling.placeholders.ghosts import stripped_tensors
+from penstock.modeling.weights.names import unit_of
 
 
 def whole_state(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -20,7 +21,13 @@ def whole_state(model: nn.Module) -> dict[str, torch.Tensor]:
     both = {**elsewhere, **here}
     modules = {prefix: place for place, (prefix, _) in enumerate(model.named_modules(remove_duplicate=False))}
     # Stable: within a module both sources are in the order of registration.
-    return dict(sorted(both.items(), key=lambda item: modules[item[0].rpartition(".")[0]]))
+    return dict(sorted(both.items(), key=lambda item: modules[unit_of(item[0].rpartition(".")[0], modules) or ""]))
+
+
+def packed_weights(model: nn.Module) -> dict[str, int]:
+    """How many numbers each packed weight of the unsplit model has, by name: its tensor has fewer."""
+    modules = model.named_modules()
+    return {f"{name}.weight": one.num_weights for name, each in modules if (one := known_of(each).packed) is not None}
 
 
 def tensor_parallel_of(model: nn.Module) -> Any:

@@ -1,0 +1,150 @@
+"""Linear layers whose weights a library keeps packed, in a few bits a number: a quantised model.
+
+They are recognised by the libraries' names, and nothing of a library is imported. A layer that is recognised is marked,
+and the core asks the mark: for what stands for the layer where only shapes and costs count, and to let go of what it
+holds where the layer is another stage's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from penstock.modeling.instrumentation import absent_of, record_of
+
+Model = TypeVar("Model")
+
+# Packages whose layers are known, and what transformers calls their methods.
+LIBRARIES = frozenset({"bitsandbytes", "optimum", "torchao"})
+METHODS = frozenset({"bitsandbytes", "quanto", "torchao"})
+
+
+def mark_packed(model: Model) -> Model:
+    """Mark the layers of a model that have packed weights. Returns the model.
+
+    Raises:
+        NotImplementedError: what has packed weights is not known here, or is to be trained; says what to do.
+    """
+    if (method := quantization_method(model)) not in (None, *METHODS):
+        raise NotImplementedError(
+            f"this {type(model).__name__} is quantised by {method}, whose layers are not known here: use "
+            f"{', '.join(sorted(METHODS))}"
+        )
+    for name, module in model.named_modules() if isinstance(model, nn.Module) else ():
+        own = [*module._parameters.values(), *(absent.tensor for absent in absent_of(module).values())]
+        packed = [one for one in own if one is not None and _is_known(type(one))]
+        if not packed and not hasattr(module, "weight_qtype"):  # optimum's layers pack their weights last
+            continue
+        inside, outside = getattr(module, "in_features", None), getattr(module, "out_features", None)
+        if not isinstance(inside, int) or not isinstance(outside, int):
+            raise NotImplementedError(
+                f"{name}, a {type(module).__name__}, has packed weights, but is no linear layer: leave it as it was "
+                "(llm_int8_skip_modules, modules_to_not_convert)"
+            )
+        if any(one.requires_grad for one in packed):
+            raise NotImplementedError(
+                f"{name} has packed weights that require gradients, which cannot be trained: freeze the model "
+                "(model.requires_grad_(False)) and add adapters"
+            )
+        record_of(module).packed = PackedLayer(inside, outside)
+        for one in packed:
+            one._penstock_inside = tensors_inside  # replicas then start alike
+    return model
+
+
+def quantization_method(model: Any) -> str | None:
+    """What transformers quantised a model with, by its name there; None for any other model."""
+    quantizer = getattr(model, "hf_quantizer", None)
+    method = getattr(getattr(quantizer, "quantization_config", None), "quant_method", None)
+    return None if method is None else str(getattr(method, "value", method))
+
+
+def _is_known(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] in LIBRARIES
+
+
+def tensors_inside(parameter: torch.Tensor) -> list[torch.Tensor]:
+    """The plain tensors that a parameter consists of: itself, or of a library's own kind its bytes and its scales."""
+    if type(parameter) in (nn.Parameter, torch.Tensor):
+        return [parameter]
+    if hasattr(parameter, "__tensor_flatten__"):
+        names, _ = parameter.__tensor_flatten__()
+        return [inner for name in names for inner in tensors_inside(getattr(parameter, name))]
+    found = {one.data_ptr(): one for one in (parameter.detach().as_subclass(torch.Tensor), *_tensors_in(parameter))}
+    return list(found.values())
+
+
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors among what a library has attached to an object, or in objects of its own there."""
+    found, package = [], type(value).__module__.partition(".")[0]
+    for inner in vars(value).values():
+        if isinstance(inner, torch.Tensor):
+            found.append(inner)
+        elif type(inner).__module__.partition(".")[0] == package and not isinstance(inner, nn.Module):
+            found += _tensors_in(inner) if hasattr(inner, "__dict__") else []
+    return found
+
+
+@dataclass(frozen=True)
+class PackedLayer:
+    """Marks a linear layer with packed weights."""
+
+    in_features: int
+    out_features: int
+
+    @property
+    def num_weights(self) -> int:
+        """How many numbers its weight has."""
+        return self.in_features * self.out_features
+
+    def stand_in(self, layer: nn.Module) -> nn.Module:
+        """What takes the layer's place in a copy on the meta device."""
+        weight, bias = (getattr(layer, name, None) for name in ("weight", "bias"))
+        outlines = [
+            None if one is None else torch.empty(one.shape, dtype=one.dtype, device="meta") for one in (weight, bias)
+        ]
+        return Unpacking(self.in_features, self.out_features, *outlines)
+
+    def release(self, value: Any) -> None:
+        """Let go of the tensors that the library has attached to a layer or a weight, or to objects of its own there.
+
+        Somebody else may hold the weight, such as an optimizer that was given all parameters.
+        """
+        for name, inner in list(vars(value).items()):
+            if isinstance(inner, torch.Tensor):
+                if not inner.is_meta:
+                    vars(value)[name] = torch.empty(0, dtype=inner.dtype)
+            elif _is_known(type(inner)) and not isinstance(inner, nn.Module) and hasattr(inner, "__dict__"):
+                self.release(inner)
+        if isinstance(value, torch.Tensor) and not hasattr(value, "__tensor_flatten__"):
+            value.data = torch.empty(0, dtype=value.dtype, device=value.device)
+
+
+class Unpacking(nn.Linear):
+    """Stands for a layer with packed weights: unpacks the weight for each product, in memory that it has only then."""
+
+    def __init__(self, in_features: int, out_features: int, weight: Any, bias: Any = None) -> None:
+        super().__init__(in_features, out_features, bias=False, device="meta")
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        if bias is not None:
+            self.bias = nn.Parameter(bias, requires_grad=False)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        product: torch.Tensor = _Product.apply(input, self.out_features)
+        return product if self.bias is None else product + self.bias.to(product.dtype)
+
+
+class _Product(torch.autograd.Function):
+    """A linear layer's product, of weights that are there while they are used."""
+
+    @staticmethod
+    def forward(ctx: Any, input: torch.Tensor, out_features: int) -> torch.Tensor:
+        ctx.in_features = input.shape[-1]
+        return nn.functional.linear(input, input.new_empty(out_features, input.shape[-1]))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient @ gradient.new_empty(gradient.shape[-1], ctx.in_features), None

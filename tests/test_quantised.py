@@ -1,0 +1,290 @@
+"""A quantised base with adapters, over stages: the run of the unsplit model, in memory for a stage's own weights."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bitsandbytes.nn import Embedding4bit
+from peft import PeftModel
+from safetensors.torch import load_file
+
+import penstock
+from families import batch
+from penstock.checkpoint import CheckpointError
+from penstock.modeling.graph.units import list_units
+from penstock.modeling.weights.load import load_stage
+from pool import Pool
+from quantised import adapt, load, quantisation, write_base
+from stage_driver import cut as split_units
+from training import assert_same_gradients, cut, gradients_of, parallelize, rows, run_step, weigh
+
+# Of single precision, which the libraries compute in (bitsandbytes' 8 bits, in evaluation on a CPU, in float16).
+ROUNDING = 5e-6
+
+
+@functools.cache
+def base(family: str, kind: str | None = None) -> Path:
+    return write_base(family, Path(tempfile.mkdtemp()), kind)
+
+
+def evaluated(model: Any) -> tuple[float, torch.Tensor]:
+    """A loss, and tokens chosen greedily. What kernels of 8 bits give for a row depends on the rows beside it."""
+    model.eval()
+    split = isinstance(model, penstock.PipelineModel)
+    pieces = [(batch("causal", 4), 1.0)] if split else weigh("causal", cut(batch("causal", 4), [1] * 4))
+    with torch.no_grad():
+        loss = sum(float(model(**piece).loss) * share for piece, share in pieces)
+        tokens = model.generate(batch("causal", 2)["input_ids"][:, :4], max_new_tokens=4, do_sample=False)
+    return loss, tokens
+
+
+def story(model: Any, step: Any, folder: Path) -> dict[str, Any]:
+    """The same script for both: a step, an evaluation, the adapters saved and then merged into the base."""
+    model.train()
+    loss, gradients = step(model), gradients_of(model)
+    gradients = {name: gradient for name, gradient in gradients.items() if gradient is not None}
+    told = {"loss": loss, "gradients": gradients, "evaluated": evaluated(model)}
+    told["counted"] = model.get_nb_trainable_parameters()
+    model.save_pretrained(folder)
+    return {**told, "merged": evaluated(model.merge_and_unload())}
+
+
+def plain_step(model: Any) -> float:
+    """Over the microbatches that the split model has, so that kernels see the same rows."""
+    losses = []
+    for piece, share in weigh("causal", cut(batch("causal", 4), [1] * 4)):
+        (loss := model(**piece).loss * share).backward()
+        losses.append(float(loss))
+    return sum(losses)
+
+
+def split_step(model: Any) -> float:
+    run_step(model, rows(batch("causal", 4), model.data_parallel_rank, model.data_parallel_size))
+    return float(model.pipeline.last_step.global_loss)
+
+
+def split_story(
+    family: str, folder: Path, kind: str | None, stages: int, schedule: str, saved: Path, whole: bool = True
+) -> dict[str, Any]:
+    options = {"schedule": schedule, "micro_batch_size": 1}
+    if whole:
+        return story(parallelize(load(family, folder, kind), stages, **options), split_step, saved)
+    options |= {} if kind is None else {"quantization_config": quantisation(kind)}
+    model = penstock.from_pretrained(
+        str(folder), adapt=adapt, dtype=torch.float32, pipeline_parallel_size=stages, **options
+    )
+    return story(model, split_step, saved)
+
+
+def assert_same_story(runs: list[dict[str, Any]], expected: dict[str, Any]) -> None:
+    for run in runs:
+        assert run["loss"] == pytest.approx(expected["loss"], rel=ROUNDING)
+        assert_same_gradients(run["gradients"], expected["gradients"], ROUNDING)
+        assert run["counted"] == expected["counted"]
+        for what in ("evaluated", "merged"):
+            assert run[what][0] == pytest.approx(expected[what][0], rel=ROUNDING)
+            assert torch.equal(run[what][1], expected[what][1])
+    assert set().union(*(run["gradients"] for run in runs)) == set(expected["gradients"])
+    assert expected["evaluated"][0] != pytest.approx(expected["merged"][0], rel=1e-7), "merging rounds"
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "ranks", "stages", "schedule"),
+    [
+        ("llama", "nf4", 2, 2, "zb-v"),
+        ("gpt2", "double", 3, 3, "zb-h1"),
+        ("mixtral", "int8", 2, 2, "1f1b"),
+        ("llama", "quanto4", 4, 2, "zb-h1"),
+    ],
+)
+def test_a_quantised_base_with_adapters_runs_as_the_unsplit_one(
+    pool: Pool, tmp_path: Path, family: str, kind: str, ranks: int, stages: int, schedule: str
+) -> None:
+    folder = base(family)
+    expected = story(load(family, folder, kind), plain_step, tmp_path / "plain")
+    runs = pool.run(ranks, split_story, family, folder, kind, stages, schedule, tmp_path / "split", timeout=120)
+    assert_same_story(runs, expected)
+    plain, split = (load_file(tmp_path / where / "adapter_model.safetensors") for where in ("plain", "split"))
+    assert plain.keys() == split.keys() and all(torch.equal(plain[name], split[name]) for name in plain)
+    again = PeftModel.from_pretrained(load(family, folder, kind, adapters=False), tmp_path / "split")
+    assert evaluated(again)[0] == pytest.approx(expected["evaluated"][0], rel=ROUNDING)
+
+
+@pytest.mark.parametrize(
+    ("family", "saved", "kind", "ranks", "stages", "schedule"),
+    [
+        ("gpt2", None, "nf4", 3, 3, "zb-h1"),
+        ("mixtral", "double", None, 2, 2, "1f1b"),
+        ("llama", "int8", None, 4, 2, "zb-v"),
+        ("llama", None, "quanto8", 2, 2, "1f1b"),
+    ],
+)
+def test_stages_that_are_loaded_alone_run_as_the_unsplit_model(
+    pool: Pool, tmp_path: Path, family: str, saved: str | None, kind: str, ranks: int, stages: int, schedule: str
+) -> None:
+    folder = base(family, saved)
+    expected = story(load(family, folder, kind), plain_step, tmp_path / "plain")
+    arguments = family, folder, kind, stages, schedule, tmp_path / "split", False
+    assert_same_story(pool.run(ranks, split_story, *arguments, timeout=120), expected)
+
+
+# -- what a rank holds -------------------------------------------------------------------------------------------------
+
+
+def live_bytes() -> int:
+    """Of all tensors of this process."""
+    gc.collect()
+    tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor) and not one.is_meta]
+    sizes = {}
+    for tensor in tensors:
+        with contextlib.suppress(RuntimeError, NotImplementedError):  # a library's kind without storage of its own
+            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    sizes.pop(0, None)
+    return sum(sizes.values())
+
+
+def held(folder: Path, kind: str) -> tuple[int, int]:
+    before = live_bytes()
+    model = load("llama", folder, kind, adapters=False).requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters())  # which was given all parameters
+    whole = live_bytes() - before
+    parallelize(model, 2)
+    assert optimizer.param_groups
+    return whole, live_bytes() - before
+
+
+@pytest.mark.parametrize("kind", ["nf4", "double", "int8", "quanto8", "quanto4"])
+def test_the_ranks_hold_what_the_unsplit_model_holds_and_no_more(pool: Pool, tmp_path: Path, kind: str) -> None:
+    folder = write_base("llama", tmp_path, hidden_size=256, intermediate_size=768)
+    (whole, first), (_, last) = pool.run(2, held, folder, kind)
+    assert whole > 1_500_000 and min(first, last) > 0.4 * whole
+    assert first + last < 1.02 * whole
+
+
+def replica(folder: Path, other: Path, kind: str) -> float:
+    """Each rank is a pipeline, and the second was given another model."""
+    model = load("llama", other if torch.distributed.get_rank() else folder, kind)
+    parallelize(model, 1, micro_batch_size=1)
+    return evaluated(model)[0]
+
+
+@pytest.mark.parametrize("kind", ["double", "quanto8"])
+def test_replicas_start_with_the_weights_of_the_first(pool: Pool, tmp_path: Path, kind: str) -> None:
+    folder, other = base("llama"), write_base("llama", tmp_path, scale=0.5)
+    losses = pool.run(2, replica, folder, other, kind)
+    expected, different = (evaluated(load("llama", one, kind))[0] for one in (folder, other))
+    assert expected != pytest.approx(different, rel=1e-3)
+    assert losses == pytest.approx([expected] * 2, rel=ROUNDING)
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_stage_reads_and_packs_its_own_tensors_only(saved: bool, tmp_path: Path) -> None:
+    """All files with others may be damaged."""
+    whole = load("llama", base("llama"), "double", adapters=False)
+    (whole if saved else load("llama", base("llama"), None, adapters=False)).save_pretrained(
+        tmp_path, max_shard_size="8KB"
+    )
+    places = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    stages = split_units(list_units(whole), 3)
+    own = {file for name, file in places.items() if name.startswith(tuple(f"{unit}." for unit in stages[1]))}
+    assert 1 < len(own) < len(set(places.values()))
+    for file in set(places.values()) - own:
+        (tmp_path / file).write_bytes(b"damaged")
+    config = {} if saved else {"quantization_config": quantisation("double")}
+    model, info = load_stage(type(whole), str(tmp_path), stages, [1], dtype=torch.float32, **config)
+    assert (info.missing_keys, info.unexpected_keys) == ((), ())
+    expected = whole.state_dict()
+    found = {name: tensor for name, tensor in model.state_dict().items() if not tensor.is_meta}
+    assert any(name.endswith("weight.absmax") for name in found)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+
+
+# -- saving ------------------------------------------------------------------------------------------------------------
+
+
+def save_whole(family: str, source: Path, kind: str, folder: Path) -> str | None:
+    model = parallelize(load(family, source, kind, adapters=False).requires_grad_(False), 2)
+    try:
+        model.save_pretrained(folder, safe_serialization=True)
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize(("family", "kind"), [("gpt2", "double"), ("mixtral", "int8")])
+def test_a_quantised_base_is_saved_as_transformers_saves_it(pool: Pool, tmp_path: Path, family: str, kind: str) -> None:
+    assert pool.run(2, save_whole, family, base(family), kind, tmp_path) == [None, None]
+    plain = load_file(base(family, kind) / "model.safetensors")
+    split = load_file(tmp_path / "model.safetensors")
+    assert plain.keys() == split.keys() and all(torch.equal(plain[name], split[name]) for name in plain)
+    assert json.loads((tmp_path / "config.json").read_text()) == json.loads(
+        (base(family, kind) / "config.json").read_text()
+    )
+
+
+def test_what_transformers_does_not_save_is_refused_by_name(pool: Pool, tmp_path: Path) -> None:
+    for said in pool.run(2, save_whole, "llama", base("llama"), "quanto8", tmp_path):
+        assert said is not None and "cannot save the packed weights of a quantised LlamaForCausalLM" in said
+
+
+def run_on(source: Path, folder: Path, stages: int, resume: bool) -> tuple[list[float], list[str]]:
+    """Three steps with a save after the first, or the last two from there."""
+    model = parallelize(load("llama", source, "nf4"), stages)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    model.train()
+    losses = []
+    if resume:
+        for parameter in model.parameters():
+            parameter.data.zero_() if parameter.requires_grad else None
+        penstock.load_checkpoint(folder, model=model, optimizer=optimizer)
+    for step in range(1 if resume else 0, 3):
+        losses.append(split_step(model))
+        optimizer.step()
+        optimizer.zero_grad()
+        if not step:
+            penstock.save_checkpoint(folder, model=model, optimizer=optimizer)
+    return losses, [name for file in folder.rglob("*.safetensors") for name in load_file(file)]
+
+
+def test_a_run_goes_on_with_another_number_of_stages_from_its_adapters_alone(pool: Pool, tmp_path: Path) -> None:
+    (losses, names), *_ = pool.run(2, run_on, base("llama"), tmp_path, 2, False)
+    weights = {name for name in names if "//" not in name}  # what has is of the optimizer
+    assert weights and all("lora_" in name for name in weights)
+    for again, _ in pool.run(3, run_on, base("llama"), tmp_path, 3, True):
+        assert again == pytest.approx(losses[1:], rel=ROUNDING)
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def refusals(folder: Path) -> list[str]:
+    kinds = ("nf4", "nf4", "nf4", "quanto8")
+    models: list[Any] = [load("llama", folder, kind, adapters=False) for kind in kinds]
+    models[0].hf_quantizer.quantization_config.quant_method = "awq"
+    models[2].model.embed_tokens = Embedding4bit(97, 64)
+    models[3].model.layers[1].mlp.up_proj.weight.requires_grad = True
+    said = []
+    for number, model in enumerate(models):
+        with pytest.raises(NotImplementedError) as caught:
+            parallelize(model, 1, tensor_parallel_size=2 if number == 1 else 1)
+        said.append(str(caught.value))
+    return said
+
+
+def test_what_is_not_known_is_refused_by_name(pool: Pool) -> None:
+    expected = [
+        "is quantised by awq, whose layers are not known here",
+        "tensor_parallel_size cannot shard the packed weights",
+        "model.embed_tokens, a Embedding4bit, has packed weights, but is no linear layer",
+        "model.layers.1.mlp.up_proj has packed weights that require gradients",
+    ]
+    for said in pool.run(2, refusals, base("llama")):
+        assert all(part in text for part, text in zip(expected, said, strict=True)), said
