@@ -50,8 +50,6 @@ def mark_packed(model: Model) -> Model:
                 "(model.requires_grad_(False)) and add adapters"
             )
         record_of(module).packed = PackedLayer(inside, outside)
-        for one in packed:
-            one._penstock_inside = tensors_inside  # replicas then start alike
     return model
 
 
@@ -107,6 +105,10 @@ class PackedLayer:
             None if one is None else torch.empty(one.shape, dtype=one.dtype, device="meta") for one in (weight, bias)
         ]
         return Unpacking(self.in_features, self.out_features, *outlines)
+
+    def inside(self, parameter: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors that one of its parameters consists of, for replicas to start alike."""
+        return tensors_inside(parameter)
 
     def release(self, value: Any) -> None:
         """Let go of the tensors that the library has attached to a layer or a weight, or to objects of its own there.

@@ -322,7 +322,7 @@ class Engine:
     def _fill_all(self, values: Values | None) -> None:
         """In the first formation of this rank: fill in all values, which `values` has of a run that the rank joins."""
         if values is None:
-            copy_from_first_holders(self.held, self.groups)
+            copy_from_first_holders(self.held, self.split.model, self.groups)
         else:
             values(self, self.values_here(), {})
 

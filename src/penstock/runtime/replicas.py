@@ -7,25 +7,25 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 
+from penstock.modeling.instrumentation import known_of
 from penstock.runtime.comm.groups import Groups
 from penstock.runtime.gradients.ownership import HeldParameter
 from penstock.runtime.gradients.reduction import make_buckets
 
 
-def copy_from_first_holders(held: Sequence[HeldParameter], groups: Groups) -> None:
+def copy_from_first_holders(held: Sequence[HeldParameter], model: torch.nn.Module, groups: Groups) -> None:
     """Give every holder of a parameter the first holder's values, as replicas must start alike."""
+    marked = ((known_of(module).packed, module) for module in model.modules())
+    inside = {one: packed.inside(one) for packed, module in marked if packed for one in module.parameters(False)}
     with torch.no_grad():
-        for bucket in make_buckets([(tensor, one.ranks) for one in held for tensor in _tensors_of(one.parameter)]):
+        for bucket in make_buckets(
+            [(tensor, one.ranks) for one in held for tensor in inside.get(one.parameter, [one.parameter])]
+        ):
             flat = torch.cat([parameter.detach().reshape(-1) for parameter in bucket.parameters])
             dist.broadcast(flat, bucket.ranks[0], group=groups.reduction[bucket.ranks])
             pieces = flat.split([parameter.numel() for parameter in bucket.parameters])
             for parameter, piece in zip(bucket.parameters, pieces, strict=True):
                 parameter.copy_(piece.view(parameter.shape))
-
-
-def _tensors_of(parameter: torch.nn.Parameter) -> list[torch.Tensor]:
-    inside = vars(parameter).get("_penstock_inside")  # of a packed one, see the room that marks such
-    return [parameter] if inside is None else inside(parameter)
 
 
 def share_changes(
