@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 import torch
 from bitsandbytes.nn import Embedding4bit
-from peft import PeftModel
+from datasets import Dataset
+from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file
+from trl import SFTConfig, SFTTrainer
 
 import penstock
 from families import batch
@@ -24,6 +26,7 @@ from penstock.modeling.weights.load import load_stage
 from pool import Pool
 from quantised import adapt, load, quantisation, write_base
 from stage_driver import cut as split_units
+from trainer_runs import PipelineSFTTrainer, defaults, over, sentences, tokenizer
 from training import assert_same_gradients, cut, gradients_of, parallelize, rows, run_step, weigh
 
 # Of single precision, which the libraries compute in (bitsandbytes' 8 bits, in evaluation on a CPU, in float16).
@@ -260,6 +263,46 @@ def test_a_run_goes_on_with_another_number_of_stages_from_its_adapters_alone(poo
     assert weights and all("lora_" in name for name in weights)
     for again, _ in pool.run(3, run_on, base("llama"), tmp_path, 3, True):
         assert again == pytest.approx(losses[1:], rel=ROUNDING)
+
+
+# -- the Trainer -------------------------------------------------------------------------------------------------------
+
+TRAINERS: dict[str, dict[str, Any]] = {
+    "completions": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
+    "packed": {"packing": True, "gradient_checkpointing": False},
+}
+
+
+def fine_tune(source: Path, folder: Path, stages: int, case: str, resume: bool = False) -> list[float]:
+    """Three steps of TRL's SFTTrainer; what it logs."""
+    parts = [sentences(24, seed)["text"] for seed in (1, 2)]
+    rows_of = [{"prompt": prompt, "completion": f" {completion}"} for prompt, completion in zip(*parts, strict=True)]
+    rows_of = [{"text": text} for text in parts[0]] if case == "packed" else rows_of
+    given = {**defaults(folder, 3, 1), "max_length": 16, "bf16": False, "eval_strategy": "no", "max_grad_norm": 1.0}
+    saves = {"save_strategy": "steps", "save_steps": 2, "optim": "sgd", "learning_rate": 0.5}
+    torch.manual_seed(1)
+    trainer: Any = (PipelineSFTTrainer if stages else SFTTrainer)(
+        load("llama", source, "nf4", adapters=False),
+        SFTConfig(**{**given, **saves, **TRAINERS[case]}),
+        train_dataset=Dataset.from_list(rows_of),
+        processing_class=tokenizer(),
+        peft_config=LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False),
+        **over(stages),
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize("case", list(TRAINERS))
+def test_fine_tuning_by_trl_is_that_of_one_process(pool: Pool, tmp_path: Path, case: str) -> None:
+    """And goes on from its checkpoint of adapters, on more stages."""
+    source = base("llama")
+    (plain,) = pool.run(1, fine_tune, source, tmp_path / "plain", 0, case, init=False, timeout=120)
+    for logged in pool.run(2, fine_tune, source, tmp_path / "split", 2, case, init=False, timeout=120):
+        assert len(plain) == 3 and logged == pytest.approx(plain, abs=1e-4)
+    if case == "completions":
+        for again in pool.run(3, fine_tune, source, tmp_path / "split", 3, case, True, init=False, timeout=120):
+            assert again == pytest.approx(logged, abs=ROUNDING)
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
