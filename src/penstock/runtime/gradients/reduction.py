@@ -261,7 +261,7 @@ class Bucket:
     parameter without a gradient anywhere keeps None, as it would in the unsplit model.
     """
 
-    parameters: list[torch.Tensor]
+    parameters: list[torch.nn.Parameter]
     ranks: tuple[int, ...]
     owners: tuple[int, ...] = ()
     pending: set[int] = field(default_factory=set)
@@ -341,7 +341,7 @@ class Bucket:
 
 
 def make_buckets(
-    parameters: Sequence[tuple[torch.Tensor, tuple[int, ...]]],
+    parameters: Sequence[tuple[torch.nn.Parameter, tuple[int, ...]]],
     capacity: int = BUCKET_BYTES,
     owners: Mapping[int, tuple[int, ...]] | None = None,
 ) -> list[Bucket]:
