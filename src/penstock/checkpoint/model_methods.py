@@ -14,7 +14,7 @@ from penstock.checkpoint.load import from_parallelized
 from penstock.checkpoint.ordinary import load_ordinary
 from penstock.checkpoint.plan import SavingRank
 from penstock.checkpoint.save import Save, save_parallelized
-from penstock.checkpoint.save_pretrained import SaveOptions, refuse_unsupported
+from penstock.checkpoint.save_pretrained import SaveOptions
 from penstock.modeling.adapters import base_of
 from penstock.modeling.instrumentation import original_class
 from penstock.runtime.comm.rollcall import Call
@@ -47,7 +47,6 @@ def save_one_adapter(model: Any, directory: str | os.PathLike[str], name: str, s
     """See `PipelineModel.save_adapter`."""
     ranks = saving_ranks(model.pipeline)
     with model.pipeline.saving():
-        refuse_unsupported(model)
         Save(AdapterFolder(model, SaveOptions(variant=name), select, write), directory, **ranks).run()
 
 
