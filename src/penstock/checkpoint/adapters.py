@@ -14,6 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from penstock.modeling.placeholders.ghosts import shown_whole
+from penstock.modeling.weights.whole import whole_state
 
 from .comm import CheckpointRanks
 from .files import flush_file, writing
@@ -23,7 +24,7 @@ from .names import EXTENSIONS
 from .plan import Content, FilePlan, Folder, SavingReport, first_holders, writers_of
 from .safetensors_file import Behind
 from .staging import Replacement
-from .tensors import to_cpu, whole_state
+from .tensors import to_cpu
 from .untrusted import CheckpointError, cannot_read, kind_of
 
 State = Mapping[str, torch.Tensor]

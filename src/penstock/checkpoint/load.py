@@ -9,20 +9,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from penstock.modeling.weights.whole import shards_of, tensor_parallel_place, whole_shape, whole_state
+
 from .comm import CheckpointRanks
 from .manifest import MODEL, Manifest, whole_manifest
 from .names import manifest_name
 from .reader import CheckpointReader, Resharding
-from .tensors import (
-    DTYPES,
-    dtype_name,
-    of_run,
-    shards_of,
-    tensor_parallel_place,
-    tied_groups,
-    whole_shape,
-    whole_state,
-)
+from .tensors import DTYPES, dtype_name, of_run, tied_groups
 from .untrusted import CheckpointError
 
 Model = TypeVar("Model", bound=nn.Module)

@@ -20,7 +20,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from penstock.modeling.graph.dataflow import DataFlow, Given
 from penstock.modeling.weights.names import unit_of
-from penstock.modeling.weights.whole import packed_weights
+from penstock.modeling.weights.whole import packed_weights, shards_of, whole_state
 
 from .files import write_tensors
 from .manifest import FileEntry
@@ -29,7 +29,7 @@ from .plan import Content, FilePlan, Folder, SavingReport, Source, first_holders
 from .safetensors_file import Behind
 from .save_pretrained import write_side_files
 from .staging import Replacement, write_index
-from .tensors import DTYPES, first_of_tied, shards_of, tied_groups, to_cpu, whole_state
+from .tensors import DTYPES, first_of_tied, tied_groups, to_cpu
 from .untrusted import is_regular, kind_of
 
 

@@ -12,10 +12,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from penstock.modeling.instrumentation import known_of
+from penstock.modeling.weights.whole import shards_of, tensor_parallel_place, whole_shape
 
 from .manifest import Manifest
 from .reader import Resharding, saved_sharding
-from .tensors import first_of_tied, shards_of, tensor_parallel_place, tied_groups, whole_shape
+from .tensors import first_of_tied, tied_groups
 from .untrusted import CheckpointError
 
 # Between a parameter's name and the name of one of its states, in a file of tensors. No module name contains it.

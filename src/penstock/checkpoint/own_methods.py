@@ -11,11 +11,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.modeling.instrumentation import absent_of, original_class, record_of
+from penstock.modeling.weights.whole import shards_of
 
 from .model_methods import saving_ranks
 from .plan import Content, FilePlan, Folder, SavingReport, each_file, first_holders, tell_reports, writers_of
 from .save_pretrained import SaveOptions, refuse_unsupported
-from .tensors import shards_of, tied_groups
+from .tensors import tied_groups
 
 
 def save_by_own_method(model: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

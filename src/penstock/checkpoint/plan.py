@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import torch
 from torch import nn
 
+from penstock.modeling.weights.whole import whole_shape
 from penstock.tensor_parallel import Sharding
 
 from .comm import CheckpointRanks
@@ -20,7 +21,7 @@ from .manifest import MODEL, FileEntry
 from .safetensors_file import Behind
 from .save_pretrained import SaveOptions
 from .staging import Replacement
-from .tensors import DTYPES, dtype_name, held_state, whole_shape
+from .tensors import DTYPES, dtype_name, held_state
 from .training_state import TrainingReport
 from .untrusted import Count, typed
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from penstock.modeling.weights.whole import shards_of
+
 from .files import write_bytes, write_tensors
 from .manifest import MODEL, STEMS, TRAINING, FileEntry, Manifest
 from .names import (
@@ -27,7 +29,7 @@ from .plan import Content, FilePlan, Folder, Holding, SavingRank, SavingReport, 
 from .safetensors_file import Behind
 from .save_pretrained import write_side_files
 from .staging import Replacement, write_index
-from .tensors import TensorInfo, first_of_tied, held_state, of_run, shards_of, tied_groups, to_cpu
+from .tensors import TensorInfo, first_of_tied, held_state, of_run, tied_groups, to_cpu
 from .training_state import TrainingReport, TrainingState, collect_training_state, common_content, random_key
 from .untrusted import is_regular, kind_of
 

@@ -14,7 +14,7 @@ from penstock.modeling.adapters import is_adapter_layer
 from penstock.modeling.instrumentation import known_of
 from penstock.modeling.placeholders.ghosts import absent_parameters
 from penstock.modeling.weights.names import ties_of, unit_of
-from penstock.modeling.weights.whole import packed_weights, shards_of, tensor_parallel_place, whole_shape, whole_state  # noqa: F401  # as before
+from penstock.modeling.weights.whole import packed_weights
 
 from .untrusted import CheckpointError, Checksum, Count
 

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from penstock.modeling.weights.whole import tensor_parallel_place
 from penstock.random_state import capture_random_state, check_random_state, restore_random_state
 
 from .comm import CheckpointRanks
@@ -33,7 +34,7 @@ from .optimizer_state import (
 )
 from .plain_objects import plain_data, restore_object, state_of
 from .reader import CheckpointReader, Resharding
-from .tensors import bytes_of, tensor_parallel_place
+from .tensors import bytes_of
 from .untrusted import CheckpointError, Count, Place, damaged, open_plain, typed
 
 # Of objects that may have no saved state: the float16 loss scale of a run that was in another precision.
