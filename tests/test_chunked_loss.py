@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, CohereConfig
 import penstock
 from families import FAMILIES, batch
 from penstock.config import Configuration, ConfigurationError
-from penstock.modeling.graph.chunked_loss import ChunkedLogits
+from penstock.modeling.graph.chunked_loss import ChunkedLogits, ChunkedLossError
 from penstock.planning.unit_cost import LiveBytes
 from pool import Pool
 from training import (
@@ -160,6 +160,14 @@ def test_logits_that_are_changed_on_the_way_are_refused_on_every_rank(pool: Pool
 def test_logits_that_somebody_reads_are_refused(pool: Pool, use: str, expected: str) -> None:
     *_, last = pool.run(2, refusals, "llama", use)
     assert expected in last[0]
+
+
+def test_classes_in_another_order_are_refused() -> None:
+    head = torch.nn.Linear(8, 8)
+    logits = ChunkedLogits.of(head, head, torch.ones(2, 3, 8), 2)
+    assert logits[:, :-1].shape == (2, 2, 8)
+    with pytest.raises(ChunkedLossError, match="takes apart the logits of a token"):
+        logits[..., torch.arange(7, -1, -1)]
 
 
 def evaluated(tokens: int | None) -> tuple[float, list[float], list[int]]:

@@ -88,10 +88,15 @@ class ChunkedLogits(torch.Tensor):
                 "to a cross-entropy: no scaling or capping in between, no other loss, and nobody reads out.logits in "
                 f"training. Leave {KEY} out for this model or this use"
             )
+        taken_apart = f"{KEY}: {name} takes apart the logits of a token. Leave {KEY} out"
         with torch._C.DisableTorchFunctionSubclass():
             logits = func(*args, **kwargs)
             hidden = self._hidden
             if hidden is not None and name == "__getitem__":
+                try:
+                    func(hidden[..., :1], *args[1:])
+                except IndexError as error:  # an index along the classes, which a single one has not
+                    raise ChunkedLossError(taken_apart) from error
                 hidden = func(hidden, *args[1:])
             elif hidden is not None:
                 hidden = hidden.detach() if name == "detach" else hidden.reshape(*logits.shape[:-1], hidden.shape[-1])
@@ -99,7 +104,7 @@ class ChunkedLogits(torch.Tensor):
                 hidden is not None and hidden.shape[:-1] != logits.shape[:-1]
             )
             if moved:
-                raise ChunkedLossError(f"{KEY}: {name} takes apart the logits of a token. Leave {KEY} out")
+                raise ChunkedLossError(taken_apart)
         types = self._types if logits.dtype == self.dtype else (*self._types, logits.dtype)
         return cls._with(logits, hidden, self._head, self._tokens, types)
 
