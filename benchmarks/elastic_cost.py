@@ -37,7 +37,7 @@ from penstock.layout.layout import Layout
 from penstock.modeling.graph.units import list_units
 from penstock.pipeline_model import attach
 from penstock.runtime.comm.forming import forming
-from penstock.runtime.engine import parallelize
+from penstock.runtime.formation import parallelize, reform
 from penstock.schedule import build
 
 # Of a step that is timed, and of a run that loses a process.
@@ -181,7 +181,7 @@ def move_rank(folder: Path, rounds: int) -> None:
                 if isinstance(value, torch.Tensor)
             )
 
-        engine.reform(layouts[number % 2], values=fill)
+        reform(engine, layouts[number % 2], values=fill)
         dist.all_reduce(size, dist.ReduceOp.MAX)
         sends = rank == (number + 1) % 2
         plain = torch.ones(int(size) if sends else 0, dtype=torch.uint8)

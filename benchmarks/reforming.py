@@ -30,7 +30,7 @@ from penstock.layout.layout import Layout
 from penstock.modeling.graph.units import list_units
 from penstock.pipeline_model import attach
 from penstock.runtime.comm.forming import forming
-from penstock.runtime.engine import parallelize
+from penstock.runtime.formation import parallelize, reform
 from penstock.schedule import build
 
 CONFIG = {"n_layer": 12, "n_embd": 384, "n_head": 6, "vocab_size": 512, "n_positions": 128}
@@ -83,7 +83,7 @@ def measure(rounds: int) -> dict[str, dict[str, list[float]]]:
             meet()
             times.append(time.perf_counter())
             layout, make_schedule = makers(layouts[number % 2])
-            engine.reform(layout, make_schedule, values=lambda engine, taken, had: None)
+            reform(engine, layout, make_schedule, values=lambda engine, taken, had: None)
             times.append(time.perf_counter())
             for phase, start, end in zip(PHASES, (*times[:3], times[0]), (*times[1:], times[3]), strict=True):
                 phases[phase].append(end - start)

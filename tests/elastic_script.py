@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 import penstock.elastic.generations as generations
-import penstock.runtime.engine as engine
+import penstock.runtime.formation as formation
 from audit import unpickling
 from families import FAMILIES, VOCABULARY
 from penstock import Booster, CheckpointManager, Elastic, HeterogeneousParallelPlugin, PipelineTemplate
@@ -141,14 +141,14 @@ def main(store: str, folder: str, steps: int, start: int, *orders: str) -> None:
         if plugin.run is not None:
             form = plugin.run.on_layout
             plugin.run.on_layout = lambda new: (here("forming"), here(f"forming {new.generation}"), form(new))[-1]
-            adopt = engine.adopt_random_state  # it follows the move
+            adopt = formation.adopt_random_state  # it follows the move
 
             def moved(*given: Any) -> Any:
                 here("moved")
                 here(f"moved in {plugin.run.generation}")
                 return adopt(*given)
 
-            engine.adopt_random_state = moved
+            formation.adopt_random_state = moved
         batches, step, known = iter(loader), booster.step if store else 0, 0
         note(begins=step, member=0 if not store else plugin.run.generations.number)
         manager = None

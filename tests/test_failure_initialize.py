@@ -49,11 +49,11 @@ def initialize(victim: int, where: str, name: str, count: int) -> None:
     [
         ("torch.distributed", "init_process_group", 1),
         ("penstock.runtime.comm.exchange:Ranks", "differing", 1),
-        ("penstock.runtime.engine", "SplitModel", 1),
+        ("penstock.runtime.formation", "SplitModel", 1),
         ("torch.distributed", "new_group", 1),
         ("torch.distributed", "new_group", 2),
         ("penstock.runtime.boundary.p2p:P2PChannels", "warm_up", 1),
-        ("penstock.runtime.engine", "copy_from_first_holders", 1),
+        ("penstock.runtime.formation", "copy_from_first_holders", 1),
     ],
 )
 def test_a_rank_killed_in_initialize_is_named_by_all_others(

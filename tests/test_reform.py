@@ -27,7 +27,7 @@ from penstock.modeling.tensor_spec import TensorSpec
 from penstock.pipeline_model import attach
 from penstock.runtime.comm.bootstrap import form_world
 from penstock.runtime.comm.forming import forming
-from penstock.runtime.engine import parallelize
+from penstock.runtime.formation import parallelize, reform
 from penstock.schedule import build
 from pool import Pool
 from training import EXACT, gradients_of, kept_in_double, rows, run_step
@@ -112,7 +112,7 @@ def train_through_formations(family: str, schedule: str) -> list[tuple[float, di
                     )  # fmt: skip
                 attach(model, engine)
             else:
-                engine.reform(layout, make_schedule, values=moving)
+                reform(engine, layout, make_schedule, values=moving)
             for step in range(generation * NUM_STEPS, (generation + 1) * NUM_STEPS):
                 optimizer.zero_grad()
                 run_step(model, rows(batch_of(family, step), model.data_parallel_rank, model.data_parallel_size))
@@ -160,7 +160,7 @@ def reform_often(times: int) -> list[tuple[int, int, int, int]]:
                 engine = parallelize(model, layout, make_schedule, board, num_microbatches=MICROBATCHES)
             attach(model, engine)
         else:
-            engine.reform(layout, make_schedule, values=from_live_ranks())
+            reform(engine, layout, make_schedule, values=from_live_ranks())
         run_step(model, batch("causal", 4))
         del layout
         gc.collect()
@@ -216,7 +216,7 @@ def lost_values() -> str:
         return "no rank has the values of"
     dist.init_process_group("gloo", store=dist.PrefixStore("alone", world.store), rank=0, world_size=1)
     try:
-        engine.reform(place(units, (1,)), partial(build, "1f1b", 1), values=from_live_ranks())
+        reform(engine, place(units, (1,)), partial(build, "1f1b", 1), values=from_live_ranks())
     except RuntimeError as error:
         return str(error)
     return "nothing"
@@ -243,7 +243,7 @@ def from_a_checkpoint(folder: Path) -> float:
             for name, tensor in taken.items():
                 tensor.copy_(saved[name])
 
-    engine.reform(place(units, (1, 1)), partial(build, "1f1b", 1), values=load)
+    reform(engine, place(units, (1, 1)), partial(build, "1f1b", 1), values=load)
     largest = max(float((tensor - saved[name]).abs().max()) for name, tensor in model.state_dict().items())
     engine.close()
     return largest
@@ -270,7 +270,7 @@ def refused() -> list[str]:
     messages = []
     for layout in wrong:
         with pytest.raises(ValueError) as caught:
-            model.pipeline.reform(layout, values=from_live_ranks())
+            reform(model.pipeline, layout, values=from_live_ranks())
         messages.append(str(caught.value))
     run_step(model, batch("causal", 8))  # as before
     return messages

@@ -22,7 +22,7 @@ from penstock import form
 from penstock.layout.layout import Layout
 from penstock.layout.partition import partition
 from penstock.modeling.graph.units import list_units
-from penstock.runtime import engine
+from penstock.runtime import formation
 from penstock.runtime import parts as parts_module
 from penstock.runtime.comm import rollcall
 from penstock.runtime.comm.forming import digest_of
@@ -158,7 +158,7 @@ def form_another_layout(what: str) -> str:
         units[:2] = units[1::-1]
     layout = Layout.place([[units[:first], units[first:]]], [(1, 0) if other and what == "ranks" else (0, 1)])
     with pytest.raises(ValueError, match="different layouts") as caught:
-        engine.parallelize(model, layout, partial(build, "1f1b", 2))
+        formation.parallelize(model, layout, partial(build, "1f1b", 2))
     return str(caught.value)
 
 
@@ -185,7 +185,7 @@ def form_with_a_maker_that_fails() -> None:
 
     meeting = mock.patch.object(parts_module, "_meet", side_effect=AssertionError("groups were made"))
     with meeting, pytest.raises(KeyError, match="no such schedule"):
-        engine.parallelize(model, layout, fail)
+        formation.parallelize(model, layout, fail)
 
 
 def test_a_schedule_that_cannot_be_made_is_refused_before_groups_are(pool: Pool) -> None:

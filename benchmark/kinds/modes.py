@@ -24,7 +24,7 @@ from penstock.layout.layout import Layout
 from penstock.layout.partition import partition, split_into
 from penstock.modeling.graph.costs import unit_costs
 from penstock.modeling.graph.units import list_units
-from penstock.runtime.engine import parallelize
+from penstock.runtime.formation import parallelize
 from penstock.schedule.generators import build
 
 Batch = Mapping[str, torch.Tensor]

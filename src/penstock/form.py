@@ -16,8 +16,9 @@ from penstock.rooms import room, sharding_of
 from penstock.runtime.comm.devices import device_memory
 from penstock.runtime.comm.exchange import Ranks
 from penstock.runtime.comm.forming import facts_of, require_agreement, world_ranks
-from penstock.runtime.engine import Engine, parallelize
+from penstock.runtime.engine import Engine
 from penstock.runtime.failures.board import FailureBoard
+from penstock.runtime.formation import parallelize
 from penstock.runtime.parts import ScheduleMaker
 
 

@@ -28,6 +28,7 @@ from penstock.modeling.weights.whole import packed_weights, whole_shape, whole_s
 from penstock.rooms import room
 from penstock.runtime.comm.rollcall import Call
 from penstock.runtime.engine import Engine
+from penstock.runtime.formation import for_copy
 from penstock.runtime.gradients.weight_gradients import uninstall
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ class PipelineModel(torch.nn.Module):
         base = base_of(self)
         record = record_of(base)
         if record.engine is None:
-            record.engine = record.copied_from.for_copy(base)
+            record.engine = for_copy(record.copied_from, base)
         engine: Engine = record.engine
         return engine
 

@@ -25,9 +25,7 @@ from penstock.layout.pipelines import (
     Schedules,
     check_microbatches,
     check_ranks,
-    check_schedule,
     check_templates,
-    schedule_maker,
 )
 from penstock.modeling.adapters import base_of, is_peft_model
 from penstock.modeling.graph.loss import Criterion
@@ -39,12 +37,12 @@ from penstock.runtime.comm.bootstrap import rank_and_world_size
 from penstock.runtime.comm.devices import device_memory
 from penstock.runtime.comm.exchange import Ranks
 from penstock.runtime.comm.forming import forming
-from penstock.runtime.engine import Engine, parallelize
+from penstock.runtime.engine import Engine
 from penstock.runtime.failures.board import PATIENCE_SECONDS, FailureBoard
+from penstock.runtime.formation import parallelize
 from penstock.runtime.gradients.precision import LossScale
 from penstock.schedule.actions import Schedule, check_trains
 from penstock.schedule.generators import DEFAULT_SCHEDULE
-from penstock.schedule.text import summary
 from penstock.whole_model import check_whole_model
 
 if TYPE_CHECKING:
@@ -121,7 +119,7 @@ class HeterogeneousParallelPlugin:
             raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
         if not max_norm >= 0:
             raise ValueError(f"max_norm must not be negative, got {max_norm}")
-        check_schedule(schedule)
+        room("check_schedule")(schedule)
         self.tp_size = tp_size
         self.microbatch_size = microbatch_size
         for name, dim in (batch_dim or {}).items():
@@ -240,12 +238,12 @@ class HeterogeneousParallelPlugin:
             )
             pipelines, num_microbatches = chosen
         checked = check_templates(pipelines)
-        makers = [schedule_maker(template, self.schedule) for template in checked]
+        makers = [room("schedule_maker")(template, self.schedule) for template in checked]
         check_ranks([make(1).num_ranks for make in makers], self.tp_size, rank_and_world_size()[1])
         self._set(checked, cast(Microbatches, num_microbatches))
 
     def _set(self, checked: tuple[PipelineTemplate, ...], num_microbatches: Microbatches) -> None:
-        makers = [schedule_maker(template, self.schedule) for template in checked]
+        makers = [room("schedule_maker")(template, self.schedule) for template in checked]
         counts = check_microbatches(checked, num_microbatches)
         schedules = tuple(make(count) for make, count in zip(makers, counts, strict=True))
         for index, schedule in enumerate(schedules):
@@ -418,7 +416,7 @@ class HeterogeneousParallelPlugin:
             return facts | self._also_alike
         names = (*names, "pipelines", "num_microbatches")
         facts = {f"the plugin's {name}": getattr(self, name) for name in names}
-        return {**facts, "the pipelines' schedules": [summary(schedule) for schedule in self._schedules]}
+        return {**facts, "the pipelines' schedules": [room("summary")(schedule) for schedule in self._schedules]}
 
     def _plan(self, model: nn.Module, found: UnitsAndCosts, ranks: Ranks) -> LayoutPlan:
         described = self._description = self._describe(model, found.costs)

@@ -10,6 +10,8 @@ from penstock.layout.layout import Layout
 _ROOMS = {
     "prepare_dataloader": "penstock.data.loader",
     "HeterogeneousDataLoader": "penstock.data.loader",
+    "check_schedule": "penstock.layout.schedules",
+    "schedule_maker": "penstock.layout.schedules",
     "own_or_named": "penstock.schedule.text",
     "summary": "penstock.schedule.text",
     "written_schedule": "penstock.schedule.text",

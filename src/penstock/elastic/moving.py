@@ -16,7 +16,8 @@ from penstock.runtime.comm.exchange import Ranks
 from penstock.runtime.comm.plain import from_plain, to_plain
 
 if TYPE_CHECKING:
-    from penstock.runtime.engine import Engine, Values
+    from penstock.runtime.engine import Engine
+    from penstock.runtime.formation import Values
 
 
 class _Told(NamedTuple):

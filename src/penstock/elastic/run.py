@@ -28,9 +28,10 @@ from penstock.layout.layout import Layout
 from penstock.modeling.weights.names import unit_of
 from penstock.runtime.comm.bootstrap import leave_world
 from penstock.runtime.comm.rollcall import Call
-from penstock.runtime.engine import Engine, ScheduleMaker, Values
+from penstock.runtime.engine import Engine, ScheduleMaker
 from penstock.runtime.failures.board import PipelineFailure, is_transport_error
 from penstock.runtime.failures.keys import in_one_line
+from penstock.runtime.formation import Values, reform
 
 logger = logging.getLogger("penstock")
 
@@ -341,7 +342,7 @@ class ElasticRun:
         layout, make_schedule = self.on_layout(following)
         self.generations.meet()
         values = from_elsewhere(self.states.optimizer) if following.restore else self.states.values(following)
-        engine.reform(layout, make_schedule, values=_noting(values, change))
+        reform(engine, layout, make_schedule, values=_noting(values, change))
         self.generations.formed()
         if following.restore:
             self._restore(following, change)

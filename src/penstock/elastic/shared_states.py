@@ -11,7 +11,8 @@ from penstock.elastic.moving import from_live_ranks
 from penstock.elastic.protocol import Decision
 from penstock.runtime.comm.exchange import Ranks
 from penstock.runtime.comm.plain import from_plain, to_plain
-from penstock.runtime.engine import Engine, Values
+from penstock.runtime.engine import Engine
+from penstock.runtime.formation import Values
 
 
 class SharedStates:

@@ -1,4 +1,4 @@
-"""Which pipelines a run has: their templates' ranks, schedules and microbatches, checked, or written as `1x3,2x5`.
+"""Which pipelines a run has: their templates' ranks and microbatches, checked, or written as `1x3,2x5`.
 
 No torch.
 """
@@ -6,15 +6,12 @@ No torch.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from penstock.layout.template import StageTemplate
-from penstock.schedule.actions import Schedule
-from penstock.schedule.generators import DEFAULT_SCHEDULE, build, default_stages_per_rank
-from penstock.schedule.text import own_or_named, written_schedule
+from penstock.schedule.generators import default_stages_per_rank
 
 AnyTemplate = TypeVar("AnyTemplate", bound=StageTemplate)
 # Per template, or one number for each pipeline.
@@ -41,59 +38,11 @@ def parse_pipelines(text: str) -> list[tuple[int, int]]:
     return found
 
 
-def check_schedule(schedule: Schedules) -> None:
-    """Check what a user gave as the schedule of pipelines, as far as can be told without the pipelines."""
-    if isinstance(schedule, Mapping):
-        for template in schedule:
-            if not isinstance(template, StageTemplate):
-                raise TypeError(f"the keys of schedule must be pipeline templates, got {template!r}")
-    for one in schedule.values() if isinstance(schedule, Mapping) else (schedule,):
-        if not isinstance(one, str | Path | Sequence):
-            raise TypeError(
-                "schedule must be a name, the path of a .csv file, a list with a row for each rank, or a dict with one "
-                f"of these for each template, got {one!r}"
-            )
-        written_schedule(one)
-
-
 def num_stages_on(num_ranks: int, schedule: str) -> int:
     """Stages of a pipeline on `num_ranks` ranks: as many on each as the named schedule has; on a single rank one, as
     there is nothing to overlap. Raises ValueError for an unknown name."""
     per_rank = default_stages_per_rank(schedule)
     return num_ranks if num_ranks == 1 else num_ranks * per_rank
-
-
-def schedule_maker(template: StageTemplate, schedule: Schedules) -> Callable[[int], Schedule]:
-    """What makes a template's schedule for any number of microbatches. It tells the template's ranks, too.
-
-    A template of one stage takes one rank under any named schedule.
-
-    Args:
-        schedule: of all templates, or a dict with one for each.
-    """
-    if isinstance(schedule, Mapping):
-        if template not in schedule:
-            raise ValueError(f"schedule has no key {template!r}: give one for every template")
-        schedule = schedule[template]
-    written = written_schedule(schedule)
-    if written is not None:
-        if written.num_stages != template.num_stages:
-            raise ValueError(
-                f"schedule {written.name!r} is written for {written.num_stages} stages, but {template!r} has "
-                f"{template.num_stages}"
-            )
-        return own_or_named(schedule, written.num_ranks)
-    assert isinstance(schedule, str)
-    per_rank = default_stages_per_rank(schedule)
-    if template.num_stages == 1 and per_rank > 1:
-        return partial(build, DEFAULT_SCHEDULE, 1)
-    if template.num_stages % per_rank:
-        raise ValueError(
-            f"schedule {schedule!r} puts {per_rank} stages on each rank, but {template!r} has {template.num_stages}: "
-            f"make templates with a multiple of {per_rank} stages, or choose another schedule for this one "
-            "(schedule={template: name, ...})"
-        )
-    return partial(build, schedule, template.num_stages // per_rank)
 
 
 def check_templates(pipelines: Sequence[AnyTemplate]) -> tuple[AnyTemplate, ...]:

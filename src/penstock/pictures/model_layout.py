@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from transformers import PreTrainedModel
 
 from penstock.layout.layout import Layout
-from penstock.layout.pipelines import schedule_maker
+from penstock.layout.schedules import schedule_maker
 from penstock.modeling.graph.costs import unit_costs
 from penstock.modeling.weights.names import stage_sizes
 from penstock.pictures.describe import LayoutDescription

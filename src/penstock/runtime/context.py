@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 
 from penstock.layout.layout import Layout, PipelineLayout, Place
-from penstock.runtime.comm.groups import Groups
 from penstock.runtime.failures.board import FailureBoard
 from penstock.runtime.failures.interrupts import Interrupts
+
+if TYPE_CHECKING:
+    from penstock.runtime.comm.groups import Groups
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,8 @@
 """The engine that runs a parallelised model: one rank's part of a layout of pipelines, and what it needs to run steps.
 
-`parallelize` is the one function that turns a model and a layout into a running engine. An engine is *formed* by the
-ranks of a layout, and can be *re-formed* by other ranks, or in another layout, with the same model: see `reform`.
-What it is made of then is in `parts`; here is what lasts over formations, and what the ranks do together. Every call of
-the faces begins here; that makes the file long.
+`formation` forms engines, and re-forms them with other ranks or in another layout. What an engine is made of then is in
+`parts`; here is what lasts over formations, and what the ranks do together. Every call of the faces begins here; that
+makes the file long.
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ import inspect
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Generator, Hashable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Generator, Hashable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,13 +29,8 @@ from penstock.layout.layout import Layout, Place
 from penstock.modeling.graph.loss import Criterion
 from penstock.modeling.stage.named_output import Form
 from penstock.modeling.stage.outputs import Shapes
-from penstock.modeling.stage.split import SplitModel, refuse_moved
-from penstock.modeling.weights.names import alias_groups
-from penstock.runtime import torch_calls
+from penstock.modeling.stage.split import SplitModel
 from penstock.runtime.boundary.p2p import P2PChannels
-from penstock.runtime.comm.devices import local_device
-from penstock.runtime.comm.forming import adopt_random_state, forming, job_board, shared_progress
-from penstock.runtime.comm.groups import Groups
 from penstock.runtime.comm.rollcall import Call
 from penstock.runtime.comm.settings import (
     MODULUS,
@@ -62,15 +56,13 @@ from penstock.runtime.inputs import (
 )
 from penstock.runtime.loop import TrainingLoop
 from penstock.runtime.parts import Parts, ScheduleMaker
-from penstock.runtime.replicas import copy_from_first_holders
 from penstock.runtime.report import StepRecorder, StepReport
 from penstock.runtime.step import TrainingStep
 from penstock.schedule.actions import check_trains
 
-# Fills in what a rank holds newly after a re-formation: given the engine, these parameters and buffers by their unsplit
-# names, and the values that the rank had before, which are nobody's any more afterwards. What it adds to the latter
-# counts as had if the re-formation fails and another is tried.
-Values = Callable[["Engine", Mapping[str, torch.Tensor], MutableMapping[str, torch.Tensor]], None]
+if TYPE_CHECKING:
+    from penstock.runtime.comm.groups import Groups
+
 DEFAULT_MICROBATCHES_PER_STAGE = 4
 # Calls that need the model where its stages compute, beside steps and evaluations.
 COMPUTING = frozenset({Call.GENERATE, Call.CLIP, Call.NORM})
@@ -81,53 +73,15 @@ ALIKE = frozenset({Call.CLIP, Call.NORM})
 T = TypeVar("T")
 
 
-def parallelize(
-    model: nn.Module,
-    layout: Layout,
-    make_schedule: ScheduleMaker,
-    board: FailureBoard | None = None,
-    *,
-    make_weights: Callable[[torch.device], Any] | None = None,
-    make_sharding: Callable[..., Any] | None = None,
-    **options: Any,
-) -> Engine:
-    """Split `model` for this rank's place in `layout`, move it to this rank's device, and form the engine.
-
-    All ranks of the layout call this together, with equal models.
-
-    Args:
-        model: a whole model, or one whose foreign units are ghosts already; it is shrunk in place.
-        make_schedule: gives this rank's pipeline's schedule for a number of microbatches.
-        board: where failures are recorded, from `forming()`; by default a new one.
-        make_sharding: of a whole model, this rank's index and number among those that share its stages, and what is
-            tied, makes what shards its weights, such as `TensorParallel`; for a layout of several such ranks.
-        make_weights: makes those of this rank's stages on a device, of a model on the meta device.
-    """
-    place = layout.place_of(dist.get_rank())
-    mine = layout.pipelines[place.pipeline]
-    own = mine.stages_of(place.pipeline_rank)
-    aliases, sharding = alias_groups(model), None
-    if layout.tensor_parallel_size > 1:
-        if make_sharding is None:
-            raise TypeError(f"a layout of tensor_parallel_size {layout.tensor_parallel_size} needs make_sharding")
-        sharding = make_sharding(model, place.tensor_parallel_rank, layout.tensor_parallel_size, aliases)
-    split = SplitModel(model, mine.stages, own, sharding, aliases)
-    device = local_device()
-    (make_weights or model.to)(device)
-    return Engine(split, layout, make_schedule, device, board=board, **options)
-
-
 class Engine:
-    """One rank's part of a layout: trains, evaluates, decodes, reduces gradients.
-
-    All ranks of the layout construct theirs together.
+    """One rank's part of a layout: trains, evaluates, decodes, reduces gradients. `formation` makes and re-forms it.
 
     Args:
         num_microbatches, micro_batch_size: how a batch is split, if not by its own number of microbatches.
         batch_dim: of inputs, the dimension that has the samples, or None, where it is not the first.
         loss_chunk_tokens: in training head and loss run over chunks of so many tokens, see `graph.chunked_loss`.
         patience: how many seconds a rank waits for others before it says so.
-        values: on a rank that joins others which call `reform`, fills in what it holds.
+        timeout: how long a transfer between ranks may take.
         with_owners: chooses which holders of each parameter keep its optimizer's state; None: all do.
 
     Attributes:
@@ -146,14 +100,14 @@ class Engine:
         given: what this rank does not hold, but has the values of until the next re-formation; see `moving.hand_over`.
         forward: while it is set, a call of the model means it: generation's single forwards.
         make_recorder: makes what records the timeline of a step for `trace`; None records nothing.
+        had: until a re-formation is complete, the values that were here before it.
+        lacking: the names of what has no values here until then.
         on_board: is given the failure board of each re-formation when that begins.
     """
 
     def __init__(
         self,
         split: SplitModel,
-        layout: Layout,
-        make_schedule: ScheduleMaker,
         device: torch.device,
         *,
         num_microbatches: int | None = None,
@@ -162,10 +116,8 @@ class Engine:
         loss_chunk_tokens: int | None = None,
         trace: str | os.PathLike[str] | None = None,
         trace_steps: tuple[int, int] | None = None,
-        board: FailureBoard | None = None,
         timeout: datetime.timedelta | None = None,
         patience: float = PATIENCE_SECONDS,
-        values: Values | None = None,
         with_owners: Callable[..., Sequence[HeldParameter]] | None = None,
     ):
         self.split = split
@@ -187,43 +139,25 @@ class Engine:
         self.run: Any = None
         self.forward: Callable[[dict[str, Any]], Any] | None = None
         self.make_recorder: Callable[[RankContext, P2PChannels], StepRecorder] | None = None
-        self._timeout, self._patience = timeout, patience
+        self.timeout, self.patience = timeout, patience
         self.synchronises = True
-        # Until a re-formation is complete: the values that were here before it, and the names that lack values here.
-        self._had: dict[str, torch.Tensor] | None = None
-        self._lacking: set[str] = set()
+        self.had: dict[str, torch.Tensor] | None = None
+        self.lacking: set[str] = set()
         self.given: dict[str, torch.Tensor] = {}
         self.known: dict[str, nn.Parameter] = dict(split.released)
         self._main_input_name = getattr(split.model, "main_input_name", None)
         self._media = MediaTokens.of(getattr(split.model, "config", None))
-        board = job_board() if board is None else board
-        self._form(layout, make_schedule, board, partial(self._fill_all, values))
-        torch_calls.follow(self)
 
     # -- forming ---------------------------------------------------------------------------------------------------
 
-    def _form(
-        self, layout: Layout, make_schedule: ScheduleMaker, board: FailureBoard, share_values: Callable[[], None]
-    ) -> None:
-        """Meet the other ranks of `layout`, build all that depends on it, and start alike."""
-        times = self._timeout, self._patience
-        self._parts = Parts(self.split, layout, make_schedule, self.device, board, *times, self.with_owners)
+    def take_up(self, parts: Parts) -> None:
+        """Work with the parts of a new formation from now on."""
+        self._parts = parts
         assert dist.group.WORLD is not None
         # Weakly: a group closes only when nothing refers to it.
         self._world = weakref.ref(dist.group.WORLD)
         self._note_known()
         self._of_formation: dict[Any, Any] = {}
-        context = self.context
-        with board.guard("agreeing on the run's seed", context.everyone):
-            first, self.seed, self.step_number = shared_progress(context.groups, self.seed, self.step_number)
-        with board.guard("sharing weights and random numbers before the first step", context.everyone):
-            self._parts.connect()
-            share_values()
-            # A shuffle without a seed then draws the same order on all ranks of a pipeline: they need the same batches.
-            if first is None:
-                adopt_random_state(context.pipeline_ranks[0], context.groups.model_parallel_control, self.device)
-            else:  # a re-formation: the ranks that come new go on from one that was there
-                adopt_random_state(first, context.groups.world_control, self.device)
 
     def _note_known(self) -> None:
         self.known.update((one.name, one.parameter) for one in self.held)
@@ -258,91 +192,8 @@ class Engine:
                 self._note_known()
 
     def dissolve(self) -> None:
-        """Give up the present formation: groups, hooks, threads. The model keeps its weights; `reform` goes on."""
+        """Give up the present formation: groups, hooks, threads. The model keeps its weights."""
         self._parts.give_up()
-
-    def reform(self, layout: Layout, make_schedule: ScheduleMaker | None = None, *, values: Values) -> None:
-        """Take up another layout with the same model, the same parameters and the same optimizer.
-
-        The ranks that remain of the old layout call this together, after `dissolve()`, `destroy_process_group()` and a
-        new `init_process_group()`; ranks that come new call `parallelize(..., values=...)` meanwhile. Units that are
-        held no longer give up their storage; those that are held newly get storage on the same `Parameter` objects.
-
-        Args:
-            layout: of all ranks; its tensor-parallel size is the one before.
-            make_schedule: for this rank's pipeline; by default the present one, if it fits.
-            values: fills in what is held newly, see `Values`: from a checkpoint, or
-                `elastic.moving.from_live_ranks(optimizer)`, from the ranks that have them.
-
-        Raises:
-            ValueError: the layout does not fit the model or the world; nothing has changed then.
-        """
-        if layout.world_size != dist.get_world_size():
-            raise ValueError(f"the layout is of {layout.world_size} ranks, but the world has {dist.get_world_size()}")
-        if layout.units != self.layout.units:
-            other = ", ".join(sorted({*layout.units} ^ {*self.layout.units})) or "the order differs"
-            raise ValueError(f"another layout must place the same units in the same order: {other}")
-        if layout.tensor_parallel_size != self.layout.tensor_parallel_size:
-            raise ValueError(
-                f"weights are sharded over {self.layout.tensor_parallel_size} ranks, and a layout with a "
-                f"tensor_parallel_size of {layout.tensor_parallel_size} cannot be taken up: split a new model for it"
-            )
-        self.dissolve()
-        place = layout.place_of(dist.get_rank())
-        mine = layout.pipelines[place.pipeline]
-        saved = self.board.resume
-        with forming(self._timeout, self.on_board) as board:
-            board.resume.update(saved)
-            # If the last attempt failed, what is held may have no values: those that were there before it count.
-            if self._had is None:
-                self._had = self.values_here() | self.given
-            self.split.reform(
-                mine.stages,
-                mine.stages_of(place.pipeline_rank),
-                place.tensor_parallel_rank,
-                layout.tensor_parallel_size,
-            )
-            self._lacking |= set(self.split.taken)
-            make_schedule = make_schedule or self._parts.make_schedule
-            self._form(layout, make_schedule, board, partial(self._fill, values))
-
-    def _fill(self, values: Values) -> None:
-        """After a re-formation: fill in the values of everything that is held and lacks them."""
-        had = self._had
-        assert had is not None
-        lacking = {name: tensor for name, tensor in self.values_here().items() if name in self._lacking}
-        with torch.no_grad():
-            for name in list(lacking):
-                if name in had:  # it was released by an attempt that failed
-                    lacking.pop(name).copy_(had[name])
-        values(self, lacking, had)
-        # All ranks have what they need. What is no longer held has no optimizer state now: it does not count as had.
-        self._had, self._lacking, self.given = None, set(), {}
-
-    def _fill_all(self, values: Values | None) -> None:
-        """In the first formation of this rank: fill in all values, which `values` has of a run that the rank joins."""
-        if values is None:
-            copy_from_first_holders(self.held, self.split.model, self.groups)
-        else:
-            values(self, self.values_here(), {})
-
-    def for_copy(self, model: nn.Module) -> Engine:
-        """An engine of the same layout for a copy of the model. All ranks of the layout call this together."""
-        if self.split.tensor_parallel is not None:
-            raise NotImplementedError(
-                "a copy of a model whose weights are sharded over tensor-parallel ranks cannot be run: initialize() "
-                "another whole model, or save this one and load it"
-            )
-        self._refuse_if_over()
-        refuse_moved(model, self.device)
-        split = SplitModel(model, self.split.stages, self.split.local_stages, aliases=self.split.aliases)
-        made = Engine(
-            split, self.layout, self._parts.make_schedule, self.device, num_microbatches=self.num_microbatches,
-            micro_batch_size=self.micro_batch_size, loss_chunk_tokens=self.split.loss_chunk_tokens,
-            timeout=self._timeout, patience=self._patience, with_owners=self.with_owners,
-        )  # fmt: skip
-        made.autocast, made.step_number, made.own_means = self.autocast, self.step_number, self.own_means
-        return made
 
     def close(self) -> None:
         """Give up the process groups, and an elastic run. The model keeps its weights but runs no more steps."""
@@ -371,6 +222,11 @@ class Engine:
     def layout(self) -> Layout:
         """All pipelines, and the ranks they are on."""
         return self.context.layout
+
+    @property
+    def make_schedule(self) -> ScheduleMaker:
+        """Gives this rank's pipeline's schedule for a number of microbatches."""
+        return self._parts.make_schedule
 
     @property
     def rank(self) -> int:
@@ -404,7 +260,7 @@ class Engine:
     @property
     def value_names(self) -> Collection[str]:
         """The unsplit names of what this rank has the values of, also while a re-formation is not complete."""
-        return self.values_here() | self.given if self._had is None else self._had
+        return self.values_here() | self.given if self.had is None else self.had
 
     @property
     def weight_gradients(self) -> WeightGradientQueues:
@@ -419,7 +275,7 @@ class Engine:
         The batch is checked now, before any communication; the step runs as the caller iterates.
         """
         first = next((v.first_microbatch for v in inputs.values() if isinstance(v, PerMicrobatch)), None)
-        self._refuse_if_over()
+        self.refuse_if_over()
         self._parts.open_step.refuse("another training step")
         return self.train_microbatches(
             *self.microbatches(inputs), first_microbatch=first, criterion=criterion, digest=fingerprint(inputs)
@@ -523,7 +379,7 @@ class Engine:
         """Around what the ranks of this pipeline (of all of them, with `everyone`) do together: it begins on all of
         them or on none, and no signal tears it. Gives every rank's settings.
         """
-        self._refuse_if_over()
+        self.refuse_if_over()
         self._parts.open_step.refuse(str(call))
         if call in COMPUTING:
             self.split.refuse_if_moved(self.device)
@@ -671,7 +527,8 @@ class Engine:
                     raise SettingsMismatch(f"the gradient norm's {name} differs: {settings_in_words(values)}")
             yield
 
-    def _refuse_if_over(self) -> None:
+    def refuse_if_over(self) -> None:
+        """Raise if this engine runs no more steps."""
         self.board.check()
         if self._parts.closed:
             raise RuntimeError("this model's pipeline was closed: it keeps its weights, but runs no more steps")
@@ -684,7 +541,7 @@ class Engine:
         criterion: Criterion | None,
         training: bool = False,
     ) -> StepInputs:
-        self._refuse_if_over()
+        self.refuse_if_over()
         self.split.refuse_if_moved(self.device)
         refuse_tuples(self.split.model, microbatches)
         refuse_wrong_types(self.split.model, microbatches)

@@ -6,14 +6,12 @@ new ones. What lasts is the engine, the model, and its parameters.
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
-import torch
 import torch.distributed as dist
 
 from penstock.layout.layout import Layout
@@ -21,18 +19,12 @@ from penstock.modeling.instrumentation import known_of
 from penstock.modeling.stage.split import SplitModel
 from penstock.runtime.boundary.boundaries import Boundaries
 from penstock.runtime.boundary.p2p import P2PChannels
-from penstock.runtime.comm.devices import default_timeout
 from penstock.runtime.comm.exchange import Ranks
-from penstock.runtime.comm.forming import require_layout
 from penstock.runtime.comm.frozen import FrozenParameters, refuse_differing
-from penstock.runtime.comm.groups import Groups
 from penstock.runtime.comm.rollcall import Answers, RollCall, Summary
 from penstock.runtime.comm.settings import Modes, Settings, autocast_code, bits_of
 from penstock.runtime.comm.totals import Totals
 from penstock.runtime.context import RankContext
-from penstock.runtime.failures.board import FailureBoard
-from penstock.runtime.failures.interrupts import Interrupts
-from penstock.runtime.failures.watcher import interruptible
 from penstock.runtime.gradients.gradients import Gradients
 from penstock.runtime.gradients.ownership import HeldParameter, find_holders
 from penstock.runtime.gradients.updates import UpdateWatch
@@ -47,48 +39,51 @@ from penstock.schedule.actions import Schedule
 ScheduleMaker = Callable[[int], Schedule]
 
 
+def holders_of(split: SplitModel, layout: Layout) -> tuple[list[HeldParameter], set[tuple[int, ...]]]:
+    """The parameters that this rank holds, with the other ranks that do; and all sets of ranks that hold something
+    together."""
+    sharding = split.tensor_parallel
+    return find_holders(
+        layout,
+        layout.place_of(dist.get_rank()).tensor_parallel_rank,
+        split.aliases,
+        dict(split.model.named_parameters(remove_duplicate=False)),
+        sharding.shards if sharding else (),
+        sharding.partial if sharding else (),
+    )
+
+
 class Parts:
     """One rank's parts. All ranks of the layout make theirs together.
 
     Args:
-        patience: how many seconds a rank waits for others before it says so.
+        held: the parameters this rank holds, with the other ranks that do.
         with_owners: see `Engine`.
 
     Attributes:
         make_schedule: gives this pipeline's schedule for a number of microbatches.
-        held: the parameters this rank holds, with the other ranks that do.
+        held: as given, or with the owners that `with_owners` chose.
         updates: whether the weights have changed since the last step.
         roll_call: what begins each call on all ranks or on none.
     """
 
-    context: RankContext
-    held: Sequence[HeldParameter]
     gradients: Gradients
     updates: UpdateWatch
 
     def __init__(
         self,
         split: SplitModel,
-        layout: Layout,
+        context: RankContext,
         make_schedule: ScheduleMaker,
-        device: torch.device,
-        board: FailureBoard,
-        timeout: datetime.timedelta | None,
-        patience: float,
+        held: Sequence[HeldParameter],
         with_owners: Callable[..., Sequence[HeldParameter]] | None = None,
     ) -> None:
         self.make_schedule, self._split, self._with_owners = make_schedule, split, with_owners
+        self.context, self.held = context, held
         self._schedules: dict[int, Schedule] = {}
         self._programs: dict[tuple[int, bool], Program] = {}
         self.closed = False
-        require_layout(layout, board)
-        self.schedule(1)  # what the maker refuses, it refuses before anything is made
-        shared = self._find_holders(layout)
-        self.context = context = _meet(layout, device, board, shared, timeout)
-        board.patience = patience
-        if split.tensor_parallel is not None:
-            assert context.groups.tensor_parallel is not None
-            split.tensor_parallel.connect(context.groups.tensor_parallel, device, board)
+        device, board = context.device, context.board
         self.open_step = OpenStep(context.interrupts)
         self._channels = P2PChannels(context.groups.p2p_group, context.rank_of, device, board)
         self.boundaries = Boundaries(
@@ -100,19 +95,6 @@ class Parts:
         self.roll_call = RollCall(context)
         self._build_gradients()
         board.on_abort(lambda: self.gradients.clear())  # those of that moment: they may be built anew
-
-    def _find_holders(self, layout: Layout) -> set[tuple[int, ...]]:
-        """Note what this rank holds; returns every set of ranks that hold something together."""
-        split, sharding = self._split, self._split.tensor_parallel
-        self.held, shared = find_holders(
-            layout,
-            layout.place_of(dist.get_rank()).tensor_parallel_rank,
-            split.aliases,
-            dict(split.model.named_parameters(remove_duplicate=False)),
-            sharding.shards if sharding else (),
-            sharding.partial if sharding else (),
-        )
-        return shared
 
     def _build_gradients(self, before: Sequence[HeldParameter] = ()) -> None:
         """Make the parts that know the model's parameters and modules; `before` is what was held until now."""
@@ -148,7 +130,7 @@ class Parts:
         finally:
             held = self.held
             self._split.renew()
-            self._find_holders(context.layout)
+            self.held, _ = holders_of(self._split, context.layout)
             self._build_gradients(held)
 
     def give_up(self) -> None:
@@ -215,26 +197,3 @@ class Parts:
             every = ranks.exchange(self._frozen.described(), "comparing frozen parameters")
             refuse_differing(dict(zip(sorted(said), every, strict=True)))
         return answers.pipeline
-
-
-def _meet(
-    layout: Layout,
-    device: torch.device,
-    board: FailureBoard,
-    shared: set[tuple[int, ...]],
-    timeout: datetime.timedelta | None,
-) -> RankContext:
-    """Make the process groups; `shared` are the sets of ranks that hold something together."""
-    rank, interrupts = dist.get_rank(), Interrupts()
-    with board.guard("making process groups", range(layout.world_size)):
-        groups = interruptible(
-            partial(Groups, layout, rank, device, shared, timeout, board.refuse_if_failed),
-            board,
-            timeout or default_timeout(device),
-        )
-    context = RankContext(layout, rank, device, groups, board, interrupts)
-    board.mates = frozenset(context.pipeline_ranks)
-    board.on_end(groups.abort)
-    # Registered first, to be called last: a group closes only when nothing refers to it.
-    board.on_abort(groups.destroy)
-    return context

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from penstock.modeling.instrumentation import known_of
-from penstock.runtime.comm.groups import Groups
 from penstock.runtime.gradients.ownership import HeldParameter
 from penstock.runtime.gradients.reduction import make_buckets
+
+if TYPE_CHECKING:
+    from penstock.runtime.comm.groups import Groups
 
 
 def copy_from_first_holders(held: Sequence[HeldParameter], model: torch.nn.Module, groups: Groups) -> None:

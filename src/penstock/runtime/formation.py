@@ -1,0 +1,216 @@
+"""Ranks form the engine of a model, re-form it in another layout, and form one for a copy of the model.
+
+`parallelize` is the one function that turns a model and a layout into a running engine. All ranks of the layout make
+each of these calls together.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Mapping, MutableMapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from penstock.layout.layout import Layout
+from penstock.modeling.stage.split import SplitModel, refuse_moved
+from penstock.modeling.weights.names import alias_groups
+from penstock.runtime import torch_calls
+from penstock.runtime.comm.devices import default_timeout, local_device
+from penstock.runtime.comm.forming import adopt_random_state, forming, job_board, require_layout, shared_progress
+from penstock.runtime.comm.groups import Groups
+from penstock.runtime.context import RankContext
+from penstock.runtime.engine import Engine
+from penstock.runtime.failures.board import FailureBoard
+from penstock.runtime.failures.interrupts import Interrupts
+from penstock.runtime.failures.watcher import interruptible
+from penstock.runtime.parts import Parts, ScheduleMaker, holders_of
+from penstock.runtime.replicas import copy_from_first_holders
+
+# Fills in what a rank holds newly after a re-formation: given the engine, these parameters and buffers by their unsplit
+# names, and the values that the rank had before, which are nobody's any more afterwards. What it adds to the latter
+# counts as had if the re-formation fails and another is tried.
+Values = Callable[[Engine, Mapping[str, torch.Tensor], MutableMapping[str, torch.Tensor]], None]
+
+
+def parallelize(
+    model: nn.Module,
+    layout: Layout,
+    make_schedule: ScheduleMaker,
+    board: FailureBoard | None = None,
+    *,
+    make_weights: Callable[[torch.device], Any] | None = None,
+    make_sharding: Callable[..., Any] | None = None,
+    values: Values | None = None,
+    **options: Any,
+) -> Engine:
+    """Split `model` for this rank's place in `layout`, move it to this rank's device, and form the engine.
+
+    All ranks of the layout call this together, with equal models.
+
+    Args:
+        model: a whole model, or one whose foreign units are ghosts already; it is shrunk in place.
+        make_schedule: gives this rank's pipeline's schedule for a number of microbatches.
+        board: where failures are recorded, from `forming()`; by default a new one.
+        make_sharding: of a whole model, this rank's index and number among those that share its stages, and what is
+            tied, makes what shards its weights, such as `TensorParallel`; for a layout of several such ranks.
+        make_weights: makes those of this rank's stages on a device, of a model on the meta device.
+        values: on a rank that joins others which call `reform`, fills in what it holds.
+        options: of the `Engine`.
+    """
+    place = layout.place_of(dist.get_rank())
+    mine = layout.pipelines[place.pipeline]
+    own = mine.stages_of(place.pipeline_rank)
+    aliases, sharding = alias_groups(model), None
+    if layout.tensor_parallel_size > 1:
+        if make_sharding is None:
+            raise TypeError(f"a layout of tensor_parallel_size {layout.tensor_parallel_size} needs make_sharding")
+        sharding = make_sharding(model, place.tensor_parallel_rank, layout.tensor_parallel_size, aliases)
+    split = SplitModel(model, mine.stages, own, sharding, aliases)
+    device = local_device()
+    (make_weights or model.to)(device)
+    engine = Engine(split, device, **options)
+    _form_first(engine, layout, make_schedule, job_board() if board is None else board, values)
+    return engine
+
+
+def reform(engine: Engine, layout: Layout, make_schedule: ScheduleMaker | None = None, *, values: Values) -> None:
+    """Take up another layout with the same model, the same parameters and the same optimizer.
+
+    The ranks that remain of the old layout call this together, after `engine.dissolve()`, `destroy_process_group()` and
+    a new `init_process_group()`; ranks that come new call `parallelize(..., values=...)` meanwhile. Units that are held
+    no longer give up their storage; those that are held newly get storage on the same `Parameter` objects.
+
+    Args:
+        layout: of all ranks; its tensor-parallel size is the one before.
+        make_schedule: for this rank's pipeline; by default the present one, if it fits.
+        values: fills in what is held newly, see `Values`: from a checkpoint, or
+            `elastic.moving.from_live_ranks(optimizer)`, from the ranks that have them.
+
+    Raises:
+        ValueError: the layout does not fit the model or the world; nothing has changed then.
+    """
+    size, before = layout.tensor_parallel_size, engine.layout
+    if layout.world_size != dist.get_world_size():
+        raise ValueError(f"the layout is of {layout.world_size} ranks, but the world has {dist.get_world_size()}")
+    if layout.units != before.units:
+        other = ", ".join(sorted({*layout.units} ^ {*before.units})) or "the order differs"
+        raise ValueError(f"another layout must place the same units in the same order: {other}")
+    if size != before.tensor_parallel_size:
+        raise ValueError(
+            f"weights are sharded over {before.tensor_parallel_size} ranks, and a layout with a tensor_parallel_size "
+            f"of {size} cannot be taken up: split a new model for it"
+        )
+    engine.dissolve()
+    place = layout.place_of(dist.get_rank())
+    mine = layout.pipelines[place.pipeline]
+    saved = engine.board.resume
+    with forming(engine.timeout, engine.on_board) as board:
+        board.resume.update(saved)
+        # If the last attempt failed, what is held may have no values: those that were there before it count.
+        if engine.had is None:
+            engine.had = engine.values_here() | engine.given
+        engine.split.reform(mine.stages, mine.stages_of(place.pipeline_rank), place.tensor_parallel_rank, size)
+        engine.lacking |= set(engine.split.taken)
+        _form(engine, layout, make_schedule or engine.make_schedule, board, partial(_fill, engine, values))
+
+
+def _fill(engine: Engine, values: Values) -> None:
+    """After a re-formation: fill in the values of everything that is held and lacks them."""
+    had = engine.had
+    assert had is not None
+    lacking = {name: tensor for name, tensor in engine.values_here().items() if name in engine.lacking}
+    with torch.no_grad():
+        for name in list(lacking):
+            if name in had:  # it was released by an attempt that failed
+                lacking.pop(name).copy_(had[name])
+    values(engine, lacking, had)
+    # All ranks have what they need. What is no longer held has no optimizer state now: it does not count as had.
+    engine.had, engine.lacking, engine.given = None, set(), {}
+
+
+def for_copy(engine: Engine, model: nn.Module) -> Engine:
+    """An engine of the same layout for a copy of the model. All ranks of the layout call this together."""
+    before = engine.split
+    if before.tensor_parallel is not None:
+        raise NotImplementedError(
+            "a copy of a model whose weights are sharded over tensor-parallel ranks cannot be run: initialize() "
+            "another whole model, or save this one and load it"
+        )
+    engine.refuse_if_over()
+    refuse_moved(model, engine.device)
+    made = Engine(
+        SplitModel(model, before.stages, before.local_stages, aliases=before.aliases), engine.device,
+        num_microbatches=engine.num_microbatches, micro_batch_size=engine.micro_batch_size,
+        loss_chunk_tokens=before.loss_chunk_tokens, timeout=engine.timeout, patience=engine.patience,
+        with_owners=engine.with_owners,
+    )  # fmt: skip
+    _form_first(made, engine.layout, engine.make_schedule, job_board())
+    made.autocast, made.step_number, made.own_means = engine.autocast, engine.step_number, engine.own_means
+    return made
+
+
+def _form_first(
+    engine: Engine, layout: Layout, make_schedule: ScheduleMaker, board: FailureBoard, values: Values | None = None
+) -> None:
+    def fill() -> None:
+        if values is None:
+            copy_from_first_holders(engine.held, engine.split.model, engine.groups)
+        else:
+            values(engine, engine.values_here(), {})
+
+    _form(engine, layout, make_schedule, board, fill)
+    torch_calls.follow(engine)
+
+
+def _form(
+    engine: Engine, layout: Layout, make_schedule: ScheduleMaker, board: FailureBoard, share_values: Callable[[], None]
+) -> None:
+    """Meet the other ranks of `layout`, build all that depends on it, and start alike."""
+    split, device = engine.split, engine.device
+    require_layout(layout, board)
+    make_schedule(1)  # what the maker refuses, it refuses before anything is made
+    held, shared = holders_of(split, layout)
+    context = _meet(layout, device, board, shared, engine.timeout)
+    groups, board.patience = context.groups, engine.patience
+    if split.tensor_parallel is not None:
+        assert groups.tensor_parallel is not None
+        split.tensor_parallel.connect(groups.tensor_parallel, device, board)
+    parts = Parts(split, context, make_schedule, held, engine.with_owners)
+    engine.take_up(parts)
+    with board.guard("agreeing on the run's seed", context.everyone):
+        first, engine.seed, engine.step_number = shared_progress(groups, engine.seed, engine.step_number)
+    with board.guard("sharing weights and random numbers before the first step", context.everyone):
+        parts.connect()
+        share_values()
+        # A shuffle without a seed then draws the same order on all ranks of a pipeline: they need the same batches.
+        if first is None:
+            adopt_random_state(context.pipeline_ranks[0], groups.model_parallel_control, device)
+        else:  # a re-formation: the ranks that come new go on from one that was there
+            adopt_random_state(first, groups.world_control, device)
+
+
+def _meet(
+    layout: Layout,
+    device: torch.device,
+    board: FailureBoard,
+    shared: set[tuple[int, ...]],
+    timeout: datetime.timedelta | None,
+) -> RankContext:
+    """Make the process groups; `shared` are the sets of ranks that hold something together."""
+    rank, interrupts = dist.get_rank(), Interrupts()
+    with board.guard("making process groups", range(layout.world_size)):
+        groups = interruptible(
+            partial(Groups, layout, rank, device, shared, timeout, board.refuse_if_failed),
+            board,
+            timeout or default_timeout(device),
+        )
+    context = RankContext(layout, rank, device, groups, board, interrupts)
+    board.mates = frozenset(context.pipeline_ranks)
+    board.on_end(groups.abort)
+    # Registered first, to be called last: a group closes only when nothing refers to it.
+    board.on_abort(groups.destroy)
+    return context
