@@ -26,7 +26,7 @@ from ended import LIMIT, End, fault_now, kill_self, run_ranks
 from families import FAMILIES, batch
 from launch import run_command
 from penstock import PipelineFailure
-from penstock.runtime import parts
+from penstock.runtime import formation
 from penstock.runtime.comm import rollcall
 from penstock.runtime.comm.groups import Groups
 from penstock.runtime.failures import inquiry
@@ -298,7 +298,7 @@ def work_beside_one_that_stands_still(victim: int, moment: str) -> None:
         if my_rank() == victim:
             os.kill(os.getpid(), signal.SIGSTOP)
 
-    with mock.patch.object(parts, "Groups", side_effect=lambda *given: (stand_still(), Groups(*given))[1]) as groups:
+    with mock.patch.object(formation, "Groups", side_effect=lambda *given: (stand_still(), Groups(*given))[1]) as groups:
         if moment != "forming":
             groups.side_effect = Groups
         model = build(3, timeout=SECONDS)

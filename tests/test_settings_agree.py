@@ -23,7 +23,6 @@ from penstock.layout.layout import Layout
 from penstock.layout.partition import partition
 from penstock.modeling.graph.units import list_units
 from penstock.runtime import formation
-from penstock.runtime import parts as parts_module
 from penstock.runtime.comm import rollcall
 from penstock.runtime.comm.forming import digest_of
 from penstock.schedule.generators import build
@@ -183,7 +182,7 @@ def form_with_a_maker_that_fails() -> None:
     def fail(num_microbatches: int) -> Any:
         raise KeyError("no such schedule")
 
-    meeting = mock.patch.object(parts_module, "_meet", side_effect=AssertionError("groups were made"))
+    meeting = mock.patch.object(formation, "_meet", side_effect=AssertionError("groups were made"))
     with meeting, pytest.raises(KeyError, match="no such schedule"):
         formation.parallelize(model, layout, fail)
 

@@ -1,4 +1,4 @@
-"""The schedules of a run's pipelines, as a user gives them: a name, a file or rows, of all or per template. No torch."""
+"""Schedules of pipelines as a user gives them: a name, a file or rows, of all or per template. No torch."""
 
 from __future__ import annotations
 
