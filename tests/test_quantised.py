@@ -7,6 +7,7 @@ import functools
 import gc
 import json
 import tempfile
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,14 @@ from trl import SFTConfig, SFTTrainer
 import penstock
 from families import batch
 from penstock.checkpoint import CheckpointError
+from penstock.integrations.packed_layers import mark_packed
+from penstock.modeling.adapters import base_of
+from penstock.modeling.graph.costs import unit_costs
 from penstock.modeling.graph.units import list_units
 from penstock.modeling.weights.load import load_stage
+from penstock.modeling.weights.whole import tensors_of
+from penstock.planning.memory import Held
+from penstock.planning.profiling import profile_model
 from pool import Pool
 from quantised import adapt, load, quantisation, write_base
 from stage_driver import cut as split_units
@@ -137,6 +144,72 @@ def test_stages_that_are_loaded_alone_run_as_the_unsplit_model(
     expected = story(load(family, folder, kind), plain_step, tmp_path / "plain")
     arguments = family, folder, kind, stages, schedule, tmp_path / "split", False
     assert_same_story(pool.run(ranks, split_story, *arguments, timeout=120), expected)
+
+
+# -- how stages are balanced -------------------------------------------------------------------------------------------
+
+# Wide enough that products are most of the work.
+WIDE = {"llama": {"hidden_size": 256, "intermediate_size": 512}, "gpt2": {"n_embd": 256}, "mixtral": {}}
+
+
+@functools.cache
+def wide_base(family: str) -> Path:
+    return write_base(family, Path(tempfile.mkdtemp()), vocab_size=1024, **WIDE[family])
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [("llama", "nf4"), ("llama", "int8"), ("llama", "quanto8"), ("llama", "quanto4"), ("gpt2", "double"),
+     ("gpt2", "int8"), ("mixtral", "fp4")],
+)  # fmt: skip
+def test_stages_are_balanced_as_those_of_the_model_that_was_packed(family: str, kind: str) -> None:
+    """The head, which is not packed, counts as much beside the blocks as without quantisation."""
+    plain, packed = (load(family, wide_base(family), one) for one in (None, kind))
+    for stages in (2, 3):
+        expected = penstock.PipelineTemplate.balanced(plain, stages).modules_per_stage
+        assert penstock.PipelineTemplate.balanced(packed, stages).modules_per_stage == expected
+    units = list_units(plain)
+    costs, of_plain = (unit_costs(base_of(model), units) for model in (packed, plain))
+    assert costs == pytest.approx(of_plain, rel=0.1), "unpacking writes each weight once more"
+    assert 0.05 < costs[-1] / costs[-3] < 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "bits", "each_row"), [("nf4", 4.5, 0), ("fp4", 4.5, 0), ("int8", 8, 4), ("quanto8", 8, 4)]
+)
+def test_a_packed_layer_weighs_its_packed_bytes(kind: str, bits: float, each_row: int) -> None:
+    """4 bits and, of 64 numbers, one of 32 bits; 8 bits and, of each row, one of 32."""
+    packed = mark_packed(load("llama", wide_base("llama"), kind, adapters=False)).requires_grad_(False)
+    plain = load("llama", wide_base("llama"), None, adapters=False)
+    shapes = [parameter.shape for parameter in plain.model.layers[0].mlp.parameters()]
+    found = sum(one.nbytes for one in chain(*tensors_of(packed.model.layers[0].mlp).values()))
+    assert found == pytest.approx(sum(shape.numel() * bits / 8 + each_row * shape[0] for shape in shapes), rel=0.001)
+    block = next(unit for unit in profile_model(packed).units if unit.name == "model.layers.0")
+    assert found < block.weights < 2 * found and (block.gradients, block.optimizer) == (0, 0)
+
+
+def train_auto(family: str, folder: Path, kind: str, with_plugin: bool) -> tuple[float, int]:
+    """A step on the planner's pipelines; with the plugin they are given less memory than the whole model takes."""
+    model, data = load(family, folder, kind), batch("causal", 4)
+    if with_plugin:
+        plugin = penstock.HeterogeneousParallelPlugin(microbatch_size=1)
+        whole = Held.together(unit.held for unit in profile_model(base_of(mark_packed(model))).units)
+        plugin.set_pipelines("auto", 4, model, memory=0.9 * whole.with_live(1))
+        model, *_ = plugin.configure(model)
+    else:
+        options = {"pipeline_parallel_size": "auto", "micro_batch_size": 1}
+        model = penstock.initialize(model, {"model_parallelism": options})
+        data = rows(data, model.data_parallel_rank, model.data_parallel_size)
+    run_step(model, data)
+    return model.pipeline.last_step.global_loss, len(model.pipeline.layout.pipelines)
+
+
+@pytest.mark.parametrize("with_plugin", [False, True])
+@pytest.mark.parametrize(("family", "kind"), [("llama", "nf4"), ("gpt2", "int8"), ("llama", "quanto8")])
+def test_the_planner_chooses_stages_of_a_quantised_model(pool: Pool, family: str, kind: str, with_plugin: bool) -> None:
+    expected = plain_step(load(family, base(family), kind))
+    for loss, pipelines in pool.run(2, train_auto, family, base(family), kind, with_plugin):
+        assert loss == pytest.approx(expected, rel=ROUNDING) and pipelines == (1 if with_plugin else 2)
 
 
 # -- what a rank holds -------------------------------------------------------------------------------------------------

@@ -227,7 +227,7 @@ class HeterogeneousParallelPlugin:
             if not isinstance(self.schedule, str):
                 raise TypeError(f'pipelines "auto" need the name of one schedule, but the plugin has {self.schedule!r}')
             chosen: tuple[list[PipelineTemplate], list[int]] = room("auto_pipelines")(
-                base_of(model),
+                base_of(room("mark_packed")(model)),
                 rank_and_world_size()[1] // self.tp_size,
                 cast(int, num_microbatches),  # refused otherwise
                 self.microbatch_size,

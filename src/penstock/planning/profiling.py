@@ -19,6 +19,7 @@ from penstock.modeling.graph.plan import refusal
 from penstock.modeling.graph.shapes import OutputShape, ShapeFunctions, flatten
 from penstock.modeling.graph.trace import Trace
 from penstock.modeling.graph.units import trace_units, traced_units
+from penstock.modeling.weights.whole import tensors_of
 from penstock.planning.profile import Profile, UnitCost
 from penstock.planning.unit_cost import Call, Cost, cost_of
 
@@ -62,7 +63,7 @@ def profile_model(
             each = partial(cost_of, module, device=device, is_last=is_last, loss_chunk_tokens=chunk)
             runs = [each(call, operations_per_second=operations_per_second) for call in calls.get(name, ())]
             known[key] = Cost.of_all(runs)
-        size = float(sum(parameter.nbytes for parameter in module.parameters()))
+        size = float(sum(part.nbytes for parts in tensors_of(module).values() for part in parts))
         trained = float(sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad))
         boundary = None if is_last else boundary_before(found, names, index + 1)
         units.append(

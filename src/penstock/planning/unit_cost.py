@@ -6,7 +6,6 @@ measured; on the meta device they are estimated from operations and bytes. Memor
 
 from __future__ import annotations
 
-import copy
 import statistics
 import time
 import weakref
@@ -26,6 +25,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from penstock.modeling.graph.chunked_loss import ChunkedLogits
+from penstock.modeling.placeholders.ghosts import meta_placeholder
 from penstock.runtime.gradients.weight_gradients import Deferred, WeightGradientQueues, install, uninstall
 from penstock.runtime.loss_proxy import requires_grad
 
@@ -80,7 +80,10 @@ def cost_of(
         loss_chunk_tokens: of a last unit that is a head, of how many tokens the logits exist at once; None for all.
     """
     where = torch.device("meta" if device is None else device)
-    unit = copy.deepcopy(module).to_empty(device=where).train()
+    unit = meta_placeholder(module).to_empty(device=where).train()
+    trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    for name, parameter in unit.named_parameters():
+        parameter.requires_grad_(name in trained)
     for tensor in (*unit.parameters(), *unit.buffers()):
         with torch.no_grad():
             tensor.normal_(0, 0.02) if tensor.is_floating_point() else tensor.zero_()

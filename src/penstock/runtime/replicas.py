@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from penstock.modeling.instrumentation import known_of
+from penstock.modeling.weights.whole import tensors_of
 from penstock.runtime.gradients.ownership import HeldParameter
 from penstock.runtime.gradients.reduction import make_buckets
 
@@ -18,12 +18,9 @@ if TYPE_CHECKING:
 
 def copy_from_first_holders(held: Sequence[HeldParameter], model: torch.nn.Module, groups: Groups) -> None:
     """Give every holder of a parameter the first holder's values, as replicas must start alike."""
-    marked = ((known_of(module).packed, module) for module in model.modules())
-    inside = {one: packed.inside(one) for packed, module in marked if packed for one in module.parameters(False)}
+    inside = tensors_of(model)
     with torch.no_grad():
-        for bucket in make_buckets(
-            [(tensor, one.ranks) for one in held for tensor in inside.get(one.parameter, [one.parameter])]
-        ):
+        for bucket in make_buckets([(tensor, one.ranks) for one in held for tensor in inside[one.parameter]]):
             flat = torch.cat([parameter.detach().reshape(-1) for parameter in bucket.parameters])
             dist.broadcast(flat, bucket.ranks[0], group=groups.reduction[bucket.ranks])
             pieces = flat.split([parameter.numel() for parameter in bucket.parameters])
