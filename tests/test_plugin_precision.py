@@ -78,11 +78,12 @@ def test_half_precision_gives_the_gradients_of_autocast(
                 torch.testing.assert_close(gradient, expected[name], atol=scale * 2e-2, rtol=0)
 
 
-def with_an_overflow(rank: int, max_norm: float) -> dict[str, Any]:
+def with_an_overflow(rank: int, max_norm: float, sharded: bool) -> dict[str, Any]:
     """Two steps, the first with an infinite gradient on one rank only."""
     booster, model, optimizer, loader = boosted(
-        precision="fp16", max_norm=max_norm, initial_scale=2.0**10, hysteresis=1, growth_interval=1
-    )
+        precision="fp16", max_norm=max_norm, initial_scale=2.0**10, hysteresis=1, growth_interval=1,
+        sharded_optimizer=sharded,
+    )  # fmt: skip
     before = [parameter.detach().clone() for parameter in model.parameters()]
     spoilt = []
     if torch.distributed.get_rank() == rank:
@@ -102,9 +103,13 @@ def with_an_overflow(rank: int, max_norm: float) -> dict[str, Any]:
     return {"unchanged": unchanged, "changed": changed, "scales": scales, "skipped": optimizer.num_skipped_steps}
 
 
-@pytest.mark.parametrize(("rank", "max_norm"), [(0, 0.0), (3, 0.0), (2, 1.0)])
-def test_an_overflow_on_one_rank_makes_all_skip_and_lower_their_scale(pool: Pool, rank: int, max_norm: float) -> None:
-    for seen in pool.run(4, with_an_overflow, rank, max_norm):
+@pytest.mark.parametrize(
+    ("rank", "max_norm", "sharded"), [(0, 0.0, False), (3, 0.0, False), (2, 1.0, False), (1, 0.0, True), (3, 1.0, True)]
+)
+def test_an_overflow_on_one_rank_makes_all_skip_and_lower_their_scale(
+    pool: Pool, rank: int, max_norm: float, sharded: bool
+) -> None:
+    for seen in pool.run(4, with_an_overflow, rank, max_norm, sharded):
         assert seen == {"unchanged": True, "changed": True, "scales": [2.0**9, 2.0**10], "skipped": 1}
 
 

@@ -12,14 +12,17 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import penstock
 from families import FAMILIES, batch
 from hetero import batch_size, make_plugin, num_ranks, pad, samples
 from penstock import Booster
 from penstock.layout.owners import Owned, choose_owners
+from penstock.runtime.comm.settings import SettingsMismatch
 from pool import Pool
 from training import kept_in_double, parallelize, rows
 
@@ -55,6 +58,7 @@ def groups_and_two(parameters: Sequence[nn.Parameter]) -> list[torch.optim.Optim
 MAKERS: Mapping[str, Callable[[Any], list[torch.optim.Optimizer]]] = {
     "AdamW": adamw,
     "SGD": lambda parameters: [torch.optim.SGD(parameters, lr=1e-2, momentum=0.9, weight_decay=0.1)],
+    "fused": lambda parameters: [torch.optim.AdamW(parameters, lr=1e-2, fused=True)],
     "Adafactor": lambda parameters: [torch.optim.Adafactor(parameters, lr=1e-2)],
     "several": groups_and_two,
 }
@@ -145,8 +149,11 @@ def steps(how: str, options: Mapping[str, Any] | None = None) -> Noted:
     if options is not None:
         model = parallelize(model, num_microbatches=2, **options)
     place = (0, 1) if options is None else (model.data_parallel_rank, model.data_parallel_size)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
-    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1)
+    given = [one for name, one in model.named_parameters() if how != "left out" or ".ln_" not in name]
+    optimizer = torch.optim.AdamW(given, lr=1e-2, eps=1e-4)
+    scheduler: Any = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1)
+    if how == "changed":  # also a scheduler that changes Adam's first beta
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=STEPS)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=how == "scaler")
     spoiled = next(one for name, one in model.named_parameters() if "ln_1" in name or "ln_f" in name)
     numbers, looked = list[tuple[float, ...]](), [0.0]
@@ -164,6 +171,9 @@ def steps(how: str, options: Mapping[str, Any] | None = None) -> Noted:
         if deferred or (how == "accumulated" and number == 0):
             continue
         scaler.unscale_(optimizer)
+        for parameter in model.parameters() if how == "changed" else ():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5).add_(parameter.detach(), alpha=0.1)
         norm = float(nn.utils.clip_grad_norm_(model.parameters(), 1.0))
         scaler.step(optimizer)
         scaler.update()
@@ -191,7 +201,7 @@ def unsplit_steps(how: str) -> Noted:
     return in_double(how)
 
 
-HOW = ["plain", "accumulated", "no_sync", "to zero", "frozen", "scaler"]
+HOW = ["plain", "accumulated", "no_sync", "to zero", "frozen", "scaler", "changed", "left out"]
 
 
 @pytest.mark.parametrize(("how", "copies"), [*((how, 1) for how in HOW), ("accumulated", 2)])
@@ -219,6 +229,119 @@ def test_slices_of_tensor_parallel_ranks_have_owners_too(pool: Pool) -> None:
         assert whole and len(whole) < len(one.weights)
         for name, value in whole.items():
             assert (value - expected.weights[name]).abs().max() <= EXACT, name
+
+
+def two_optimizers(options: Mapping[str, Any] | None = None) -> tuple[list[tuple[bool, ...]], dict[str, torch.Tensor]]:
+    """Two optimizers under one GradScaler, the second of a single weight, which most ranks do not own or hold. In the
+    second step a gradient of the first one overflows on one rank: it is skipped, the second is not. What moved and the
+    scale, for each step; at last the weights."""
+    model: Any = FAMILIES["gpt2"].build(dtype=torch.float32)
+    if options is not None:
+        model = parallelize(model, num_microbatches=2, **options)
+    place = (0, 1) if options is None else (model.data_parallel_rank, model.data_parallel_size)
+    matrices, alone, held = [], [], {}
+    for name, parameter in model.named_parameters():
+        held[name] = parameter
+        (alone if name == "transformer.h.0.ln_1.bias" else matrices).append(parameter)
+    known = model.pipeline.known if options is not None else held
+    alone = [known["transformer.h.0.ln_1.bias"]]  # a rank of a later stage has it without its storage
+    optimizers = [torch.optim.AdamW(matrices, lr=1e-2, eps=1e-4), torch.optim.SGD(alone, lr=0.1)]
+    scaler, seen = torch.amp.GradScaler("cpu", init_scale=2.0**10), list[tuple[bool, ...]]()
+    spoiled = next(one for name, one in held.items() if "mlp" in name)
+    for number in range(STEPS):
+        overflows = number == 1 and (options is None or model.pipeline.rank == model.pipeline.layout.world_size - 1)
+        handle = spoiled.register_hook(lambda gradient: gradient * torch.inf) if overflows else None
+        before = [[one.detach().clone() for one in some] for some in (matrices, alone)]
+        inputs = rows(batch("causal", 8, 6, number), *place)
+        for output in [model(**inputs)] if options is None else model(**inputs):
+            scaler.scale(output.loss).backward()
+        if handle is not None:
+            handle.remove()
+        for one in optimizers:
+            scaler.step(one)
+        scaler.update()
+        model.zero_grad()
+        some = zip(before, (matrices, alone), strict=True)
+        moved = [all(torch.equal(a, b) for a, b in zip(*both, strict=True) if a.numel()) for both in some]
+        seen.append((moved[0], moved[1] or not alone[0].numel(), scaler.get_scale() == 2.0 ** (10 - (number > 0))))
+    return seen, {name: one.detach().clone() for name, one in model.named_parameters(remove_duplicate=False)}
+
+
+@pytest.mark.parametrize(("stages", "sharded"), [(1, True), (2, True), (2, False)])
+def test_an_overflow_skips_the_step_of_its_optimizer_on_all_ranks_and_of_no_other(
+    pool: Pool, stages: int, sharded: bool
+) -> None:
+    expected, weights = two_optimizers()
+    assert [row[0] for row in expected] == [False, True, False]
+    for seen, found in pool.run(2 * stages, two_optimizers, {"stages": stages, "sharded_optimizer": sharded}):
+        assert [row[0] for row in seen] == [False, True, False] and all(row[2] for row in seen)
+        for name, value in found.items():
+            torch.testing.assert_close(value, weights[name], rtol=0, atol=1e-4)
+
+
+def looks(lora: bool, folder: str | None = None, options: Mapping[str, Any] | None = None) -> Noted:
+    """What reads weights right after `step()`: averages, an evaluation, generation, a save, `state_dict()`."""
+    model: Any = FAMILIES["gpt2"].build()
+    if lora:
+        torch.manual_seed(1)
+        model = get_peft_model(model, LoraConfig(r=2, target_modules=["c_attn", "wte"], init_lora_weights=False))
+        model = model.to(torch.float64)
+    if options is not None:
+        model = parallelize(model, num_microbatches=2, **options)
+    place = (0, 1) if options is None else (model.data_parallel_rank, model.data_parallel_size)
+    average, held = torch.optim.swa_utils.AveragedModel(model), dict(model.named_parameters(remove_duplicate=False))
+    own = {f"own {name}": one.detach().clone() for name, one in held.items()}
+    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-2, eps=1e-4)
+    numbers = list[tuple[float, ...]]()
+    for number in range(STEPS):
+        inputs = rows(batch("causal", 8, 6, number), *place)
+        for output in [model(**inputs)] if options is None else model(**inputs):
+            output.loss.backward()
+        optimizer.step()
+        average.update_parameters(model)
+        torch._foreach_lerp_(list(own.values()), [one.detach() for one in held.values()], 0.1)
+        model.eval()
+        with torch.no_grad():
+            loss = float(model(**batch("causal", 2, 5)).loss)
+        ids = batch("causal", 2, 5)["input_ids"]
+        tokens = model.generate(input_ids=ids, max_new_tokens=4, do_sample=False, pad_token_id=0)
+        model.train()
+        numbers.append((loss, *map(float, tokens.flatten())))
+        model.zero_grad()
+    if folder is not None and options is not None:
+        model.save_parallelized(folder, merge_checkpoints=True, safe_serialization=True)
+    elif folder is not None:
+        model.save_pretrained(folder)
+    averages = average.module.named_parameters(remove_duplicate=False)
+    weights = own | {name: one.detach().clone() for name, one in held.items()}
+    weights |= {f"averaged {name}": one.detach().clone() for name, one in averages}
+    state = model.state_dict()
+    assert all(torch.equal(state[name], one) for name, one in model.named_parameters() if name in state)
+    return Noted(weights, numbers)
+
+
+def looks_in_double(*args: Any) -> Noted:
+    with kept_in_double():
+        return looks(*args)
+
+
+@pytest.mark.parametrize(("lora", "stages"), [(False, 1), (True, 2)])
+def test_what_reads_weights_right_after_a_step_has_the_new_ones(
+    pool: Pool, tmp_path: Path, lora: bool, stages: int
+) -> None:
+    expected = looks_in_double(lora, str(tmp_path / "unsplit"))
+    options = {"stages": stages, "sharded_optimizer": True}
+    for one in pool.run(2 * stages, looks_in_double, lora, str(tmp_path / "split"), options, timeout=90):
+        assert any("averaged" in name for name in one.weights) and (
+            not lora or any("lora" in name for name in one.weights)
+        )
+        for name, weight in one.weights.items():
+            assert (weight - expected.weights[name]).abs().max() <= EXACT, name
+        torch.testing.assert_close(torch.tensor(one.numbers), torch.tensor(expected.numbers), rtol=EXACT, atol=EXACT)
+    files = [sorted((tmp_path / name).glob("*.safetensors")) for name in ("unsplit", "split")]
+    saved = [load_file(file) for (file,) in files]
+    assert saved[0].keys() == saved[1].keys()
+    assert all((saved[0][name] - saved[1][name]).abs().max() <= EXACT for name in saved[0])
 
 
 # ---------------------------------------------------------------- checkpoints
@@ -310,13 +433,10 @@ class Averaging(torch.optim.SGD):
     def eval(self) -> None: ...
 
 
-class ZeroRedundancyOptimizer(torch.optim.SGD):
-    """Named as torch's, which needs as many ranks as replicas."""
-
-
 def step_with(kind: type[torch.optim.Optimizer], stages: int) -> None:
     model = parallelize(FAMILIES["gpt2"].build(), stages, num_microbatches=2, sharded_optimizer=True)
-    optimizer: Any = kind(model.parameters(), lr=0.1)  # type: ignore[call-arg]
+    further = {"optimizer_class": torch.optim.SGD} if kind is ZeroRedundancyOptimizer else {}
+    optimizer: Any = kind(model.parameters(), lr=0.1, **further)  # type: ignore[call-arg]
     step_on(model, optimizer, 0)
 
 
@@ -325,6 +445,7 @@ def step_with(kind: type[torch.optim.Optimizer], stages: int) -> None:
     [
         (Decaying, "Decaying changes weights, or makes state for them, where they have no gradient"),
         (Averaging, "Averaging has other weights in evaluation"),
+        (torch.optim.LBFGS, "LBFGS lets updates depend on other parameters"),
         (ZeroRedundancyOptimizer, "ZeroRedundancyOptimizer lets updates depend on other parameters"),
     ],
 )
@@ -333,6 +454,35 @@ def test_optimizers_that_cannot_be_divided_are_refused_by_name(
 ) -> None:
     for outcome in pool.run(2, step_with, kind, 1, outcomes=True):
         assert isinstance(outcome, Exception) and words in str(outcome), outcome
+
+
+def updated_by_hand(compiled: bool) -> None:
+    model = parallelize(FAMILIES["gpt2"].build(), 1, num_microbatches=2, sharded_optimizer=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if compiled:
+        optimizer.step = torch.compile(optimizer.step, backend="eager")  # type: ignore[method-assign]
+    for number in range(2):
+        step_on(model, optimizer if compiled else _ByHand(model), number)
+
+
+class _ByHand:
+    """No optimizer of torch."""
+
+    def __init__(self, model: nn.Module):
+        self.parameters = list(model.parameters())
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for one in self.parameters:
+            if one.grad is not None:
+                one -= 0.1 * one.grad
+
+
+def test_weights_that_no_optimizer_has_updated_are_noticed(pool: Pool) -> None:
+    for outcome in pool.run(2, updated_by_hand, False, outcomes=True):
+        assert isinstance(outcome, SettingsMismatch) and "update it with step() of a torch.optim.Optimizer" in str(
+            outcome
+        )
 
 
 def test_without_replicas_it_has_no_effect_and_says_so(pool: Pool) -> None:

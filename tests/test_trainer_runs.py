@@ -93,6 +93,23 @@ def test_adapters_are_resumed(pool: Pool, tmp_path: Path) -> None:
             assert not {name: value for name, value in found.items() if value > tolerance}, stages
 
 
+def test_a_sharded_optimizer_gives_the_same_run_and_is_resumed(pool: Pool, tmp_path: Path) -> None:
+    """From its checkpoint on the same pipelines to the last bit, and without them."""
+    options: dict[str, Any] = {"steps": 4, "save_strategy": "steps", "save_steps": 2, "eval_steps": 2} | FEW
+    options["settings"] = {"n_layer": 2}
+    plain = train(tmp_path / "plain", "GPT-2", pipelines=1, **options)
+    split: dict[str, Any] = {"pipelines": 2, "parallelism": {"sharded_optimizer": True}, "init": False}
+    whole = pool.run(2, train, tmp_path / "whole", "GPT-2", 1, **split, **options)[0]
+    found = differences((whole, tmp_path / "whole"), (plain, tmp_path / "plain"))
+    assert not {name: value for name, value in found.items() if value > TOLERANCE}
+    for ranks, stages, how, tolerance in ((2, 1, split, 0.0), (2, 2, {"init": False}, TOLERANCE)):
+        folder = tmp_path / f"{ranks} ranks, {stages} stages"
+        shutil.copytree(tmp_path / "whole/checkpoint-2", folder / "checkpoint-2")
+        for run in pool.run(ranks, train, folder, "GPT-2", stages, resume=True, **how, **options):
+            found = differences((run, folder), (whole, tmp_path / "whole"))
+            assert not {name: value for name, value in found.items() if value > tolerance}, stages
+
+
 def train_in_bfloat16(folder: Path, stages: int, bf16: bool, num_microbatches: int | None) -> list[dict[str, float]]:
     """The first step has a learning rate of 0."""
     parallelism = {"num_microbatches": num_microbatches} if num_microbatches else {}

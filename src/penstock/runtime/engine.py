@@ -67,7 +67,7 @@ DEFAULT_MICROBATCHES_PER_STAGE = 4
 # Calls that need the model where its stages compute, beside steps and evaluations.
 COMPUTING = frozenset({Call.GENERATE, Call.CLIP, Call.NORM})
 # Calls whose numbers all ranks should have alike.
-ALIKE = frozenset({Call.CLIP, Call.NORM})
+ALIKE = frozenset({Call.CLIP, Call.NORM, Call.UNSCALE})
 
 
 T = TypeVar("T")

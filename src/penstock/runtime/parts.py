@@ -15,14 +15,13 @@ from itertools import pairwise
 import torch.distributed as dist
 
 from penstock.layout.layout import Layout
-from penstock.modeling.instrumentation import known_of
 from penstock.modeling.stage.split import SplitModel
 from penstock.runtime.boundary.boundaries import Boundaries
 from penstock.runtime.boundary.p2p import P2PChannels
 from penstock.runtime.comm.exchange import Ranks
 from penstock.runtime.comm.frozen import FrozenParameters, refuse_differing
 from penstock.runtime.comm.rollcall import Answers, RollCall, Summary
-from penstock.runtime.comm.settings import Modes, Settings, autocast_code, bits_of
+from penstock.runtime.comm.settings import Modes, Settings, SettingsMismatch, autocast_code, bits_of
 from penstock.runtime.comm.totals import Totals
 from penstock.runtime.context import RankContext
 from penstock.runtime.gradients.gradients import Gradients
@@ -101,7 +100,8 @@ class Parts:
         context, model = self.context, self._split.model
         if self._with_owners is not None:
             self.held = self._with_owners(self.held, before, context)
-        self.gradients = Gradients(self.held, context, lambda: known_of(model).stand_in)
+        self.gradients = Gradients(self.held, context)
+        self._has_owners = any(one.owners for one in self.held)
         self._modes = Modes(model, context.layout.units)
         self._frozen = FrozenParameters(self.held, context, model)
         self.updates = UpdateWatch([held.parameter for held in self.held])
@@ -182,7 +182,7 @@ class Parts:
             self._modes.digest(),
             bits_of(loss_scale),
             int(reduces),
-            *self._frozen.numbers(),
+            *self._frozen.numbers(self.updates.changed() if self._has_owners else ()),
         )
 
     def shared(self, settings: Settings) -> Summary:
@@ -196,4 +196,8 @@ class Parts:
             ranks = Ranks(context.groups.world_control, context.board.guard)
             every = ranks.exchange(self._frozen.described(), "comparing frozen parameters")
             refuse_differing(dict(zip(sorted(said), every, strict=True)))
+            raise SettingsMismatch(
+                "weights were changed on some of the ranks that hold them only. With sharded_optimizer only a weight's "
+                "owner has its gradient: update it with step() of a torch.optim.Optimizer, which sends it to the others"
+            )
         return answers.pipeline

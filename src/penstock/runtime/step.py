@@ -97,8 +97,6 @@ class TrainingStep:
         self._incoming: torch.Tensor | None = None
         self._autocast = autocast_now(context.device)
         self._autocasting = torch.is_autocast_enabled(context.device.type)
-        half = self._autocasting and torch.get_autocast_dtype(context.device.type)
-        self._in_half = torch.float16 in (split.dtype, half)
         self._random = split.random
         self._proxy_dtype = torch.float64 if split.dtype == torch.float64 else torch.float32
         self.report: StepReport | None = None
@@ -412,8 +410,7 @@ class TrainingStep:
             self._global_counts()
         waited = self._channels.seconds_waited - self._waited
         self._channels.flush()
-        scaled = self._gradients.scaling.note(self._incoming, self._in_half)
-        loss, global_loss, reduction, found = self._sum_over_pipelines(scaled, left, interrupted)
+        loss, global_loss, reduction, found = self._sum_over_pipelines(left, interrupted)
         if reduction is not None and self._recorder is not None:
             self._recorder.reductions(reduction.intervals)
         seconds = time.perf_counter() - self._started
@@ -438,12 +435,9 @@ class TrainingStep:
             self.interruption = error
 
     def _sum_over_pipelines(
-        self, scaled: bool, left: bool, interrupted: bool
+        self, left: bool, interrupted: bool
     ) -> tuple[torch.Tensor, torch.Tensor, ReductionReport | None, StepFacts]:
         """Complete the gradients, and sum the loss. Every rank does this, also one without any microbatch.
-
-        Args:
-            scaled: whether the caller scaled the losses on this rank; it is enough that one rank knows.
 
         Returns:
             This pipeline's loss and that of the global batch (shape (), where the stage computes), what the reduction
@@ -454,7 +448,7 @@ class TrainingStep:
             reducer.launch_rest()
         losses = self._losses or [torch.zeros((), dtype=LOSS_DTYPE, device=self._context.device)]
         own = loss = torch.stack(losses).sum()
-        mine = found = StepFacts(scaled, left, interrupted, sum(self._inputs.sizes), self._inputs.num_tokens())
+        mine = found = StepFacts(left, interrupted, sum(self._inputs.sizes), self._inputs.num_tokens())
         if totals.shared:
             # Behind every bucket, which is one order on all ranks, and under way while they are waited for.
             totals.start(loss, mine)
@@ -463,6 +457,4 @@ class TrainingStep:
         if totals.shared:
             loss, found = totals.finish()
         multiply_gradients(self._gradients.parameters, 1.0 / self._loss_scale)
-        if self._reduce and found.num_scaled:
-            self._gradients.norm.share_overflow()
         return own, loss, report, found

@@ -1,7 +1,8 @@
 """What torch's own functions do with a rank's part of a model, where it would silently differ from the whole's.
 
-`clip_grad_norm_` and `get_total_norm` take the norm of the whole model's gradients, wherever they were imported from;
-optimizers whose updates depend on parameters of other ranks are refused. Other models' parameters are not concerned.
+`clip_grad_norm_` and `get_total_norm` take the norm of the whole model's gradients, wherever they were imported from; a
+`GradScaler` hears of overflows on all ranks; optimizers whose updates depend on parameters of other ranks are refused.
+Other models' parameters are not concerned.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from penstock.modeling.instrumentation import known_of
+from penstock.runtime.comm.rollcall import Call
 from penstock.runtime.gradients.ownership import HeldParameter
 
 # Optimizers, of torch and others, that compute with sums over all parameters: a line search, a norm, a distance; and
@@ -45,6 +47,8 @@ def _install() -> None:
     for wrapper, ours in ((torch.nn.utils.clip_grad_norm_, _clip), (torch.nn.utils.get_total_norm, _total_norm)):
         cell = wrapper.__closure__[wrapper.__code__.co_freevars.index("func")]
         cell.cell_contents = functools.partial(ours, cell.cell_contents)
+    scaler: Any = torch.amp.GradScaler
+    scaler._unscale_grads_ = functools.partialmethod(_unscale, scaler._unscale_grads_)
 
 
 def _clip(torchs_own: Any, parameters: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -101,6 +105,22 @@ def engines_of(parameters: Iterable[torch.Tensor]) -> list[Engine]:
     own = set(map(id, parameters))
     known = ((one, (*one.known.values(), known_of(one.split.model).stand_in)) for one in _engines)
     return [engine for engine, every in known if not own.isdisjoint(map(id, every))]
+
+
+def _unscale(scaler: Any, torchs_own: Any, optimizer: Optimizer, *args: Any) -> dict[torch.device, torch.Tensor]:
+    """Whether gradients of this optimizer are not finite, which is so on all ranks if it is on one. Of a rank that has
+    no gradient for it torch's own finds nothing, and its step would fail."""
+    found: dict[torch.device, torch.Tensor] = torchs_own(scaler, optimizer, *args)
+    for engine in engines_of(one for group in optimizer.param_groups for one in group["params"]):
+        if engine.run is not None:
+            raise NotImplementedError(
+                "a GradScaler in an elastic run is not repeated after a loss: give the plugin precision='fp16'"
+            )
+        if engine.is_open:
+            with engine.together(Call.UNSCALE, [int(any(map(bool, found.values())))]) as said:
+                overflow = any(facts[0] for facts in said.values())
+            found[engine.device] = torch.full((), float(overflow), device=engine.device)
+    return found
 
 
 def _refuse_over_all(optimizer: Optimizer, args: Sequence[Any], kwargs: Any) -> None:

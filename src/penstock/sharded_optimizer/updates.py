@@ -103,10 +103,8 @@ def _share(engine: Engine, optimizer: Optimizer, refused: bool) -> None:
                 under_way.append((work, owner, parameters, None if alone else flat))
             for work, owner, parameters, joined in under_way:
                 work.wait()
-                if context.rank == owner:
-                    continue
-                if joined is None:
-                    torch.autograd.graph.increment_version(parameters[0])
+                if context.rank == owner or joined is None:
+                    torch.autograd.graph.increment_version(parameters)  # also where the optimizer has left one alone
                     continue
                 pieces = joined.split([parameter.numel() for parameter in parameters])
                 torch._foreach_copy_(parameters, [p.view(q.shape) for p, q in zip(pieces, parameters, strict=True)])

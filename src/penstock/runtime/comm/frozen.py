@@ -33,6 +33,7 @@ class FrozenParameters:
         self._parameters = [one.parameter for one in held]
         self._flags: tuple[bool, ...] = ()
         self._types: tuple[torch.dtype, ...] = ()
+        self._changed: Sequence[int] = ()
         self._numbers = (0, 0, 0)
         # Of each parameter, what is said of it if it is frozen.
         self._said: list[tuple[int, int]] = []
@@ -50,17 +51,19 @@ class FrozenParameters:
         # By its first name in the unsplit model, the name that `named_parameters()` gives here.
         self._names = {one.name: own.get(id(one.parameter), one.name) for one in held}
 
-    def numbers(self) -> tuple[int, int, int]:
-        """This rank's `Settings.frozen`, `frozen_whole` and `trainable`."""
+    def numbers(self, changed: Sequence[int] = ()) -> tuple[int, int, int]:
+        """This rank's `Settings.frozen`, `frozen_whole` and `trainable`. What is said of those at the places `changed`,
+        which all holders must have changed, is counted in the first two as well, three times."""
         flags, types = tuple(map(requires_grad, self._parameters)), tuple(map(_type, self._parameters))
-        if flags != self._flags or types != self._types:
+        if flags != self._flags or types != self._types or changed != self._changed:
             frozen = [said for said, trainable in zip(self._said, flags, strict=True) if not trainable]
+            frozen += [self._said[place] for place in changed] * 3
             self._numbers = (
                 sum(apart for apart, _ in frozen) % MODULUS,
                 sum(whole for _, whole in frozen) % MODULUS,
                 hash((flags, tuple(map(str, types)))) % MODULUS,
             )
-            self._flags, self._types = flags, types
+            self._flags, self._types, self._changed = flags, types, changed
         return self._numbers
 
     def described(self) -> dict[str, tuple[bool, str]]:

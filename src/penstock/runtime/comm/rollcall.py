@@ -51,6 +51,7 @@ class Call(Enum):
     GENERATE = "generation"
     CLIP = "clip_grad_norm_"
     NORM = "grad_norm"
+    UNSCALE = "GradScaler.unscale_"
     SAVE = "save_parallelized"
     LOAD = "from_parallelized"
     LOAD_MODEL = "load_model"

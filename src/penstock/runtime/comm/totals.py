@@ -22,7 +22,6 @@ class StepFacts(NamedTuple):
         num_samples, num_tokens: of the pipeline; summed, of the global batch.
     """
 
-    num_scaled: int = 0
     num_left: int = 0
     num_interrupted: int = 0
     num_samples: int = 0

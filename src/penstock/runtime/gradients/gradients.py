@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
-import torch
+from collections.abc import Sequence
 
 from penstock.runtime.context import RankContext
 from penstock.runtime.gradients.norm import GradientNorm
 from penstock.runtime.gradients.ownership import HeldParameter
-from penstock.runtime.gradients.precision import ScaleWatch, multiply_gradients
+from penstock.runtime.gradients.precision import multiply_gradients
 from penstock.runtime.gradients.reduction import GradientReducer
 from penstock.runtime.gradients.weight_gradients import WeightGradientQueues
 
@@ -17,12 +15,7 @@ from penstock.runtime.gradients.weight_gradients import WeightGradientQueues
 class Gradients:
     """The gradients of the parameters that one rank holds."""
 
-    def __init__(
-        self,
-        held: Sequence[HeldParameter],
-        context: RankContext,
-        stand_in: Callable[[], torch.nn.Parameter | None] = lambda: None,
-    ):
+    def __init__(self, held: Sequence[HeldParameter], context: RankContext):
         layout, rank = context.layout, context.rank
         self.parameters = [one.parameter for one in held]
         self.queues = WeightGradientQueues()
@@ -31,8 +24,7 @@ class Gradients:
             self.queues.awaits, layout.are_of_several_stages, layout.has_several_stages(rank),
             {id(one.parameter): one.owners for one in held},
         )  # fmt: skip
-        self.norm = GradientNorm(held, context, stand_in)
-        self.scaling = ScaleWatch()
+        self.norm = GradientNorm(held, context)
 
     def begin(self, loss_scale: float) -> None:
         """Before a step's first backward."""

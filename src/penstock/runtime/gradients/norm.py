@@ -1,9 +1,9 @@
-"""The gradient norm of the whole model, every logical parameter counted once, and overflow shared by all ranks."""
+"""The gradient norm of the whole model, every logical parameter counted once."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,16 +16,10 @@ from penstock.runtime.gradients.ownership import HeldParameter
 class GradientNorm:
     """Norms over all ranks' gradients; every rank of the layout makes the same calls.
 
-    `held` is what this rank holds. `stand_in()` gives what its optimizer has in place of parameters, if it has none.
+    `held` is what this rank holds.
     """
 
-    def __init__(
-        self,
-        held: Sequence[HeldParameter],
-        context: RankContext,
-        stand_in: Callable[[], torch.nn.Parameter | None],
-    ):
-        self._stand_in = stand_in
+    def __init__(self, held: Sequence[HeldParameter], context: RankContext):
         self._parameters = [parameter.parameter for parameter in held]
         self._held, self._context = held, context
 
@@ -64,14 +58,12 @@ class GradientNorm:
         return norm if any(p.dtype == torch.float64 for p in self._parameters) else norm.to(torch.float32)
 
     def owners(self, gradients: Sequence[torch.Tensor]) -> list[HeldParameter | None]:
-        """Whose these gradients are: parameters of this rank, or None for others'; what stands in is left out."""
+        """Whose these gradients are: parameters of this rank, or None for others'."""
         places: dict[tuple[Any, ...], HeldParameter] = {}
         for one in self._held:
             if one.parameter.grad is not None:
                 places[_place(one.parameter.grad)] = one
-        stand_in = self._stand_in()
-        left_out = None if stand_in is None or stand_in.grad is None else _place(stand_in.grad)
-        return [places.get(place) for place in map(_place, gradients) if place != left_out]
+        return [places.get(_place(gradient)) for gradient in gradients]
 
     def of_all(self, norm_type: float = 2.0, held: Sequence[HeldParameter] | None = None) -> torch.Tensor:
         """The norm of the whole model's gradients, or of those of `held` and of what the other ranks give: shape (),
@@ -88,33 +80,6 @@ class GradientNorm:
             total = norms.max() if largest else norms.pow(norm_type).sum()
         self._reduce(total, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, "computing the gradient norm")
         return total if largest else total.pow(1.0 / norm_type)
-
-    def share_overflow(self) -> None:
-        """Make a gradient overflow on one rank an overflow on all ranks.
-
-        A GradScaler looks only at its own rank's gradients. When another rank's are not finite, one of this rank's is
-        made infinite, so that all scalers skip the step and lower their scale together. A scaler takes no optimizer
-        without gradients, so that what stands in for parameters gets one.
-        """
-        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        if (stand_in := self._stand_in()) is not None:
-            stand_in.grad = torch.zeros_like(stand_in)
-            gradients.append(stand_in.grad)
-        others = [one.parameter for one in self._held if one.owners and one.parameter.requires_grad]
-        if not gradients and others:  # all are owned by other ranks; before the optimizer's step it is dropped again
-            smallest = min(others, key=torch.Tensor.numel)
-            smallest.grad = torch.zeros_like(smallest)
-            gradients.append(smallest.grad)
-        mine = torch.zeros((), device=self._context.device)
-        if gradients:
-            # A sum of finite norms is finite unless it overflows by itself, which float64 cannot here.
-            mine = (~torch.isfinite(_norms(gradients, 1)).all()).to(torch.float32)
-        anywhere = mine.clone()
-        self._reduce(anywhere, dist.ReduceOp.MAX, "comparing overflows")
-        if gradients:
-            # Without reading the value: on an accelerator the host need not wait.
-            first = gradients[0].view(-1)[:1]
-            first.copy_(torch.where((anywhere > mine).expand(1), torch.full_like(first, math.inf), first))
 
     def _reduce(self, value: torch.Tensor, operation: dist.ReduceOp.RedOpType, doing: str) -> None:
         """Over all ranks, in place."""

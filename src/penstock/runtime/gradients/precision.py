@@ -27,41 +27,6 @@ def autocast_now(device: torch.device) -> Callable[[], contextlib.AbstractContex
     return partial(autocast, device, dtype)
 
 
-class ScaleWatch:
-    """Whether the losses are scaled by a GradScaler, so that overflows are to be shared.
-
-    Once one was seen there always is one: its scale may have come down to 1, which cannot be told from none.
-    """
-
-    def __init__(self) -> None:
-        self._seen = False
-        # Of an earlier step, on its way from an accelerator.
-        self._arriving: tuple[torch.Tensor, torch.Event] | None = None
-
-    def note(self, gradient: torch.Tensor | None, in_half: bool = False) -> bool:
-        """Whether overflows are to be shared, by the gradient that entered a loss's backward.
-
-        On an accelerator the host does not wait for the value: it is that of an earlier step, and until one has come
-        the losses are taken to be scaled. `in_half`: so they are where float16 is computed with.
-        """
-        if gradient is None or self._seen:
-            return self._seen
-        if gradient.device.type == "cpu":
-            self._seen = float(gradient) != 1.0
-            return self._seen
-        arrived = self._arriving is not None and self._arriving[1].query()
-        if arrived:
-            assert self._arriving is not None
-            self._seen = float(self._arriving[0]) != 1.0
-        if arrived or self._arriving is None:
-            value = torch.empty((), dtype=torch.float64, pin_memory=True)
-            value.copy_(gradient.detach(), non_blocking=True)
-            event = torch.Event(gradient.device)
-            event.record(torch.accelerator.current_stream(gradient.device))
-            self._arriving = value, event
-        return self._seen or in_half or not arrived
-
-
 def multiply_gradients(parameters: Iterable[torch.nn.Parameter], factor: float) -> None:
     """Multiply all gradients in place. Exact for powers of two that stay within the range of the type."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]

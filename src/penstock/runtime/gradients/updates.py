@@ -36,7 +36,7 @@ class UpdateWatch:
 
     def begin_step(self) -> None:
         """A training step begins: whatever changed until now was one update, or none."""
-        changed = self._changed()
+        changed = self.changed()
         if changed:
             self._usual = changed
 
@@ -47,16 +47,17 @@ class UpdateWatch:
     @property
     def none(self) -> bool:
         """Whether no weight has changed since the last step's end, so that its gradients were not used yet."""
-        return not self._changed()
+        return not self.changed()
 
     def state(self) -> Update:
         """What has happened since the last step's end."""
         if not self._usual:
             return Update.UNKNOWN
-        changed = self._changed()
+        changed = self.changed()
         return Update.NONE if not changed else Update.WHOLE if changed == self._usual else Update.PART
 
-    def _changed(self) -> list[int]:
+    def changed(self) -> list[int]:
+        """The places of the weights that have changed since the last step's end."""
         now = map(_version, self._parameters)
         return [index for index, (then, this) in enumerate(zip(self._versions, now, strict=False)) if then != this]
 
