@@ -154,6 +154,8 @@ def steps(how: str, options: Mapping[str, Any] | None = None) -> Noted:
     scheduler: Any = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1)
     if how == "changed":  # also a scheduler that changes Adam's first beta
         scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=STEPS)
+    if how == "compiled":
+        optimizer.step = torch.compile(optimizer.step, backend="eager")  # type: ignore[method-assign]
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=how == "scaler")
     spoiled = next(one for name, one in model.named_parameters() if "ln_1" in name or "ln_f" in name)
     numbers, looked = list[tuple[float, ...]](), [0.0]
@@ -204,7 +206,10 @@ def unsplit_steps(how: str) -> Noted:
 HOW = ["plain", "accumulated", "no_sync", "to zero", "frozen", "scaler", "changed", "left out"]
 
 
-@pytest.mark.parametrize(("how", "copies"), [*((how, 1) for how in HOW), ("accumulated", 2)])
+@pytest.mark.parametrize(
+    ("how", "copies"),
+    [*((how, 1) for how in HOW), ("accumulated", 2), pytest.param("compiled", 1, marks=pytest.mark.slow)],
+)
 def test_however_the_steps_are_made_nobody_sees_a_stale_weight(pool: Pool, how: str, copies: int) -> None:
     expected, tolerance = unsplit_steps(how), 1e-4 if how == "scaler" else EXACT
     found = pool.run(2 * copies, in_double, how, {"stages": 1, "sharded_optimizer": copies}, timeout=60)
@@ -456,30 +461,19 @@ def test_optimizers_that_cannot_be_divided_are_refused_by_name(
         assert isinstance(outcome, Exception) and words in str(outcome), outcome
 
 
-def updated_by_hand(compiled: bool) -> None:
+def updated_by_hand() -> None:
     model = parallelize(FAMILIES["gpt2"].build(), 1, num_microbatches=2, sharded_optimizer=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    if compiled:
-        optimizer.step = torch.compile(optimizer.step, backend="eager")  # type: ignore[method-assign]
     for number in range(2):
-        step_on(model, optimizer if compiled else _ByHand(model), number)
-
-
-class _ByHand:
-    """No optimizer of torch."""
-
-    def __init__(self, model: nn.Module):
-        self.parameters = list(model.parameters())
-
-    @torch.no_grad()
-    def step(self) -> None:
-        for one in self.parameters:
-            if one.grad is not None:
-                one -= 0.1 * one.grad
+        for output in model(**rows(batch("causal", 8, 6, number), model.data_parallel_rank, 2)):
+            output.loss.backward()
+        with torch.no_grad():
+            for one in model.parameters():
+                if one.grad is not None:
+                    one -= 0.1 * one.grad
 
 
 def test_weights_that_no_optimizer_has_updated_are_noticed(pool: Pool) -> None:
-    for outcome in pool.run(2, updated_by_hand, False, outcomes=True):
+    for outcome in pool.run(2, updated_by_hand, outcomes=True):
         assert isinstance(outcome, SettingsMismatch) and "update it with step() of a torch.optim.Optimizer" in str(
             outcome
         )

@@ -38,7 +38,7 @@ def dividing(copies: int) -> Callable[..., Any]:
 
 @functools.cache
 def _install() -> None:
-    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_pre_hook(torch.compiler.disable(_before_step))
 
 
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
@@ -71,7 +71,7 @@ def _share_afterwards(engine: Engine, optimizer: Optimizer, others: Sequence[tor
         _share(engine, optimizer, any(touched))
 
     # Hooks cannot go while they are called: the next step removes this one.
-    _hooks[optimizer] = handle = optimizer.register_step_post_hook(after_step)
+    _hooks[optimizer] = handle = optimizer.register_step_post_hook(torch.compiler.disable(after_step))
     # Before the hooks of users, who may look at the weights.
     hooks: Any = optimizer._optimizer_step_post_hooks
     hooks.move_to_end(handle.id, last=False)
