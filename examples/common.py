@@ -42,7 +42,7 @@ def parse_options(description: str) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=30, help="training steps")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--precision", choices=["fp32", "bf16", "fp16"], default="fp32")
-    parser.add_argument("--schedule", choices=schedule_names(), default="1f1b", help="of every pipeline")
+    parser.add_argument("--schedule", choices=("auto", *schedule_names()), default="auto", help="of every pipeline")
     parser.add_argument("--output", type=Path, default=Path("runs/heterogeneous"), help="where the model is saved")
     parser.add_argument("--save-every", type=int, help="steps between two checkpoints of the whole training state")
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint, on any pipelines")

@@ -39,7 +39,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 def main(
     pipeline_parallel_size: Annotated[int, typer.Option(help="Stages of the pipeline.")] = 2,
     steps: Annotated[int, typer.Option(help="Training steps.", min=1)] = 120,
-    schedule: Annotated[str, typer.Option(help="The pipeline schedule, as `penstock simulate` lists them.")] = "1f1b",
+    schedule: Annotated[str, typer.Option(help="The pipeline schedule, as `penstock simulate` lists them.")] = "auto",
     text: Annotated[
         str | None, typer.Option(help="A text file, a folder, or a dataset's name. Default: Python's standard library.")
     ] = None,
@@ -82,7 +82,7 @@ def main(
     num_own = sum(parameter.numel() for parameter in model.parameters())
     console.print(
         f"GPT-2, {num_parameters / 1e6:.2f} M parameters, {num_own / 1e6:.2f} M of them on this rank; "
-        f"{model.data_parallel_size} pipeline(s) of {pipeline_parallel_size} stage(s); schedule {schedule}; "
+        f"{model.data_parallel_size} pipeline(s) of {pipeline_parallel_size} stage(s); schedule {model.pipeline.make_schedule(1).name}; "
         f"{rows.numel():,} tokens of text"
     )
 

@@ -45,7 +45,7 @@ def test_defaults_are_the_documented_ones() -> None:
         "tensor_parallel_size": 1,
         "micro_batch_size": None,
         "num_microbatches": None,
-        "schedule": "1f1b",
+        "schedule": "auto",
         "batch_dim": None,
         "loss_chunk_tokens": None,
         "sharded_optimizer": False,

@@ -298,7 +298,9 @@ def work_beside_one_that_stands_still(victim: int, moment: str) -> None:
         if my_rank() == victim:
             os.kill(os.getpid(), signal.SIGSTOP)
 
-    with mock.patch.object(formation, "Groups", side_effect=lambda *given: (stand_still(), Groups(*given))[1]) as groups:
+    with mock.patch.object(
+        formation, "Groups", side_effect=lambda *given: (stand_still(), Groups(*given))[1]
+    ) as groups:
         if moment != "forming":
             groups.side_effect = Groups
         model = build(3, timeout=SECONDS)

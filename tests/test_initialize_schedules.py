@@ -9,9 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import penstock
 from families import FAMILIES, batch
+from penstock import HeterogeneousParallelPlugin, PipelineTemplate
+from penstock.pictures.costs import Costs
+from penstock.pictures.simulate import simulate
+from penstock.schedule import build
+from penstock.schedule.generators import share_of_1f1b
 from pool import Pool
 from training import (
     EXACT,
@@ -26,7 +32,7 @@ from training import (
 )
 
 SAMPLES = 6
-# "1f1b" is the default: every other test runs it.
+# What models as small as those of the other tests get by default is "1f1b".
 SCHEDULES = ["gpipe", "zb-h1", "zb-h2", "interleaved-1f1b", "zb-v", "v-half"]
 
 
@@ -148,3 +154,48 @@ def test_deferred_weight_gradients_are_summed_over_replicas(pool: Pool, schedule
     inputs = batch("causal", SAMPLES)
     found = pool.run(4, train_family, "gpt2", 2, [inputs], schedule=schedule)
     assert_steps_equal([steps[0] for steps in found], oracle("gpt2"), replicas=2)
+
+
+# -- "auto", the default -----------------------------------------------------------------------------------------------
+
+
+def gpt2_of(width: int) -> Any:
+    torch.manual_seed(0)
+    sizes = {"n_embd": width, "n_layer": 2, "n_head": 4, "vocab_size": 128, "n_positions": 32}
+    return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)).double()
+
+
+def train_by_default(width: int, checkpointing: bool, stages: int, by_plugin: bool) -> tuple[str, Step]:
+    """The schedule that a model gets where nobody asks for one, and a step under it."""
+    model, inputs = gpt2_of(width), batch("causal", SAMPLES)
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    if by_plugin:
+        plugin = HeterogeneousParallelPlugin(microbatch_size=1)
+        plugin.set_pipelines([PipelineTemplate.balanced(model, stages)], [SAMPLES])
+        model, *_ = plugin.configure(model)
+    else:
+        model = parallelize(model, stages, num_microbatches=SAMPLES)
+    with kept_in_double():
+        losses = run_step(model, inputs)
+    return model.pipeline.make_schedule(SAMPLES).name, Step(losses, gradients_of(model))
+
+
+@pytest.mark.parametrize("by_plugin", [False, True])
+@pytest.mark.parametrize(
+    ("width", "checkpointing", "stages", "wanted"),
+    [(256, False, 2, "zb-h1"), (32, False, 2, "1f1b"), (256, True, 2, "1f1b"), (256, False, 1, "1f1b")],
+)
+def test_weight_gradients_are_put_off_by_default_where_it_pays(
+    pool: Pool, width: int, checkpointing: bool, stages: int, wanted: str, by_plugin: bool
+) -> None:
+    found = pool.run(stages, train_by_default, width, checkpointing, stages, by_plugin)
+    assert {name for name, _ in found} == {wanted}
+    assert_steps_equal([step for _, step in found], unsplit_step(gpt2_of(width), (batch("causal", SAMPLES), 1.0)))
+
+
+def test_the_predicted_time_is_the_simulated_one() -> None:
+    for ranks in range(1, 6):
+        for count in range(ranks, 12):
+            times = {name: simulate(build(name, ranks, count), Costs()).makespan for name in ("1f1b", "zb-h1")}
+            assert share_of_1f1b(ranks, count) == pytest.approx(times["zb-h1"] / times["1f1b"])

@@ -46,6 +46,11 @@ def test_gradients_come_with_w(kind: type[nn.Module], at_once: bool) -> None:
             torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-12, atol=1e-12)
 
 
+def test_a_head_that_makes_logits_computes_its_weight_gradient_at_once() -> None:
+    model = nn.Sequential(nn.Linear(4, 32), nn.Linear(32, 4), nn.Linear(4, 33), Conv1D(33, 4), Conv1D(4, 33))
+    assert install(model, WeightGradientQueues()) == 3
+
+
 @pytest.mark.parametrize("kind", [nn.Linear, Conv1D])
 def test_second_derivatives_are_exact(kind: type[nn.Module]) -> None:
     """A gradient penalty inside the backward under way: its derivative goes through the first backward."""

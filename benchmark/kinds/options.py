@@ -17,7 +17,7 @@ from kinds.configs import GPT_CONFIGS, MODEL_NAMES, ModelConfig, ResNetSize, can
 from kinds.models import POLICIES
 from penstock.layout.pipelines import parse_pipelines
 from penstock.runtime.comm.bootstrap import find_place
-from penstock.schedule.generators import DEFAULT_SCHEDULE, default_stages_per_rank, schedule_names
+from penstock.schedule.generators import default_stages_per_rank, schedule_names
 
 MODES = ("ddp", "pdp", "fsdp", "pp")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -208,7 +208,7 @@ def _resolve(given: argparse.Namespace, world: World) -> Options:
         chunks=chunks,
         ndevice_per_proc=devices_per_process,
         pipelines=pipelines,
-        schedule={"pp": given.schedule or DEFAULT_SCHEDULE, "pdp": "gpipe"}.get(given.mode, ""),
+        schedule={"pp": given.schedule or "1f1b", "pdp": "gpipe"}.get(given.mode, ""),
         activation=given.activation,
         cpu_offload=given.cpu_offload,
         prefetch=given.prefetch or 0,
@@ -232,7 +232,7 @@ def _config(given: argparse.Namespace, ranks: int) -> ModelConfig:
     if given.untied:
         config.tie_embeddings = False
     # The embedding, the final norm and the head are layers too, but a device with nothing else makes no sense.
-    stages = ranks * (default_stages_per_rank(given.schedule or DEFAULT_SCHEDULE) if given.mode == "pp" else 1)
+    stages = ranks * (default_stages_per_rank(given.schedule or "1f1b") if given.mode == "pp" else 1)
     if stages > config.n_layer:
         raise OptionError(f"{stages} stages need at least {stages} layers, but {given.model} has {config.n_layer}")
     return config

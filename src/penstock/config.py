@@ -13,7 +13,7 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal
 
-from penstock.schedule.generators import DEFAULT_SCHEDULE, schedule_names
+from penstock.schedule.generators import AUTO, DEFAULT_SCHEDULE, schedule_names
 
 SECTION = "model_parallelism"
 
@@ -40,7 +40,8 @@ class Configuration:
             None for an input without samples, which goes whole to every microbatch.
         loss_chunk_tokens: in training the head and the loss of a language model run over so many tokens at a time, and
             again in the backward, so that logits of more never exist; None for all tokens at once.
-        schedule: a name that `penstock.schedule.build` knows, or a schedule of your own: the path of a .csv file, or a
+        schedule: "auto", which is "zb-h1" where it pays to put weight gradients off and "1f1b" elsewhere, another name
+            that `penstock.schedule.build` knows, or a schedule of your own: the path of a .csv file, or a
             list of rows, one for each rank, such as "0F0,0B0"; see `penstock.schedule.text`.
         stages: for each stage the names of its units, or None to balance them by cost. A module that holds several
             units stands for all of them.
@@ -84,9 +85,10 @@ class Configuration:
             if not is_allowed(value):
                 raise _wrong(key, value, expected)
             object.__setattr__(self, key, _plain(value))
-        if not _is_own_schedule(self.schedule) and self.schedule not in schedule_names():
-            names = ", ".join(f'"{name}"' for name in schedule_names())
-            hint = _did_you_mean(self.schedule, schedule_names())
+        known = (*schedule_names(), AUTO)
+        if not _is_own_schedule(self.schedule) and self.schedule not in known:
+            names = ", ".join(f'"{name}"' for name in known)
+            hint = _did_you_mean(self.schedule, known)
             raise _wrong("schedule", self.schedule, f"one of {names}, a .csv file or rows", hint)
         if self.micro_batch_size is not None and self.num_microbatches is not None:
             raise ConfigurationError(

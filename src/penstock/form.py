@@ -13,13 +13,15 @@ from penstock.layout.layout import Layout
 from penstock.modeling.graph.costs import unit_costs
 from penstock.modeling.graph.units import list_units
 from penstock.rooms import room, sharding_of
-from penstock.runtime.comm.devices import device_memory
+from penstock.runtime.comm.devices import device_memory, local_device
 from penstock.runtime.comm.exchange import Ranks
 from penstock.runtime.comm.forming import facts_of, require_agreement, world_ranks
 from penstock.runtime.engine import Engine
 from penstock.runtime.failures.board import FailureBoard
 from penstock.runtime.formation import parallelize
+from penstock.runtime.gradients.weight_gradients import deferring_pays
 from penstock.runtime.parts import ScheduleMaker
+from penstock.schedule.generators import AUTO, settle
 
 
 class UnitsAndCosts(NamedTuple):
@@ -75,6 +77,11 @@ def form(
         model = mark_packed(make(layout, ranks))
     sharding = sharding_of(layout)
     return model, parallelize(model, layout, planned.make_schedule, board, make_sharding=sharding, **planned.options)
+
+
+def settled(schedule: Any, model: nn.Module) -> Any:
+    """What a user gave as the schedule, with a name in the place of "auto"; the same on all ranks."""
+    return settle(schedule, schedule == AUTO and deferring_pays(model, local_device()))
 
 
 def _find(model: nn.Module, units: Sequence[str] | None, ranks: Ranks, loss_in_chunks: bool) -> UnitsAndCosts:

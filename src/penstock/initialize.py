@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from penstock.config import SECTION, Configuration, ConfigurationError
-from penstock.form import LayoutPlan, UnitsAndCosts, form
+from penstock.form import LayoutPlan, UnitsAndCosts, form, settled
 from penstock.layout.layout import Layout
 from penstock.layout.partition import partition, split_into
 from penstock.layout.template import chosen_stages, split_stages
@@ -27,6 +27,7 @@ from penstock.runtime.comm.exchange import Ranks
 from penstock.runtime.comm.forming import forming
 from penstock.runtime.engine import DEFAULT_MICROBATCHES_PER_STAGE
 from penstock.runtime.failures.board import FailureBoard
+from penstock.schedule.generators import settle, share_of_1f1b
 from penstock.whole_model import check_whole_model, remember_example_inputs
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -106,7 +107,10 @@ def form_equal(
 def _plan(model: nn.Module, configuration: Configuration, found: UnitsAndCosts, ranks: Ranks) -> LayoutPlan:
     """Equal pipelines, each with the model's units balanced over its stages by cost, unless the configuration has the
     stages."""
-    configuration = _with_size(model, configuration, found, ranks)
+    asked, name = configuration.schedule, settled(configuration.schedule, model)
+    configuration = _with_size(model, replace(configuration, schedule=name), found, ranks)
+    if configuration.pipeline_parallel_size == 1:
+        configuration = replace(configuration, schedule=settle(asked, deferring_pays=False))
     if configuration.stages is not None:
         bare = bare_modules(model, found.units)
         chosen = [[name for name in stage if name not in bare] for stage in configuration.stages]
@@ -129,13 +133,17 @@ def _plan(model: nn.Module, configuration: Configuration, found: UnitsAndCosts, 
     names = ("micro_batch_size", "batch_dim", "loss_chunk_tokens", "trace", "trace_steps", "patience")
     options = {name: getattr(configuration, name) for name in names}
     in_words = f"{number or DEFAULT_MICROBATCHES_PER_STAGE * len(stages)} microbatches in a batch"
+    in_use = str(configuration.schedule) if written is None else written.name
     if configuration.micro_batch_size is not None:
         in_words = f"microbatches of {configuration.micro_batch_size}"
+    elif in_use == "zb-h1" != asked:
+        share = share_of_1f1b(len(stages), number or DEFAULT_MICROBATCHES_PER_STAGE * len(stages))
+        in_use += f" (predicted {share:.2f} of 1f1b's time)"
     return LayoutPlan(
         layout,
         room("own_or_named")(configuration.schedule, layout.pipelines[0].num_ranks),
         dict(zip(found.units, found.costs, strict=True)),
-        [str(configuration.schedule) if written is None else written.name] * num_pipelines,
+        [in_use] * num_pipelines,
         [in_words] * num_pipelines,
         options
         | {"num_microbatches": number, "timeout": configuration.time_limit}

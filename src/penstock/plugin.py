@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel
 
-from penstock.form import LayoutPlan, UnitsAndCosts, form
+from penstock.form import LayoutPlan, UnitsAndCosts, form, settled
 from penstock.layout.layout import Layout
 from penstock.layout.pipelines import (
     Microbatches,
@@ -69,9 +69,10 @@ class HeterogeneousParallelPlugin:
             weights, gradients and optimizer as they are. fp16 scales losses dynamically; a step whose gradients
             overflow on any rank is skipped on all of them.
         max_norm: the optimizer's step clips the norm of the whole model's gradients to this; 0 does not clip.
-        schedule: of every pipeline, or a dict with one for each template: any of `penstock.schedule.schedule_names()`,
-            or one of your own, as rows or in a .csv file. `zb-v`, `v-half` and `interleaved-1f1b` put two stages on
-            each rank, so that a template of four stages takes two ranks; one of a single stage takes one under any.
+        schedule: of every pipeline, or a dict with one for each template: "auto", which `configure` settles by the
+            model (docs/schedules.md), any of `penstock.schedule.schedule_names()`, or one of your own, as rows or in a
+            .csv file. `zb-v`, `v-half` and `interleaved-1f1b` put two stages on each rank, so that a template of four
+            stages takes two ranks; one of a single stage takes one under any.
         initial_scale, min_scale, max_scale, growth_factor, backoff_factor, growth_interval, hysteresis: of fp16's loss
             scale, see `penstock.runtime.gradients.precision.LossScale`.
         patience: seconds that a rank waits for others before it logs what it waits for and where the others are.
@@ -138,7 +139,7 @@ class HeterogeneousParallelPlugin:
         self.sharded_optimizer = sharded_optimizer
         self.precision = precision
         self.max_norm = float(max_norm)
-        self.schedule = schedule
+        self.schedule = self._schedule = schedule
         if not patience > 0:
             raise ValueError(f"patience must be positive, got {patience}")
         self.patience = float(patience)
@@ -231,7 +232,7 @@ class HeterogeneousParallelPlugin:
                 rank_and_world_size()[1] // self.tp_size,
                 cast(int, num_microbatches),  # refused otherwise
                 self.microbatch_size,
-                self.schedule,
+                self.settle_schedule(base_of(model)),
                 device_memory() if memory is None else memory,
                 profile,
                 copies,
@@ -243,7 +244,7 @@ class HeterogeneousParallelPlugin:
         self._set(checked, cast(Microbatches, num_microbatches))
 
     def _set(self, checked: tuple[PipelineTemplate, ...], num_microbatches: Microbatches) -> None:
-        makers = [room("schedule_maker")(template, self.schedule) for template in checked]
+        makers = [room("schedule_maker")(template, self._schedule) for template in checked]
         counts = check_microbatches(checked, num_microbatches)
         schedules = tuple(make(count) for make, count in zip(makers, counts, strict=True))
         for index, schedule in enumerate(schedules):
@@ -252,6 +253,11 @@ class HeterogeneousParallelPlugin:
         stages = [template.modules_per_stage for template in checked]
         self._layout = Layout.place(stages, [schedule.stage_to_rank for schedule in schedules], self.tp_size)
         self._description = None
+
+    def settle_schedule(self, model: nn.Module) -> Schedules:
+        """The schedule with a name in the place of "auto"; pipelines that are set from now on have it."""
+        self._schedule = settled(self.schedule, model)
+        return self._schedule
 
     @property
     def layout(self) -> Layout:
@@ -389,7 +395,8 @@ class HeterogeneousParallelPlugin:
             raise ValueError(f"tp_size needs a model of transformers, and {type(model).__name__} is none")
         modules = PipelineTemplate.get_modules(model)
         fitted = tuple(template.fitted(model, modules) for template in self._pipelines)
-        if fitted != self._pipelines:
+        self.settle_schedule(model)
+        if fitted != self._pipelines or self._schedule is not self.schedule:
             self._set(fitted, list(self.num_microbatches))
             layout = self.layout
         if dataloader is not None:

@@ -125,6 +125,9 @@ class PipelineTrainerMixin(Trainer):
         if self.model is None:
             raise _not_over_pipelines("model_init", "give the model itself")
         super().create_accelerator_and_postprocess()
+        if self.args.gradient_checkpointing and (self._plugin is not None or self._parallelism is not None):
+            # As `train` does; the default schedule depends on it.
+            self.model.gradient_checkpointing_enable(self.args.gradient_checkpointing_kwargs)
         if self._plugin is not None:
             self._plugin.form()
             return

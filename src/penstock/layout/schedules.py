@@ -9,7 +9,7 @@ from pathlib import Path
 from penstock.layout.pipelines import Schedules
 from penstock.layout.template import StageTemplate
 from penstock.schedule.actions import Schedule
-from penstock.schedule.generators import DEFAULT_SCHEDULE, build, default_stages_per_rank
+from penstock.schedule.generators import AUTO, build, default_stages_per_rank
 from penstock.schedule.text import own_or_named, written_schedule
 
 
@@ -50,8 +50,8 @@ def schedule_maker(template: StageTemplate, schedule: Schedules) -> Callable[[in
         return own_or_named(schedule, written.num_ranks)
     assert isinstance(schedule, str)
     per_rank = default_stages_per_rank(schedule)
-    if template.num_stages == 1 and per_rank > 1:
-        return partial(build, DEFAULT_SCHEDULE, 1)
+    if template.num_stages == 1:
+        return partial(build, AUTO, 1)
     if template.num_stages % per_rank:
         raise ValueError(
             f"schedule {schedule!r} puts {per_rank} stages on each rank, but {template!r} has {template.num_stages}: "

@@ -4,18 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import accumulate, islice
+from typing import Any
 
 from penstock.schedule.actions import Action, Kind, Schedule
 from penstock.schedule.v_schedules import v_half, zb_v
 
-DEFAULT_SCHEDULE = "1f1b"
+# What `initialize` and the plugin settle by the model, see `settle`; where no model is at hand it is 1F1B.
+AUTO = "auto"
+DEFAULT_SCHEDULE = AUTO
+
+
+def settle(name: Any, deferring_pays: bool) -> Any:
+    """The schedule to run where a user asked for `name`, or for one written out.
+
+    ZB-H1 has the messages of 1F1B, forwards and backwards in the same order, and holds no more microbatches than its
+    first rank. It is faster where weight gradients are worth putting off.
+    """
+    return ("zb-h1" if deferring_pays else "1f1b") if name == AUTO else name
+
+
+def share_of_1f1b(num_ranks: int, num_microbatches: int) -> float:
+    """The time of a step under ZB-H1 over that under 1F1B if F = B = W; see `zb_h1`."""
+    return (num_microbatches + (num_ranks - 1) / 3) / (num_microbatches + num_ranks - 1)
 
 
 def build(name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int | None = None) -> Schedule:
     """The schedule called `name` for one pipeline.
 
     Args:
-        name: one of `schedule_names()`.
+        name: one of `schedule_names()`, or "auto".
         num_ranks: pipeline ranks, at least 1.
         num_microbatches: microbatches per step, at least 1, be it below `num_ranks` or not a multiple of it.
         stages_per_rank: stages that each rank holds. ``None`` takes the schedule's own: 2 for ``interleaved-1f1b``,
@@ -44,8 +61,8 @@ def _unknown(name: str) -> ValueError:
 
 
 def schedule_names() -> tuple[str, ...]:
-    """The names that `build` accepts."""
-    return tuple(_GENERATORS)
+    """The schedules that there are. `build` accepts "auto", too."""
+    return tuple(name for name in _GENERATORS if name != AUTO)
 
 
 def default_stages_per_rank(name: str) -> int:
@@ -163,6 +180,7 @@ def _alternate(forwards: Iterator[Action], backwards: Iterator[Action], warm_up:
 # name: (generator, its own stages per rank, whether it takes another number as a third argument)
 _GENERATORS: dict[str, tuple[Callable[..., Schedule], int, bool]] = {
     "gpipe": (gpipe, 1, False),
+    AUTO: (one_forward_one_backward, 1, False),
     "1f1b": (one_forward_one_backward, 1, False),
     "zb-h1": (zb_h1, 1, False),
     "zb-h2": (zb_h2, 1, False),

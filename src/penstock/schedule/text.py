@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from penstock.schedule.actions import Action, Kind, Schedule, ScheduleError
-from penstock.schedule.generators import build, schedule_names
+from penstock.schedule.generators import AUTO, build, schedule_names
 from penstock.schedule.validation import validate
 
 _PASSED_OVER = re.compile(r"|\d+REDUCE_GRAD")
@@ -117,12 +117,14 @@ def resolve_schedule(
 
 def written_schedule(source: str | Path | Rows) -> Schedule | None:
     """The schedule that a user wrote, in a file or as rows; None if they asked for one by name."""
-    if isinstance(source, str) and source in schedule_names():
+    if isinstance(source, str) and source in (*schedule_names(), AUTO):
         return None
     if isinstance(source, Path) or (isinstance(source, str) and source.endswith(".csv")):
         return load_schedule(source)
     if isinstance(source, str):
-        raise ValueError(f"unknown schedule {source!r}: known are {', '.join(schedule_names())}, or a .csv file")
+        raise ValueError(
+            f"unknown schedule {source!r}: known are {', '.join((*schedule_names(), AUTO))}, or a .csv file"
+        )
     return parse_schedule(source)
 
 

@@ -7,7 +7,7 @@ Splitting backward into input gradients (B) and weight gradients (W) is the idea
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,6 +26,13 @@ def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """
     apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]  # of torch's C base
     return apply
+
+
+# A layer with more outputs for each input computes its weight gradient at once.
+MOST_OUTPUTS = 8
+# The mean number of entries in a layer's weight from which its gradient takes longer than the 15 us of Python that
+# deferring adds to a layer: on a device (by its speed, not measured), and on a CPU (measured; 128 tokens).
+LEAST_WEIGHT = 2**20, 2**16
 
 
 class Deferred(NamedTuple):
@@ -107,31 +114,50 @@ class WeightGradientQueues:
 
 def install(model: nn.Module, queues: WeightGradientQueues, without: nn.Module | None = None) -> int:
     """Make the linear layers of `model`, but those in `without`, defer their weight gradients to `queues`; return how
-    many do.
-
-    Serves plain `nn.Linear` and GPT-2's `Conv1D`. Subclasses may compute something else, and a weight with several
-    holders in this model also gets gradients elsewhere, so both keep autograd's own gradient. Parameters, names and
-    class names stay as they are.
-    """
-    uses = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
+    many do; see `_deferrable`. Parameters, names and class names stay as they are."""
     deferring = {
         kind: type(kind.__name__, (kind,), _namespace(make_forward(queues, transposed), kind))
         for kind, transposed in ((nn.Linear, False), (Conv1D, True))
     }
-    count = 0
-    left_out = set() if without is None else set(without.modules())
-    for module in model.modules():
-        if module in left_out:
-            continue
-        alone = all(uses[id(parameter)] == 1 for parameter in module.parameters(recurse=False))
+    layers = list(_deferrable(model, without))
+    for module in layers:
         # A tensor-parallel layer computes on its shard as its plain class does.
         kind = plain_class(module)
-        if kind in deferring and alone:
-            namespace = _namespace(vars(deferring[kind])["forward"], kind)
-            sharded = kind is not type(module)
-            module.__class__ = type(kind.__name__, (type(module),), namespace) if sharded else deferring[kind]
-            count += 1
-    return count
+        namespace = _namespace(vars(deferring[kind])["forward"], kind)
+        sharded = kind is not type(module)
+        module.__class__ = type(kind.__name__, (type(module),), namespace) if sharded else deferring[kind]
+    return len(layers)
+
+
+def _deferrable(model: nn.Module, without: nn.Module | None = None) -> Iterator[nn.Linear | Conv1D]:
+    """The layers that can defer: plain `nn.Linear` and GPT-2's `Conv1D`.
+
+    Subclasses may compute something else, and a weight with several holders in this model also gets gradients
+    elsewhere, so both keep autograd's own gradient. So does a layer with far more outputs than inputs, such as the head
+    of a language model: for a weight gradient put off the gradient of the outputs stays.
+    """
+    uses = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
+    left_out = set() if without is None else set(without.modules())
+    for module in model.modules():
+        if module in left_out or plain_class(module) not in (nn.Linear, Conv1D):
+            continue
+        assert isinstance(module, nn.Linear | Conv1D)
+        rows, columns = module.weight.shape
+        inputs, outputs = (rows, columns) if isinstance(module, Conv1D) else (columns, rows)
+        alone = all(uses[id(parameter)] == 1 for parameter in module.parameters(recurse=False))
+        if alone and outputs <= MOST_OUTPUTS * inputs:
+            yield module
+
+
+def deferring_pays(model: nn.Module, device: torch.device) -> bool:
+    """Whether ranks gain more by putting off weight gradients than the layers' own Python takes; the same on all ranks.
+
+    It does not under gradient checkpointing, where what is kept for a weight gradient is more than all else.
+    """
+    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        return False
+    sizes = [module.weight.numel() for module in _deferrable(model) if module.weight.requires_grad]
+    return bool(sizes) and sum(sizes) >= len(sizes) * LEAST_WEIGHT[device.type == "cpu"]
 
 
 def uninstall(model: nn.Module) -> None:
