@@ -82,8 +82,8 @@ def main(
     num_own = sum(parameter.numel() for parameter in model.parameters())
     console.print(
         f"GPT-2, {num_parameters / 1e6:.2f} M parameters, {num_own / 1e6:.2f} M of them on this rank; "
-        f"{model.data_parallel_size} pipeline(s) of {pipeline_parallel_size} stage(s); schedule {model.pipeline.make_schedule(1).name}; "
-        f"{rows.numel():,} tokens of text"
+        f"{model.data_parallel_size} pipeline(s) of {pipeline_parallel_size} stage(s); "
+        f"schedule {model.pipeline.make_schedule(1).name}; {rows.numel():,} tokens of text"
     )
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
