@@ -341,11 +341,11 @@ class Bucket:
 
 
 def make_buckets(
-    parameters: Sequence[tuple[torch.nn.Parameter, tuple[int, ...]]],
+    parameters: Sequence[tuple[Any, tuple[int, ...]]],
     capacity: int = BUCKET_BYTES,
     owners: Mapping[int, tuple[int, ...]] | None = None,
 ) -> list[Bucket]:
-    """Pack (parameter, ranks that hold it) pairs, given in forward order, into buckets in backward order.
+    """Pack (tensor, ranks that hold it) pairs, given in forward order, into buckets in backward order.
 
     Parameters held by this rank alone need no sum and are left out. All ranks of a group make the same buckets for it,
     because each keeps the forward order. A bucket's sums have the same `owners`, given by the id of a parameter.
