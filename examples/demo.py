@@ -129,7 +129,7 @@ def main(
     torch.manual_seed(1)
     from_pipeline = model.generate(**prompt, **sampling)
     if leader:
-        reloaded = AutoModelForCausalLM.from_pretrained(merged).eval()
+        reloaded: Any = AutoModelForCausalLM.from_pretrained(merged).eval()
         torch.manual_seed(1)
         from_merged = reloaded.generate(**prompt.to(reloaded.device), **sampling)
         same = torch.equal(from_pipeline.cpu(), from_merged.cpu())

@@ -504,9 +504,9 @@ arguments = Seq2SeqTrainingArguments(output_dir="run", max_steps=1, report_to="n
     ),
     Run(
         "docs/logging.md",
-        ("What is in use", "What a step took", "torch's profiler"),
+        ("What a step took", "torch's profiler"),
         2,
-        before=IMPORTS + "model, batch = whole(), batch_of(8)",
+        before=IMPORTS + "model, batch = split(2), batch_of(8)",
         after="""
 assert model.pipeline.last_step.num_tokens == 64
 name = f"penstock: F stage {os.environ['RANK']} microbatch 3"

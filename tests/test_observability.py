@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import io
 import json
 import logging
+import os
 import re
 import sys
 from collections import Counter
@@ -177,17 +180,37 @@ def test_rank_0_alone_says_once_what_is_in_use(pool: Pool, folder: Path) -> None
     first, *others = told(pool, folder)
     head, *lines = first.log
     assert head == "GPT2LMHeadModel on 4 ranks: 2 pipelines"
-    assert [line for line in lines if line.startswith("pipeline")] == [
-        line
-        for line in lines
-        if re.fullmatch(
-            rf"pipeline [01]: schedule {SCHEDULE}, 3 microbatches in a batch, slowest .* times the mean", line
-        )
-    ]
-    shares = [float(share) for share in re.findall(r"on rank \d: ([\d.]+)% of the cost", "\n".join(lines))]
-    assert len(shares) == 4 and sum(shares) == pytest.approx(200, abs=0.3)
-    assert any(re.search(r"stage 1 on rank 3: .*lm_head$", line) for line in lines)
+    pipeline, *stages, alike = lines[:4]
+    words = rf"pipeline 0: schedule {SCHEDULE}, 3 microbatches in a batch, slowest .* times the mean"
+    assert re.fullmatch(words, pipeline) and alike == "pipeline 1: alike, ranks 2-3"
+    shares = [float(re.search(r"on rank \d: ([\d.]+)% of the cost", line)[1]) for line in stages]
+    assert len(shares) == 2 and sum(shares) == pytest.approx(100, abs=0.2)
+    assert re.search(r"stage 1 on rank 1: .*lm_head$", stages[1])
     assert [each.log for each in others] == [[]] * 3
+
+
+def shown(quiet: str) -> tuple[str, str, str, list[str]]:
+    """What forming prints; and of the pipeline its repr, the error before a step, and its names."""
+    os.environ["PENSTOCK_QUIET"] = quiet
+    with contextlib.redirect_stderr(io.StringIO()) as printed:
+        model = parallelize(FAMILIES["gpt2"].build(), 2)
+    with pytest.raises(RuntimeError) as early:
+        print(model.pipeline.last_step)
+    for output in model(**batch("causal", SAMPLES, TOKENS)):
+        output.loss.backward()
+    return printed.getvalue(), str(early.value), repr(model.pipeline), dir(model.pipeline)
+
+
+def test_the_layout_is_printed_and_the_pipeline_says_what_it_is(pool: Pool) -> None:
+    first, second = pool.run(2, shown, "0")
+    assert first[0].startswith("GPT2LMHeadModel on 2 ranks: 1 pipeline\npipeline 0: schedule 1f1b, 8 microbatches")
+    assert len(first[0].splitlines()) == 4 and second[0] == ""
+    assert [one[0] for one in pool.run(2, shown, "1")] == ["", ""]
+    for rank, (_, early, said, names) in enumerate((first, second)):
+        assert early == "no training step has ended yet, so there is no last_step"
+        assert f"stages, schedule 1f1b; on rank {rank} (cpu): stage {rank}: transformer." in said
+        assert "; 1 training steps, the last <step: loss " in said and "\n" not in said
+        assert {"last_step", "layout", "trace"} <= set(names) and len(names) < 15
 
 
 def test_without_a_profiler_nothing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -187,7 +187,6 @@ class Booster:
             if kept:
                 parts, sizes = pipeline.microbatches(batch)
                 outputs = merge_outputs(kept, sizes, grown=lambda: pipeline.shapes_of_one_more(parts[0], sizes[0]))
-            assert pipeline.last_step is not None
             loss = pipeline.last_step.global_loss
         if isinstance(outputs, NamedOutput):
             outputs = outputs.original()

@@ -16,6 +16,7 @@ from penstock.modeling.graph.loss import Criterion
 from penstock.modeling.weights.initialise import init_stage, meta_model, resolve_model_class
 from penstock.modeling.weights.load import StageLoadingInfo, forget_ties, load_config, load_stage
 from penstock.modeling.weights.names import alias_groups
+from penstock.pipeline_model import PipelineModel
 from penstock.rooms import room
 from penstock.runtime.comm.exchange import Ranks
 from penstock.runtime.comm.forming import forming
@@ -35,7 +36,7 @@ def from_pretrained(
     example_inputs: Any = None,
     adapt: Callable[[Any], Any] | None = None,
     **kwargs: Any,
-) -> Any:
+) -> PipelineModel:
     """Load a model straight into its stages: each rank reads and holds only its own stage's weights.
 
     Args:
@@ -58,7 +59,7 @@ def from_pretrained(
     configuration = Configuration.from_any(config, **take_keys(kwargs))
     kind = resolve_model_class(load_config(path_or_name, **kwargs), model_class)
     if not configuration.enable:
-        whole = kind.from_pretrained(path_or_name, **kwargs)
+        whole: Any = kind.from_pretrained(path_or_name, **kwargs)
         return whole if adapt is None else adapt(whole)
     return _make_in_stages(
         lambda: meta_model(kind, load_config(path_or_name, **kwargs)),
@@ -78,7 +79,7 @@ def from_config(
     criterion: Criterion | None = None,
     example_inputs: Any = None,
     **kwargs: Any,
-) -> PreTrainedModel:
+) -> PipelineModel:
     """Initialise a model at random straight into its stages: each rank makes only its own stage's weights.
 
     Its weights equal, bit for bit, those of the unsplit model built after `torch.manual_seed(seed)`.

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch import nn
@@ -30,18 +30,17 @@ from penstock.runtime.failures.board import FailureBoard
 from penstock.schedule.generators import settle, share_of_1f1b
 from penstock.whole_model import check_whole_model, remember_example_inputs
 
-Model = TypeVar("Model", bound=nn.Module)
 ConfigLike = Configuration | Mapping[str, Any] | str | os.PathLike[str]
 
 
 def initialize(
-    model: Model,
+    model: nn.Module,
     config: ConfigLike | None = None,
     criterion: Criterion | None = None,
     *,
     example_inputs: Any = None,
     **keys: Any,
-) -> Model:
+) -> PipelineModel:
     """Spread `model` over the stages of a pipeline, and over replicas where there are more ranks than stages.
 
     The model is shrunk in place. It stays the same object of the same class and keeps the parameters of this rank's
@@ -68,18 +67,17 @@ def initialize(
         TypeError: `model` is no module, or one that wraps another (torch.compile, DistributedDataParallel).
         ValueError: it is parallelised already, with another configuration, or compiled as a whole.
     """
-    configuration = Configuration.from_any(config, **keys)
+    configuration, known = Configuration.from_any(config, **keys), cast(PipelineModel, model)
     if not configuration.enable:
-        return model
-    known: Any = model
+        return known
     if is_peft_model(known):
         room("initialize_peft")(
             known, lambda base: initialize(base, configuration, criterion, example_inputs=example_inputs)
         )
-        return model
-    if isinstance(known, PipelineModel):
-        if known.configuration == configuration:
-            return model
+        return known
+    if isinstance(model, PipelineModel):
+        if model.configuration == configuration:
+            return known
         raise ValueError("this model is parallelised already, with another configuration: initialize() takes it once")
     check_whole_model(model, "initialize()", USED_NAMES)
     remember_example_inputs(model, example_inputs)

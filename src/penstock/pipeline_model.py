@@ -9,9 +9,9 @@ import math
 import os
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -36,8 +36,19 @@ if TYPE_CHECKING:
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
+if TYPE_CHECKING:
 
-class PipelineModel(torch.nn.Module):
+    class _Module(torch.nn.Module, Any):
+        """Checkers have no intersection of types: to them a PipelineModel passes for a model of any class and has any
+        attribute of it."""
+
+        def __getattr__(self, name: str) -> Any: ...
+
+else:
+    _Module = torch.nn.Module
+
+
+class PipelineModel(_Module):
     """Mixed into the class of a model that `initialize()` or the plugin has parallelised.
 
     Calling the model with gradients enabled starts a training step and returns an iterator over microbatches; calling
@@ -147,7 +158,7 @@ class PipelineModel(torch.nn.Module):
         """
         return self.pipeline.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
 
-    def prepare_dataloader(self, dataset: Dataset, batch_size: int, **options: Any) -> DataLoader:
+    def prepare_dataloader(self, dataset: Dataset | Sequence[Any], batch_size: int, **options: Any) -> DataLoader:
         """A loader of this pipeline's own batches of `batch_size` samples: every sample once per epoch over all
         pipelines."""
         loader: DataLoader = room("prepare_dataloader")(
@@ -232,7 +243,7 @@ class PipelineModel(torch.nn.Module):
         injected = getattr(model, "_hf_peft_config_loaded", False)
         return dict.fromkeys(model.active_adapters(), directory) if injected else {}
 
-    def from_parallelized(self, directory: str | os.PathLike[str], variant: str | None = None) -> PipelineModel:
+    def from_parallelized(self, directory: str | os.PathLike[str], variant: str | None = None) -> Self:
         """Load what `save_parallelized` wrote, from any number of stages and tensor-parallel ranks, into this model;
         returns it. `variant` is the one it was saved with."""
         room("model_checkpoints").load_parallelized(self, directory, variant)
@@ -302,7 +313,7 @@ class PipelinePreTrainedModel(PipelineModel):
     def device(self) -> torch.device:
         """Where this rank's stages are. transformers asks for it several times for each token."""
         engine = record_of(self).engine
-        found: torch.device = super().device if engine is None else engine.split.device  # type: ignore[misc]  # the model's
+        found: torch.device = super().device if engine is None else engine.split.device
         return found
 
     def resize_token_embeddings(self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -322,7 +333,7 @@ class PipelinePreTrainedModel(PipelineModel):
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """transformers' `generate`, over stages: on every rank the result of the unsplit model."""
-        return room("generate")(self, super().generate, *args, **kwargs)  # type: ignore[misc]  # the model class's own
+        return room("generate")(self, super().generate, *args, **kwargs)
 
     def num_parameters(
         self, only_trainable: bool = False, exclude_embeddings: bool = False, *, whole: bool = False
@@ -332,7 +343,7 @@ class PipelinePreTrainedModel(PipelineModel):
         Only with `whole` and `only_trainable` every rank must call it, as no rank knows what others have frozen.
         """
         if not whole:
-            number: int = super().num_parameters(only_trainable, exclude_embeddings)  # type: ignore[misc]  # the model's
+            number: int = super().num_parameters(only_trainable, exclude_embeddings)
             return number
         pipeline = self.pipeline
         embeddings = {f"{name}.weight" for name, child in self.named_modules() if isinstance(child, torch.nn.Embedding)}

@@ -293,9 +293,7 @@ class PipelineTrainerMixin(Trainer):
             self.accelerator.backward(output.loss / divisor)
         if metrics is not None:
             metrics.note()
-        report = self._engine.last_step
-        assert report is not None
-        return loss_tensor(self._engine, report.global_loss / divisor).to(self.args.device)
+        return loss_tensor(self._engine, self._engine.last_step.global_loss / divisor).to(self.args.device)
 
     def _token_metrics(self, inputs: Mapping[str, Any]) -> TokenMetrics | None:
         """What notes the metrics of TRL's SFTTrainer for a batch, if this is one; it then weighs routers as well."""

@@ -1,9 +1,12 @@
-"""The pipelines of a run as lines in the log."""
+"""The pipelines of a run as lines, for the log or the terminal."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 
 from penstock.layout.layout import Layout, PipelineLayout
 
@@ -13,32 +16,49 @@ logger = logging.getLogger("penstock")
 def announce(
     model_name: str, layout: Layout, schedules: Sequence[str], microbatches: Sequence[str], costs: Mapping[str, float]
 ) -> None:
-    """Log, at level INFO, what the pipelines of a run are. For one rank to call."""
-    if not logger.isEnabledFor(logging.INFO):
+    """Say what the pipelines of a run are: in the log, at level INFO, or, where that is not kept, on stderr, unless
+    PENSTOCK_QUIET is set. For one rank to call."""
+    logged = logger.isEnabledFor(logging.INFO)
+    if not logged and os.environ.get("PENSTOCK_QUIET", "0") not in ("", "0"):
         return
-    count = len(layout.pipelines)
-    sharded = f" of {layout.tensor_parallel_size} tensor-parallel ranks each" * (layout.tensor_parallel_size > 1)
-    logger.info(
-        "%s on %d rank%s: %d pipeline%s%s",
-        *(model_name, layout.world_size, "s" * (layout.world_size != 1), count, "s" * (count != 1), sharded),
+    for line in _lines(model_name, layout, schedules, microbatches, costs):
+        if logged:
+            logger.info("%s", line)
+        else:
+            print(line, file=sys.stderr, flush=True)
+
+
+def _lines(
+    model_name: str, layout: Layout, schedules: Sequence[str], microbatches: Sequence[str], costs: Mapping[str, float]
+) -> Iterator[str]:
+    count, sharded = len(layout.pipelines), layout.tensor_parallel_size
+    yield f"{model_name} on {layout.world_size} rank{'s' * (layout.world_size != 1)}: {count} pipeline" + (
+        "s" * (count != 1) + f" of {sharded} tensor-parallel ranks each" * (sharded > 1)
     )
-    for index, pipeline in enumerate(layout.pipelines):
-        sums = [sum(costs[unit] for unit in units) for units in pipeline.stages]
+    alike = groupby(range(count), lambda index: (layout.pipelines[index].stages, schedules[index], microbatches[index]))
+    for (stages, schedule, number), those in alike:
+        first, *others = those
+        sums = [sum(costs[unit] for unit in units) for units in stages]
         whole = sum(sums) or 1.0
-        logger.info(
-            "pipeline %d: schedule %s, %s, slowest stage %.2f times the mean",
-            *(index, schedules[index], microbatches[index], max(sums) * len(sums) / whole),
-        )
-        for stage, units in enumerate(pipeline.stages):
-            share, where = sums[stage] / whole, ranks_of(pipeline, stage)
-            logger.info("  stage %d on rank %s: %.1f%% of the cost, %s", stage, where, 100 * share, compact(units))
+        slowest = max(sums) * len(sums) / whole
+        yield f"pipeline {first}: schedule {schedule}, {number}, slowest stage {slowest:.2f} times the mean"
+        for stage, units in enumerate(stages):
+            share, where = sums[stage] / whole, ranks_of(layout.pipelines[first], stage)
+            yield f"  stage {stage} on rank {where}: {share:.1%} of the cost, {compact(units)}"
+        if others:
+            ranks = layout.pipelines[others[0]].first_rank, layout.pipelines[others[-1]].ranks()[-1]
+            yield f"pipeline{'s' * (len(others) > 1)} {_range(others[0], others[-1])}: alike, ranks {_range(*ranks)}"
+
+
+def _range(first: int, last: int) -> str:
+    return str(first) if first == last else f"{first}-{last}"
 
 
 def ranks_of(pipeline: PipelineLayout, stage: int) -> str:
     """The global ranks that hold a stage: several with tensor parallelism."""
     first = pipeline.global_rank(stage)
     size = pipeline.tensor_parallel_size
-    return str(first) if size == 1 else f"{first}-{first + size - 1}"
+    return _range(first, first + size - 1)
 
 
 def compact(units: Sequence[str]) -> str:

@@ -25,6 +25,7 @@ from penstock.data.batch import PerMicrobatch, microbatches_of, place, with_one_
 from penstock.data.fingerprint import fingerprint
 from penstock.data.media import MediaTokens
 from penstock.data.microbatch import BatchDims, refuse_unknown_names
+from penstock.layout.announce import compact
 from penstock.layout.layout import Layout, Place
 from penstock.modeling.graph.loss import Criterion
 from penstock.modeling.stage.named_output import Form
@@ -68,7 +69,9 @@ DEFAULT_MICROBATCHES_PER_STAGE = 4
 COMPUTING = frozenset({Call.GENERATE, Call.CLIP, Call.NORM})
 # Calls whose numbers all ranks should have alike.
 ALIKE = frozenset({Call.CLIP, Call.NORM, Call.UNSCALE})
-
+# What of an engine is for users of `model.pipeline`.
+FOR_USERS = ["close", "device", "grad_norm", "last_step", "layout", "place", "rank", "step_number", "trace"]
+FOR_USERS += ["trace_steps", "weight_gradients"]
 
 T = TypeVar("T")
 
@@ -94,6 +97,7 @@ class Engine:
             gradients between steps do not have it.
         own_means: whether a loss that is a mean is one over each pipeline's own batch, and those are added up;
             otherwise it is over the global batch. Set it on all ranks alike.
+        report: see `last_step`; None before the end of the first step.
         step_number: how many training steps were begun. It decides the dropout of the next one, as `seed` does.
         synchronises: whether a step now would sum its gradients over their holders: False under `no_sync`.
         known: every parameter of the model, by its unsplit name, with or without storage here.
@@ -128,7 +132,7 @@ class Engine:
         self.batch_dim: BatchDims = batch_dim or {}
         split.say_batch_dim(self.batch_dim)
         split.loss_chunk_tokens = loss_chunk_tokens
-        self.last_step: StepReport | None = None
+        self.report: StepReport | None = None
         self.trace, self.trace_steps = trace, trace_steps
         self.autocast: torch.dtype | None = None
         self.loss_scale = 1.0
@@ -202,6 +206,27 @@ class Engine:
         self.dissolve()
 
     # -- what it is ------------------------------------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        here, count = self.context.pipeline, len(self.layout.pipelines)
+        held = "; ".join(f"stage {stage}: {compact(here.stages[stage])}" for stage in self.context.stages)
+        last = "" if self.report is None else f", the last {self.report}"
+        return (
+            f"<pipeline {self.place.pipeline} of {count}, {here.num_stages} stages, schedule "
+            f"{self._parts.schedule(1).name}; on rank {self.rank} ({self.device}): {held}; "
+            f"{self.step_number} training steps{last}>"
+        )
+
+    def __dir__(self) -> list[str]:
+        """What is for users; the rest serves the rooms of this package."""
+        return FOR_USERS
+
+    @property
+    def last_step(self) -> StepReport:
+        """What the last training step took. RuntimeError before the end of the first."""
+        if self.report is None:
+            raise RuntimeError("no training step has ended yet, so there is no last_step")
+        return self.report
 
     @property
     def context(self) -> RankContext:
@@ -339,7 +364,7 @@ class Engine:
                 yield from recorder.recording(step.run(all_begin, number, recorder), path, number, goes_on)
         finally:
             if step.report is not None:  # also if the caller has left the loop: the step ran itself to its end
-                self.last_step = step.report
+                self.report = step.report
                 self._parts.updates.end_step()
         if step.interruption is not None:
             raise step.interruption

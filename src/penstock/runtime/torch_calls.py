@@ -91,7 +91,7 @@ def _only_one_trained() -> Engine | None:
     """The model that is meant on a rank that has no gradient to give, but must take part."""
     if len(_engines) > 1:
         gc.collect()  # models that are used no more
-    trained = [engine for engine in _engines if engine.is_open and engine.last_step is not None]
+    trained = [engine for engine in _engines if engine.is_open and engine.report is not None]
     if len(trained) > 1:
         raise ValueError(
             f"this rank has no gradient to give to the norm, and trains {len(trained)} parallelised models: which of "
