@@ -25,7 +25,6 @@ from penstock.data.batch import PerMicrobatch, microbatches_of, place, with_one_
 from penstock.data.fingerprint import fingerprint
 from penstock.data.media import MediaTokens
 from penstock.data.microbatch import BatchDims, refuse_unknown_names
-from penstock.layout.announce import compact
 from penstock.layout.layout import Layout, Place
 from penstock.modeling.graph.loss import Criterion
 from penstock.modeling.stage.named_output import Form
@@ -209,7 +208,9 @@ class Engine:
 
     def __repr__(self) -> str:
         here, count = self.context.pipeline, len(self.layout.pipelines)
-        held = "; ".join(f"stage {stage}: {compact(here.stages[stage])}" for stage in self.context.stages)
+        held = "; ".join(
+            f"stage {stage}: {here.stages[stage][0]} to {here.stages[stage][-1]}" for stage in self.context.stages
+        )
         last = "" if self.report is None else f", the last {self.report}"
         return (
             f"<pipeline {self.place.pipeline} of {count}, {here.num_stages} stages, schedule "
