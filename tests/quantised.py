@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import transformers
+from optimum.quanto.library.extensions import get_extension
 from peft import LoraConfig, get_peft_model
+from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig
 
 from families import FAMILIES
+
+# Quanto compiles C++ when it first unpacks 4 bits on a CPU, which takes a minute. This is the same in Python.
+get_extension("quanto_cpp")._lib = SimpleNamespace(
+    unpack=lambda packed, bits: torch.cat([(packed >> shift) & (2**bits - 1) for shift in range(0, 8, bits)])
+)
+
+BITSANDBYTES = ("nf4", "fp4", "double", "int8")
+UNSAVED = ("quanto8", "quanto4")  # by transformers
+KINDS = (*BITSANDBYTES, "torchao8", "torchao-float8", *UNSAVED)
 
 # Of a width that the 4-bit libraries pack in whole blocks.
 SIZES = {
@@ -20,7 +32,9 @@ SIZES = {
 
 
 def quantisation(kind: str) -> Any:
-    """A configuration of transformers: nf4, fp4, double (nf4 twice), int8; quanto8, quanto4."""
+    """A configuration of transformers for one of `KINDS`. `double` is nf4, its statistics quantised again."""
+    if kind.startswith("torchao"):
+        return transformers.TorchAoConfig((Int8WeightOnlyConfig if kind[-2] == "o" else Float8WeightOnlyConfig)())
     if kind.startswith("quanto"):
         return transformers.QuantoConfig(weights=f"int{kind[-1]}")
     if kind == "int8":

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import itertools
 import json
 import tempfile
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from penstock.modeling.weights.whole import tensors_of
 from penstock.planning.memory import Held
 from penstock.planning.profiling import profile_model
 from pool import Pool
-from quantised import adapt, load, quantisation, write_base
+from quantised import BITSANDBYTES, KINDS, UNSAVED, adapt, load, quantisation, write_base
 from stage_driver import cut as split_units
 from trainer_runs import PipelineSFTTrainer, defaults, over, sentences, tokenizer
 from training import assert_same_gradients, cut, gradients_of, parallelize, rows, run_step, weigh
@@ -133,6 +133,7 @@ def test_a_quantised_base_with_adapters_runs_as_the_unsplit_one(
     [
         ("gpt2", None, "nf4", 3, 3, "zb-h1"),
         ("mixtral", "double", None, 2, 2, "1f1b"),
+        ("mixtral", "torchao8", None, 3, 3, "zb-v"),
         ("llama", "int8", None, 4, 2, "zb-v"),
         ("llama", None, "quanto8", 2, 2, "1f1b"),
     ],
@@ -144,6 +145,28 @@ def test_stages_that_are_loaded_alone_run_as_the_unsplit_model(
     expected = story(load(family, folder, kind), plain_step, tmp_path / "plain")
     arguments = family, folder, kind, stages, schedule, tmp_path / "split", False
     assert_same_story(pool.run(ranks, split_story, *arguments, timeout=120), expected)
+
+
+# Two stages and three, two replicas, and each schedule on both numbers of stages.
+LAYOUTS = [(2, 2, "1f1b"), (3, 3, "zb-h1"), (2, 2, "zb-v"), (4, 2, "zb-h1"), (3, 3, "1f1b"), (3, 3, "zb-v")]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_packing_runs_as_the_unsplit_model(pool: Pool, tmp_path: Path, kind: str) -> None:
+    """Of each family, made whole, loaded in stages, and loaded as it was saved; layouts in turn."""
+    layouts = itertools.cycle(LAYOUTS[KINDS.index(kind) % len(LAYOUTS) :] + LAYOUTS)
+    # bitsandbytes packs the layers of GPT-2, which are none of `nn.Linear`.
+    for family in ("llama", "mixtral", "gpt2")[: None if kind in BITSANDBYTES else 2]:
+        for way in ("whole", "in stages", "saved")[: 2 if kind in UNSAVED else None]:
+            given = None if way == "saved" else kind
+            folder = base(family, kind if way == "saved" else None)
+            if way != "in stages":
+                expected = story(load(family, folder, given), plain_step, tmp_path / "plain")
+            ranks, stages, schedule = next(layouts)
+            arguments = family, folder, given, stages, schedule, tmp_path / "split", way == "whole"
+            assert_same_story(pool.run(ranks, split_story, *arguments, timeout=120), expected)
 
 
 # -- how stages are balanced -------------------------------------------------------------------------------------------
@@ -182,7 +205,7 @@ def test_a_packed_layer_weighs_its_packed_bytes(kind: str, bits: float, each_row
     packed = mark_packed(load("llama", wide_base("llama"), kind, adapters=False)).requires_grad_(False)
     plain = load("llama", wide_base("llama"), None, adapters=False)
     shapes = [parameter.shape for parameter in plain.model.layers[0].mlp.parameters()]
-    found = sum(one.nbytes for one in chain(*tensors_of(packed.model.layers[0].mlp).values()))
+    found = sum(one.nbytes for one in itertools.chain(*tensors_of(packed.model.layers[0].mlp).values()))
     assert found == pytest.approx(sum(shape.numel() * bits / 8 + each_row * shape[0] for shape in shapes), rel=0.001)
     block = next(unit for unit in profile_model(packed).units if unit.name == "model.layers.0")
     assert found < block.weights < 2 * found and (block.gradients, block.optimizer) == (0, 0)

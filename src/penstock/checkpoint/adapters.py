@@ -24,7 +24,7 @@ from .names import EXTENSIONS
 from .plan import Content, FilePlan, Folder, SavingReport, first_holders, writers_of
 from .safetensors_file import Behind
 from .staging import Replacement
-from .tensors import to_cpu
+from .tensors import outline, to_cpu
 from .untrusted import CheckpointError, cannot_read, kind_of
 
 State = Mapping[str, torch.Tensor]
@@ -47,7 +47,7 @@ class AdapterFolder(Folder):
     write_files: Callable[[str, State], None]
 
     def lead(self, folder: str) -> tuple[list[str], list[str]]:
-        state = {name: torch.empty_like(tensor, device="meta") for name, tensor in whole_state(self.model).items()}
+        state = {name: outline(tensor) for name, tensor in whole_state(self.model).items()}
         with shown_whole(self.model), followed(state) as origin_of:
             origins = [origin_of(tensor) for tensor in self.select(state).values()]
         needed = frozenset[str]().union(*origins)
@@ -99,7 +99,7 @@ def load_adapters(
             except Exception as error:
                 raise cannot_read(folder, error) from None
             with shown_whole(model):
-                whole = {key: torch.empty_like(value, device="meta") for key, value in model.state_dict().items()}
+                whole = {key: outline(value) for key, value in model.state_dict().items()}
                 wanted = get_peft_model_state_dict(model, whole, name, save_embedding_layers=False)
             state = _under_names_of(wanted, state)
             lacking = [key for key in wanted if key not in state] if strict else []

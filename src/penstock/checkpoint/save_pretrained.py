@@ -86,10 +86,13 @@ def refuse_unsupported(model: nn.Module, merge: bool) -> None:
         CheckpointError: says what to do.
     """
     quantizer = getattr(model, "hf_quantizer", None)
-    if packed_weights(model) and not (merge and (quantizer is None or quantizer.is_serializable())):
+    # What torchao packs is no tensor of a file: transformers writes several in its place, and how they were made.
+    torchao = quantizer is not None and quantizer.quantization_config.quant_method == "torchao"
+    saved = merge and (quantizer is None or (quantizer.is_serializable() and not torchao))
+    if (packed_weights(model) or torchao) and not saved:
         raise CheckpointError(
             f"cannot save the packed weights of a quantised {type(model).__name__}"
-            + (": transformers does not save this kind" if merge else " so: use save_pretrained")
+            + (": this kind is not saved" if merge else " so: use save_pretrained")
             + "; adapters are saved by save_pretrained, and the state of a run by penstock.save_checkpoint"
         )
 

@@ -67,9 +67,14 @@ def held_state(model: nn.Module, state_dict: Mapping[str, Any] | None = None) ->
     return {name: tensor.detach() for name, tensor in state.items() if not tensor.is_meta}
 
 
+def outline(tensor: torch.Tensor) -> torch.Tensor:
+    """A meta tensor of the same shape and type, also of a library's kind that makes none like itself."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
 def of_run(model: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """What a run's checkpoint holds of a state: all, or of a model with packed weights what is trained beside them."""
-    if not packed_weights(model):
+    if not packed_weights(model) and getattr(model, "hf_quantizer", None) is None:
         return dict(state)
     adapters = {name for name, module in model.named_modules() if is_adapter_layer(module)}
     trained = {name for name, one in (*model.named_parameters(), *absent_parameters(model)) if one.requires_grad}
