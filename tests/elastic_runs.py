@@ -148,7 +148,7 @@ def served_store(folder: Path) -> Iterator[tuple[str, int]]:
     log = folder / "store.log"
     with log.open("wb") as output, open(os.devnull, "rb") as nothing:
         files = [nothing.fileno(), output.fileno(), output.fileno()]
-        arguments = ["-m", "penstock.cli", "store", "--port", "0", "--host", "127.0.0.1"]
+        arguments = ["-m", "penstock", "store", "--port", "0", "--host", "127.0.0.1"]
         process = zygote.fork(0, arguments, files, zygote.environment(), str(folder))
     try:
         deadline = time.monotonic() + 60

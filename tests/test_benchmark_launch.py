@@ -90,7 +90,7 @@ def test_a_users_mistake_is_one_line_and_status_2() -> None:
 @pytest.mark.timeout(300)  # three runs
 def test_bench_prints_one_table_and_writes_everything(tmp_path: Path) -> None:
     modes = [word for mode in ("ddp", "pdp", "pp=1x4,1x4") for word in ("--mode", mode)]
-    command = [sys.executable, "-m", "penstock.cli", "bench", "--devices", "2", "-o", str(tmp_path), *modes, *QUICK]
+    command = [sys.executable, "-m", "penstock", "bench", "--devices", "2", "-o", str(tmp_path), *modes, *QUICK]
     result = run_command(command, timeout=280)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     assert "the same losses in all modes" in result.stdout

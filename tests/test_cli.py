@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer
 from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 from transformers.modeling_outputs import CausalLMOutput
 from typer.testing import CliRunner, Result
 
 import penstock
+from launch import run_python
 from penstock import PipelineTemplate
 from penstock.checking.check import BoundaryReport, BoundaryValue, Report, UnitReport
 from penstock.cli import app
@@ -207,6 +209,12 @@ def test_every_command_fits_80_columns_with_long_names(
     assert any(LONG in line for line in lines_of("check", *runs["check"]))
     for command, arguments in runs.items():
         assert not any("error" in line for line in lines_of(command, *arguments)), command
+    # A merge prints every file, and replaces nothing unasked.
+    again = run("merge", *runs["merge"])
+    assert again.exit_code == 1 and "merged exists: name another folder, or give --overwrite" in again.stderr
+    printed = run("merge", *runs["merge"], "--overwrite").output.replace("\n", " ")
+    assert "config.json" in printed and all(path.name in printed for path in (tmp_path / "merged").iterdir())
+    assert "merged is an ordinary checkpoint of transformers" in run("inspect", "merged").stderr
 
 
 def test_long_names_take_a_line_of_their_own() -> None:
@@ -233,6 +241,27 @@ def test_simulate_gives_the_closed_formula_of_1f1b(ranks: int, microbatches: int
     # With an optimizer barrier no order beats m t + (p - 1) F.
     assert float(best) == microbatches * (forward + backward) + (ranks - 1) * forward
     assert bubble == f"{(ranks - 1) / (microbatches + ranks - 1):.1%}"
+
+
+def test_options_are_never_cut() -> None:
+    for command in typer.main.get_command(app).commands.values():  # type: ignore[attr-defined]
+        text = CliRunner().invoke(app, [command.name, "--help"], env={"COLUMNS": "80"}).output
+        names = [name for parameter in command.params for name in parameter.opts if name.startswith("--")]
+        assert names and all(name in text for name in names) and "…" not in text
+
+
+def test_the_package_is_a_command_and_a_hub_that_cannot_be_reached_is_an_error_at_once() -> None:
+    """The endpoint is a port where nobody listens; the library alone asks it five times over half a minute."""
+    environment = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0"}
+    result = run_python("-m", "penstock", "check", "gpt2-of-nobody", environment=environment)
+    assert result.returncode == 1 and "We couldn't connect to 'http://127.0.0.1:9'" in result.stderr
+    assert "Retry" not in result.stderr
+
+
+def test_plans_that_look_the_same_say_in_what_they_differ() -> None:
+    plans = rows(run("plan", "GPT2LMHeadModel", "--devices", "l4:2,t4:2", "--schedule", "1f1b", "--most", 5))
+    alike = [name for name in plans if name.startswith("2 of 2x8: ")]
+    assert len(alike) == 2 and alike[0] != alike[1]
 
 
 def test_simulate_compares_all_schedules_on_the_same_work() -> None:
@@ -263,6 +292,9 @@ def test_draw_writes_a_picture_and_a_trace_with_every_action(tmp_path: Path) -> 
     picture, trace = tmp_path / "picture.svg", tmp_path / "trace.json"
     assert str(picture) in run("draw", "1f1b", "-p", 2, "-m", 3, "-o", picture).output.replace("\n", "")
     assert ElementTree.parse(picture).getroot().tag.endswith("svg")
+    assert "relative time" in picture.read_text() and " s<" not in picture.read_text()
+    run("draw", "1f1b", "-p", 2, "-m", 3, "-o", picture, "--forward", "2")
+    assert "time (s)" in picture.read_text()
     assert run("draw", "1f1b", "-p", 2, "-m", 3, "-o", trace).exit_code == 0
     events = [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
     assert sum(event["cat"] in "FB" for event in events) == 2 * 2 * 3
@@ -276,6 +308,7 @@ def test_draw_writes_a_picture_and_a_trace_with_every_action(tmp_path: Path) -> 
         (["check", "absent_module:name"], "No module named 'absent_module'"),
         (["check", "test_cli:Path"], "is no model, model class, configuration, or checkpoint"),
         (["check", "/absent/folder"], "/absent/folder"),
+        (["plan", "test_cli:small_gpt2", "--devices", "h100x:2"], "called h100x; nearest are h100, v100, h200"),
         (["simulate", "1f2b"], "unknown schedule '1f2b': known are gpipe, 1f1b"),
         (["simulate", "-p", "0"], "a pipeline has at least 1 rank, but num_ranks is 0"),
         (["simulate", "-m", "-1"], "a step has at least 1 microbatch, but num_microbatches is -1"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Any
 
 import typer
@@ -29,14 +30,15 @@ app = typer.Typer(
     cls=_Commands,
     help="Pipeline parallelism for Hugging Face models, exact to the unsplit model.",
     no_args_is_help=True,
-    add_completion=False,
+    rich_markup_mode=None,  # whose tables cut the names of options at 80 columns
     pretty_exceptions_enable=False,
 )
 
 
 def main() -> None:
-    """The console script."""
-    app()
+    """The console script, and `python -m penstock`."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its notes are for scripts that train
+    app(prog_name="penstock")
 
 
 def _print_version(wanted: bool) -> None:
@@ -54,17 +56,12 @@ def common(
     """Options before the command."""
 
 
-app.command()(models.check)
-app.command()(plans.describe)
-app.command()(plans.profile)
-app.command()(plans.plan)
-app.command()(plans.fit)
-app.command()(schedules.simulate)
-app.command()(schedules.draw)
-app.command()(checkpoints.inspect)
-app.command()(checkpoints.merge)
-app.command()(stores.store)
-app.command(context_settings=bench.CONTEXT)(bench.bench)
+for command in (
+    *(models.check, plans.describe, plans.profile, plans.plan, plans.fit, schedules.simulate, schedules.draw),
+    *(checkpoints.inspect, checkpoints.merge, stores.store),
+):
+    app.command(short_help=(command.__doc__ or "").partition("\n")[0])(command)  # whole, where a doc would be cut
+app.command(context_settings=bench.CONTEXT, short_help="Train one model in every mode; print one table.")(bench.bench)
 
 
 def _plain(error: Exception) -> str:

@@ -34,6 +34,8 @@ def inspect(
     try:
         found = inspect_folder(folder, values=not quick)
     except CheckpointError as error:
+        if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
+            raise ValueError(f"{folder} is an ordinary checkpoint of transformers: nothing to inspect") from error
         raise ValueError(str(error)) from error
     if as_json:
         print(json.dumps(found, indent=1))
@@ -79,6 +81,7 @@ def merge(
     out: Annotated[Path, typer.Argument(help="The folder to write.")],
     safetensors: Annotated[bool, typer.Option(help="Write .safetensors files instead of .bin.")] = True,
     max_shard_size: Annotated[str, typer.Option(help="Size of the largest file; one is in memory at a time.")] = "5GB",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Write into a folder that exists.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was written as JSON.")] = False,
 ) -> None:
     """Make the folder that plain transformers loads, in one process, with one shard in memory at a time.
@@ -88,10 +91,13 @@ def merge(
     from penstock.checkpoint.contents import merge_checkpoint
     from penstock.checkpoint.untrusted import CheckpointError
 
+    if not overwrite and out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise ValueError(f"{out} exists: name another folder, or give --overwrite")
     try:
-        files = merge_checkpoint(folder, out, safe_serialization=safetensors, max_shard_size=max_shard_size)
+        merge_checkpoint(folder, out, safe_serialization=safetensors, max_shard_size=max_shard_size)
     except CheckpointError as error:
         raise ValueError(str(error)) from error
+    files = sorted(path.name for path in out.iterdir())
     if as_json:
         print(json.dumps({"folder": str(out), "files": files}))
     else:

@@ -5,12 +5,18 @@ from __future__ import annotations
 import difflib
 import importlib
 import json
+import socket
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import typer
+from rich.console import Console
 
 if TYPE_CHECKING:
     from penstock.checking.check import UnitReport
@@ -44,11 +50,12 @@ def check(
 
     Example: penstock check GPT2LMHeadModel --stages 4
     """
-    from penstock.checking.check import check as check_model
-    from penstock.checking.check import wrapped
-    from penstock.layout.partition import partition, split_into
+    with waiting("following the model"):
+        from penstock.checking.check import check as check_model
+        from penstock.checking.check import wrapped
+        from penstock.layout.partition import partition, split_into
 
-    report = check_model(subject_of(model), trust_remote_code=trust_remote_code)
+        report = check_model(subject_of(model), trust_remote_code=trust_remote_code)
     spread: list[Sequence[UnitReport]] = []
     if stages is not None and report.units:
         spread = split_into(report.units, partition([unit.cost for unit in report.units], [1.0] * stages).sizes)
@@ -65,12 +72,38 @@ def check(
         raise typer.Exit(1)
 
 
+@contextmanager
+def waiting(text: str) -> Iterator[None]:
+    """A spinner on stderr while something is made, if that is a terminal. Nothing may be printed meanwhile."""
+    console = Console(stderr=True)
+    with console.status(f"{text} ...") if console.is_terminal else nullcontext():
+        yield
+
+
 def subject_of(model: str) -> Any:
     """What the user's MODEL_OR_CLASS means: a model or class of their own, or a name."""
     if ":" in model:
         return own_model(model)
     refuse_misspelt_class(model)
+    if not Path(model).exists() and not model[:1].isupper():
+        _look_for_a_hub()
     return model
+
+
+def _look_for_a_hub() -> None:
+    """Without a hub that answers within two seconds only its cache is read; else five attempts take half a minute."""
+    from huggingface_hub import constants
+
+    def connect() -> None:
+        with suppress(OSError):
+            address = urlsplit(constants.ENDPOINT)
+            socket.create_connection((address.hostname or "", address.port or 443), 2).close()
+            found.set()
+
+    found, proxies = threading.Event(), getproxies()
+    threading.Thread(target=connect, daemon=True).start()
+    if not found.wait(2) and not proxies:
+        constants.HF_HUB_OFFLINE = True
 
 
 def refuse_misspelt_class(name: str) -> None:

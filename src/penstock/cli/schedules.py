@@ -127,11 +127,14 @@ def draw(
     result = simulate_schedule(
         chosen, _costs(chosen, forward, backward, weight, latency, bandwidth, message_bytes, "0")
     )
+    relative = (forward, backward, weight, latency, bandwidth) == ("1", "1", "1", 0.0, float("inf"))
+    seconds = "" if relative else f"{result.makespan:.4g} s, "
     title = (
         f"{chosen.name}: {chosen.num_ranks} ranks, {chosen.num_microbatches} microbatches, "
-        f"{result.makespan:.4g} s, bubble {result.bubble_fraction:.1%}"
+        f"{seconds}bubble {result.bubble_fraction:.1%}"
     )
-    print(wrapped(f"{title}: {write_timeline(result.events, output or f'{chosen.name}.svg', title)}"))
+    path = write_timeline(result.events, output or f"{chosen.name}.svg", title, relative)
+    print(wrapped(f"{title}: {path}"))
 
 
 def _numbers(names: Sequence[str], ranks: int | None, microbatches: int | None) -> tuple[int, int]:

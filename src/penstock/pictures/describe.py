@@ -139,7 +139,9 @@ class LayoutDescription:
     def svg(self) -> str:
         """The layout, and below it the timeline of a step, as one SVG document."""
         step = self.simulate()
-        timeline = gantt_svg(step.events, f"a step under {self.schedule_names}, as the modules' costs predict it")
+        timeline = gantt_svg(
+            step.events, f"a step under {self.schedule_names}, as the modules' costs predict it", relative=True
+        )
         match = re.search(r'viewBox="0 0 (\d+) (\d+)"', timeline)
         assert match is not None  # gantt_svg always has one
         inner_width, inner_height = int(match[1]), int(match[2])

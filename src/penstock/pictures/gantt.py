@@ -41,6 +41,7 @@ class _Chart:
     num_ranks: int
     width: float
     stages_of_rank: dict[int, list[int]]
+    relative: bool
 
     def x(self, time: float) -> float:
         return _LEFT + (time - self.begin) / ((self.end - self.begin) or 1.0) * self.width
@@ -49,15 +50,16 @@ class _Chart:
         return _TOP + rank * (_ROW + _GAP)
 
 
-def gantt_svg(events: Iterable[TimedEvent], title: str = "", width: float | None = None) -> str:
+def gantt_svg(events: Iterable[TimedEvent], title: str = "", width: float | None = None, relative: bool = False) -> str:
     """`events` as an SVG document: boxes numbered by microbatch where a number fits, ranks, a legend, a time axis.
 
     Args:
         events: of one step. Waits are filled in if there are none among them.
         title: printed above the chart.
         width: of the chart in pixels, without the labels at its sides. ``None``: wide enough for numbers in most boxes.
+        relative: times are in no unit.
     """
-    chart = _chart(list(events), width)
+    chart = _chart(list(events), width, relative)
     total_width = _LEFT + chart.width + _RIGHT
     total_height = chart.y(chart.num_ranks) + _AXIS
     parts = [
@@ -72,7 +74,7 @@ def gantt_svg(events: Iterable[TimedEvent], title: str = "", width: float | None
     return "\n".join(parts) + "\n"
 
 
-def _chart(events: list[TimedEvent], width: float | None) -> _Chart:
+def _chart(events: list[TimedEvent], width: float | None, relative: bool) -> _Chart:
     if not any(event.kind is EventKind.WAIT for event in events):
         events = with_waits(events)
     stages_of_rank: dict[int, set[int]] = {}
@@ -88,6 +90,7 @@ def _chart(events: list[TimedEvent], width: float | None) -> _Chart:
         num_ranks=1 + max((event.rank for event in events), default=0),
         width=width or _fitting_width(events, end - begin),
         stages_of_rank={rank: sorted(stages) for rank, stages in stages_of_rank.items()},
+        relative=relative,
     )
 
 
@@ -119,13 +122,16 @@ def _legend(chart: _Chart) -> Iterator[str]:
 
 def _axis(chart: _Chart) -> Iterator[str]:
     step, unit, per_unit = _ticks(chart.end - chart.begin, chart.width)
+    words = f"time ({unit})"
+    if chart.relative:
+        words, per_unit = "relative time", 1.0
     bottom = chart.y(chart.num_ranks)
     for tick in range(int((chart.end - chart.begin) / step + 1e-9) + 1):
         time = tick * step
         x = chart.x(chart.begin + time)
         yield f'<line x1="{x:.1f}" y1="{_TOP - 4:.1f}" x2="{x:.1f}" y2="{bottom:.1f}" stroke="#cfd8dc"/>'
         yield svg_text(x, bottom + 14, f"{time * per_unit:g}", size=11, colour=FAINT, anchor="middle")
-    yield svg_text(_LEFT + chart.width / 2, bottom + 33, f"time ({unit})", size=12, colour=FAINT, anchor="middle")
+    yield svg_text(_LEFT + chart.width / 2, bottom + 33, words, size=12, colour=FAINT, anchor="middle")
 
 
 def _ticks(span: float, width: float) -> tuple[float, str, float]:
@@ -150,6 +156,7 @@ def _ranks(chart: _Chart) -> Iterator[str]:
 
 
 def _boxes(chart: _Chart) -> Iterator[str]:
+    unit = "" if chart.relative else " s"
     # Reductions run beside the compute and are drawn last, as a band along the foot of the row.
     for event in sorted(chart.events, key=lambda event: event.kind is EventKind.REDUCTION):
         x, y = chart.x(event.start), chart.y(event.rank)
@@ -164,7 +171,7 @@ def _boxes(chart: _Chart) -> Iterator[str]:
         edge = ' stroke="#ffffff" stroke-width="0.7"' if width > 4 and event.kind is not EventKind.WAIT else ""
         yield (
             f'<rect x="{x:.2f}" y="{y:.1f}" width="{width:.2f}" height="{height:.1f}" '
-            f'fill="{_colour(event.kind, paleness)}"{edge}><title>{escape(_description(event))}</title></rect>'
+            f'fill="{_colour(event.kind, paleness)}"{edge}><title>{escape(_description(event) + unit)}</title></rect>'
         )
         if event.microbatch is not None:
             yield from _number(event, x + width / 2, y + _ROW / 2, width, paleness)
@@ -184,7 +191,7 @@ def _description(event: TimedEvent) -> str:
     what = _NAMES[event.kind]
     if event.microbatch is not None:
         what += f" of microbatch {event.microbatch} on stage {event.stage}"
-    return f"{what}: {event.start:.6g} to {event.end:.6g} s"
+    return f"{what}: {event.start:.6g} to {event.end:.6g}"
 
 
 def _colour(kind: EventKind, paleness: float = 0.0) -> str:

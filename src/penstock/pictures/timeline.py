@@ -19,15 +19,18 @@ _TRACE_COLOURS = {
 }
 
 
-def write_timeline(events: Iterable[TimedEvent], path: str | Path, title: str = "") -> Path:
+def write_timeline(events: Iterable[TimedEvent], path: str | Path, title: str = "", relative: bool = False) -> Path:
     """Write `events` to `path`: a chart if it ends in ``.svg``, a trace if it ends in ``.json``.
+
+    Args:
+        relative: times are in no unit; the chart says so.
 
     Raises:
         ValueError: another ending.
     """
     path = Path(path)
     if path.suffix == ".svg":
-        text = gantt_svg(events, title)
+        text = gantt_svg(events, title, relative=relative)
     elif path.suffix == ".json":
         text = chrome_trace(events, title)
     else:

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cached_property
 
 from penstock.planning.memory import parse_bytes
@@ -143,6 +144,12 @@ def parse_devices(text: str, memory: str | None = None, speed: str | None = None
         raise ValueError(
             f"how fast is {unknown[0]}? Known are {', '.join(KNOWN_DEVICES)}; for others give the speed relative to "
             f"the profile's device: --speed {unknown[0]}=0.5"
+        )
+    if unknown and unknown[0] not in {"device", *limits}:
+        near = get_close_matches(unknown[0], KNOWN_DEVICES, n=3) or KNOWN_DEVICES
+        raise ValueError(
+            f"no known device is called {unknown[0]}; nearest are {', '.join(near)}. Of another device give the "
+            f"memory: --memory {unknown[0]}=24GB"
         )
     return tuple(
         DeviceClass(

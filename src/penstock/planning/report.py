@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -26,19 +27,22 @@ def plans_table(plans: Sequence[Plan], equal: Plan | None) -> str:
         equal: the best plan of equal pipelines, with which the speed is compared.
     """
     job = plans[0].job
+    about = job.profile.about
     summary = Table(
         Column("pipelines", overflow="fold"), Column("schedule", no_wrap=True),
         *(Column(name, justify="right") for name in ("step", "bubble", "fullest device", "speed")),
         title=f"{job.profile.model} on {job.cluster.size} devices: {job.num_microbatches} microbatches a step"
+        + (f" of {samples} x {about['length']} tokens" if (samples := about.get("microbatch")) else "")
         + (", activations checkpointed" if job.checkpointing else ""),
         caption="Pipelines are ranks x microbatches. "
         f"Seconds are {'measured' if job.profile.measured else 'estimated from operations and bytes'}. "
         + "Speed is relative to the best equal pipelines"
         + ("." if equal is not None else ", of which none fit."),
     )  # fmt: skip
+    seen = Counter((shape_of(plan), plan.schedule_names) for plan in plans)
     for plan in plans:
         summary.add_row(
-            shape_of(plan),
+            shape_of(plan) + (f": {_shares(plan)} units" if seen[shape_of(plan), plan.schedule_names] > 1 else ""),
             plan.schedule_names,
             f"{plan.seconds:.4g} s",
             f"{plan.bubble:.1%}",
@@ -158,6 +162,20 @@ def shape_of(plan: Plan) -> str:
         number = len(list(alike))
         texts.append(f"{ranks}x{count}" if number == 1 else f"{number} of {ranks}x{count}")
     return ", ".join(texts)
+
+
+def _shares(plan: Plan) -> str:
+    """How many units each rank has, and on which device where they are not alike."""
+    cluster = plan.job.cluster
+    named = len(cluster.classes) > 1
+    return ", ".join(
+        "-".join(
+            str(sum(len(pipeline.stages[stage]) for stage in pipeline.schedule.stages_of(rank)))
+            + f" {cluster.kind_of(device).name}" * named
+            for rank, device in enumerate(pipeline.devices)
+        )
+        for pipeline in plan.pipelines
+    )
 
 
 def plan_data(plan: Plan, equal: Plan | None) -> dict[str, Any]:
