@@ -46,6 +46,7 @@ class Contestant:
         threads: int = 1,
         timeout: float = 600,
         checkout: Path = HERE.parent,
+        environment: Mapping[str, str] = ALLOCATOR,
     ):
         self._script = script
         self._world_size = world_size
@@ -53,6 +54,7 @@ class Contestant:
         self._threads = threads
         self._timeout = timeout
         self._checkout = checkout.resolve()
+        self._environment = environment
         self._folder = tempfile.TemporaryDirectory()
         self._processes: list[subprocess.Popen] = []
         self._failure: str | None = None
@@ -102,7 +104,7 @@ class Contestant:
         for rank in range(self._world_size):
             environment = {
                 **os.environ,
-                **ALLOCATOR,
+                **self._environment,
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": str(self._world_size),

@@ -27,7 +27,7 @@ BELOW = {
     "tensor_parallel": CORE,
     "generation": CORE,
     "sharded_optimizer": CORE,
-    "checkpoint": CORE | {"tensor_parallel", "sharded_optimizer", "pipeline_model", "optimizer"},
+    "checkpoint": CORE | {"tensor_parallel", "pipeline_model", "optimizer"},
     "pictures": CORE | {"pipeline_template"},
     "checking": CORE | {"pictures", "tensor_parallel"},
     "planning": CORE | {"pictures", "checking", "pipeline_template"},

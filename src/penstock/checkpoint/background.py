@@ -119,7 +119,7 @@ def _finish_all() -> None:
 
 def word_name(place: SavingRank) -> str:
     """The file in which a rank says that it has written its files."""
-    return f"written_tp_{place.tensor_parallel_rank}_pp_{place.pipeline_rank}.json"
+    return f"written_tp_{place.tensor_parallel_rank}_pp_{place.number}.json"
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,9 @@ from penstock.modeling.weights.initialise import meta_model, resolve_model_class
 from .comm import CheckpointRanks
 from .files import write_bytes
 from .folder import find_checkpoints
-from .manifest import MODEL, TRAINING, Manifest, whole_manifest
+from .manifest import MODEL, SEPARATOR, TRAINING, Manifest, whole_manifest
 from .merge import ModelFolder
 from .names import is_configuration
-from .optimizer_state import SEPARATOR
 from .plan import Holding, SavingRank, SavingReport
 from .reader import CheckpointReader, Location, Resharding
 from .save import Save

@@ -34,6 +34,8 @@ VERSION = 2  # 1 had the random states of all ranks in one file
 MODEL = "model"
 TRAINING = "training"
 
+# Between a parameter's name and the name of one of its states, in a file of tensors. No module name contains it.
+SEPARATOR = "//"
 # How the names of the files with tensors begin.
 STEMS = {MODEL: "pytorch_model", TRAINING: "optimizer"}
 _MOST = 64  # dimensions
@@ -49,7 +51,8 @@ class FileEntry:
 
     Attributes:
         part: `"model"` or `"training"`.
-        stage: the pipeline rank that wrote it, under the word that the file has for it.
+        stage: the pipeline rank that wrote it, under the word that the file has for it. Ranks of other pipelines, which
+            write a part of a divided optimizer's state, are counted on.
         size: in bytes.
         tensors: what it holds, by name.
         aliases: further names of these tensors (tied weights), each with the name it is stored under.
@@ -157,7 +160,8 @@ def _check(manifest: Manifest, path: str, variant: str | None) -> None:
     for name, entry in manifest.files.items():
         check_plain(name, f"{path} is damaged: a file name in it")
         where = ("files", name)
-        typed(Annotated[int, (0, stages - 1)], entry.stage, path, *where, "stage")
+        if entry.part == MODEL:
+            typed(Annotated[int, (0, stages - 1)], entry.stage, path, *where, "stage")
         typed(Annotated[int, (0, size - 1)], entry.tensor_parallel_rank, path, *where, "tensor_parallel_rank")
         place = entry.tensor_parallel_rank, entry.stage
         allowed = [rank_file_name(STEMS[entry.part], *place, extension, variant) for extension in EXTENSIONS]

@@ -107,6 +107,7 @@ def saving_rank(pipeline: Engine) -> SavingRank:
         pipeline=place.pipeline,
         tensor_parallel_rank=place.tensor_parallel_rank,
         tensor_parallel_size=pipeline.layout.tensor_parallel_size,
+        before=sum(one.num_ranks for one in pipeline.layout.pipelines[: place.pipeline]),
     )
 
 

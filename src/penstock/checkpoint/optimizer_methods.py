@@ -22,7 +22,6 @@ from penstock.optimizer import PipelineOptimizer
 from penstock.runtime.comm.rollcall import Call
 from penstock.runtime.engine import Engine
 from penstock.runtime.gradients.precision import LossScale
-from penstock.sharded_optimizer.updates import gathered
 
 PathLike = str | os.PathLike[str]
 
@@ -63,7 +62,7 @@ def save_optimizer_state(optimizer: Any, pipeline: Engine, folder: PathLike) -> 
     scale, ranks = LossScaleState.of(optimizer), saving_ranks(pipeline)
     extra = {} if scale is None else {"loss_scale": scale.state_dict()}
     state = TrainingState(unwrapped(optimizer), step=pipeline.step_number, extra=extra)
-    with pipeline.saving(Call.SAVE_OPTIMIZER), gathered(pipeline, state.optimizer):
+    with pipeline.saving(Call.SAVE_OPTIMIZER):
         files = RankFiles(pipeline.split.model, SaveOptions(variant=TRAINING_VARIANT), state, with_model=False)
         Save(files, folder, **ranks).run()
 

@@ -14,13 +14,10 @@ from torch.optim import Optimizer
 from penstock.modeling.instrumentation import known_of
 from penstock.modeling.weights.whole import shards_of, tensor_parallel_place, whole_shape
 
-from .manifest import Manifest
+from .manifest import SEPARATOR, Manifest
 from .reader import Resharding, saved_sharding
 from .tensors import first_of_tied, tied_groups
 from .untrusted import CheckpointError
-
-# Between a parameter's name and the name of one of its states, in a file of tensors. No module name contains it.
-SEPARATOR = "//"
 
 
 @dataclass
@@ -56,6 +53,20 @@ def keeps_state(model: nn.Module) -> Callable[[torch.Tensor], bool]:
     held = () if engine is None else engine.held
     others = {id(one.parameter) for one in held if one.owners and engine.rank not in one.owners}
     return lambda parameter: id(parameter) not in others
+
+
+def written_elsewhere(model: nn.Module, found: OptimizerState) -> OptimizerState:
+    """Of what a rank of another pipeline than the first holds: what no rank of that keeps, so that this one writes."""
+    engine = known_of(model).engine
+    held, first = ((), set()) if engine is None else (engine.held, set(engine.layout.pipelines[0].ranks()))
+    index = 0 if engine is None else engine.place.tensor_parallel_rank
+    alone = [one for one in held if one.owners and first.isdisjoint(one.owners) and one.counted_by(engine.rank, index)]
+    names = logical_names(model)
+    mine = {names[id(one.parameter)] for one in alone}
+    return OptimizerState(
+        values={name: state for name, state in found.values.items() if name in mine},
+        tensors={name: one for name, one in found.tensors.items() if name.partition(SEPARATOR)[0] in mine},
+    )
 
 
 def parameters_by_name(model: nn.Module, optimizer: Optimizer) -> dict[str, torch.Tensor]:

@@ -35,6 +35,7 @@ class SavingRank:
         is_writer: whether this pipeline is the one that writes; replicas hold the same weights and only wait.
         tensor_parallel_rank: its index among the `tensor_parallel_size` ranks that hold shards of the same stages.
         pipeline: the index of its pipeline.
+        before: how many ranks of its tensor-parallel rank the pipelines before its own have.
     """
 
     pipeline_rank: int
@@ -43,6 +44,12 @@ class SavingRank:
     tensor_parallel_rank: int = 0
     tensor_parallel_size: int = 1
     pipeline: int = 0
+    before: int = 0
+
+    @property
+    def number(self) -> int:
+        """In its files' names: its index among the ranks of all pipelines that have its tensor-parallel rank."""
+        return self.before + self.pipeline_rank
 
     @property
     def is_leader(self) -> bool:
@@ -61,7 +68,11 @@ class Holding:
 
 @dataclass(frozen=True)
 class SavingReport:
-    """What a rank tells the others before the writing starts; `names` are what its kind of save wants to know."""
+    """What a rank tells the others before the writing starts.
+
+    Attributes:
+        names: what its kind of save wants to know; of a rank of another pipeline what it writes nevertheless.
+    """
 
     place: SavingRank
     names: list[str] = field(default_factory=list)
@@ -70,9 +81,14 @@ class SavingReport:
 
 
 def writers_of(reports: Sequence[SavingReport]) -> list[int]:
-    """The ranks that write, in order of pipeline rank, then of tensor-parallel rank; so the first is the leader."""
-    places = {rank: report.place for rank, report in enumerate(reports) if report.place.is_writer}
-    return sorted(places, key=lambda rank: (places[rank].pipeline_rank, places[rank].tensor_parallel_rank))
+    """The ranks that write, in order of pipeline rank, then of tensor-parallel rank; so the first is the leader. Last
+    come those of other pipelines."""
+    places = {rank: report.place for rank, report in enumerate(reports) if report.place.is_writer or report.names}
+
+    def order(rank: int) -> tuple[bool, int, int]:
+        return not places[rank].is_writer, places[rank].number, places[rank].tensor_parallel_rank
+
+    return sorted(places, key=order)
 
 
 @dataclass(frozen=True)

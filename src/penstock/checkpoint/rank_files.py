@@ -14,7 +14,7 @@ import torch
 from penstock.modeling.weights.whole import shards_of
 
 from .files import write_bytes, write_tensors
-from .manifest import MODEL, STEMS, TRAINING, FileEntry, Manifest
+from .manifest import MODEL, SEPARATOR, STEMS, TRAINING, FileEntry, Manifest
 from .names import (
     STAGED_INDEX,
     STAGED_MANIFEST,
@@ -24,7 +24,7 @@ from .names import (
     rank_file_name,
     weight_file_names,
 )
-from .optimizer_state import SEPARATOR, OptimizerState
+from .optimizer_state import OptimizerState
 from .plan import Content, FilePlan, Folder, Holding, SavingRank, SavingReport, Source, writers_of
 from .safetensors_file import Behind
 from .save_pretrained import write_side_files
@@ -41,7 +41,8 @@ TRAINING_VARIANT = "training"
 
 @dataclass
 class RankFiles(Folder):
-    """A parallel checkpoint: each rank that writes has a file of its weights, and one of its optimizer's state.
+    """A parallel checkpoint: each rank that writes has a file of its weights, and one of its optimizer's state. Of that
+    ranks of other pipelines write what only they keep.
 
     Attributes:
         once: what several ranks hold is written by the first of them only, and plain transformers shall find the
@@ -69,7 +70,8 @@ class RankFiles(Folder):
             self._parts[MODEL] = of_run(self.model, held_state(self.model, self.options.state_dict))
             if place.is_leader:
                 self.sides = write_side_files(self.model, folder)
-        names = [name for part in self._parts.values() for name in part] if self.once and place.is_writer else []
+        wanted = self.once or not place.is_writer
+        names = [name for part in self._parts.values() for name in part] if wanted else []
         return SavingReport(place, names, training=self._training and self._training[0])
 
     def plan(self, reports: Sequence[SavingReport], rank: int) -> list[FilePlan]:
@@ -100,7 +102,7 @@ class RankFiles(Folder):
             files.append(self._file(TRAINING, reports, leader, random, parts.get(TRAINING, {})))
             if rank in writers[1:] and parts[TRAINING]:
                 files.append(self._file(TRAINING, reports, rank, {}, parts[TRAINING]))
-        if self.with_model and rank in writers:
+        if MODEL in self._parts:
             files.append(self._file(MODEL, reports, rank, {}, parts[MODEL]))
         return files
 
@@ -113,7 +115,7 @@ class RankFiles(Folder):
         own: Mapping[str, torch.Tensor],
     ) -> FilePlan:
         place = reports[writer].place
-        ranks = place.tensor_parallel_rank, place.pipeline_rank
+        ranks = place.tensor_parallel_rank, place.number
         name = rank_file_name(STEMS[part], *ranks, self.options.extension, self.options.variant)
         return FilePlan(name, writer, inputs, own, part=part)
 
@@ -140,7 +142,7 @@ class RankFiles(Folder):
         return set()
 
     def write(self, file: FilePlan, content: Content, folder: str, behind: Behind) -> Callable[[], FileEntry]:
-        path, ranks = os.path.join(folder, file.name), (self._place.pipeline_rank, self._place.tensor_parallel_rank)
+        path, ranks = os.path.join(folder, file.name), (self._place.number, self._place.tensor_parallel_rank)
         if isinstance(content, bytes):
             write_bytes(path, content)
             common = FileEntry(TRAINING, *ranks, len(content), checksum=zlib.crc32(content))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 
 from penstock.tensor_parallel import Sharding
 
 from .files import OpenFile, open_tensors
-from .manifest import Manifest
+from .manifest import SEPARATOR, Manifest
 from .tensors import TensorInfo
 from .untrusted import CheckpointError, cannot_read
 
@@ -152,9 +153,12 @@ def _locations(manifest: Manifest, part: str) -> list[dict[str, Location]]:
     """Where the files of each tensor-parallel rank have which tensor. What several ranks of a pipeline hold is read
     from the first of them, by everybody."""
     found: list[dict[str, Location]] = [{} for _ in range(manifest.tensor_parallel_size)]
-    for file_name, entry in sorted(manifest.files.items(), key=lambda item: item[1].stage):
+    order = attrgetter("stage", "tensor_parallel_rank")
+    for file_name, entry in sorted(manifest.files.items(), key=lambda item: order(item[1])):
         stored = {name: name for name in entry.tensors} | entry.aliases if entry.part == part else {}
         for name, stored_name in stored.items():
             location = Location(file_name, entry.stage, stored_name, entry.tensors[stored_name])
             found[entry.tensor_parallel_rank].setdefault(name, location)
+            if name.partition(SEPARATOR)[0] not in manifest.shards:  # whole, whichever of the ranks has written it
+                found[0].setdefault(name, location)
     return found

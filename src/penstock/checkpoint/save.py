@@ -143,9 +143,9 @@ class Save:
         copies: list[tuple[FilePlan, Content]],
         given_up: Callable[[], str | None],
     ) -> None:
-        if not self._place.is_writer:
-            return
         words = {report.place: word_name(report.place) for report in (reports[rank] for rank in writers_of(reports))}
+        if self._place not in words:
+            return
         try:
             with leaving_word(path, words[self._place], self._ranks.rank) as word:
                 word.update(self._write(path, lambda write: [write(*one) for one in copies]))
@@ -172,9 +172,10 @@ class Save:
             for rank, (call, _) in enumerate(prepared):
                 if call != own:
                     raise CheckpointError(f"was asked for {own}, but rank {rank} for {call}")
-            if self._place.is_writer and not os.path.isdir(path):
+            found = self._folder.report(self._place, path)
+            if (self._place.is_writer or found.names) and not os.path.isdir(path):
                 raise CheckpointError(f"{path} is not visible here; all ranks must share the file system")
-            return self._folder.report(self._place, path)
+            return found
 
         try:
             yield path, tell_reports(self._ranks, f"save to {self._directory}", report, self._intact)

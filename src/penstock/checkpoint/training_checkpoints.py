@@ -39,7 +39,6 @@ from penstock.modeling.instrumentation import record_of
 from penstock.pipeline_model import PipelineModel
 from penstock.runtime.comm.rollcall import Call
 from penstock.runtime.engine import Engine
-from penstock.sharded_optimizer.updates import gathered
 
 logger = logging.getLogger(__name__)
 
@@ -135,7 +134,7 @@ def save_checkpoint(
     run.warn_of_gradients(state.optimizer)
     path = step_folder(folder, number)
     saver = _saver_of(model)
-    with run.saving(), gathered(run.engine, state.optimizer):
+    with run.saving():
         world = run.comm()
         saver.finish(world)
         saver.pending = save_to(

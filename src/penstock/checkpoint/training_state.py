@@ -23,14 +23,14 @@ from penstock.random_state import capture_random_state, check_random_state, rest
 
 from .comm import CheckpointRanks
 from .files import load_data, plain_content
-from .manifest import TRAINING, Manifest, whole_manifest
+from .manifest import SEPARATOR, TRAINING, Manifest, whole_manifest
 from .optimizer_state import (
-    SEPARATOR,
     OptimizerState,
     collect_optimizer,
     parameters_by_name,
     reshardings_of,
     restore_optimizer,
+    written_elsewhere,
 )
 from .plain_objects import plain_data, restore_object, state_of
 from .reader import CheckpointReader, Resharding
@@ -102,9 +102,9 @@ def collect_training_state(
     """Read the share of a rank of this pipeline: what the others are told, the states of its random generators, which
     go to the rank that leads, and what its optimizer holds."""
     found = OptimizerState() if state.optimizer is None else collect_optimizer(model, state.optimizer)
+    found = found if is_writer else written_elsewhere(model, found)
     data = bytearray(plain_data(capture_random_state(), "the state of the random generators"))
-    told = found if is_writer else OptimizerState()
-    report = TrainingReport(pipeline, len(data), told.members, told.values)
+    report = TrainingReport(pipeline, len(data), found.members, found.values)
     return report, torch.frombuffer(data, dtype=torch.uint8), found
 
 
@@ -119,7 +119,7 @@ def common_content(
     reports: Sequence[TrainingReport],
     pipeline: Sequence[TrainingReport],
 ) -> bytes:
-    """The file that every rank reads whole, from the reports of all ranks, and of the pipeline that writes.
+    """The file that every rank reads whole, from the reports of all ranks, and of those that write.
 
     Raises CheckpointError if something in the state could only be loaded by running code.
     """

@@ -1,11 +1,10 @@
-"""What happens around each step of an optimizer over parameters that have owners, and around a save of its state."""
+"""What happens around each step of an optimizer over parameters that have owners."""
 
 from __future__ import annotations
 
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,9 +12,6 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from penstock.modeling.tensor_spec import TensorSpec
-from penstock.runtime.comm.exchange import Ranks
-from penstock.runtime.comm.plain import from_plain, to_plain
 from penstock.runtime.comm.rollcall import Call
 from penstock.runtime.comm.settings import MODULUS
 from penstock.runtime.engine import Engine
@@ -130,43 +126,3 @@ def _messages(trained: Sequence[HeldParameter]) -> Iterator[tuple[tuple[int, ...
             small.setdefault((one.ranks, one.owners[0], one.parameter.dtype), []).append(one.parameter)
     for (ranks, owner, _), together in small.items():
         yield ranks, owner, together
-
-
-@contextmanager
-def gathered(engine: Engine | None, optimizer: Optimizer | None) -> Iterator[None]:
-    """Meanwhile the first pipeline has, in host memory, the state that only ranks of others keep. All ranks call this
-    together."""
-    if engine is None or optimizer is None or engine.with_owners is None:
-        yield
-        return
-    rank, first, state = engine.rank, set(engine.layout.pipelines[0].ranks()), optimizer.state
-    ranks, doing = Ranks(engine.groups.world_control, engine.board.guard), "gathering the optimizer's state"
-    known = {one.name: one for one in engine.held if one.owners}
-    lent: list[torch.Tensor] = []
-    mine: dict[str, Any] = {}
-    for one in known.values():
-        if one.owners[0] == rank and first.isdisjoint(one.owners) and state.get(one.parameter):
-            to = next(other for other in one.ranks if other in first)
-            mine[one.name] = [to, {key: _described(value) for key, value in state[one.parameter].items()}]
-    try:
-        for source, theirs in enumerate(map(from_plain, ranks.exchange(to_plain(mine), doing))):
-            for name, (to, values) in theirs.items():
-                for key, value in values.items():
-                    if isinstance(value, TensorSpec) and rank == source:
-                        ranks.send(state[known[name].parameter][key].detach().cpu().contiguous(), to, doing)
-                    elif isinstance(value, TensorSpec) and rank == to:
-                        values[key] = value.empty(torch.device("cpu"))
-                        ranks.receive(values[key], source, doing)
-                if rank == to:
-                    state[known[name].parameter] = values
-                    lent.append(known[name].parameter)
-        yield
-    finally:
-        for parameter in lent:
-            state.pop(parameter, None)
-
-
-def _described(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return TensorSpec.shape_of(value)
-    return value if isinstance(value, bool | int | float | str) else None  # the owner refuses others by name
