@@ -10,7 +10,7 @@
 
 Each class gets a tiny model (`tiny_models.py`), nine samples with uneven padding in four microbatches, double
 precision, no dropout; the ranks compare the loss, all gradients, the output of an evaluation and greedy tokens with
-the same model unsplit (`examine_model.py`).
+the same model unsplit (`examine_model.py`, which calls what `penstock verify` runs).
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ INTRODUCTION = """# Models
 
 Does it work with your model? Search this page for its class. It lists the classes of transformers' tasks that were
 tried with transformers {transformers} and torch {torch} on {date}. `benchmarks/coverage.py` makes the page. For a model
-of your own, or for another version, run `penstock check` (see [limits](limits.md)).
+of your own, or for another version, run [`penstock verify`](verify.md).
 
 Each class was built tiny and without dropout, in double precision if its code allows it (otherwise in single). It was
 trained for a step on two stages: nine samples with uneven padding, in four microbatches. The loss, every gradient, all

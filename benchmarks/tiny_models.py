@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 import transformers
+from tiny_images import forms_of_images
 from torch import nn
 from transformers import PretrainedConfig
 from transformers.models.auto import modeling_auto
-
-from penstock.checking.dummy_images import forms_of_images
 
 VOCABULARY = 96
 NUM_SAMPLES = 9

@@ -307,6 +307,16 @@ with torch.no_grad():
 """,
     ),
     Run(
+        "docs/verify.md",
+        ("From Python, and with a configuration",),
+        1,
+        before="import torch, penstock\nfrom torch import nn\n"
+        "make_model = lambda: nn.Sequential(*map(nn.Linear, [4] * 3, [4] * 3))\n"
+        "make_batch = lambda: {'input': torch.randn(8, 4), 'target': torch.randn(8, 4)}\n"
+        "loss = lambda output, inputs: nn.functional.mse_loss(output, inputs['target'])",
+        after="assert [row.result for row in found.rows] == ['exact'] * 5",
+    ),
+    Run(
         "docs/launching.md",
         ("More ranks than stages",),
         2,

@@ -29,7 +29,7 @@ BELOW = {
     "sharded_optimizer": CORE,
     "checkpoint": CORE | {"tensor_parallel", "pipeline_model", "optimizer"},
     "pictures": CORE | {"pipeline_template"},
-    "checking": CORE | {"pictures", "tensor_parallel"},
+    "checking": CORE | {"pictures", "tensor_parallel", "config", "initialize"},
     "planning": CORE | {"pictures", "checking", "pipeline_template"},
     "elastic": CORE | {"planning", "pipeline_template", "pipeline_model", "optimizer", "plugin"},
 }

@@ -5,9 +5,7 @@ Functions here that a worker runs build their model themselves, from the same se
 
 from __future__ import annotations
 
-import contextlib
-import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +14,7 @@ from torch import nn
 
 import penstock
 from families import FAMILIES
+from penstock.checking.double import kept_in_double
 
 # Sums in double precision over a different order: what DESIGN calls exact.
 EXACT = 1e-10
@@ -39,42 +38,6 @@ class Step:
 def parallelize(model: nn.Module, stages: int, **options: Any) -> Any:
     """`penstock.initialize` with `stages` stages."""
     return penstock.initialize(model, {"model_parallelism": {"pipeline_parallel_size": stages, **options}})
-
-
-@contextlib.contextmanager
-def kept_in_double() -> Iterator[None]:
-    """Keep transformers from rounding double precision to single inside a model.
-
-    Its losses call `logits.float()` or `log_softmax(dtype=torch.float32)`, and some attentions
-    `query.to(torch.float32)`, to *raise* half precision. Doubles
-    they round, differently for a share of a mean than for the mean, and for one sample than for a batch of it, which
-    would hide whether the pipeline itself is exact.
-    """
-    rounding, converting = torch.Tensor.float, torch.Tensor.to
-    normalising = {name: getattr(nn.functional, name) for name in ("softmax", "log_softmax")}
-
-    def keep(self: torch.Tensor, **options: Any) -> torch.Tensor:
-        return self if self.dtype == torch.float64 else rounding(self, **options)
-
-    def convert(self: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-        raised = args == (torch.float32,) and not options and self.dtype == torch.float64
-        return self if raised else converting(self, *args, **options)
-
-    def normalise(name: str, input: torch.Tensor, *args: Any, dtype: Any = None, **options: Any) -> torch.Tensor:
-        dtype = None if input.dtype == torch.float64 and dtype == torch.float32 else dtype
-        return normalising[name](input, *args, dtype=dtype, **options)
-
-    for name in normalising:
-        setattr(nn.functional, name, functools.wraps(normalising[name])(functools.partial(normalise, name)))
-    torch.Tensor.float = keep  # type: ignore[method-assign]
-    torch.Tensor.to = convert  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        torch.Tensor.float = rounding  # type: ignore[method-assign]
-        torch.Tensor.to = converting  # type: ignore[method-assign]
-        for name, function in normalising.items():
-            setattr(nn.functional, name, function)
 
 
 def run_step(model: Any, batch: Batch, scale: float = 1.0) -> list[float]:

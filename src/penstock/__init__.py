@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from penstock.booster import Booster
+    from penstock.checking.verify import verify
     from penstock.checkpoint import CheckpointError
     from penstock.checkpoint.checkpoint_manager import CheckpointManager
     from penstock.checkpoint.training_checkpoints import Checkpoint, finish_saving, load_checkpoint, save_checkpoint
@@ -46,6 +47,7 @@ __all__ = [
     "load_checkpoint",
     "register_tensor_parallel_plan",
     "save_checkpoint",
+    "verify",
 ]
 
 # Public name: the module that defines it, imported at the name's first use, because `penstock.schedule` and the command
@@ -71,6 +73,7 @@ _HOMES = {
     "load_checkpoint": "penstock.checkpoint.training_checkpoints",
     "register_tensor_parallel_plan": "penstock.tensor_parallel",
     "save_checkpoint": "penstock.checkpoint.training_checkpoints",
+    "verify": "penstock.checking.verify",
 }
 
 

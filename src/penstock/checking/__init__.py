@@ -1,1 +1,1 @@
-"""What `penstock check` says of a model: its units, boundaries, and whether stages compute what it computes."""
+"""Where a model splits (`check`), and whether it is over stages what it is unsplit (`verify`)."""

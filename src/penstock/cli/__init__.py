@@ -57,7 +57,8 @@ def common(
 
 
 for command in (
-    *(models.check, plans.describe, plans.profile, plans.plan, plans.fit, schedules.simulate, schedules.draw),
+    *(models.check, models.verify, plans.describe, plans.profile, plans.plan, plans.fit),
+    *(schedules.simulate, schedules.draw),
     *(checkpoints.inspect, checkpoints.merge, stores.store),
 ):
     app.command(short_help=(command.__doc__ or "").partition("\n")[0])(command)  # whole, where a doc would be cut

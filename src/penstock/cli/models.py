@@ -1,10 +1,11 @@
-"""`penstock check`."""
+"""`penstock check` and `penstock verify`."""
 
 from __future__ import annotations
 
 import difflib
 import importlib
 import json
+import os
 import socket
 import sys
 import threading
@@ -42,11 +43,8 @@ def check(
 ) -> None:
     """Say whether a model can be split, into which units, what crosses each boundary, what is tied; or why not.
 
-    Says too what training, evaluation and generate() on two stages will be: exact, exact against accumulation over the
-    same microbatches, or refused, each with the reason. For that it splits the model as two ranks would, and runs both
-    stages with zeros in place of what layers compute.
-
-    Loads no weights and computes nothing. The status is 0 if the model can be split and 1 if not.
+    Loads no weights and computes nothing: whether the model is exact over stages is what `penstock verify` says. The
+    status is 0 if the model can be split and 1 if not.
 
     Example: penstock check GPT2LMHeadModel --stages 4
     """
@@ -69,6 +67,64 @@ def check(
         for stage, (own, held) in enumerate(zip(spread, parameters, strict=True)):
             print("\n".join(wrapped(f"stage {stage}: {own[0].name} to {own[-1].name}, {held:,} parameters")))
     if not report.splittable:
+        raise typer.Exit(1)
+
+
+def verify(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL_OR_CLASS",
+            help="SCRIPT.py:NAME or MODULE:NAME of a function of your own that returns a model; or a folder of a "
+            "checkpoint or a transformers class, as for `penstock check`.",
+        ),
+    ],
+    batch: Annotated[
+        str | None,
+        typer.Option(help="SCRIPT.py:NAME of a batch, or of a function that returns one; otherwise one is made up."),
+    ] = None,
+    criterion: Annotated[
+        str | None, typer.Option(help="SCRIPT.py:NAME of the criterion; otherwise the loss is the model's own.")
+    ] = None,
+    config: Annotated[
+        str | None, typer.Option(help="A JSON file, as for initialize(); in place of the three options below.")
+    ] = None,
+    stages: Annotated[int | None, typer.Option(min=1, help="pipeline_parallel_size; 2 by default.")] = None,
+    microbatches: Annotated[int | None, typer.Option(min=1, help="num_microbatches.")] = None,
+    schedule: Annotated[str | None, typer.Option(help="The schedule.")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps, on the same batch.")] = 3,
+    layers: Annotated[
+        int | None, typer.Option(min=1, help="Compare a model of so many layers; for checkpoints and classes.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run the code in files beside a checkpoint's configuration.")
+    ] = False,
+) -> None:
+    """Run a model unsplit and over stages, and compare losses, gradients, weights, evaluation, tokens, a checkpoint.
+
+    It runs in processes on this machine's CPU, in double precision, without dropout. The status is 0 if everything is
+    exact, or exact against accumulation where a warning says so in training too, and 1 otherwise.
+
+    Example: penstock verify script.py:make_model --batch script.py:make_batch
+    """
+    from penstock.checking.verify import verify as verify_model
+
+    keys = {"pipeline_parallel_size": stages, "num_microbatches": microbatches, "schedule": schedule}
+    given = {name: value for name, value in keys.items() if value is not None}
+    if config is not None and given:
+        raise ValueError(f"--config says it all: leave out what stands for {', '.join(given)}")
+    found = verify_model(
+        named(model) if ":" in model else subject_of(model),
+        None if batch is None else named(batch),
+        config=config or {"pipeline_parallel_size": 2, **given},
+        criterion=None if criterion is None else named(criterion),
+        steps=steps,
+        layers=layers,
+        trust_remote_code=trust_remote_code,
+    )
+    print(json.dumps(found.data(), indent=1) if as_json else found.render())
+    if not found.exact:
         raise typer.Exit(1)
 
 
@@ -116,17 +172,28 @@ def refuse_misspelt_class(name: str) -> None:
 
 
 def own_model(reference: str) -> Any:
-    """The model class, or the model, at `module:name`. Modules of the working directory are found."""
+    """The model class, or the model, at `module:name` or `script.py:name`."""
     import torch
 
-    module_name, _, name = reference.partition(":")
-    sys.path.insert(0, "")
+    found = named(reference)
+    if isinstance(found, type) or not callable(found):
+        return found
+    with torch.device("meta"):
+        return found()
+
+
+def named(reference: str) -> Any:
+    """What is at `module:name` or `script.py:name`. Modules of the working directory are found."""
+    module_name, _, name = reference.rpartition(":")
+    folder, file = os.path.split(module_name)
+    if file.endswith(".py"):
+        if not os.path.isfile(module_name):
+            raise ValueError(f"there is no file {module_name}")
+        module_name = file.removesuffix(".py")
+    sys.path.insert(0, folder)
     found: Any = importlib.import_module(module_name)
     for part in name.split("."):
         if not hasattr(found, part):
             raise ValueError(f"module {module_name} has no {name!r}")
         found = getattr(found, part)
-    if isinstance(found, type) or not callable(found):
-        return found
-    with torch.device("meta"):
-        return found()
+    return found

@@ -15,7 +15,7 @@ from torch import nn
 _MASK = (1 << 64) - 1
 
 # Attributes and configuration entries that hold a probability or an amplitude of noise.
-_NOISE = re.compile(r"drop|jitter|noise|mask_(time|feature)_prob|apply_spec_augment")
+NOISE = re.compile(r"drop|jitter|noise|mask_(time|feature)_prob|apply_spec_augment")
 
 
 def draws_random_numbers(model: nn.Module) -> bool:
@@ -37,7 +37,7 @@ def draws_random_numbers(model: nn.Module) -> bool:
 
 def _is_noisy(attributes: dict[str, Any]) -> bool:
     return any(
-        isinstance(value, (int, float)) and value > 0 and _NOISE.search(name) for name, value in attributes.items()
+        isinstance(value, (int, float)) and value > 0 and NOISE.search(name) for name, value in attributes.items()
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -15,7 +14,6 @@ from penstock.modeling.graph.chunked_loss import head_unit
 from penstock.modeling.graph.forwards import Forwards, TracedForward
 from penstock.modeling.graph.loss import Criterion, loss_by
 from penstock.modeling.graph.plan import ForwardPlan, StagePlan, make_plan, make_stage_plan, refusal
-from penstock.modeling.graph.trace import real_outside
 from penstock.modeling.instrumentation import known_of, record_of
 from penstock.modeling.placeholders.ghosts import (
     absent_parameters,
@@ -32,7 +30,6 @@ from penstock.modeling.stage.host_values import HostValues
 from penstock.modeling.stage.named_output import output_with_loss
 from penstock.modeling.stage.outputs import Shapes
 from penstock.modeling.stage.run import StageDone, StageRun
-from penstock.modeling.tensor_spec import TensorSpec
 from penstock.modeling.weights.names import alias_groups, alias_groups_by_identity
 from penstock.nested import map_tensors
 from penstock.random_state import generators_of, restored, seed_all
@@ -197,8 +194,6 @@ class SplitModel:
             first = next((parameter for _, parameter in absent_parameters(self.model)), None)
         return torch.device("cpu") if first is None else first.device
 
-    # Runs a stage; `penstock check` has another one, which computes nothing.
-    stage_run: type[StageRun] = StageRun
     # Of how many tokens a plan's head makes the logits at once.
     loss_chunk_tokens: int | None = None
     # The first module with a parameter, and the parameter's name.
@@ -263,19 +258,6 @@ class SplitModel:
         left_out = self._forwards.for_criterion(inputs)
         given = {name: value for name, value in inputs.items() if name not in left_out}
         return self._forwards.follow(given).trace.output_shapes
-
-    def shapes_received(
-        self, plan: ForwardPlan, stage: int, inputs: Mapping[str, Any], call: Callable[..., Any] | None = None
-    ) -> list[TensorSpec]:
-        """The shapes of what a stage receives for `inputs`, found without computing it. Raises what `plan` raises."""
-        if not stage:
-            return []
-        shapes = self._forwards.follow(inputs, call).trace.shapes
-        return [shapes[value] for value in plan.boundaries[stage - 1]]
-
-    def zeros_outside(self) -> AbstractContextManager[None]:
-        """Inside, a model on the meta device has zeros in place of its tensors outside of units."""
-        return real_outside(self.model, self._forwards.functions)
 
     def forward(
         self,
@@ -391,7 +373,7 @@ class SplitModel:
     ) -> StageRun:
         device = next((value.device for value in inputs.values() if isinstance(value, torch.Tensor)), None)
         functions = self._forwards.functions
-        return self.stage_run(plan, functions, received, early_exit, device or self.device, hand_over, host_values)
+        return StageRun(plan, functions, received, early_exit, device or self.device, hand_over, host_values)
 
     def _seeded(self, seed: int | None) -> bool:
         return seed is not None and self.random and self.model.training

@@ -1,56 +1,13 @@
-"""Images for a forward that computes nothing, in the forms in which models take them beside a text."""
+"""Images in the forms in which models take them beside a text."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
-from torch import nn
-
-from penstock.modeling.graph.dummy_inputs import dtype_of
-from penstock.modeling.graph.meta_operations import KnownValues
-from penstock.modeling.placeholders.ghosts import meta_placeholder
 
 IMAGE_SIZE = 32
-
-
-def with_dummy_images(model: nn.Module, inputs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """`inputs`, a batch of texts, with an image for each sample; the likeliest form first, none if it takes no images.
-
-    How many tokens stand for an image is found by running the model's `get_image_features` on meta tensors.
-    """
-    owner: Any = getattr(model, "base_model", model)
-    owner = owner if hasattr(owner, "get_image_features") else model
-    config = getattr(model, "config", None)
-    token = next(
-        (t for n in ("image_token_id", "image_token_index") if isinstance(t := getattr(config, n, None), int)), None
-    )
-    ids = inputs.get("input_ids")
-    if not hasattr(owner, "get_image_features") or token is None or ids is None or ids.dim() != 2:
-        return
-    takes = inspect.signature(owner.get_image_features).parameters
-    parameters = inspect.signature(model.forward).parameters
-    samples = ids.shape[0]
-    shadow: Any = meta_placeholder(owner)
-    dtype = dtype_of(model)
-    for form in forms_of_images(model, takes, samples, samples, torch.Generator().manual_seed(0)):
-        images = {n: value.to(dtype) if value.is_floating_point() else value for n, value in form.items()}
-        given = {n: value.to("meta") if value.is_floating_point() else value for n, value in images.items()}
-        try:
-            with torch.no_grad(), torch.device("meta"), KnownValues():
-                features = shadow.get_image_features(**given, return_dict=True).pooler_output
-            rows = sum(part[..., 0].numel() for part in features)
-        except Exception:
-            continue
-        ahead = ids.new_full((samples, rows // samples), token)
-        found = {**inputs, **images, "input_ids": torch.cat([ahead, ids], 1)}
-        if "attention_mask" in inputs:
-            found["attention_mask"] = torch.ones_like(found["input_ids"])
-        if "mm_token_type_ids" in parameters:
-            found["mm_token_type_ids"] = (found["input_ids"] == token).long()
-        yield found
 
 
 def forms_of_images(

@@ -1,0 +1,128 @@
+"""A model of transformers by its configuration, and a batch that it computes a loss from."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from penstock.checking.check import build_on_meta
+from penstock.modeling.graph.dummy_inputs import dummy_inputs
+from penstock.modeling.graph.loss import loss_of
+from penstock.tensor_parallel.plans import or_none
+
+TOKENS = 12
+# Ids below it are often special ones.
+FIRST_TOKEN = 5
+# Copies of a whole model that a process of a comparison holds at once, in double precision and with gradients.
+COPIES = 6
+
+
+def build(subject: type | PretrainedConfig | str, layers: int | None, ranks: int, trust_remote_code: bool) -> nn.Module:
+    """The model that `penstock check` would look at, with weights: a checkpoint's, if it has any, or random ones.
+
+    Args:
+        layers: makes it with so many layers only.
+        ranks: processes that will hold it.
+
+    Raises ValueError if this machine has not the memory to compare it.
+    """
+    shape: Any = build_on_meta(subject, trust_remote_code)
+    config = shape.config
+    if layers is not None:
+        text = config.get_text_config()
+        for part in (config, text):
+            for name in ("num_hidden_layers", "num_decoder_layers", "encoder_layers", "decoder_layers"):
+                if isinstance(getattr(part, name, None), int):
+                    setattr(part, name, min(layers, getattr(part, name)))
+            if isinstance(kinds := getattr(part, "layer_types", None), list):
+                part.layer_types = kinds[:layers]
+        shape = build_on_meta(config)
+    needed = 8 * COPIES * ranks * sum(each.numel() for each in shape.parameters())
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > memory:
+        raise ValueError(
+            f"comparing {type(shape).__name__} on {ranks} processes needs about {needed / 1e9:.0f} GB, and this "
+            f"machine has {memory / 1e9:.0f}: compare a smaller one (--layers)"
+        )
+    kind: Any = type(shape)
+    if isinstance(subject, str) and any(file.suffix in (".safetensors", ".bin") for file in Path(subject).glob("*")):
+        model: nn.Module = kind.from_pretrained(subject, config=config, trust_remote_code=trust_remote_code)
+    else:
+        model = kind(config)
+    return model
+
+
+def made_batch(model: nn.Module, samples: int) -> dict[str, Any]:
+    """A batch of random tokens, or numbers, with uneven padding where there is a mask, and labels.
+
+    Raises ValueError if the model computes no loss from any that was tried.
+    """
+    generator = torch.Generator().manual_seed(0)
+    for guess in dummy_inputs(model, samples, TOKENS):
+        for inputs in (_drawn(model, guess, generator), guess):
+            for labels in _labels(model, inputs):
+                batch = {**inputs, **labels}
+                try:
+                    loss = loss_of(model(**batch))
+                except Exception:  # whatever a model's own code raises
+                    continue
+                if loss is not None and loss.isfinite() and loss.requires_grad:
+                    return batch
+    raise ValueError(f"no batch was found from which {type(model).__name__} computes a loss: give one (--batch)")
+
+
+def _drawn(model: Any, inputs: Mapping[str, Any], generator: torch.Generator) -> dict[str, Any]:
+    """`inputs` with random values, and in each second sample some padding."""
+    config = getattr(model, "config", None)
+    vocabulary = getattr(config.get_text_config(), "vocab_size", None) if config is not None else None
+    drawn = {}
+    for name, value in inputs.items():
+        if value.is_floating_point():
+            drawn[name] = torch.randn(value.shape, generator=generator, dtype=value.dtype)
+        elif name.endswith("input_ids") and vocabulary:
+            low = min(FIRST_TOKEN, vocabulary - 1)
+            drawn[name] = torch.randint(low, vocabulary, value.shape, generator=generator)
+        elif name == "attention_mask" and value.dim() == 2:
+            drawn[name] = value.clone()
+            for sample in range(1, len(value), 2):
+                drawn[name][sample, value.shape[1] - 1 - sample % (value.shape[1] // 2) :] = 0
+        else:
+            drawn[name] = value
+    return drawn
+
+
+def _labels(model: nn.Module, inputs: Mapping[str, Any]) -> Iterator[dict[str, torch.Tensor]]:
+    """Labels that the forward may take: a class or a position for each sample, a token for each token."""
+    parameters = inspect.signature(model.forward).parameters
+    samples = next((len(value) for value in inputs.values() if isinstance(value, torch.Tensor) and value.dim()), 1)
+    classes = torch.arange(samples) % 2
+    if "start_positions" in parameters:
+        yield {"start_positions": classes, "end_positions": classes + 1}
+    for name in ("labels", "label", "next_sentence_label"):
+        if name not in parameters:
+            continue
+        guesses = list(_label_values(inputs, classes))
+        # A model with a head for tokens has labels for tokens.
+        heads = or_none(getattr(model, "get_output_embeddings", None))
+        for guess in sorted(guesses, key=lambda guess: (guess.dim() == 1) == (heads is not None)):
+            yield {name: guess}
+    yield {}  # its forward may return a loss by itself
+
+
+def _label_values(inputs: Mapping[str, Any], classes: torch.Tensor) -> Iterator[torch.Tensor]:
+    yield classes
+    if "decoder_input_ids" in inputs:
+        yield inputs["decoder_input_ids"].clone()
+    elif (ids := inputs.get("input_ids")) is not None:
+        mask = inputs.get("attention_mask")
+        padding = mask == 0 if mask is not None and mask.shape == ids.shape else torch.zeros_like(ids, dtype=torch.bool)
+        yield ids.masked_fill(padding, -100)
+        yield torch.zeros_like(ids)
+    yield torch.ones(len(classes), 4, dtype=torch.long)

@@ -1,0 +1,91 @@
+"""Double precision for a comparison: there a difference is a difference, and not rounding."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.checking.reasons import taken
+from penstock.modeling.randomness import NOISE
+from penstock.nested import map_tensors
+
+
+@contextlib.contextmanager
+def kept_in_double() -> Iterator[None]:
+    """Keep transformers from rounding double precision to single inside a model.
+
+    Its losses call `logits.float()` or `log_softmax(dtype=torch.float32)`, and some attentions
+    `query.to(torch.float32)`, to *raise* half precision. Doubles they round, differently for a share of a mean than for
+    the mean, and for one sample than for a batch of it, which would hide whether the pipeline itself is exact.
+    """
+    rounding, converting = torch.Tensor.float, torch.Tensor.to
+    normalising = {name: getattr(nn.functional, name) for name in ("softmax", "log_softmax")}
+
+    def keep(self: torch.Tensor, **options: Any) -> torch.Tensor:
+        return self if self.dtype == torch.float64 else rounding(self, **options)
+
+    def convert(self: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        raised = args == (torch.float32,) and not options and self.dtype == torch.float64
+        return self if raised else converting(self, *args, **options)
+
+    def normalise(name: str, input: torch.Tensor, *args: Any, dtype: Any = None, **options: Any) -> torch.Tensor:
+        dtype = None if input.dtype == torch.float64 and dtype == torch.float32 else dtype
+        result: torch.Tensor = normalising[name](input, *args, dtype=dtype, **options)
+        return result
+
+    for name in normalising:
+        setattr(nn.functional, name, functools.wraps(normalising[name])(functools.partial(normalise, name)))
+    torch.Tensor.float = keep  # type: ignore[method-assign,assignment]
+    torch.Tensor.to = convert  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        torch.Tensor.float = rounding  # type: ignore[method-assign]
+        torch.Tensor.to = converting  # type: ignore[method-assign]
+        for name, function in normalising.items():
+            setattr(nn.functional, name, function)
+
+
+def in_double(model: Any, inputs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """A model and a batch in double precision; in single precision where the model's code does not run in double.
+
+    Raises ValueError if the model's weights cannot be converted, as packed ones cannot.
+    """
+    for dtype in (torch.float64, torch.float32):
+
+        def converted(_: str, tensor: torch.Tensor, dtype: torch.dtype = dtype) -> torch.Tensor:
+            return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+        batch = {name: map_tensors(converted, name, value) for name, value in inputs.items()}
+        try:
+            made = copy.deepcopy(model).to(dtype)
+            if dtype == torch.float64 and hasattr(made, "config"):
+                made.config._experts_implementation = "eager"  # the grouped product of experts has no doubles
+            if any(each.dtype != dtype for each in made.parameters() if each.is_floating_point()):
+                raise ValueError(f"the weights cannot be converted to {dtype}")
+            if dtype == torch.float64:
+                with torch.no_grad():
+                    copy.deepcopy(made)(**taken(made, batch))
+            return made, batch
+        except Exception as error:  # whatever a model's own code raises
+            failure = error
+    raise ValueError(f"a comparison is in double or single precision, and this model is not: {failure}") from failure
+
+
+def without_noise(model: nn.Module) -> bool:
+    """Set all dropout, and what else is random in training by its name, to zero. Whether there was any."""
+    found = False
+    for module in model.modules():
+        dropout = isinstance(module, nn.modules.dropout._DropoutNd)
+        for owner in filter(None, (module, getattr(module, "config", None))):
+            for name, value in vars(owner).items():
+                if isinstance(value, (int, float)) and value > 0 and (NOISE.search(name) or (dropout and name == "p")):
+                    setattr(owner, name, type(value)(0))
+                    found = True
+    return found

@@ -1,0 +1,152 @@
+"""Why a model is not over stages what it is unsplit: what its forward does that no pipeline can keep."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import random
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from penstock.data.microbatch import split_batch
+from penstock.nested import named_tensors
+from penstock.random_state import all_restored, generators_in_use
+
+_COMPARABLE = (torch.Tensor, bool, int, float, str, bytes, list, tuple, dict, deque, type(None))
+# Of nn.Module itself.
+_OF_MODULES = frozenset(vars(nn.Module())) - {"_buffers"}
+
+
+def taken(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The inputs that the model's forward takes; the others are for a criterion."""
+    parameters = inspect.signature(model.forward).parameters
+    if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+        return dict(inputs)
+    return {name: value for name, value in inputs.items() if name in parameters}
+
+
+def reason_of_difference(
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    parts: Sequence[Mapping[str, Any]],
+    loss_of: Callable[[nn.Module, Mapping[str, Any]], torch.Tensor],
+) -> str:
+    """Why training `model` on `inputs` in microbatches differs, in words, with what to do. `model` is left alone.
+
+    Args:
+        parts: the microbatches of `inputs`.
+        loss_of: the loss of a forward.
+    """
+    first, _ = _forward(model, inputs, 0, 0)
+    if not _equal(first, _forward(model, inputs, 0, 1)[0]):
+        return (
+            "the forward draws random numbers outside of torch (random, numpy): each microbatch and each rank draws "
+            "its own. Draw them with torch, whose generators Penstock seeds by step, microbatch and unit"
+        )
+    if not _equal(first, _forward(model, inputs, 1, 0)[0]):
+        return (
+            "the forward draws random numbers in training that are no dropout, so that no two runs are alike: leave "
+            "them out to compare it"
+        )
+    changed = sorted(_changed(model, _forward(model, inputs, 0, 0)[1]))
+    if changed:
+        names = ", ".join(changed[:3]) + (", ..." if len(changed) > 3 else "")
+        return (
+            f"a forward changes what the next one finds: {names}. Over stages it runs for each microbatch, so what it "
+            "keeps is that of the last, or of all of them: change it in your loop, once in a step"
+        )
+    whole = _loss(model, inputs, loss_of)
+    losses = [_loss(model, part, loss_of) for part in parts]
+    if _near(sum(loss * share for loss, share in zip(losses, _by_samples(parts), strict=True)), whole):
+        return "not found: this may be a defect of Penstock; please report it with this table"
+    for dims in _other_dims(inputs):
+        size = next(inputs[name].shape[dim] for name, dim in dims.items() if dim)
+        halves = [size - size // 2, size // 2]
+        try:
+            split = split_batch(inputs, size, halves, dims=dims)
+            total = sum(_loss(model, part, loss_of) * half / size for part, half in zip(split, halves, strict=True))
+        except Exception:  # whatever a model's own code raises for a shape
+            continue
+        if _near(total, whole):
+            return f"the samples are not along the first dimension: configure batch_dim={dims}"
+    return (
+        "the samples of a batch depend on each other (statistics over the batch, contrasts between samples): a "
+        "microbatch by itself gives another result, as in any accumulation of gradients"
+    )
+
+
+def _forward(model: nn.Module, inputs: Mapping[str, Any], seed: int, other_seed: int) -> tuple[list[Any], nn.Module]:
+    """What a forward of a copy returns, with torch's generators and all others so seeded; and that copy."""
+    used = copy.deepcopy(model)
+    with all_restored(generators_in_use()), torch.no_grad():
+        torch.manual_seed(seed)
+        random.seed(other_seed)
+        np.random.seed(other_seed)
+        output = used(**taken(used, inputs))
+    return list(named_tensors({"output": output}).values()), used
+
+
+def _equal(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
+    pairs = zip(one, other, strict=True)
+    return all(a.shape == b.shape and torch.allclose(a, b, equal_nan=True) for a, b in pairs)
+
+
+def _changed(model: nn.Module, used: nn.Module) -> Iterator[str]:
+    """Names of what is not in `used` as it is in `model`. Batch normalisation is warned of by itself."""
+    modules = dict(used.named_modules())
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._NormBase):
+            continue
+        before, after = (
+            {**each._buffers, **{k: v for k, v in vars(each).items() if k not in _OF_MODULES and k != "_buffers"}}
+            for each in (module, modules[name])
+        )
+        for key in before.keys() | after.keys():
+            if not _same(before.get(key), after.get(key)):
+                yield f"{name}.{key}" if name else key
+
+
+def _same(one: Any, other: Any) -> bool:
+    if not (isinstance(one, _COMPARABLE) and isinstance(other, _COMPARABLE)):
+        return True
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and _equal([one], [other])
+    if isinstance(one, (list, tuple, deque)) and isinstance(other, (list, tuple, deque)):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    return type(one) is type(other) and (one == other or one != one)
+
+
+def _loss(
+    model: nn.Module, inputs: Mapping[str, Any], loss_of: Callable[[nn.Module, Mapping[str, Any]], torch.Tensor]
+) -> float:
+    with torch.no_grad():
+        return float(loss_of(copy.deepcopy(model), inputs))
+
+
+def _near(one: float, other: float) -> bool:
+    return abs(one - other) <= 1e-6 * max(1.0, abs(other))
+
+
+def _by_samples(parts: Sequence[Mapping[str, Any]]) -> list[float]:
+    sizes = [len(next(iter(named_tensors(part).values()))) for part in parts]
+    return [size / sum(sizes) for size in sizes]
+
+
+def _other_dims(inputs: Mapping[str, Any]) -> Iterator[dict[str, int | None]]:
+    """Other dimensions that the samples may be in: a size that some tensors have there, and others in the first."""
+    tensors = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+    for dim in (1, 2):
+        for size in sorted({value.shape[dim] for value in tensors.values() if value.dim() > dim} - {1}):
+            yield {
+                name: dim if value.dim() > dim and value.shape[dim] == size
+                else 0 if 0 < value.dim() <= dim and value.shape[0] == size
+                else None
+                for name, value in tensors.items()
+            }  # fmt: skip
