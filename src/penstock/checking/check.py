@@ -24,7 +24,7 @@ from penstock.modeling.weights.initialise import meta_model, resolve_model_class
 from penstock.modeling.weights.names import alias_groups, unit_of
 from penstock.pictures.tables import WIDTH
 
-NOT_LOOKED_AT = "whether it is exact over stages: penstock verify runs it, with a batch of yours, and says"
+NOT_LOOKED_AT = "whether it is exact over stages, which penstock verify says"
 
 
 @dataclass(frozen=True)
