@@ -195,6 +195,7 @@ def test_every_command_fits_80_columns_with_long_names(
     model = ["test_cli:long_names"]
     runs = {
         "check": [*model, "--stages", "2"],
+        "verify": [*model, "--steps", "1", "--microbatches", "2"],
         "describe": [*model, "--pipelines", "1x2,3x6"],
         "profile": [*model, "-o", "profile.json", "--length", "8"],
         "plan": [*model, "--devices", "a100:3,t4:2", "--profile", "profile.json", "--microbatch-size", "1"],
