@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,10 @@ from accelerate.state import AcceleratorState
 from datasets import Dataset
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from trl import DPOConfig, DPOTrainer
 
-from launch import ROOT, run_python, torchrun
+from launch import ROOT, run_command, run_python, torchrun
 
 sys.path.insert(0, str(ROOT / "examples"))
 import run_dpo
@@ -122,6 +123,34 @@ def test_the_fine_tuning_example_resumes_and_leaves_an_adapter(tmp_path: Path, t
     assert "trainable params: " in result.stdout and "'eval_loss'" in result.stdout
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     adapted = PeftModel.from_pretrained(base, tmp_path / "adapter")
+    assert any(bool(value.any()) for name, value in adapted.named_parameters() if "lora_B" in name)
+
+
+def quantised(folder: Path, text: Path, stages: int, *options: str, launch: str = "run_qlora.py") -> list[float]:
+    """The losses that run_qlora.py prints, or what starts it on so many ranks."""
+    arguments = ["--dataset", str(text), "--output", str(folder), "--save-every", "3", *options]
+    if launch.endswith(".py"):
+        result = torchrun(stages, EXAMPLES / launch, *arguments, "--stages", str(stages), timeout=200)
+    else:
+        ranks = {"RANKS": str(stages), "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+        result = run_command(["bash", str(EXAMPLES / launch), *arguments], timeout=200, environment=ranks)
+    assert result.returncode == 0, result.stderr[-4000:]
+    assert "trainable params: " in result.stdout
+    return [float(line.split()[-1]) for line in result.stdout.splitlines() if line.startswith("step ")]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_quantised_example_goes_on_with_more_stages_as_one_process_would(tmp_path: Path, text: Path) -> None:
+    whole = quantised(tmp_path / "whole", text, 1, "--steps", "5")
+    first = quantised(tmp_path / "split", text, 2, "--steps", "3", launch="launch/qlora.sh")
+    rest = quantised(tmp_path / "split", text, 3, "--steps", "5", "--resume")
+    assert [len(first), len(rest)] == [3, 2] and min(whole[1:]) < whole[0] - 0.01
+    assert first + rest == pytest.approx(whole, abs=1e-4)
+    packed = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "split/base", quantization_config=BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    )
+    adapted = PeftModel.from_pretrained(packed, tmp_path / "split/adapter")
     assert any(bool(value.any()) for name, value in adapted.named_parameters() if "lora_B" in name)
 
 

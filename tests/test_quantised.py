@@ -15,14 +15,16 @@ import pytest
 import torch
 from bitsandbytes.nn import Embedding4bit
 from datasets import Dataset
-from peft import LoraConfig, PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 from safetensors.torch import load_file
+from transformers import Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 import penstock
 from families import batch
 from penstock.checkpoint import CheckpointError
 from penstock.integrations.packed_layers import mark_packed
+from penstock.integrations.transformers import PipelineTrainer
 from penstock.modeling.adapters import base_of
 from penstock.modeling.graph.costs import unit_costs
 from penstock.modeling.graph.units import list_units
@@ -33,7 +35,7 @@ from penstock.planning.profiling import profile_model
 from pool import Pool
 from quantised import BITSANDBYTES, KINDS, UNSAVED, adapt, load, quantisation, write_base
 from stage_driver import cut as split_units
-from trainer_runs import PipelineSFTTrainer, defaults, over, sentences, tokenizer
+from trainer_runs import PipelineSFTTrainer, defaults, over, samples, sentences, tokenizer
 from training import assert_same_gradients, cut, gradients_of, parallelize, rows, run_step, weigh
 
 # Of single precision, which the libraries compute in (bitsandbytes' 8 bits, in evaluation on a CPU, in float16).
@@ -363,40 +365,59 @@ def test_a_run_goes_on_with_another_number_of_stages_from_its_adapters_alone(poo
 
 # -- the Trainer -------------------------------------------------------------------------------------------------------
 
+# Of TRL's SFTTrainer, which makes adapters of a quantised base bfloat16; of the plain Trainer, with 8-bit optimizers.
 TRAINERS: dict[str, dict[str, Any]] = {
     "completions": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
     "packed": {"packing": True, "gradient_checkpointing": False},
-}
+    "bf16, reentrant": {
+        "bf16": True, "gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}
+    },
+    "plain, adamw_8bit": {"optim": "adamw_8bit", "warmup_steps": 0},
+    "plain, paged_adamw_8bit": {"optim": "paged_adamw_8bit", "gradient_checkpointing": True},
+}  # fmt: skip
 
 
 def fine_tune(source: Path, folder: Path, stages: int, case: str, resume: bool = False) -> list[float]:
-    """Three steps of TRL's SFTTrainer; what it logs."""
+    """Three steps of a Trainer; what it logs."""
     parts = [sentences(24, seed)["text"] for seed in (1, 2)]
     rows_of = [{"prompt": prompt, "completion": f" {completion}"} for prompt, completion in zip(*parts, strict=True)]
     rows_of = [{"text": text} for text in parts[0]] if case == "packed" else rows_of
-    given = {**defaults(folder, 3, 1), "max_length": 16, "bf16": False, "eval_strategy": "no", "max_grad_norm": 1.0}
-    saves = {"save_strategy": "steps", "save_steps": 2, "optim": "sgd", "learning_rate": 0.5}
+    given: dict[str, Any] = {**defaults(folder, 3, 1), "bf16": False, "eval_strategy": "no", "max_grad_norm": 1.0}
+    given |= {"save_strategy": "steps", "save_steps": 2, "optim": "sgd", **TRAINERS[case]}
+    given["learning_rate"] = 0.5 if given["optim"] == "sgd" else 0.05
     torch.manual_seed(1)
-    trainer: Any = (PipelineSFTTrainer if stages else SFTTrainer)(
-        load("llama", source, "nf4", adapters=False),
-        SFTConfig(**{**given, **saves, **TRAINERS[case]}),
-        train_dataset=Dataset.from_list(rows_of),
-        processing_class=tokenizer(),
-        peft_config=LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False),
-        **over(stages),
-    )
+    # 8-bit optimizers keep the state of a weight of at least 4096 numbers in 8 bits.
+    size = {"r": 64, "lora_alpha": 512} if case.startswith("plain") else {"r": 2}
+    adapters = LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False, **size)
+    model, parallelism = load("llama", source, "nf4", adapters=False), over(stages)
+    if case.startswith("plain"):
+        model = get_peft_model(prepare_model_for_kbit_training(model, "paged" not in case), adapters)
+        data, arguments = samples("causal", 24, 1), TrainingArguments(**given)
+        trainer: Any = (PipelineTrainer if stages else Trainer)(model, arguments, train_dataset=data, **parallelism)
+    else:
+        trainer = (PipelineSFTTrainer if stages else SFTTrainer)(
+            model,
+            SFTConfig(max_length=16, **given),
+            train_dataset=Dataset.from_list(rows_of),
+            processing_class=tokenizer(),
+            peft_config=adapters,
+            **parallelism,
+        )
     trainer.train(resume_from_checkpoint=resume)
+    states = [state for state in trainer.optimizer.state.values() if "8bit" in given["optim"]]
+    assert all(state["state1"].dtype == torch.uint8 for state in states)
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
 @pytest.mark.parametrize("case", list(TRAINERS))
-def test_fine_tuning_by_trl_is_that_of_one_process(pool: Pool, tmp_path: Path, case: str) -> None:
+def test_fine_tuning_by_a_trainer_is_that_of_one_process(pool: Pool, tmp_path: Path, case: str) -> None:
     """And goes on from its checkpoint of adapters, on more stages."""
     source = base("llama")
-    (plain,) = pool.run(1, fine_tune, source, tmp_path / "plain", 0, case, init=False, timeout=120)
+    plain = fine_tune(source, tmp_path / "plain", 0, case)
+    assert len(plain) == 3 and max(plain) - min(plain) > 0.01
     for logged in pool.run(2, fine_tune, source, tmp_path / "split", 2, case, init=False, timeout=120):
-        assert len(plain) == 3 and logged == pytest.approx(plain, abs=1e-4)
-    if case == "completions":
+        assert logged == pytest.approx(plain, abs=1e-3 if "bf16" in case else 1e-4)
+    if case in ("completions", "plain, adamw_8bit"):
         for again in pool.run(3, fine_tune, source, tmp_path / "split", 3, case, True, init=False, timeout=120):
             assert again == pytest.approx(logged, abs=ROUNDING)
 
