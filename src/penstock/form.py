@@ -12,6 +12,7 @@ from penstock.layout.announce import announce
 from penstock.layout.layout import Layout
 from penstock.modeling.graph.costs import unit_costs
 from penstock.modeling.graph.units import list_units
+from penstock.modeling.instrumentation import known_of
 from penstock.rooms import room, sharding_of
 from penstock.runtime.comm.devices import device_memory, local_device
 from penstock.runtime.comm.exchange import Ranks
@@ -70,13 +71,13 @@ def form(
     require_agreement({**facts_of(mark_packed(model)), **facts}, board)
     ranks = world_ranks(board)
     planned = plan(_find(model, units, ranks, loss_in_chunks), ranks)
-    layout = planned.layout
+    layout, options = planned.layout, _with_found_dims(model, planned, ranks)
     if ranks.rank == 0:
         announce(type(model).__name__, layout, planned.schedules, planned.microbatches, planned.costs)
     if make is not None:
         model = mark_packed(make(layout, ranks))
     sharding = sharding_of(layout)
-    return model, parallelize(model, layout, planned.make_schedule, board, make_sharding=sharding, **planned.options)
+    return model, parallelize(model, layout, planned.make_schedule, board, make_sharding=sharding, **options)
 
 
 def settled(schedule: Any, model: nn.Module) -> Any:
@@ -96,6 +97,20 @@ def _find(model: nn.Module, units: Sequence[str] | None, ranks: Ranks, loss_in_c
     ranks.alike(known, "comparing units", lambda first, theirs, rank: _different_units(model, first, theirs, rank))
     limits = [limit for _, limit in every if limit is not None]
     return UnitsAndCosts(known, every[0][0], min(limits, default=None))
+
+
+def _with_found_dims(model: nn.Module, planned: LayoutPlan, ranks: Ranks) -> Mapping[str, Any]:
+    """The engine's options; `batch_dim` also says which of the example inputs have no samples."""
+    if known_of(model).example_inputs is None:
+        return planned.options
+    said = planned.options.get("batch_dim") or {}
+
+    def find() -> dict[str, None]:
+        found: dict[str, None] = room("inputs_without_samples")(model, planned.layout.units, said)
+        return found
+
+    found = ranks.together("looking for inputs without samples", find)[0]
+    return {**planned.options, "batch_dim": {**found, **said}}
 
 
 def _different_units(model: nn.Module, first: Sequence[str], theirs: Sequence[str], rank: int) -> str:

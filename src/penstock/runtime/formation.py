@@ -144,7 +144,7 @@ def for_copy(engine: Engine, model: nn.Module) -> Engine:
     refuse_moved(model, engine.device)
     made = Engine(
         SplitModel(model, before.stages, before.local_stages, aliases=before.aliases), engine.device,
-        num_microbatches=engine.num_microbatches, micro_batch_size=engine.micro_batch_size,
+        num_microbatches=engine.num_microbatches, micro_batch_size=engine.micro_batch_size, batch_dim=engine.batch_dim,
         loss_chunk_tokens=before.loss_chunk_tokens, timeout=engine.timeout, patience=engine.patience,
         with_owners=engine.with_owners,
     )  # fmt: skip
