@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from penstock.modeling.adapters import base_of, is_peft_model
 from penstock.modeling.graph.loss import Criterion
 from penstock.modeling.weights.initialise import init_stage, meta_model, resolve_model_class
 from penstock.modeling.weights.load import StageLoadingInfo, forget_ties, load_config, load_stage
-from penstock.modeling.weights.names import alias_groups
+from penstock.modeling.weights.names import alias_groups, of_diffusers
 from penstock.pipeline_model import PipelineModel
 from penstock.rooms import room
 from penstock.runtime.comm.exchange import Ranks
@@ -43,7 +44,7 @@ def from_pretrained(
         path_or_name: as for transformers' `from_pretrained`: a local folder or a name on a hub.
         config: see `initialize`.
         model_class: a model class or an auto class such as `AutoModelForCausalLM`; by default the class that wrote the
-            checkpoint.
+            checkpoint. A class of diffusers, also its `AutoModel`, reads diffusers' folders and takes its arguments.
         criterion, example_inputs: see `initialize`.
         adapt: puts adapters into the model, of which other stages' weights are on the meta device, and returns it:
             `lambda model: get_peft_model(model, LoraConfig(...))`. All ranks must draw the same random numbers there.
@@ -57,13 +58,21 @@ def from_pretrained(
         what `initialize` and `from_pretrained` raise; ValueError for an argument that cannot be combined with stages.
     """
     configuration = Configuration.from_any(config, **take_keys(kwargs))
-    kind = resolve_model_class(load_config(path_or_name, **kwargs), model_class)
+    load: Any = load_stage
+    if model_class is not None and of_diffusers(model_class):
+        loading = room("diffusers_loading")
+        kind, load = loading.class_of(path_or_name, model_class, **kwargs), loading.load_stage
+        make_skeleton = partial(loading.meta_model, kind, path_or_name, **kwargs)
+    else:
+        model_config = load_config(path_or_name, **kwargs)
+        kind = resolve_model_class(model_config, model_class)
+        make_skeleton = partial(meta_model, kind, model_config)
     if not configuration.enable:
         whole: Any = kind.from_pretrained(path_or_name, **kwargs)
         return whole if adapt is None else adapt(whole)
     return _make_in_stages(
-        lambda: meta_model(kind, load_config(path_or_name, **kwargs)),
-        lambda stages, local, sharding: load_stage(kind, path_or_name, stages, local, sharding, adapt=adapt, **kwargs),
+        make_skeleton,
+        lambda stages, local, sharding: load(kind, path_or_name, stages, local, sharding, adapt=adapt, **kwargs),
         configuration,
         criterion,
         example_inputs,

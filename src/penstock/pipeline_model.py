@@ -9,7 +9,7 @@ import math
 import os
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
@@ -24,6 +24,7 @@ from penstock.modeling.graph.loss import Criterion
 from penstock.modeling.instrumentation import known_of, mix_in, original_class, record_of
 from penstock.modeling.placeholders.ghosts import absent_parameters
 from penstock.modeling.stage.named_output import NamedOutput
+from penstock.modeling.weights.names import of_diffusers
 from penstock.modeling.weights.whole import packed_weights, whole_shape, whole_state
 from penstock.rooms import room
 from penstock.runtime.comm.rollcall import Call
@@ -406,8 +407,9 @@ def attach(
     """Make `model` a PipelineModel driven by `pipeline`: the same object, its class a subclass with the same name."""
     if pipeline.rank == 0:
         _warn_of_batch_statistics(model)
-    mix_in(model, PipelinePreTrainedModel if isinstance(model, PreTrainedModel) else PipelineModel)
-    _hand_over_saving(type(model))
+    mixin = room("PipelineDiffusionModel") if of_diffusers(type(model)) else PipelineModel
+    mix_in(model, PipelinePreTrainedModel if isinstance(model, PreTrainedModel) else mixin)
+    _hand_over_saving(type(model), vars(mixin) if mixin is not PipelineModel else ())
     record = record_of(model)
     record.engine, record.configuration, record.criterion = pipeline, configuration, criterion
     pipeline.make_recorder = lambda context, channels: room("Recorder")(context, channels)
@@ -418,10 +420,10 @@ def attach(
 _KNOWN_PACKAGES = frozenset({"builtins", "penstock", "peft", "torch", "transformers"})
 
 
-def _hand_over_saving(kind: type) -> None:
+def _hand_over_saving(kind: type, replaced: Collection[str]) -> None:
     """Let the own methods of a model's class that save it (`save`, `save_...`) have the whole model."""
     own = original_class(kind)
-    for name in dir(own):
+    for name in set(dir(own)).difference(replaced):
         holder = next(one for one in own.__mro__ if name in vars(one)) if name.startswith("save") else object
         method = vars(holder).get(name)
         if isinstance(method, FunctionType) and holder.__module__.partition(".")[0] not in _KNOWN_PACKAGES:

@@ -18,6 +18,8 @@ _ROOMS = {
     "auto_pipeline_size": "penstock.planning.auto",
     "auto_pipelines": "penstock.planning.auto",
     "initialize_peft": "penstock.integrations.peft",
+    "PipelineDiffusionModel": "penstock.integrations.diffusers",
+    "diffusers_loading": "penstock.integrations.diffusers",
     "inputs_without_samples": "penstock.integrations.whole_inputs",
     "mark_packed": "penstock.integrations.packed_layers",
     "model_checkpoints": "penstock.checkpoint.model_methods",

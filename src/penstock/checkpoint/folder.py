@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from .files import flush_file
 from .manifest import whole_manifest
 from .names import (
+    DIFFUSERS,
     STAGING,
+    TRANSFORMERS,
     is_configuration,
     is_rank_file,
     manifest_name,
@@ -99,11 +101,11 @@ def remove_checkpoint(path: str) -> None:
         # The staged files of a commit that was interrupted belong to the table of contents that names them.
         if is_regular(table):
             os.remove(table)
-        index = weight_file_names(".safetensors", None)[1]
+        indices = [weight_file_names(".safetensors", None, stems)[1] for stems in (TRANSFORMERS, DIFFUSERS)]
         for name in sorted(os.listdir(path)):
             own = os.path.join(path, name)
             if STAGING.fullmatch(name) and is_directory(own):
                 discard(path, name)
-            elif (is_rank_file(name, None) or is_configuration(name) or name == index) and is_regular(own):
+            elif (is_rank_file(name, None) or is_configuration(name) or name in indices) and is_regular(own):
                 os.remove(own)
         os.rmdir(path)

@@ -24,7 +24,7 @@ from penstock.modeling.weights.whole import packed_weights, shards_of, whole_sta
 
 from .files import write_tensors
 from .manifest import FileEntry
-from .names import EXTENSIONS, STAGED_INDEX, is_shard, weight_file_names
+from .names import EXTENSIONS, STAGED_INDEX, Stems, is_shard, stems_of, weight_file_names
 from .plan import Content, FilePlan, Folder, SavingReport, Source, first_holders, writers_of
 from .safetensors_file import Behind
 from .save_pretrained import write_side_files
@@ -44,6 +44,11 @@ class ModelFolder(Folder):
 
     files: list[str] = field(default_factory=list, init=False)
     index: dict[str, Any] | None = field(default=None, init=False)
+
+    @property
+    def stems(self) -> Stems:
+        """How the names of the files of weights begin."""
+        return stems_of(self.model)
 
     def lead(self, folder: str) -> tuple[list[str], list[str]]:
         return write_side_files(self.model, folder), []
@@ -72,7 +77,7 @@ class ModelFolder(Folder):
             with followed(inputs) as origin_of:
                 outputs = {name: one.contiguous() for name, one in revert_weight_conversion(model, inputs).items()}
             origin = {name: origin_of(tensor) for name, tensor in outputs.items()}
-        stem, _, extension = weight_file_names(options.extension, options.variant)[0].rpartition(".")
+        stem, _, extension = weight_file_names(options.extension, options.variant, self.stems)[0].rpartition(".")
         # Fresh tensors: pieces of one fused weight would count as one block of memory and land in one shard.
         split = split_torch_state_dict_into_shards(
             {name: torch.empty_like(tensor) for name, tensor in outputs.items()},
@@ -115,8 +120,8 @@ class ModelFolder(Folder):
         its index. So the new one is put in place first, and then those are removed that come before it in this order.
         """
         variant = self.options.variant
-        search_order = [name for extension in EXTENSIONS for name in weight_file_names(extension, variant)]
-        index = weight_file_names(self.options.extension, variant)[1]
+        search_order = [name for extension in EXTENSIONS for name in weight_file_names(extension, variant, self.stems)]
+        index = weight_file_names(self.options.extension, variant, self.stems)[1]
         start, staged, shards = self.files[0], self.files[0], list[str]()
         if self.index is not None:
             write_index(folder, self.index["weight_map"], self.index["metadata"])
@@ -134,7 +139,7 @@ class ModelFolder(Folder):
             name
             for name in os.listdir(directory)
             if name not in self.files
-            and any(is_shard(name, extension, self.options.variant) for extension in extensions)
+            and any(is_shard(name, extension, self.options.variant, self.stems) for extension in extensions)
             and is_regular(os.path.join(directory, name))
         )
 

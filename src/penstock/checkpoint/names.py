@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
+from torch import nn
 
-from .untrusted import CheckpointError
+from penstock.modeling.weights.names import of_diffusers
+
+from .untrusted import CheckpointError, read_json
 
 EXTENSIONS = (".safetensors", ".bin")
+# How the names of files of weights begin, by whose they are: transformers' (also of a module of one's own), diffusers'.
+TRANSFORMERS = dict(zip(EXTENSIONS, ("model", "pytorch_model"), strict=True))
+DIFFUSERS = dict.fromkeys(EXTENSIONS, "diffusion_pytorch_model")
+Stems = dict[str, str]
 # In the staging folder: what becomes the table of contents, and the index, which refers to files in the staging folder.
 STAGED_MANIFEST = "manifest.staged"
 STAGED_INDEX = "index.staged"
@@ -17,7 +25,10 @@ STAGING = re.compile(r"\.saving-[0-9a-f]{32}")
 
 _VARIANT = r"[\w+.-]+"
 _MANIFEST = re.compile(rf"parallel_checkpoint(?:\.({_VARIANT}))?\.json")
-_INDEX = re.compile(rf"(?:model(\.safetensors)|pytorch_model(\.bin))\.index(?:\.({_VARIANT}))?\.json")
+_INDEX = re.compile(
+    r"(?:(diffusion_pytorch_)?model(\.safetensors)|(diffusion_)?pytorch_model(\.bin))"
+    rf"\.index(?:\.({_VARIANT}))?\.json"
+)
 _RANK_FILE = re.compile(
     rf"(?:pytorch_model|optimizer)_tp_[0-9]+_pp_[0-9]+(?:\.({_VARIANT}))?\.(?:bin|safetensors)"
     rf"|training_state(?:\.({_VARIANT}))?\.bin"
@@ -62,18 +73,28 @@ def is_rank_file(name: str, variant: str | None) -> bool:
     return found is not None and (found[1] or found[2]) == variant
 
 
-def weight_file_names(extension: str, variant: str | None) -> tuple[str, str]:
+def stems_of(model: nn.Module) -> Stems:
+    """How the names of a model's files of weights begin."""
+    return DIFFUSERS if of_diffusers(type(model)) else TRANSFORMERS
+
+
+def stems_in(directory: str) -> Stems:
+    """How the names of files of weights begin beside the configuration that is in a folder."""
+    with contextlib.suppress(FileNotFoundError, TypeError):
+        if "_class_name" in read_json(os.path.join(directory, "config.json")):
+            return DIFFUSERS
+    return TRANSFORMERS
+
+
+def weight_file_names(extension: str, variant: str | None, stems: Stems = TRANSFORMERS) -> tuple[str, str]:
     """The standard names of a single file of weights, and of the index of several."""
-    safe = extension == ".safetensors"
-    single, index = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME) if safe else (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
-    if variant:
-        single, index = (f".{variant}.".join(name.rsplit(".", 1)) for name in (single, index))
-    return single, index
+    stem, middle = stems[extension], f".{variant}" if variant else ""
+    return f"{stem}{middle}{extension}", f"{stem}{extension}.index{middle}.json"
 
 
-def is_shard(name: str, extension: str, variant: str | None) -> bool:
+def is_shard(name: str, extension: str, variant: str | None, stems: Stems = TRANSFORMERS) -> bool:
     """Whether `name` is that of one of several files of weights."""
-    stem, _, _ = weight_file_names(extension, variant)[0].rpartition(".")
+    stem, _, _ = weight_file_names(extension, variant, stems)[0].rpartition(".")
     return re.fullmatch(re.escape(stem) + r"-\d{5}-of-\d{5}" + re.escape(extension), name, re.ASCII) is not None
 
 
@@ -87,7 +108,10 @@ def variant_of_manifest(name: str) -> tuple[bool, str | None]:
     return found is not None, None if found is None else found[1]
 
 
-def variant_of_index(name: str) -> tuple[str | None, str | None]:
-    """The extension of the weights that a file of this name is the index of, None if it is none; and the variant."""
+def variant_of_index(name: str) -> tuple[str | None, str | None, Stems]:
+    """The extension of the weights that a file of this name is the index of, None if it is none; the variant; and how
+    the names of these weights begin."""
     found = _INDEX.fullmatch(name)
-    return (None, None) if found is None else (found[1] or found[2], found[3])
+    if found is None:
+        return None, None, TRANSFORMERS
+    return found[2] or found[4], found[5], DIFFUSERS if found[1] or found[3] else TRANSFORMERS

@@ -22,6 +22,7 @@ from .names import (
     is_rank_file,
     manifest_name,
     rank_file_name,
+    stems_of,
     weight_file_names,
 )
 from .optimizer_state import OptimizerState
@@ -177,7 +178,8 @@ class RankFiles(Folder):
         )
         _warn_of_drift(manifest)
         options = self.options
-        table, (_, index) = manifest_name(options.variant), weight_file_names(options.extension, options.variant)
+        table = manifest_name(options.variant)
+        _, index = weight_file_names(options.extension, options.variant, stems_of(self.model))
         write_bytes(os.path.join(folder, STAGED_MANIFEST), manifest.dump())
         starts, old = {table: STAGED_MANIFEST}, list[str]()
         if self.once and manifest.tensor_parallel_size == 1:

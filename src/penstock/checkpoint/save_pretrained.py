@@ -6,7 +6,7 @@ import copy
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -14,6 +14,8 @@ from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import CONFIG_NAME
 
+from penstock.modeling.instrumentation import original_class
+from penstock.modeling.weights.names import of_diffusers
 from penstock.modeling.weights.whole import packed_weights
 
 from .files import SaveFunction, writing
@@ -85,27 +87,32 @@ def refuse_unsupported(model: nn.Module, merge: bool) -> None:
     Raises:
         CheckpointError: says what to do.
     """
-    quantizer = getattr(model, "hf_quantizer", None)
+    quantizer, diffusers = getattr(model, "hf_quantizer", None), of_diffusers(type(model))
     # What torchao packs is no tensor of a file: transformers writes several in its place, and how they were made.
     torchao = quantizer is not None and quantizer.quantization_config.quant_method == "torchao"
-    saved = merge and (quantizer is None or (quantizer.is_serializable() and not torchao))
-    if (packed_weights(model) or torchao) and not saved:
+    kept = quantizer is None or not (diffusers or torchao or not quantizer.is_serializable())
+    if (packed_weights(model) or torchao) and not (merge and kept):
         raise CheckpointError(
             f"cannot save the packed weights of a quantised {type(model).__name__}"
-            + (": this kind is not saved" if merge else " so: use save_pretrained")
-            + "; adapters are saved by save_pretrained, and the state of a run by penstock.save_checkpoint"
+            + (": this kind is not saved" if merge or diffusers else " so: use save_pretrained")
+            + f"; adapters are saved by {'save_lora_adapter' if diffusers else 'save_pretrained'}, and the state of a "
+            "run by penstock.save_checkpoint"
         )
 
 
 def write_side_files(model: nn.Module, directory: str) -> list[str]:
     """Write the configuration, the generation configuration and custom code, as `save_pretrained` would.
 
-    Returns the names of the files, not flushed to disk; none for a module that is no model of transformers.
+    Returns the names of the files, not flushed to disk; none for a module of one's own.
     """
+    place, before = os.path.join(directory, CONFIG_NAME), set(os.listdir(directory))
+    if of_diffusers(type(model)):
+        with writing(place, "the configuration"):
+            cast(Any, original_class(type(model))).save_config(model, directory)  # not what all ranks call together
+        return [CONFIG_NAME]
     if not isinstance(model, PreTrainedModel):
         return []
-    before = set(os.listdir(directory))
-    with writing(os.path.join(directory, CONFIG_NAME), "the configurations"):
+    with writing(place, "the configurations"):
         config = copy.deepcopy(model.config)
         config.dtype = dtype_name(model.dtype)
         config.architectures = [type(model).__name__]

@@ -36,6 +36,7 @@ from penstock.checkpoint.optimizer_methods import LossScaleState, unwrapped
 from penstock.checkpoint.training_state import LOSS_SCALE
 from penstock.modeling.adapters import base_of
 from penstock.modeling.instrumentation import record_of
+from penstock.modeling.weights.names import of_diffusers
 from penstock.pipeline_model import PipelineModel
 from penstock.runtime.comm.rollcall import Call
 from penstock.runtime.engine import Engine
@@ -273,8 +274,8 @@ class Participants:
     """The ranks that save or load a model's run: those of its pipelines, or a single process."""
 
     def __init__(self, model: Any) -> None:
-        if not isinstance(model, PreTrainedModel):
-            raise TypeError(f"model must be a transformers model, got {type(model).__name__}")
+        if not isinstance(model, PreTrainedModel) and not of_diffusers(type(model)):
+            raise TypeError(f"model must be one of transformers or of diffusers, got {type(model).__name__}")
         self.engine: Engine | None = model.pipeline if isinstance(model, PipelineModel) else None
         if self.engine is None and dist.is_initialized() and dist.get_world_size() > 1:
             raise ValueError(

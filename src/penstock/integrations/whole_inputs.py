@@ -1,13 +1,14 @@
 """Inputs without samples among those that a forward is tried with: position ids of a diffusion transformer, say.
 
-They are found by following the forward twice, the second time with twice as many samples. An input is without samples if each
-operation then has the same shapes, but for the dimensions that follow the number of samples, and if it is not by its
-size alone, such as by a slice, that something made of it has a row for each sample.
+They are found by following the forward twice, the second time with twice as many samples. An input is without samples
+if each operation then has the same shapes, but for the dimensions that follow the number of samples, and if nothing
+that is made of it has a row for each sample by its size alone, such as by a slice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Any
 
@@ -81,21 +82,33 @@ def _alike(one: Operation, other: Operation) -> bool:
 
 def _operations(model: nn.Module, units: Collection[str], inputs: Mapping[str, Any]) -> list[Operation]:
     """The operations of a forward, those in units too. Nothing is computed in these."""
-    with _Noting() as noting:
-        trace_units(model, ShapeFunctions({name: model.get_submodule(name) for name in units}), inputs)
-    return noting.operations
+    functions, found = ShapeFunctions({name: model.get_submodule(name) for name in units}), list[Operation]()
+    between, inside = _Noting(found), _Noting(found)
+
+    @contextmanager
+    def in_unit(name: str) -> Iterator[None]:
+        between.paused = True
+        with inside:
+            yield
+        between.paused = False
+
+    functions.around = in_unit
+    with between:
+        trace_units(model, functions, inputs)
+    return found
 
 
 class _Noting(TorchDispatchMode):
-    """Notes the operations inside."""
+    """Notes the operations inside in a list."""
 
-    def __init__(self) -> None:
+    def __init__(self, operations: list[Operation]) -> None:
         super().__init__()
-        self.operations: list[Operation] = []
+        self.operations, self.paused = operations, False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        if given := _shapes((args, kwargs)):  # others make a tensor of nothing, for the following too
+        given = () if self.paused else _shapes((args, kwargs))
+        if given:  # others make a tensor of nothing, for the following too
             self.operations.append((func.overloadpacket.__name__, given, _shapes(output)))
         return output
 

@@ -146,7 +146,13 @@ def mix_in(module: nn.Module, mixin: type) -> None:
         names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
         made = type(base)(base.__name__, (mixin, base), names)
         _subclasses[base, mixin], _originals[made] = made, base
-    module.__class__ = _subclasses[base, mixin]
+    try:
+        module.__class__ = _subclasses[base, mixin]
+    except TypeError as error:  # of optimum-quanto's linear layers, which torch and Python lay out in another way
+        raise NotImplementedError(
+            f"a {base.__name__} of {base.__module__} cannot be placed by itself: leave the layers outside of the "
+            f"model's blocks as they are (modules_to_not_convert, with a pattern for each; {error})"
+        ) from error
 
 
 def original_class(cls: type) -> type:

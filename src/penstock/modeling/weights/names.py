@@ -9,6 +9,12 @@ from torch import nn
 from penstock.modeling.placeholders.ghosts import absent_parameters, all_parameter_names, is_ghost, strip
 
 
+def of_diffusers(kind: type) -> bool:
+    """Whether a class is a model of diffusers, or finds one (`AutoModel`); without importing diffusers."""
+    names = {one.__name__ for one in kind.__mro__ if one.__module__.startswith("diffusers.")}
+    return bool(names & {"ModelMixin", "AutoModel"})
+
+
 def unit_of(name: str, units: Collection[str]) -> str | None:
     """The unit that a module or tensor of this name is, or is part of; None for one outside of all units."""
     while name and name not in units:

@@ -1,0 +1,184 @@
+"""Models of diffusers over pipeline stages: loaded a stage at a time, saved as diffusers loads them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partialmethod
+from typing import Any
+
+import diffusers
+import torch
+from diffusers.loaders.lora_base import LORA_WEIGHT_NAME, LORA_WEIGHT_NAME_SAFE, LoraBaseMixin
+from diffusers.models.model_loading_utils import load_state_dict
+from peft import get_peft_model_state_dict
+from safetensors import safe_open
+
+from penstock.modeling.weights.load import StageLoadingInfo, refuse_arguments
+from penstock.modeling.weights.names import held_names, strip_foreign
+from penstock.pipeline_model import PipelineModel
+
+# Of `from_pretrained`'s arguments those that say where a configuration is.
+_WHERE = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+# Spread a model over devices in another way, or read all of it.
+_REFUSED = ("offload_state_dict", "parallel_config", "use_flashpack", "ignore_mismatched_sizes")
+# What changes the layers of a model of which this rank has a part.
+_REFUSED_METHODS = ("add_adapter", "delete_adapters", "fuse_lora", "load_lora_adapter", "unfuse_lora", "unload_lora")
+
+
+class PipelineDiffusionModel(PipelineModel):
+    """Mixed into the class of a model of diffusers that `initialize()` has parallelised."""
+
+    def save_pretrained(
+        self, save_directory: str | os.PathLike[str], is_main_process: bool = True, **kwargs: Any
+    ) -> None:
+        """One folder of the whole model, as diffusers' `save_pretrained` writes it. Every rank calls it.
+
+        No rank gathers more than `max_shard_size`. `is_main_process` has no effect.
+
+        Raises:
+            ValueError: the model has adapters: a folder with them is one that nothing reads.
+        """
+        if getattr(self, "_hf_peft_config_loaded", False):
+            raise ValueError(
+                f"this {type(self).__name__} has adapters: save_lora_adapter(folder) saves them. The whole model is in "
+                "the folder that it came from"
+            )
+        super().save_pretrained(save_directory, is_main_process, **{"max_shard_size": "10GB", **kwargs})
+
+    def save_lora_adapter(
+        self,
+        save_directory: str | os.PathLike[str],
+        adapter_name: str = "default",
+        upcast_before_saving: bool = False,
+        safe_serialization: bool = True,
+        weight_name: str | None = None,
+        prefix: str | None = None,
+    ) -> None:
+        """One adapter, of all stages, as diffusers' `save_lora_adapter` writes it. Every rank calls it.
+
+        Args:
+            prefix: begins the names of the weights; with "transformer", or "unet", a pipeline's
+                `load_lora_weights(folder)` loads them. Without one a model's `load_lora_adapter(folder, prefix=None)`
+                does.
+        """
+        known: Mapping[str, Any] = getattr(self, "peft_config", {})
+        if adapter_name not in known:
+            raise ValueError(f"there is no adapter {adapter_name}: the model has {', '.join(known) or 'none'}")
+        start = f"{prefix}." if prefix else ""
+        name = weight_name or (LORA_WEIGHT_NAME_SAFE if safe_serialization else LORA_WEIGHT_NAME)
+
+        def select(state: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+            selected: Mapping[str, torch.Tensor] = get_peft_model_state_dict(self, dict(state), adapter_name)
+            return selected
+
+        def write(folder: str, state: Mapping[str, torch.Tensor]) -> None:
+            tensors = {start + key: one.float() if upcast_before_saving else one for key, one in select(state).items()}
+            about = {start + key: value for key, value in known[adapter_name].to_dict().items()}
+            metadata = about if safe_serialization else None
+            LoraBaseMixin.write_lora_layers(tensors, folder, True, name, None, safe_serialization, metadata)  # type: ignore[arg-type]  # None is its default
+
+        self.save_adapter(save_directory, adapter_name, select, write)
+
+    def _adapter_folders(self, directory: str) -> dict[str, str]:
+        if getattr(self, "_hf_peft_config_loaded", False):
+            _refuse(self, "load_ordinary")
+        return {}
+
+
+def _refuse(model: torch.nn.Module, name: str, *args: Any, **kwargs: Any) -> None:
+    raise NotImplementedError(
+        f"{name}() of a parallelised {type(model).__name__} changes layers of which this rank has a part: call it "
+        "before penstock.initialize(), or in what from_pretrained() takes as adapt="
+    )
+
+
+for _name in _REFUSED_METHODS:
+    setattr(PipelineDiffusionModel, _name, partialmethod(_refuse, _name))
+
+
+# -- loading -----------------------------------------------------------------------------------------------------------
+
+
+def class_of(path_or_name: str, model_class: Any, **kwargs: Any) -> type:
+    """`model_class`, or in place of diffusers' `AutoModel` the class that wrote the configuration."""
+    if model_class is not diffusers.AutoModel:
+        found: type = model_class
+        return found
+    where = {name: kwargs[name] for name in _WHERE if name in kwargs}
+    written = diffusers.FluxTransformer2DModel.load_config(path_or_name, **where)["_class_name"]  # any class reads it
+    found = getattr(diffusers, written, type(None))
+    if not issubclass(found, diffusers.ModelMixin):
+        raise ValueError(f"{path_or_name} is of the class {written}, which is no model of diffusers: pass model_class=")
+    return found
+
+
+def meta_model(kind: Any, path_or_name: str, **kwargs: Any) -> Any:
+    """The whole model without memory for its weights, as `from_pretrained` would make it; to choose stages with."""
+    kwargs.pop("quantization_config", None)
+    return _stage_class(kind, lambda names: set()).from_pretrained(path_or_name, **_arguments(kwargs))
+
+
+def load_stage(
+    kind: Any,
+    path_or_name: str,
+    stages: Sequence[Sequence[str]],
+    local_stages: Collection[int],
+    tensor_parallel: Any = None,
+    adapt: Callable[[Any], Any] | None = None,
+    **kwargs: Any,
+) -> tuple[Any, StageLoadingInfo]:
+    """As `penstock.modeling.weights.load.load_stage`, through the `from_pretrained` of a class of diffusers.
+
+    Raises:
+        ValueError: the checkpoint lacks a weight of the model; and what `from_pretrained` raises.
+    """
+    stage_class = _stage_class(kind, lambda names: held_names(names, stages, local_stages))
+    model, info = stage_class.from_pretrained(path_or_name, output_loading_info=True, **_arguments(kwargs))
+    model.__class__ = kind
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    missing, unexpected = (tuple(sorted(info[key])) for key in ("missing_keys", "unexpected_keys"))
+    if lacking := [name for name in missing if name in parameters]:
+        raise ValueError(f"{path_or_name} lacks weights of {kind.__name__}: {', '.join(lacking[:5])}")
+    adapted = model if adapt is None else adapt(model)
+    if adapted is not model:
+        raise TypeError(f"adapt must return the model that it was given, got {type(adapted)}")
+    strip_foreign(model, stages, local_stages)
+    return model, StageLoadingInfo(missing, unexpected, tuple(info["mismatched_keys"]), ())
+
+
+def _arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    refuse_arguments(dict(kwargs))
+    for name in _REFUSED:
+        if kwargs.get(name):
+            raise ValueError(f"{name} cannot be combined with pipeline stages; load without it")
+    return {**kwargs, "low_cpu_mem_usage": True}
+
+
+def _stage_class(kind: Any, held_of: Callable[[Collection[str]], set[str]]) -> Any:
+    """A subclass whose `from_pretrained` reads only what `held_of` chooses of a checkpoint's names; others are meta."""
+
+    class Stage(kind):
+        @classmethod
+        def _load_pretrained_model(
+            cls, model: Any, state_dict: Any, files: Sequence[str], name: Any, keys: Sequence[str], **kwargs: Any
+        ) -> Any:
+            held = held_of(keys)
+            read = _read(files, held) if state_dict is None else state_dict.items()
+            state = {key: tensor for key, tensor in read if key in held}
+            return super()._load_pretrained_model(model, state, files, name, keys, **kwargs)
+
+        def to(self, *args: Any, **kwargs: Any) -> Any:
+            return self  # where it is loaded to; what is meta could not be moved
+
+    Stage.__name__, Stage.__qualname__, Stage.__module__ = kind.__name__, kind.__qualname__, kind.__module__
+    return Stage
+
+
+def _read(files: Sequence[str], names: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    for file in files:
+        if not str(file).endswith(".safetensors"):
+            yield from load_state_dict(file).items()
+            continue
+        with safe_open(file, framework="pt") as opened:
+            yield from ((name, opened.get_tensor(name)) for name in names.intersection(opened.keys()))
