@@ -143,10 +143,13 @@ def velocity_loss(outputs: Any, inputs: Any) -> torch.Tensor:
 def make_model(folder: Path) -> None:
     """The trained parts of a tiny pipeline: a transformer with random weights, and a VAE for its images."""
     torch.manual_seed(0)
-    FluxTransformer2DModel(patch_size=1, **SIZES).save_pretrained(folder / "transformer", max_shard_size="200KB")
-    AutoencoderKL(latent_channels=4, block_out_channels=(8, 8), norm_num_groups=2, layers_per_block=1,
+    transformer: Any = FluxTransformer2DModel(patch_size=1, **SIZES)
+    transformer.save_pretrained(folder / "transformer", max_shard_size="200KB")
+    vae: Any = AutoencoderKL(
+        latent_channels=4, block_out_channels=(8, 8), norm_num_groups=2, shift_factor=0.0, scaling_factor=1.0,
         down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
-        shift_factor=0.0, scaling_factor=1.0).save_pretrained(folder / "vae")  # fmt: skip
+    )  # fmt: skip
+    vae.save_pretrained(folder / "vae")
 
 
 def with_adapters(model: Any, rank: int) -> Any:
