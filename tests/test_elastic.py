@@ -426,6 +426,8 @@ def test_what_a_run_needs_is_said_before_anything_is_formed(tmp_path: Path) -> N
         HeterogeneousParallelPlugin(elastic=run)
     with pytest.raises(ValueError, match=r"a multiple of microbatch_size \(4\), got 6"):
         HeterogeneousParallelPlugin(microbatch_size=4, elastic=run, global_batch_size=6)
+    with pytest.raises(NotImplementedError, match="sharded_optimizer with elastic=: a lost rank takes with it"):
+        HeterogeneousParallelPlugin(elastic=run, global_batch_size=8, sharded_optimizer=2)
     with pytest.raises(ValueError, match="global_batch_size goes with elastic="):
         HeterogeneousParallelPlugin(global_batch_size=8)
     plugin = HeterogeneousParallelPlugin(elastic=run, global_batch_size=8)

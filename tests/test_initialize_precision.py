@@ -142,6 +142,21 @@ def test_a_scale_of_one_still_shares_overflows(pool: Pool) -> None:
     assert pool.run(2, overflow_at_scale_one) == [[False, False, False, True]] * 2
 
 
+def scaler_in_an_elastic_run() -> str:
+    model = parallelize(build("gpt2"), 1)
+    model.pipeline.run = object()  # unlike other calls, unscaling is not repeated after a loss
+    with pytest.raises(NotImplementedError) as caught:
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(torch.zeros(()))
+        scaler.unscale_(torch.optim.SGD(model.parameters()))
+    return str(caught.value)
+
+
+def test_a_scaler_is_refused_in_an_elastic_run(pool: Pool) -> None:
+    (message,) = pool.run(1, scaler_in_an_elastic_run)
+    assert "a GradScaler in an elastic run" in message and "precision='fp16'" in message
+
+
 def scale_where_the_output_is() -> dict[str, torch.Tensor | None]:
     """Only the last stage has logits to look at, so a loop may scale the loss there and nowhere else."""
     model = parallelize(build("gpt2"), 2, num_microbatches=len(SIZES))
