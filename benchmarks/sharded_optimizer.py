@@ -220,28 +220,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=1)
+    parser.add_argument("--length", type=int, default=SHAPE["length"], help="tokens of a sample")
     parser.add_argument("--layouts", nargs="*", default=list(LAYOUTS))
     parser.add_argument("--to", type=Path, default=RESULTS / "sharded_optimizer")
     arguments = parser.parse_args()
-    shape = {**SHAPE, "micro_batch_size": 2, "warmup": 2}
+    shape = {**SHAPE, "length": arguments.length, "micro_batch_size": 2, "warmup": 2}
     results = {layout: measured(layout, shape, arguments.rounds, arguments.steps) for layout in arguments.layouts}
-    columns = [
-        "layout",
-        "",
-        "seconds a step",
-        "of today's",
-        "CPU time, of today's",
-        "its update",
-        "state, MiB by rank",
-        "gradients, MiB",
-        "peak, MiB",
-    ]
+    columns = ["layout", "", "seconds a step", "of today's", "CPU time, of today's", "its update, s"]
+    columns += ["state, MiB by rank", "gradients, MiB", "peak, MiB"]
     lines = table_of(columns, [row for layout, found in results.items() for row in rows_of(layout, found)])
     lines += ["", f"Shape: `{shape}`; {arguments.rounds} rounds of {arguments.steps} steps, AdamW, float32."]
     about = "medians of interleaved runs; ratios are medians over rounds"
-    write_result(
-        arguments.to, "A sharded optimizer", about, lines, {"shape": shape, "allocator": ALLOCATOR, "runs": results}
-    )
+    content = {"shape": shape, "allocator": ALLOCATOR, "runs": results}
+    write_result(arguments.to, "A sharded optimizer", about, lines, content)
 
 
 if __name__ == "__main__":
