@@ -23,7 +23,7 @@ class Forgetful(TorchDispatchMode):
 
 
 def what_is_traced(model: torch.nn.Module) -> tuple[Any, ...]:
-    units, found, _ = traced_units(model)
+    units, found, *_ = traced_units(model)
     return units, found.calls, found.output_sources, found.shapes, found.loss, unit_costs(model, units)
 
 

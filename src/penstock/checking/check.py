@@ -225,7 +225,7 @@ def check(
     parameters = sum(parameter.numel() for parameter in model.parameters())
     name = type(model).__name__
     try:
-        units, found, used = traced_units(model, inputs)
+        units, found, _, used = traced_units(model, inputs)
     except NotImplementedError as error:
         return Report(name, parameters, reason=str(error).partition("is not implemented... ")[2] or str(error))
     except Exception as error:  # whatever a model's own code raises

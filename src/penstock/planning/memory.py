@@ -49,6 +49,7 @@ class Held:
         received: what comes from the stage below for a microbatch, a part of `kept`; as much goes back.
         sent: what goes to the stage above for a microbatch, a part of `kept`; as much comes back.
         output: of the model's output, what the caller holds until it is given the next one; a part of `kept` before.
+        forwarding: as `working`, in a forward; None if that is the same.
     """
 
     weights: float = 0.0
@@ -61,6 +62,7 @@ class Held:
     received: float = 0.0
     sent: float = 0.0
     output: float = 0.0
+    forwarding: float | None = None
 
     @property
     def state(self) -> float:
@@ -77,18 +79,19 @@ class Held:
 
         In a backward the units above the one at work have let go of `kept`, or hold `deferred` in its place.
         """
-        weights = gradients = optimizer = kept = working = deferred = splitting = output = 0.0
+        weights = gradients = optimizer = kept = working = deferred = splitting = output = forwarding = 0.0
         for part in parts:
             weights += part.weights
             gradients += part.gradients
             optimizer += part.optimizer
             own = part.working if part.splitting is None else part.splitting
             working = max(working - part.kept, part.working)
+            forwarding = max(forwarding - part.kept, part.working if part.forwarding is None else part.forwarding)
             splitting = max(splitting + part.deferred - part.kept, own)
             kept += part.kept
             deferred += part.deferred
             output = part.output
-        return Held(weights, gradients, optimizer, kept, working, deferred, splitting, output=output)
+        return Held(weights, gradients, optimizer, kept, working, deferred, splitting, 0.0, 0.0, output, forwarding)
 
 
 def memory_of_ranks(schedule: Schedule, stages: Sequence[Held]) -> list[MemoryEstimate]:
@@ -131,7 +134,7 @@ def memory_of_ranks(schedule: Schedule, stages: Sequence[Held]) -> list[MemoryEs
             if kind is forward:
                 held += here.kept
                 under_way += here.forward()
-                now = held + under_way + of_caller + here.working
+                now = held + under_way + of_caller + here.forwarding
                 if now > peak:
                     peak = now
                 continue
@@ -179,13 +182,13 @@ class _Around:
 
     __slots__ = (
         "_activations", "_answered", "_gradients", "_received", "_sent", "_to_come_back", "_to_receive", "backing",
-        "deferred", "handed_over", "kept", "num_bytes", "splitting", "working",
+        "deferred", "forwarding", "handed_over", "kept", "num_bytes", "splitting",
     )  # fmt: skip
 
     def __init__(self, held: Held, count: int, from_here: bool, to_here: bool) -> None:
         self.kept = held.kept - (held.received if from_here else 0.0)
         self.deferred = held.deferred
-        self.working = held.working
+        self.forwarding = held.working if held.forwarding is None else held.forwarding
         self.backing = held.working + held.sent
         self.splitting = (held.working if held.splitting is None else held.splitting) + held.sent
         self.handed_over = (held.received if from_here else 0.0) - (held.sent if to_here else 0.0)

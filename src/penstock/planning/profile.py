@@ -33,6 +33,8 @@ class UnitCost:
         deferred: bytes that a weight gradient which is put off keeps in place of `kept`; None: as many.
         splitting: as `working`, if the weight gradient is put off; None: as much.
         output: of `kept`, bytes of the model's output, which the caller is given; 0 below the last unit.
+        forwarding: as `working`, in a forward; None: as much.
+        sizes: bytes of each trained parameter; `gradients` together.
     """
 
     name: str
@@ -50,6 +52,8 @@ class UnitCost:
     deferred: float | None = None
     splitting: float | None = None
     output: float = 0.0
+    forwarding: float | None = None
+    sizes: tuple[float, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -67,6 +71,7 @@ class UnitCost:
             deferred,
             self.splitting,
             output=self.output,
+            forwarding=self.forwarding,
         )
 
     def checkpointed(self) -> UnitCost:
@@ -77,7 +82,7 @@ class UnitCost:
         return replace(
             self, backward=self.backward + self.forward, kept=self.kept_checkpointed, working=self.working + extra,
             deferred=self.kept if self.deferred is None else self.deferred,
-            splitting=None if self.splitting is None else self.splitting + extra,
+            splitting=None if self.splitting is None else self.splitting + extra, forwarding=None,
         )  # fmt: skip
 
 
@@ -135,7 +140,7 @@ class Profile:
             content = json.loads(Path(path).read_text(encoding="utf-8"))
             if content.pop("format") != FORMAT:
                 raise ValueError("another format")
-            units = tuple(UnitCost(**unit) for unit in content.pop("units"))
+            units = tuple(UnitCost(**unit | {"sizes": tuple(unit.get("sizes", ()))}) for unit in content.pop("units"))
             inside, between = (Link(**link) if (link := content.pop(name)) else None for name in ("inside", "between"))
             return cls(units=units, inside=inside, between=between, **content)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -168,8 +173,9 @@ def held_by_stages(stages: Sequence[Sequence[UnitCost]]) -> list[Held]:
         # What was received is held, though its first unit may not keep it.
         small = SMALL_VALUES if received or sent else 0.0
         kept, working = max(held.kept, received) + sent, held.working + small
-        splitting = None if held.splitting is None else held.splitting + small
-        found.append(replace(held, kept=kept, working=working, splitting=splitting, received=received, sent=sent))
+        splitting, forwarding = (None if size is None else size + small for size in (held.splitting, held.forwarding))
+        stage = replace(held, kept=kept, working=working, splitting=splitting, forwarding=forwarding)
+        found.append(replace(stage, received=received, sent=sent))
         received = sent
     return found
 

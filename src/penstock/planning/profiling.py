@@ -5,6 +5,7 @@ Each kind of unit is run alone, see `unit_cost`: a model needs not fit the devic
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,16 +13,31 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache
 
-from penstock.checking.check import boundary_before, build_on_meta
+from penstock.checking.check import BoundaryReport, boundary_before, build_on_meta
 from penstock.modeling.graph.chunked_loss import head_unit, refuse_head
 from penstock.modeling.graph.dummy_inputs import dummy_inputs
 from penstock.modeling.graph.plan import refusal
 from penstock.modeling.graph.shapes import OutputShape, ShapeFunctions, flatten
-from penstock.modeling.graph.trace import Trace
-from penstock.modeling.graph.units import trace_units, traced_units
+from penstock.modeling.graph.units import traced_units
 from penstock.modeling.weights.whole import tensors_of
 from penstock.planning.profile import Profile, UnitCost
 from penstock.planning.unit_cost import Call, Cost, cost_of
+
+
+@dataclass(frozen=True)
+class Followed:
+    """A forward of a model, followed once.
+
+    Attributes:
+        calls: what each unit is called with.
+        boundaries: behind each unit but the last.
+        costs: of the units that were run; those of equal shapes cost the same.
+    """
+
+    names: list[str]
+    calls: dict[str, list[Call]]
+    boundaries: list[BoundaryReport]
+    costs: dict[Any, Cost]
 
 
 def profile_model(
@@ -31,8 +47,9 @@ def profile_model(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
     operations_per_second: float = 312e12,
-    optimizer_states: int = 2,
+    optimizer_states: float = 2,
     loss_chunk_tokens: int | None = None,
+    followed: Followed | None = None,
 ) -> Profile:
     """The costs of a model's units for microbatches of `batch` samples of `length` tokens.
 
@@ -41,40 +58,40 @@ def profile_model(
         dtype: of weights and activations; a model has its own.
         device: where the units are run; None estimates the seconds and runs nothing.
         operations_per_second: of the device that seconds are estimated for.
-        optimizer_states: numbers that the optimizer keeps for each parameter: 2 for Adam.
+        optimizer_states: numbers of a parameter's type that the optimizer keeps for it: 2 for Adam.
         loss_chunk_tokens: as in the configuration.
+        followed: a forward of this model, or of one that differs in what is inside the units.
 
     Raises:
         NotImplementedError: the model cannot be split.
     """
     model = subject if isinstance(subject, nn.Module) else build_on_meta(subject).to(dtype)
-    names, found, calls = _traced(model, batch, length)
-    head = None
+    found = followed or follow(model, batch, length)
+    names, head = found.names, None
     if loss_chunk_tokens is not None:
         head = head_unit(model, {name: model.get_submodule(name) for name in names})
         refuse_head(None if head is None else model.get_submodule(head), model)
-    known: dict[Any, Cost] = {}
     units = []
     for index, name in enumerate(names):
         module, is_last = model.get_submodule(name), index == len(names) - 1
-        key = (_shapes(module), *(_key(call) for call in calls.get(name, ())), is_last)
-        if key not in known:
-            chunk = loss_chunk_tokens if name == head else None
+        chunk = loss_chunk_tokens if name == head else None
+        calls = found.calls.get(name, [])
+        key = (_shapes(module), *map(_key, calls), is_last, chunk, device, operations_per_second)
+        if key not in found.costs:
             each = partial(cost_of, module, device=device, is_last=is_last, loss_chunk_tokens=chunk)
-            runs = [each(call, operations_per_second=operations_per_second) for call in calls.get(name, ())]
-            known[key] = Cost.of_all(runs)
-        size = float(sum(part.nbytes for parts in tensors_of(module).values() for part in parts))
-        trained = float(sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad))
-        boundary = None if is_last else boundary_before(found, names, index + 1)
+            found.costs[key] = Cost.of_all([each(call, operations_per_second=operations_per_second) for call in calls])
+        sizes = tuple(float(one.nbytes) for one in module.parameters() if one.requires_grad)
+        boundary = None if is_last else found.boundaries[index]
         units.append(
             UnitCost(
                 name,
-                **known[key]._asdict(),
-                weights=size,
-                gradients=trained,
-                optimizer=optimizer_states * trained,
+                **found.costs[key]._asdict(),
+                weights=float(sum(part.nbytes for parts in tensors_of(module).values() for part in parts)),
+                gradients=sum(sizes),
+                optimizer=optimizer_states * sum(sizes),
                 crossing=float(sum(crossing.num_bytes for crossing in boundary.crossing)) if boundary else 0.0,
                 joined=bool(boundary and boundary.reason),
+                sizes=sizes,
             )
         )
     where = "estimated" if device is None else str(device)
@@ -91,9 +108,9 @@ def profile_model(
     return Profile(type(model).__name__, tuple(units), device is not None, about)
 
 
-def _traced(model: nn.Module, batch: int, length: int) -> tuple[list[str], Trace, dict[str, list[Call]]]:
-    """The units, a trace, and what units are called with: of the first guess of inputs that the model can be traced
-    with; of one with so many samples, if there is one."""
+def follow(model: nn.Module, batch: int, length: int) -> Followed:
+    """Follow a forward: on the first guess of inputs that the model can be traced with; of one with so many samples, if
+    there is one."""
     guesses = sorted(
         dummy_inputs(model, batch, length),
         key=lambda guess: not any(isinstance(x, torch.Tensor) and len(x) == batch for x in guess.values()),
@@ -103,12 +120,13 @@ def _traced(model: nn.Module, batch: int, length: int) -> tuple[list[str], Trace
     for guess in guesses:
         inputs = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in guess.items()}
         try:
-            names, _, used = traced_units(model, inputs)
-            recorder = _Recorder({name: model.get_submodule(name) for name in names})
-            found = trace_units(model, recorder, used)
-            return names, found, {name: calls for name, calls in recorder.calls.items() if name in recorder.units}
+            names, found, recorder, _ = traced_units(model, inputs, _Recorder)
         except Exception as error:  # whatever a model's own code raises
             failure = failure or error
+            continue
+        assert isinstance(recorder, _Recorder)
+        boundaries = [boundary_before(found, names, index) for index in range(1, len(names))]
+        return Followed(names, recorder.calls, boundaries, {})
     if isinstance(failure, NotImplementedError):
         raise failure
     raise refusal(model, f"{type(failure).__name__}: {failure}") from failure

@@ -52,6 +52,7 @@ class Cost(NamedTuple):
     output: float = 0.0
     working: float = 0.0
     splitting: float = 0.0
+    forwarding: float = 0.0
 
     @classmethod
     def of_all(cls, runs: Sequence[Cost]) -> Cost:
@@ -59,7 +60,8 @@ class Cost(NamedTuple):
         if not runs:
             return cls()
         sums = cls(*map(sum, zip(*runs, strict=True)))
-        return sums._replace(working=max(run.working for run in runs), splitting=max(run.splitting for run in runs))
+        once = ("working", "splitting", "forwarding")
+        return sums._replace(**{name: max(getattr(run, name) for run in runs) for name in once})
 
 
 def cost_of(
@@ -113,10 +115,10 @@ def cost_of(
     # Masks and the like are one for all units.
     shared = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.requires_grad]
     shared += [parameter for parameter in unit.parameters() if not parameter.requires_grad]
-    kept, working, operations = _memory(forward, parameters, shared, sources, returned)
+    kept, forwarding, working, operations = _memory(forward, parameters, shared, sources, returned)
     queue = _Queue()
     install(unit, queue, None if loss_chunk_tokens is None else unit)
-    _, splitting, _ = _memory(forward, parameters, shared, sources, returned)
+    _, _, splitting, _ = _memory(forward, parameters, shared, sources, returned)
     uninstall(unit)
     checkpointed = float(sum(source.nbytes for source in sources)) if _is_checkpointed(unit) else kept
     if device is None:
@@ -125,8 +127,6 @@ def cost_of(
         seconds, backward, weight = _seconds(forward, sources, parameters, where)
     if loss_chunk_tokens is not None:  # the weight's gradient is not put off
         backward, weight = backward + weight, 0.0
-        # Autograd adds up the chunks' gradients in place, but not under a mode that looks on, as here.
-        working = max(0.0, working - sum(parameter.nbytes for parameter in parameters))
         splitting = working
     return Cost(
         forward=seconds,
@@ -138,6 +138,7 @@ def cost_of(
         output=float(sum(tensor.nbytes for tensor in returned)),
         working=working,
         splitting=splitting,
+        forwarding=forwarding,
     )
 
 
@@ -236,9 +237,9 @@ def _memory(
     shared: list[torch.Tensor],
     sources: list[torch.Tensor],
     returned: list[torch.Tensor],
-) -> tuple[float, float, tuple[float, float, float]]:
-    """Bytes that live from a forward to its backward, the most besides them at once in either, and operations of F, B
-    and W: of products, and of reading and writing.
+) -> tuple[float, float, float, tuple[float, float, float]]:
+    """Bytes that live from a forward to its backward, the most besides them at once in the forward, and in either, and
+    operations of F, B and W: of products, and of reading and writing.
 
     What lives is what autograd keeps and what `forward` leaves in `returned`.
     """
@@ -258,7 +259,7 @@ def _memory(
             outputs = forward()
         for tensor in returned:
             keep(tensor)
-        products, traffic = flops.get_total_flops() + attention.operations, live.written
+        products, traffic, most = flops.get_total_flops() + attention.operations, live.written, live.peak
         if outputs:
             torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
         del outputs
@@ -268,8 +269,8 @@ def _memory(
     of_backward = backward_products + OPERATIONS_PER_BYTE * 2 * (live.written - traffic)
     share = 0.5 if any(parameter.dim() > 1 for parameter in parameters) else 0.0
     made_here = sum(size for key, size in kept.items() if key not in given)
-    working = max(0.0, float(live.peak - made_here))
-    return float(sum(kept.values())), working, (of_forward, of_backward * (1 - share), of_backward * share)
+    forwarding, working = (max(0.0, float(peak - made_here)) for peak in (most, live.peak))
+    return float(sum(kept.values())), forwarding, working, (of_forward, of_backward * (1 - share), of_backward * share)
 
 
 class _Attention(torch.autograd.Function):

@@ -76,9 +76,9 @@ def _twin(module: nn.Module) -> nn.Module:
 
 
 def traced_units(
-    model: nn.Module, inputs: Mapping[str, Any] | None = None
-) -> tuple[list[str], Trace, Mapping[str, Any]]:
-    """The units, the trace they were found with, and its inputs."""
+    model: nn.Module, inputs: Mapping[str, Any] | None = None, shape_functions: type[ShapeFunctions] = ShapeFunctions
+) -> tuple[list[str], Trace, ShapeFunctions, Mapping[str, Any]]:
+    """The units, the trace they were found with, its shape functions, and its inputs."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"a model is needed to list its units, not a {type(model).__name__}")
     failures = []
@@ -86,7 +86,7 @@ def traced_units(
         if inputs is None:
             arguments = _on_device_of(model, arguments)
         try:
-            return *_units_for(model, arguments), arguments
+            return *_units_for(model, arguments, shape_functions), arguments
         except (Untraceable, NotImplementedError) as error:
             failures.append(error)
     # What the likeliest inputs led to says most, unless others led further.
@@ -97,15 +97,17 @@ def traced_units(
     raise refusal(model, reason) from said
 
 
-def _units_for(model: nn.Module, arguments: Mapping[str, Any]) -> tuple[list[str], Trace]:
-    """The units in forward order, and a forward on `arguments` with them."""
+def _units_for(
+    model: nn.Module, arguments: Mapping[str, Any], shape_functions: type[ShapeFunctions]
+) -> tuple[list[str], Trace, ShapeFunctions]:
+    """The units in forward order, a forward on `arguments` with them, and their shape functions."""
     units = _candidates(model)
     if not units:
         raise Untraceable("it has no modules that follow one another")
     for _ in range(MAX_CORRECTIONS):
         inner_calls: dict[str, set[str]] = {name: set() for name in units}
         try:
-            functions = ShapeFunctions({name: model.get_submodule(name) for name in units})
+            functions = shape_functions({name: model.get_submodule(name) for name in units})
             found = trace_units(model, functions, arguments, inner_calls)
         except ReachedInside as leak:
             units = _without(model, units, leak.tensor, inner_calls)
@@ -116,7 +118,7 @@ def _units_for(model: nn.Module, arguments: Mapping[str, Any]) -> tuple[list[str
         called = {call.unit for call in found.calls}
         looked_into = [unit for unit in units if unit not in called and inner_calls[unit]]
         if not looked_into:
-            return _ordered(model, units, found, arguments), found
+            return _ordered(model, units, found, arguments), found, functions
         units = [part for unit in units for part in (_parts(model, unit) if unit in looked_into else [unit])]
     raise Untraceable("no modules were found that its forward calls as a whole")
 
