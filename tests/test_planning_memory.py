@@ -132,5 +132,5 @@ def test_logits_take_what_is_predicted_whole_or_in_chunks(pool: Pool, tokens: in
     names = [unit.name for unit in profile.units].index("model.layers.1")
     stages = held_by_stages([profile.units[:names], profile.units[names:]])
     estimates = memory_of_ranks(build("1f1b", 2, 4), stages)
-    for rank, (peak, estimate) in enumerate(zip(pool.run(2, peaks_with_logits, tokens), estimates, strict=True)):
+    for peak, estimate in zip(pool.run(2, peaks_with_logits, tokens), estimates, strict=True):
         assert 0.9 <= estimate.activations / peak <= 1.1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from typing import Annotated, Any
 
@@ -37,6 +38,7 @@ app = typer.Typer(
 
 def main() -> None:
     """The console script, and `python -m penstock`."""
+    gc.set_threshold(100_000, 50, 50)  # imports make millions of objects, and they stay
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its notes are for scripts that train
     app(prog_name="penstock")
 

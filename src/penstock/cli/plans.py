@@ -6,6 +6,8 @@ What imports torch is imported in the functions, because the command line shall 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +17,10 @@ from penstock.cli.models import subject_of
 from penstock.schedule.generators import DEFAULT_SCHEDULE, schedule_names
 
 if TYPE_CHECKING:
-    from penstock.planning.plan import Job, Plan
+    from torch import nn
+
+    from penstock.planning.fit import Recipe
+    from penstock.planning.plan import Job
     from penstock.planning.profile import Profile
 
 Model = Annotated[
@@ -34,7 +39,11 @@ Chunk = Annotated[
     int | None, typer.Option(min=1, help="Tokens of which logits exist at once, as loss_chunk_tokens of the run.")
 ]
 # Whether activations are recomputed: what is tried.
-CHECKPOINTING = {"none": (False,), "all": (True,), "auto": (False, True)}
+CHECKPOINTING = {"none": (False,), "all": (True,), "auto": (False, True, "stages")}
+Quantization = Annotated[
+    str | None, typer.Option(help="A frozen base in nf4, nf4-double, fp4 or int8, with --lora-rank.")
+]
+Rank = Annotated[int | None, typer.Option(min=1, help="Train adapters of this rank on all linear layers, frozen.")]
 
 
 def describe(
@@ -80,6 +89,7 @@ def profile(
     batch: Annotated[int, typer.Option("--microbatch-size", "--batch", min=1, help="Samples in a microbatch.")] = 1,
     length: Length = 128,
     dtype: Dtype = "float32",
+    loss_chunk_tokens: Chunk = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ... (default: a GPU if there is one).")] = None,
     optimizer: Optimizer = "adam",
     output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.")] = Path("profile.json"),
@@ -91,7 +101,6 @@ def profile(
     Example: penstock profile GPT2LMHeadModel --microbatch-size 4 --length 512 -o profile.json
     """
     import os
-    from dataclasses import replace
 
     import torch
 
@@ -112,8 +121,9 @@ def profile(
     if rank == 0:
         where = torch.device(device) if device else local_device()
         found = profile_model(
-            subject_of(model), batch, length, _dtype(dtype), where, optimizer_states=_states(optimizer)
-        )
+            subject_of(model), batch, length, _dtype(dtype), where, optimizer_states=_states(optimizer),
+            loss_chunk_tokens=loss_chunk_tokens,
+        )  # fmt: skip
         found = replace(found, inside=inside, between=between)
         seconds = sum(unit.seconds for unit in found.units)
         text = (
@@ -157,9 +167,14 @@ def plan(
     schedule: Annotated[str, typer.Option(help="auto tries all; a name, such as 1f1b, is the only one used.")] = "auto",
     checkpointing: Annotated[
         str,
-        typer.Option(help="Recompute activations: none, all, or auto (all if that is faster, or fits)."),
+        typer.Option(help="Recompute activations: none, all, or auto (all or on some ranks, if that is better)."),
     ] = "none",
     loss_chunk_tokens: Chunk = None,
+    sharded_optimizer: Annotated[
+        bool, typer.Option("--sharded-optimizer", help="Pipelines may divide the optimizer's state.")
+    ] = False,
+    quantization: Quantization = None,
+    lora_rank: Rank = None,
     most: Annotated[int, typer.Option(min=1, help="How many plans to show.")] = 5,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plans as JSON.")] = False,
     plot: Annotated[
@@ -172,12 +187,19 @@ def plan(
     """
     from penstock.pictures.timeline import write_timeline
     from penstock.planning.cluster import parse_devices
-    from penstock.planning.planner import Infeasible, equal_pipelines, make_plans
+    from penstock.planning.planner import best_of, equal_pipelines, shares_of
     from penstock.planning.profile import Profile
     from penstock.planning.report import plan_data, plans_table
 
     classes = parse_devices(devices, memory, speed)
+    if checkpointing not in CHECKPOINTING:
+        raise ValueError(f"--checkpointing must be one of {', '.join(CHECKPOINTING)}, but is {checkpointing!r}")
     if profile is not None:
+        if quantization or lora_rank or loss_chunk_tokens:
+            raise ValueError(
+                f"{profile} says what the model is: give --quantization, --lora-rank and --loss-chunk-tokens to an "
+                "estimate, without --profile, or --loss-chunk-tokens to `penstock profile`"
+            )
         found = Profile.read(profile)
         if found.about.get("microbatch", microbatch) != microbatch:
             raise ValueError(
@@ -186,26 +208,21 @@ def plan(
             )
     else:
         found = _estimate(
-            model, microbatch, length, dtype, optimizer, [kind.name for kind in classes], loss_chunk_tokens
-        )
-    if checkpointing not in CHECKPOINTING:
-        raise ValueError(f"--checkpointing must be one of {', '.join(CHECKPOINTING)}, but is {checkpointing!r}")
-    plans: list[Plan] = []
-    failure = None
-    for recompute in CHECKPOINTING[checkpointing]:
-        try:
-            job = _job(found, classes, nodes, global_batch, microbatch, copies, schedule, recompute)
-            made = make_plans(job, most)
-            plans = min(plans or made, made, key=lambda some: some[0].seconds)
-        except Infeasible as error:
-            failure = error
-    if not plans:
-        assert failure is not None
-        raise failure
+            model, microbatch, length, dtype, optimizer, [kind.name for kind in classes], loss_chunk_tokens,
+            quantization, lora_rank,
+        )  # fmt: skip
+    job = _job(found, classes, nodes, global_batch, microbatch, copies, schedule)
+    shares = [0, *shares_of(job)] if sharded_optimizer else [0]
+    ways: Any = product(CHECKPOINTING[checkpointing], shares)
+    plans, words = best_of([replace(job, checkpointing=how, sharded=share) for how, share in ways], most)
     job = plans[0].job
+    if job.checkpointing == "stages":
+        job = replace(job, checkpointing=True)
     bests = [equal_pipelines(job, name) for name in dict.fromkeys(plan.schedule_names for plan in plans)]
     equal = min((best for best in bests if best is not None), key=lambda best: best.seconds, default=None)
-    print(json.dumps([plan_data(one, equal) for one in plans], indent=1) if as_json else plans_table(plans, equal))
+    print(
+        json.dumps([plan_data(one, equal) for one in plans], indent=1) if as_json else plans_table(plans, equal, words)
+    )
     if plot is not None:
         path = write_timeline(plans[0].simulation.events, plot, f"{found.model}: a step as predicted")
         if not as_json:
@@ -213,9 +230,8 @@ def plan(
 
 
 def _job(
-    found: Profile, classes: tuple, nodes: str | None, global_batch: int, microbatch: int, copies: int, schedule: str,
-    checkpointing: bool,
-) -> Job:  # fmt: skip
+    found: Profile, classes: tuple, nodes: str | None, global_batch: int, microbatch: int, copies: int, schedule: str
+) -> Job:
     from penstock.planning.cluster import USUAL_BETWEEN, USUAL_INSIDE, Cluster, parse_nodes
     from penstock.planning.plan import SCHEDULES, Job
 
@@ -226,18 +242,38 @@ def _job(
     inside, between = found.inside or USUAL_INSIDE, found.between or USUAL_BETWEEN
     cluster = Cluster(classes, parse_nodes(nodes) if nodes else (), inside, between)
     names = SCHEDULES if schedule == "auto" else (schedule,)
-    return Job(found, cluster, global_batch // microbatch, copies, checkpointing, names)
+    return Job(found, cluster, global_batch // microbatch, copies, schedules=names)
 
 
 def _estimate(
-    model: str, microbatch: int, length: int, dtype: str, optimizer: str, names: list[str], chunk: int | None
-) -> Profile:
+    model: str, microbatch: int, length: int, dtype: str, optimizer: str, names: list[str], chunk: int | None,
+    quantization: str | None, lora_rank: int | None,
+) -> Profile:  # fmt: skip
     from penstock.planning.profiling import profile_model
 
     return profile_model(
-        subject_of(model), microbatch, length, _dtype(dtype), None, _fastest(names),
+        _changed(model, dtype, quantization, lora_rank), microbatch, length, _dtype(dtype), None, _fastest(names),
         optimizer_states=_states(optimizer), loss_chunk_tokens=chunk,
     )  # fmt: skip
+
+
+def _changed(model: str, dtype: str, quantization: str | None, lora_rank: int | None) -> Any:
+    """What the user's MODEL means, with a packed base and adapters."""
+    subject = subject_of(model)
+    if quantization is None and lora_rank is None:
+        return subject
+    from torch import nn
+
+    from penstock.checking.check import build_on_meta
+    from penstock.integrations.outlines import adapt, pack
+
+    if lora_rank is None:
+        raise ValueError("--quantization needs --lora-rank: packed weights are not trained, adapters on them are")
+    whole = subject if isinstance(subject, nn.Module) else build_on_meta(subject).to(_dtype(dtype))
+    adapt(whole, lora_rank)
+    if quantization is not None:
+        pack(whole, quantization)
+    return whole
 
 
 def _fastest(names: list[str]) -> float:
@@ -254,7 +290,9 @@ def fit(
     length: Length = 2048,
     microbatch: Annotated[int, typer.Option("--micro-batch-size", "--microbatch-size", min=1)] = 1,
     global_batch: Annotated[int, typer.Option("--global-batch-size", min=1, help="Samples in a step.")] = 16,
-    lora_rank: Annotated[int | None, typer.Option(min=1, help="Also with LoRA adapters of this rank.")] = None,
+    lora_rank: Annotated[
+        int | None, typer.Option(min=1, help="Also with LoRA adapters of this rank, on a plain base and in 4 bits.")
+    ] = None,
     plot: Annotated[
         Path | None, typer.Option(help="Draw the memory of each device of the best way: .svg, .png.")
     ] = None,
@@ -264,7 +302,7 @@ def fit(
     Example: penstock fit LlamaForCausalLM --devices 3090:3 --length 2048 --lora-rank 16
     """
     from penstock.planning.cluster import USUAL_BETWEEN, USUAL_INSIDE, Cluster, parse_devices
-    from penstock.planning.fit import ways
+    from penstock.planning.fit import profiles_of, ways
     from penstock.planning.report import draw_memory, fit_text
 
     classes = parse_devices(devices, memory)
@@ -272,10 +310,42 @@ def fit(
         raise ValueError(f"a global batch of {global_batch} samples is no whole number of microbatches of {microbatch}")
     cluster = Cluster(classes, (), USUAL_INSIDE, USUAL_BETWEEN)
     fastest = _fastest([kind.name for kind in classes])
-    found = ways(subject_of(model), cluster, global_batch // microbatch, microbatch, length, lora_rank, fastest)
+    profiles = profiles_of(subject_of(model), _recipes(lora_rank), microbatch, length, fastest)
+    found = ways(profiles, cluster, global_batch // microbatch)
     print(fit_text(found, global_batch * length, microbatch))
     if plot is not None:
         print(f"drawn to {draw_memory(found, plot)}")
+
+
+def _recipes(lora_rank: int | None) -> list[Recipe]:
+    """What `fit` tries: what changes training least comes first."""
+    import torch
+
+    from penstock.integrations.outlines import adapt, pack
+    from penstock.planning.fit import Recipe
+
+    whole, half = torch.float32, torch.bfloat16
+    recipes = [
+        Recipe("float32", whole),
+        Recipe("float32, sharded", whole, sharded=True),
+        # Two numbers of 32 bits are four of 16.
+        Recipe("bf16, Adam f32", half, ("bitsandbytes.optim.AdamW, whose states are float32",), states=4),
+        Recipe("bfloat16", half),
+        Recipe("bf16, sharded", half, sharded=True),
+    ]
+    if lora_rank is not None:
+        config = f'LoraConfig(r={lora_rank}, target_modules="all-linear")'
+        four = 'BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)'
+
+        def on_packed(model: nn.Module) -> None:
+            adapt(model, lora_rank)
+            pack(model, "nf4")
+
+        recipes += [
+            Recipe(f"LoRA {lora_rank}", half, (config,), change=lambda model: adapt(model, lora_rank)),
+            Recipe(f"nf4, LoRA {lora_rank}", half, (four, config), change=on_packed),
+        ]
+    return recipes
 
 
 def _dtype(name: str) -> Any:

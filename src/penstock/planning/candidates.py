@@ -11,18 +11,23 @@ from penstock.pictures.costs import Costs
 from penstock.pictures.layout_simulation import gradients_ready
 from penstock.pictures.simulate import simulate
 from penstock.planning.cluster import Link
-from penstock.planning.memory import Held
+from penstock.planning.memory import Held, memory_of_ranks
 from penstock.planning.plan import Job, Plan, PlannedPipeline, costs_of, evaluate, place, schedule_of
-from penstock.planning.profile import UnitCost, stages_of
+from penstock.planning.profile import UnitCost, held_by_stages, stages_of
 from penstock.planning.search import Chain, Split, Template, find_splits, layouts
 from penstock.schedule.actions import Schedule
 
 # With so many microbatches for each rank a step is as much later than by formula as with any more.
 STEADY = 2
+# With so many microbatches for each rank it holds as much as with any more.
+DEEP = 4
 # Deeper pipelines are not simulated under v-half where zb-v, which holds more and has less of a bubble, fits too.
 SHALLOW = 8
 # A simulated step has at most so many actions on all ranks of a pipeline; longer ones are ranked by formula.
 MOST_ACTIONS = 60_000
+
+
+Stages = tuple[tuple[UnitCost, ...], ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +44,7 @@ class CandidatePipeline:
     name: str
     classes: tuple[int, ...]
     sizes: tuple[int, ...]
-    units: tuple[tuple[UnitCost, ...], ...]
+    units: Stages
     splits_backward: bool
     costs: Costs
     limits: tuple[tuple[float, float, float], ...]
@@ -70,7 +75,7 @@ class Candidates:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self._chain = Chain(job.parts, job.cluster, job.num_microbatches)
+        self._chain = Chain(job.parts, job.cluster, job.num_microbatches, job.recomputed)
         # What was found once is not looked for again.
         self.pipeline = cache(self._pipeline)
         self._tidied = cache(self._tidy)
@@ -86,7 +91,7 @@ class Candidates:
             for depth in (1 << power for power in range(deepest.bit_length())):
                 deep = [template for template in templates if sum(template.counts) >= depth]
                 limits, tolerance = self.job.cluster.counts, 0.0 if depth == 1 else 0.01
-                ways = layouts(deep, limits, self.job.num_microbatches, self.job.copies, tolerance)
+                ways = layouts(deep, limits, self.job.num_microbatches, self.job.least_pipelines, tolerance)
                 for seconds, splits in list(ways)[-2:]:
                     splits = sorted(splits, key=lambda split: (-len(split.sizes), split.classes, split.sizes))
                     found.setdefault(tuple(splits), (seconds, splits))
@@ -116,7 +121,7 @@ class Candidates:
         # A pipeline holds about as much on each device as one device would of a model so many times smaller.
         whole = Held.together(job.held).with_live(1)
         if "v-half" in job.schedules and any(kind.memory < whole for kind in job.cluster.classes):
-            for depth in _some_depths(min(len(job.parts) // 2, job.cluster.size)):
+            for depth in some_depths(min(len(job.parts) // 2, job.cluster.size)):
                 live = live_microbatches("v-half", depth, 0, job.num_microbatches)
                 found = find_splits(self._chain, live, depth, mixtures=not under_1f1b)
                 under_v_half += [template for template in found if sum(template.counts) == depth]
@@ -131,7 +136,7 @@ class Candidates:
         """Stages of so many parts on devices of these classes."""
         schedule = schedule_of(name, len(classes), 1)
         mapping, splits = schedule.stage_to_rank, schedule.splits_backward
-        units = stages_of(self.job.parts, sizes)
+        units = self._relieved(stages_of(self.job.parts, sizes), sizes, classes, schedule)
         costs = costs_of(units, [self.job.cluster.classes[classes[rank]].speed for rank in mapping])
         triples = list(zip(costs.forward, costs.backward, costs.weight, strict=True))  # type: ignore[arg-type]  # tuples
         seconds = [sum(times) for times in triples]
@@ -150,6 +155,17 @@ class Candidates:
                 limits.append((entry, work, size))
         slowest = max(work for _, work, _ in ranks)
         return CandidatePipeline(name, classes, sizes, units, splits, costs, tuple(limits), slowest, sum(seconds))
+
+    def _relieved(self, units: Stages, sizes: tuple[int, ...], classes: tuple[int, ...], schedule: Schedule) -> Stages:
+        """The stages, those of ranks whose memory is short recomputed, if that may be chosen by stage."""
+        job = self.job
+        if job.recomputed is None:
+            return units
+        deep = min(job.num_microbatches, DEEP * len(classes))
+        memory = memory_of_ranks(schedule_of(schedule.name, len(classes), deep), held_by_stages(units))
+        short = [one.total > job.cluster.classes[kind].memory for one, kind in zip(memory, classes, strict=True)]
+        pairs = zip(units, stages_of(job.recomputed, sizes), schedule.stage_to_rank, strict=True)
+        return tuple(recomputed if short[rank] else plain for plain, recomputed, rank in pairs)
 
     def _sizes(self, split: Split, name: str, mapping: Sequence[int]) -> tuple[int, ...] | None:
         """Parts on each stage: the split's own, or the best for a schedule that has more stages or holds more."""
@@ -290,7 +306,7 @@ def live_microbatches(name: str, num_ranks: int, rank: int, num_microbatches: in
     return min(most[name], num_microbatches)
 
 
-def _some_depths(most: int) -> list[int]:
+def some_depths(most: int) -> list[int]:
     """The numbers 2, 3, 4, 6, 9, ... up to the most, which is included."""
     depths, depth = [], 2
     while depth < most:

@@ -52,7 +52,7 @@ def exact_layouts(planner: Candidates, most: int) -> Iterator[Candidate]:
         pipelines = {counts: _Pipelines(planner, counts, name) for counts in possible}
         for layout in layouts:
             # On single ranks there is only one schedule.
-            if len(layout) >= job.copies and (name == names[0] or any(sum(counts) > 1 for counts in layout)):
+            if len(layout) >= job.least_pipelines and (name == names[0] or any(sum(counts) > 1 for counts in layout)):
                 chosen = tuple(pipelines[counts] for counts in layout)
                 bound, shares = _bound(chosen, job.num_microbatches)
                 queue.append((bound, len(queue), chosen, shares))

@@ -2,25 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import copy
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 
 from penstock.checking.check import build_on_meta
 from penstock.modeling.graph.chunked_loss import ChunkedLossError
 from penstock.planning.cluster import Cluster
 from penstock.planning.memory import MemoryEstimate, memory_of_ranks
 from penstock.planning.plan import Job, Plan
-from penstock.planning.planner import Infeasible, make_plans
-from penstock.planning.profile import held_by_stages
-from penstock.planning.profiling import profile_model
+from penstock.planning.planner import Infeasible, best_of, make_plans, shares_of
+from penstock.planning.profile import Profile, held_by_stages
+from penstock.planning.profiling import Followed, follow, profile_model
 
 # Tokens of a chunk: few enough that logits are small beside a block, and enough that the head works at full speed.
 CHUNK = 1024
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is trained, and how its numbers are kept.
+
+    Attributes:
+        name: for the table.
+        dtype: of the weights.
+        lines: what to write for it.
+        states: as `optimizer_states` of `profile_model`.
+        sharded: whether the holders of a parameter divide its optimizer's state.
+        change: what is done to the model.
+    """
+
+    name: str
+    dtype: torch.dtype
+    lines: tuple[str, ...] = ()
+    states: float = 2
+    sharded: bool = False
+    change: Callable[[nn.Module], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -28,20 +49,15 @@ class Way:
     """One way to train a model on given devices.
 
     Attributes:
-        name: what is trained, and in which type.
-        dtype: of the weights.
         checkpointing: whether activations are recomputed.
         loss_chunk_tokens: as in the configuration.
-        lora_rank: of adapters, None where all weights are trained.
         plan: the best one; None if it does not fit, and then the one that it would be with more memory is in `larger`.
         reason: why it does not fit.
     """
 
-    name: str
-    dtype: torch.dtype
+    recipe: Recipe
     checkpointing: bool
     loss_chunk_tokens: int | None
-    lora_rank: int | None
     plan: Plan | None
     larger: Plan | None = None
     reason: str = ""
@@ -79,80 +95,57 @@ class Way:
         return memory_of_ranks(pipeline.schedule, held)[rank]
 
 
-def ways(
-    subject: Any,
-    cluster: Cluster,
-    num_microbatches: int,
-    microbatch: int,
-    length: int,
-    lora_rank: int | None,
-    operations_per_second: float,
-) -> list[Way]:
-    """Every way to train the model on the devices, fitting or not, from its configuration alone.
+def ways(profiles: Iterator[tuple[Recipe, int | None, Profile]], cluster: Cluster, num_microbatches: int) -> list[Way]:
+    """Every way to train the model on the devices, fitting or not."""
+    found = []
+    for recipe, chunk, profile in profiles:
+        job = Job(profile, cluster, num_microbatches, schedules=("1f1b",))
+        shares = shares_of(job) if recipe.sharded else [0]
+        if not shares:
+            continue
+        for checkpointing in (False, True):
+            jobs = [replace(job, checkpointing=checkpointing, sharded=share) for share in shares]
+            found.append(Way(recipe, checkpointing, chunk, *_planned(jobs)))
+    return found
+
+
+def profiles_of(
+    subject: Any, recipes: Sequence[Recipe], microbatch: int, length: int, operations_per_second: float
+) -> Iterator[tuple[Recipe, int | None, Profile]]:
+    """The costs of a model in every way to train it, from its configuration alone: with whole logits and, if the model
+    can, with those of a chunk.
 
     Raises:
         NotImplementedError: the model cannot be split.
     """
     model = subject if isinstance(subject, nn.Module) else build_on_meta(subject)
-    found = []
-    for name, dtype, rank in _kinds(lora_rank):
-        model.to(dtype)
-        if rank is not None:
-            _adapt(model, rank)
+    followed: dict[torch.dtype, Followed] = {}
+    for recipe in recipes:
+        model.to(recipe.dtype)
+        if recipe.dtype not in followed:
+            followed[recipe.dtype] = follow(model, microbatch, length)
+        changed = model
+        if recipe.change is not None:
+            recipe.change(changed := copy.deepcopy(model))
         for chunk in (None, CHUNK):
             try:
                 profile = profile_model(
-                    model, microbatch, length, dtype, None, operations_per_second, loss_chunk_tokens=chunk
-                )
+                    changed, microbatch, length, operations_per_second=operations_per_second,
+                    optimizer_states=recipe.states, loss_chunk_tokens=chunk, followed=followed[recipe.dtype],
+                )  # fmt: skip
             except ChunkedLossError:
-                continue
-            for checkpointing in (False, True):
-                job = Job(profile, cluster, num_microbatches, checkpointing=checkpointing, schedules=("1f1b",))
-                plan, larger, reason = _planned(job)
-                found.append(Way(name, dtype, checkpointing, chunk, rank, plan, larger, reason))
-    return found
+                break
+            yield recipe, chunk, profile
 
 
-def _kinds(lora_rank: int | None) -> Iterator[tuple[str, torch.dtype, int | None]]:
-    yield "float32", torch.float32, None
-    yield "bfloat16", torch.bfloat16, None
-    if lora_rank is not None:
-        yield f"LoRA {lora_rank}", torch.bfloat16, lora_rank
-
-
-def _planned(job: Job) -> tuple[Plan | None, Plan | None, str]:
+def _planned(jobs: Sequence[Job]) -> tuple[Plan | None, Plan | None, str]:
     try:
-        return make_plans(job, 1)[0], None, ""
+        return best_of(jobs, 1)[0][0], None, ""
     except Infeasible as error:
-        classes = tuple(replace(kind, memory=float("inf")) for kind in job.cluster.classes)
-        whole = replace(job, cluster=replace(job.cluster, classes=classes))
+        classes = tuple(replace(kind, memory=float("inf")) for kind in jobs[0].cluster.classes)
+        whole = replace(jobs[0], cluster=replace(jobs[0].cluster, classes=classes))
         plans = make_plans(whole, 16)
         return None, min(plans, key=lambda plan: plan.fullest[1].total), str(error)
-
-
-class _Adapted(nn.Module):
-    """A frozen layer with an adapter, as PEFT makes them: in float32, of whatever type the layer is."""
-
-    def __init__(self, layer: nn.Linear | Conv1D, rank: int) -> None:
-        super().__init__()
-        outer, inner = layer.weight.shape if isinstance(layer, nn.Linear) else layer.weight.shape[::-1]
-        self.layer = layer
-        self.down = nn.Linear(inner, rank, bias=False, device="meta", dtype=torch.float32)
-        self.up = nn.Linear(rank, outer, bias=False, device="meta", dtype=torch.float32)
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.layer(input)
-        return output + self.up(self.down(input.float())).to(output.dtype)
-
-
-def _adapt(model: nn.Module, rank: int) -> None:
-    """Freeze the model, and adapt every linear layer but the head, as `target_modules="all-linear"` does."""
-    model.requires_grad_(False)
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    for parent in list(model.modules()):
-        for name, child in parent.named_children():
-            if isinstance(child, nn.Linear | Conv1D) and child is not head:
-                setattr(parent, name, _Adapted(child, rank))
 
 
 def best(found: Sequence[Way]) -> Way | None:

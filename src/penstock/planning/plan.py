@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import groupby, pairwise
+from itertools import accumulate, groupby, pairwise
+from typing import Literal
 
+from penstock.layout.owners import BYTES_KEPT, Owned, choose_owners
 from penstock.pictures.costs import Costs
 from penstock.pictures.layout_simulation import LayoutSimulation, Reduction, simulate_layout
 from penstock.planning.cluster import Cluster
@@ -28,16 +31,20 @@ class Job:
         cluster: the devices.
         num_microbatches: of a step, over all pipelines.
         copies: the least number of pipelines, and of nodes where there are several, that hold each unit.
-        checkpointing: whether activations are recomputed in the backward.
+        checkpointing: whether activations are recomputed in the backward: on all stages, or with "stages" on those of
+            ranks whose memory is short.
         schedules: that may be chosen; the same for all pipelines of a layout.
+        sharded: not 0 if the holders of each parameter divide its optimizer's state: then the least number of
+            pipelines, and the search assumes that each keeps as much. What is found has the owners of the run.
     """
 
     profile: Profile
     cluster: Cluster
     num_microbatches: int
     copies: int = 1
-    checkpointing: bool = False
+    checkpointing: bool | Literal["stages"] = False
     schedules: tuple[str, ...] = SCHEDULES
+    sharded: int = 0
 
     def __post_init__(self) -> None:
         if self.copies < 1 or self.num_microbatches < 1:
@@ -45,9 +52,22 @@ class Job:
                 f"copies and microbatches must be at least 1, but are {self.copies} and {self.num_microbatches}"
             )
 
+    @property
+    def least_pipelines(self) -> int:
+        return max(self.copies, self.sharded)
+
     @cached_property
     def parts(self) -> tuple[tuple[UnitCost, ...], ...]:
-        return self.profile.parts(self.checkpointing)
+        return self._parts(self.checkpointing is True)
+
+    @cached_property
+    def recomputed(self) -> tuple[tuple[UnitCost, ...], ...] | None:
+        """The parts of stages whose memory is short, if these may be recomputed alone."""
+        return self._parts(True) if self.checkpointing == "stages" else None
+
+    def _parts(self, checkpointing: bool) -> tuple[tuple[UnitCost, ...], ...]:
+        parts, shares = self.profile.parts(checkpointing), max(1, self.sharded)
+        return tuple(tuple(replace(unit, optimizer=unit.optimizer / shares) for unit in part) for part in parts)
 
     @cached_property
     def seconds(self) -> list[float]:
@@ -56,8 +76,8 @@ class Job:
 
     @cached_property
     def held(self) -> tuple[Held, ...]:
-        """The memory that each part needs."""
-        return tuple(Held.together(unit.held for unit in part) for part in self.parts)
+        """The memory that each part needs; at least, if it may be recomputed."""
+        return tuple(Held.together(unit.held for unit in part) for part in self.recomputed or self.parts)
 
 
 @dataclass(frozen=True)
@@ -105,7 +125,17 @@ class Plan:
     @cached_property
     def memory(self) -> tuple[MemoryEstimate, ...]:
         """The memory that each rank needs."""
-        return tuple(memory for pipeline in self.pipelines for memory in memory_of(pipeline))
+        return memory_of_layout(self.job, self.pipelines)
+
+    @cached_property
+    def recomputing(self) -> tuple[bool, ...]:
+        """Whether each rank recomputes activations."""
+        kept = {unit.name: unit.kept for unit in self.job.profile.units}
+        return tuple(
+            any(unit.kept < kept[unit.name] for stage in own for unit in pipeline.stages[stage])
+            for pipeline in self.pipelines
+            for own in map(pipeline.schedule.stages_of, range(len(pipeline.devices)))
+        )
 
     @property
     def fullest(self) -> tuple[int, MemoryEstimate]:
@@ -130,7 +160,6 @@ def evaluate(job: Job, pipelines: Sequence[PlannedPipeline]) -> Plan | None:
     """The plan of given pipelines, simulated; None if one does not fit its devices."""
     cluster = job.cluster
     kinds = [[cluster.kind_of(device) for device in pipeline.devices] for pipeline in pipelines]
-    memories: dict[tuple, list[MemoryEstimate]] = {}
     costs: dict[tuple, Costs] = {}
     simulated = []
     for pipeline, kind in zip(pipelines, kinds, strict=True):
@@ -138,7 +167,6 @@ def evaluate(job: Job, pipelines: Sequence[PlannedPipeline]) -> Plan | None:
         links = tuple(cluster.link(pipeline.devices[a], pipeline.devices[b]) for a, b in pairwise(mapping))
         key = (id(pipeline.stages), pipeline.schedule.name, pipeline.schedule.num_microbatches, tuple(kind), links)
         if key not in costs:
-            memories[key] = memory_of(pipeline)
             made = costs_of(pipeline.stages, [kind[rank].speed for rank in mapping])
             costs[key] = replace(
                 made,
@@ -146,9 +174,10 @@ def evaluate(job: Job, pipelines: Sequence[PlannedPipeline]) -> Plan | None:
                 bandwidth=tuple(link.bandwidth for link in links),
                 message_bytes=tuple(stage[-1].crossing for stage in pipeline.stages[:-1]),
             )
-        if any(memory.total > one.memory for memory, one in zip(memories[key], kind, strict=True)):
-            return None
         simulated.append((pipeline.schedule, costs[key]))
+    limits = [one.memory for kind in kinds for one in kind]
+    if any(memory.total > limit for memory, limit in zip(memory_of_layout(job, pipelines), limits, strict=True)):
+        return None
     return Plan(job, tuple(pipelines), simulate_layout(simulated, reductions_of(job, pipelines)))
 
 
@@ -220,5 +249,44 @@ def costs_of(stages: Sequence[Sequence[UnitCost]], speeds: Sequence[float]) -> C
     return Costs.of_stages([[seconds / speed for seconds in sums(stage)] for stage, speed in pairs])
 
 
-def memory_of(pipeline: PlannedPipeline) -> list[MemoryEstimate]:
-    return memory_of_ranks(pipeline.schedule, held_by_stages(pipeline.stages))
+def memory_of_layout(job: Job, pipelines: Sequence[PlannedPipeline]) -> tuple[MemoryEstimate, ...]:
+    """The memory that each rank needs."""
+    known: dict[tuple, list[MemoryEstimate]] = {}
+    found: list[MemoryEstimate] = []
+    for pipeline in pipelines:
+        key = id(pipeline.stages), pipeline.schedule.name, pipeline.schedule.num_microbatches
+        if key not in known:
+            known[key] = memory_of_ranks(pipeline.schedule, held_by_stages(pipeline.stages))
+        found += known[key]
+    if not job.sharded:
+        return tuple(found)
+    return tuple(
+        replace(one, optimizer=size) for one, size in zip(found, _states_owned(job, pipelines, found), strict=True)
+    )
+
+
+def _states_owned(job: Job, pipelines: Sequence[PlannedPipeline], memory: Sequence[MemoryEstimate]) -> list[float]:
+    """The bytes of optimizer state on each rank, if one of its holders keeps that of each parameter: the run's choice.
+
+    A tied weight is two here, of which each has an owner.
+    """
+    firsts = accumulate((len(pipeline.devices) for pipeline in pipelines), initial=0)
+    holders: list[list[int]] = [[] for _ in job.profile.units]
+    for first, pipeline in zip(firsts, pipelines, strict=False):
+        ranks = (
+            rank for rank, stage in zip(pipeline.schedule.stage_to_rank, pipeline.stages, strict=True) for _ in stage
+        )
+        for own, rank in zip(holders, ranks, strict=True):
+            own.append(first + rank)
+    parts, states = [], []
+    for own, unit in zip(holders, job.profile.units, strict=True):
+        for size in unit.sizes or (unit.gradients,):
+            parts.append(Owned((tuple(own),), BYTES_KEPT * size))
+            states.append(unit.optimizer * size / unit.gradients if unit.gradients else 0.0)
+    limits = [job.cluster.kind_of(device).memory for pipeline in pipelines for device in pipeline.devices]
+    used = [one.weights - (0.0 if math.isinf(limit) else limit) for one, limit in zip(memory, limits, strict=True)]
+    kept = [0.0] * len(limits)
+    for part, state, places in zip(parts, states, choose_owners(parts, used), strict=True):
+        for place in places:
+            kept[part.holders[0][place]] += state
+    return kept

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from bisect import insort
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from heapq import heappop, heappush
 
 from penstock.layout.partition import partition, split_into
-from penstock.planning.candidates import Candidate, Candidates
+from penstock.planning.candidates import Candidate, Candidates, some_depths
 from penstock.planning.exact import exact_layouts
 from penstock.planning.memory import Held, readable
 from penstock.planning.plan import Job, Plan, PlannedPipeline, evaluate, schedule_of
@@ -66,6 +67,38 @@ def make_plans(job: Job, most: int = 5) -> list[Plan]:
     return plans[:most]
 
 
+def best_of(jobs: Sequence[Job], most: int = 5) -> tuple[list[Plan], list[str]]:
+    """The best plans of the first of the fastest of some jobs, which differ in what is switched on; and what of that
+    makes the job fit, or how it would be without."""
+    found: list[list[Plan]] = []
+    failures: list[Infeasible] = []
+    for job in jobs:
+        try:
+            found.append(make_plans(job, most))
+        except Infeasible as error:
+            failures.append(error)
+    if not found:
+        raise failures[-1]
+    plans = min(found, key=lambda some: some[0].seconds)
+    words = []
+    for switch, name in (("checkpointing", "recomputed activations"), ("sharded", "a sharded optimizer")):
+        if not getattr(plans[0].job, switch) or all(getattr(job, switch) for job in jobs):
+            continue
+        others = [some[0] for some in found if not getattr(some[0].job, switch)]
+        if others:
+            best = min(others, key=lambda plan: plan.seconds)
+            needs = readable(best.fullest[1].total)
+            words.append(f"Without {name}: {best.seconds:.4g} s a step, and {needs} on the fullest device.")
+        else:
+            words.append(f"It fits with {name} only. Without, {failures[0]}.")
+    return plans, words
+
+
+def shares_of(job: Job) -> list[int]:
+    """Into how many parts the optimizer's state may be divided; nothing if there cannot be two pipelines."""
+    return some_depths(min(job.cluster.size, job.num_microbatches))
+
+
 def equal_pipelines(job: Job, schedule: str = "1f1b", depth: int | None = None) -> Plan | None:
     """The fastest of all equal pipelines, or of those of `depth` devices; None if none fits.
 
@@ -77,7 +110,7 @@ def equal_pipelines(job: Job, schedule: str = "1f1b", depth: int | None = None) 
     for ranks in range(1, min(cluster.size, len(job.parts)) + 1) if depth is None else [depth]:
         count = min(cluster.size // ranks, job.num_microbatches)
         placed = schedule_of(schedule, ranks, 1)
-        if count < job.copies or placed.num_stages > len(job.parts):
+        if count < job.least_pipelines or placed.num_stages > len(job.parts):
             continue
         stages = stages_of(job.parts, partition(job.seconds, [1.0] * placed.num_stages).sizes)
         each, more = divmod(job.num_microbatches, count)
@@ -131,19 +164,19 @@ def explain(job: Job) -> Infeasible:
             f"no plan: no split of {len(parts)} parts over {job.cluster.size} devices fits; it would with "
             f"{factor:.3g} times the memory on each device ({sizes}), more devices, or --checkpointing all"
         )
-    if job.num_microbatches < job.copies:
+    if job.num_microbatches < (copies := job.least_pipelines):
         return Infeasible(
-            f"no plan: {job.copies} copies need as many pipelines, and each at least 1 microbatch, but the global "
+            f"no plan: {copies} copies need as many pipelines, and each at least 1 microbatch, but the global "
             f"batch has {job.num_microbatches}"
         )
     fewest = min(sum(template.counts) for template in templates)
-    if fewest * job.copies > job.cluster.size:
+    if fewest * copies > job.cluster.size:
         return Infeasible(
-            f"no plan: a pipeline needs at least {fewest} of these devices, so {job.copies} copies need "
-            f"{fewest * job.copies}, but there are {job.cluster.size}: {fewest * job.copies - job.cluster.size} short"
+            f"no plan: a pipeline needs at least {fewest} of these devices, so {copies} copies need "
+            f"{fewest * copies}, but there are {job.cluster.size}: {fewest * copies - job.cluster.size} short"
         )
     return Infeasible(
-        f"no plan: {job.copies} pipelines fit one by one, but not together under {', '.join(job.schedules)}: "
+        f"no plan: {copies} pipelines fit one by one, but not together under {', '.join(job.schedules)}: "
         f"ask for fewer copies, add devices, or allow more schedules"
     )
 

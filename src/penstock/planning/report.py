@@ -20,10 +20,11 @@ from penstock.planning.memory import readable
 from penstock.planning.plan import Plan, PlannedPipeline
 
 
-def plans_table(plans: Sequence[Plan], equal: Plan | None) -> str:
+def plans_table(plans: Sequence[Plan], equal: Plan | None, words: Sequence[str] = ()) -> str:
     """The plans, one a row, and below it the first one's pipelines.
 
     Args:
+        words: sentences to print between.
         equal: the best plan of equal pipelines, with which the speed is compared.
     """
     job = plans[0].job
@@ -33,7 +34,9 @@ def plans_table(plans: Sequence[Plan], equal: Plan | None) -> str:
         *(Column(name, justify="right") for name in ("step", "bubble", "fullest device", "speed")),
         title=f"{job.profile.model} on {job.cluster.size} devices: {job.num_microbatches} microbatches a step"
         + (f" of {samples} x {about['length']} tokens" if (samples := about.get("microbatch")) else "")
-        + (", activations checkpointed" if job.checkpointing else ""),
+        + ", activations recomputed" * bool(job.checkpointing)
+        + " on some ranks" * (job.checkpointing == "stages")
+        + ", optimizer sharded" * bool(job.sharded),
         caption="Pipelines are ranks x microbatches. "
         f"Seconds are {'measured' if job.profile.measured else 'estimated from operations and bytes'}. "
         + "Speed is relative to the best equal pipelines"
@@ -51,7 +54,7 @@ def plans_table(plans: Sequence[Plan], equal: Plan | None) -> str:
         )
     first = plans[0]
     details = f"The first of them sends {readable(first.bytes_on_links)} a step. Its pipelines:"
-    return as_text(summary, details, *_pipelines(first))
+    return as_text(summary, *words, details, *_pipelines(first))
 
 
 # The parts of a device's memory, as columns.
@@ -66,25 +69,30 @@ def fit_text(found: Sequence[Way], tokens: int, microbatch: int) -> str:
     """
     chosen = best(found)
     table = Table(
-        Column("way", no_wrap=True), Column("ckpt"), Column("chunk"),
+        Column("way", no_wrap=True), Column("with"),
         *(Column(name, justify="right", no_wrap=True) for name in SHORT),
         Column("fits", justify="center"), Column("tok/s", justify="right"),
-        title="The fullest device, in GB. ckpt: activations recomputed; chunk: loss_chunk_tokens", box=None,
+        title="The fullest device, in GB. ckpt: activations recomputed; chunk: loss_chunk_tokens",
+        box=None, padding=(0, 1, 0, 0),
     )  # fmt: skip
     for way in found:
         assert way.shown is not None
         sizes = [f"{size / 1e9:.2f}" for size in way.parts().values()]
-        marks = ["yes" if on else "" for on in (way.checkpointing, way.loss_chunk_tokens)]
+        marks = {(0, 0): "", (1, 0): "ckpt", (0, 1): "chunk"}.get(
+            (way.checkpointing, bool(way.loss_chunk_tokens)), "both"
+        )
         speed = f"{tokens / way.plan.seconds:,.0f}" if way.plan else ""
-        table.add_row(way.name, *marks, *sizes, "yes" if way.plan else "no", speed)
+        table.add_row(way.recipe.name, marks, *sizes, "yes" if way.plan else "no", speed)
     if chosen is None or chosen.plan is None:
         least = min(found, key=lambda way: sum(way.parts().values()))
-        return as_text(f"It does not fit in any of these ways. Nearest is {least.name}: {least.reason}", table)
+        return as_text(f"It does not fit in any of these ways. Nearest is {least.recipe.name}: {least.reason}", table)
     plan = chosen.plan
-    verdict = f"It fits: {chosen.name}" + ", activations recomputed" * chosen.checkpointing
+    verdict = f"It fits: {chosen.recipe.name}" + ", activations recomputed" * chosen.checkpointing
     verdict += ", loss in chunks" * (chosen.loss_chunk_tokens is not None)
     verdict += f", {shape_of(plan)} (ranks x microbatches); the fullest device needs {readable(plan.fullest[1].total)}."
     section: dict[str, Any] = {"pipeline_parallel_size": len(plan.pipelines[0].devices), "micro_batch_size": microbatch}
+    if chosen.recipe.sharded:
+        section["sharded_optimizer"] = True
     if chosen.loss_chunk_tokens:
         section["loss_chunk_tokens"] = chosen.loss_chunk_tokens
     stages = [pipeline.stage_names for pipeline in plan.pipelines]
@@ -96,9 +104,9 @@ def fit_text(found: Sequence[Way], tokens: int, microbatch: int) -> str:
     if len(stages[0]) > 1:
         section["split_points"] = [names[0] for names in stages[0][1:]]
     lines = [as_text(verdict, table), json.dumps({"model_parallelism": section})]
-    lines += [f"dtype={chosen.dtype} in from_pretrained"] * (chosen.dtype != torch.float32)
+    lines += [f"dtype={chosen.recipe.dtype} in from_pretrained"] * (chosen.recipe.dtype != torch.float32)
     lines += ["model.gradient_checkpointing_enable()"] * chosen.checkpointing
-    lines += [f'LoraConfig(r={chosen.lora_rank}, target_modules="all-linear")'] * (chosen.lora_rank is not None)
+    lines += chosen.recipe.lines
     return "\n".join(lines)
 
 
@@ -119,7 +127,7 @@ def draw_memory(found: Sequence[Way], path: Path) -> Path:
         sizes = [getattr(memory, name) / 1e9 for memory in way.shown.memory]
         axes.bar(range(len(sizes)), sizes, bottom=bottom, label=name)
         bottom = [low + size for low, size in zip(bottom, sizes, strict=True)]
-    axes.set(xlabel="rank", ylabel="GB", title=way.name)
+    axes.set(xlabel="rank", ylabel="GB", title=way.recipe.name)
     axes.legend()
     figure.savefig(path)
     plt.close(figure)
@@ -191,12 +199,14 @@ def plan_data(plan: Plan, equal: Plan | None) -> dict[str, Any]:
                 "devices": kinds,
                 "nodes": [cluster.node_of_device[device] for device in pipeline.devices],
                 "microbatches": pipeline.schedule.num_microbatches,
+                "recomputing": list(plan.recomputing[first : first + len(kinds)]),
                 "bytes of each rank": [memory.total for memory in plan.memory[first : first + len(kinds)]],
             }
         )
     return {
         "model": plan.job.profile.model,
         "measured": plan.job.profile.measured,
+        "sharded optimizer": bool(plan.job.sharded),
         "schedule": plan.schedule_names,
         "seconds": plan.seconds,
         "bubble": plan.bubble,
@@ -214,5 +224,6 @@ def _rows_of(plan: Plan, first: int, pipeline: PlannedPipeline) -> list[tuple[st
         kind = plan.job.cluster.kind_of(device)
         limit = f" of {readable(kind.memory)}" if math.isfinite(kind.memory) else ""
         needed = readable(plan.memory[first + rank].total)
-        rows.append((str(first + rank), kind.name, "; ".join(units), needed + limit))
+        some = plan.job.checkpointing == "stages" and plan.recomputing[first + rank]
+        rows.append((str(first + rank), kind.name, "; ".join(units) + " (recomputed)" * some, needed + limit))
     return rows

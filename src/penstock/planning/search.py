@@ -136,10 +136,24 @@ def find_splits(
 class Chain:
     """Times and memory of every run of parts as a stage."""
 
-    def __init__(self, parts: Sequence[Sequence[UnitCost]], cluster: Cluster, most_microbatches: int) -> None:
-        held = [Held.together(unit.held for unit in part) for part in parts]
+    def __init__(
+        self,
+        parts: Sequence[Sequence[UnitCost]],
+        cluster: Cluster,
+        most_microbatches: int,
+        recomputed: Sequence[Sequence[UnitCost]] | None = None,
+    ) -> None:
+        """`recomputed` are the parts of a stage that does not fit otherwise."""
         self.cluster, self.num_parts, self.most_microbatches = cluster, len(parts), most_microbatches
-        self._seconds = run_sums(seconds_of(parts))
+        # What crosses before each end; nothing at the model's own ends.
+        self._crossing = np.array([0.0, *(part[-1].crossing for part in parts[:-1]), 0.0])
+        self._ways = [self._runs(some) for some in (parts, recomputed) if some is not None]
+        self._largest_node = max(cluster.node_sizes, default=cluster.size)
+        self._times: dict[tuple, tuple[np.ndarray, np.ndarray]] = {}
+
+    def _runs(self, parts: Sequence[Sequence[UnitCost]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """For every run of parts: its seconds, its memory for each microbatch, and besides."""
+        held = [Held.together(unit.held for unit in part) for part in parts]
         state = run_sums([one.state for one in held])
         kept = run_sums([one.kept for one in held])
         # See `Held.together`: what a part works with, when those above it have let go of what they kept.
@@ -148,30 +162,30 @@ class Chain:
         working = np.zeros_like(state)
         for start in range(len(parts)):
             working[start, start + 1 :] = np.maximum.accumulate(need[start:]) - before[start:]
-        # What crosses before each end; nothing at the model's own ends.
-        self._crossing = np.array([0.0, *(part[-1].crossing for part in parts[:-1]), 0.0])
-        below = np.array([messages_at_most(size, 0.0, most_microbatches) for size in self._crossing[:-1]])
-        above = np.array([messages_at_most(0.0, size, most_microbatches) for size in self._crossing])
-        self._each = kept + self._crossing  # for a microbatch
-        self._always = state + working + below[:, None] + above
-        self._largest_node = max(cluster.node_sizes, default=cluster.size)
-        self._times: dict[tuple, tuple[np.ndarray, np.ndarray]] = {}
+        below = np.array([messages_at_most(size, 0.0, self.most_microbatches) for size in self._crossing[:-1]])
+        above = np.array([messages_at_most(0.0, size, self.most_microbatches) for size in self._crossing])
+        return run_sums(seconds_of(parts)), kept + self._crossing, state + working + below[:, None] + above
 
     def stage_times(self, device_class: int, live: int, depth: int) -> tuple[np.ndarray, np.ndarray]:
         """For every run of parts on a device: its seconds or its message's, if they are longer; and both together."""
         link = self.cluster.inside if depth <= self._largest_node else self.cluster.between
         key = device_class, live, link
         if key not in self._times:
-            fits = self._always + live * self._each <= self.cluster.classes[device_class].memory
-            longest, together = self._without_limit(device_class, link)
-            times = np.where(fits, longest, np.inf)
-            self._times[key] = times, times if together is longest else np.where(fits, together, np.inf)
+            best: tuple[np.ndarray, np.ndarray] | None = None
+            for way, (_, each, always) in enumerate(self._ways):
+                fits = always + live * each <= self.cluster.classes[device_class].memory
+                longest, together = self._without_limit(way, device_class, link)
+                times = np.where(fits, longest, np.inf)
+                found = times, times if together is longest else np.where(fits, together, np.inf)
+                best = found if best is None else (np.minimum(best[0], found[0]), np.minimum(best[1], found[1]))
+            assert best is not None
+            self._times[key] = best
         return self._times[key]
 
-    def _without_limit(self, device_class: int, link: Link) -> tuple[np.ndarray, np.ndarray]:
-        key = device_class, link
+    def _without_limit(self, way: int, device_class: int, link: Link) -> tuple[np.ndarray, np.ndarray]:
+        key = None, way, device_class, link
         if key not in self._times:
-            times = self._seconds / self.cluster.classes[device_class].speed
+            times = self._ways[way][0] / self.cluster.classes[device_class].speed
             self._times[key] = times, times
             if link != Link():
                 occupied = self._crossing / link.bandwidth
