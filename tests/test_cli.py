@@ -357,10 +357,11 @@ def test_fit_gives_a_verdict_a_table_and_a_configuration(tmp_path: Path) -> None
     result = run(*arguments, "--memory", "1GB", "--plot", tmp_path / "memory.svg")
     verdict, *lines = result.output.splitlines()
     assert verdict.startswith("It fits: ") and (tmp_path / "memory.svg").exists()
-    assert sum(line.split()[0] in ("float32", "bfloat16", "LoRA") for line in lines if line.strip()) == 12
+    rows = [line for line in lines if line.split() and line.split()[-1] not in ("fits", "tok/s") and " yes " in line]
+    assert len(rows) == 28  # 7 ways, each with recomputed activations, the loss in chunks, both and neither
     section = json.loads(next(line for line in lines if line.startswith("{")))
     assert Configuration.from_any(section).micro_batch_size == 1
-    assert run(*arguments, "--memory", "1KB").output.startswith("It does not fit in any of these ways. Nearest is LoRA")
+    assert run(*arguments, "--memory", "1KB").output.startswith("It does not fit in any of these ways. Nearest is nf4")
 
 
 def test_recomputation_is_chosen_where_it_makes_the_job_fit() -> None:
@@ -375,3 +376,28 @@ def test_recomputation_is_chosen_where_it_makes_the_job_fit() -> None:
     between = ("--memory", str((recomputed + kept) / 2))
     assert run(*arguments, *between, "--checkpointing", "none").exit_code == 1
     assert run(*arguments, *between, "--checkpointing", "auto").exit_code == 0
+    said = run(*arguments[:-1], *between, "--checkpointing", "auto").output
+    assert "It fits with recomputed activations only. Without, no plan: " in said.replace("\n", " ")
+
+
+def test_a_sharded_optimizer_and_a_packed_base_make_jobs_fit() -> None:
+    arguments = ("plan", "test_cli:small_gpt2", "--devices", 2, "--length", 16, "--global-batch-size", 8)
+    arguments = (*arguments, "--copies", 2)
+
+    def needed(*more: object) -> float:
+        plans = json.loads(run(*arguments, "--json", *more).output)
+        return min(max(max(one["bytes of each rank"]) for one in plan["pipelines"]) for plan in plans)
+
+    whole, sharded = needed(), needed("--sharded-optimizer")
+    adapted, packed = needed("--lora-rank", 2), needed("--lora-rank", 2, "--quantization", "nf4")
+    assert packed < adapted < sharded < whole
+    limit = ("--memory", str((whole + sharded) / 2))
+    assert run(*arguments, *limit).exit_code == 1
+    said = run(*arguments, *limit, "--sharded-optimizer").output.replace("\n", " ")
+    assert "It fits with a sharded optimizer only. Without, no plan: " in said
+    for more, why in (
+        (["--quantization", "nf4"], "--quantization needs --lora-rank"),
+        (["--quantization", "nf3", "--lora-rank", 2], "quantization must be one of nf4, fp4, nf4-double, int8"),
+    ):
+        result = run(*arguments, *more)
+        assert result.exit_code == 1 and why in result.stderr

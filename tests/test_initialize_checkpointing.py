@@ -31,10 +31,14 @@ def build(family: str) -> Any:
     return model
 
 
-def train(family: str, stages: int, reentrant: bool, batches: Sequence[Batch], **options: Any) -> list[Step]:
+def train(
+    family: str, stages: int, reentrant: bool, batches: Sequence[Batch], only: int | None = None, **options: Any
+) -> list[Step]:
+    """Steps with checkpointing on all ranks, or on one of them only."""
     with kept_in_double():
         model = parallelize(build(family), stages, **options)
-        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        if only in (None, torch.distributed.get_rank()):
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
         steps = []
         for inputs in batches:
             model.zero_grad()
@@ -82,6 +86,15 @@ def test_checkpointed_weights_that_a_stage_uses_several_times_are_summed_once_co
 def test_checkpointing_goes_with_deferred_weight_gradients(pool: Pool, schedule: str, reentrant: bool) -> None:
     inputs = batch("causal", 4)
     found = pool.run(2, train, "gpt2", 2, reentrant, [inputs], schedule=schedule)
+    assert_steps_equal([steps[0] for steps in found], oracle("gpt2", inputs))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "only", "reentrant"), [("1f1b", 0, True), ("zb-h1", 1, False), ("zb-v", 0, False)]
+)
+def test_some_ranks_may_recompute_alone(pool: Pool, schedule: str, only: int, reentrant: bool) -> None:
+    inputs = batch("causal", 4)
+    found = pool.run(2, train, "gpt2", 2, reentrant, [inputs], only=only, schedule=schedule)
     assert_steps_equal([steps[0] for steps in found], oracle("gpt2", inputs))
 
 

@@ -13,7 +13,9 @@ from families import FAMILIES
 from hetero import balanced
 from penstock.layout.pipelines import num_stages_on
 from penstock.planning import memory
+from penstock.planning.cluster import Cluster, DeviceClass
 from penstock.planning.memory import Held, memory_of_ranks
+from penstock.planning.plan import Job, PlannedPipeline, evaluate
 from penstock.planning.profile import Profile, held_by_stages
 from penstock.planning.profiling import profile_model
 from penstock.planning.unit_cost import LiveBytes
@@ -134,3 +136,35 @@ def test_logits_take_what_is_predicted_whole_or_in_chunks(pool: Pool, tokens: in
     estimates = memory_of_ranks(build("1f1b", 2, 4), stages)
     for peak, estimate in zip(pool.run(2, peaks_with_logits, tokens), estimates, strict=True):
         assert 0.9 <= estimate.activations / peak <= 1.1
+
+
+def states_of_optimizer(stages: list[list[list[str]]]) -> float:
+    """Bytes of Adam's two numbers that this rank keeps after a step of pipelines of these stages."""
+    model = wide_vocabulary()
+    plugin = penstock.HeterogeneousParallelPlugin(microbatch_size=1, sharded_optimizer=True)
+    plugin.set_pipelines([penstock.PipelineTemplate(type(model).__name__, each) for each in stages], [2, 1])
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer, *_ = plugin.configure(model, optimizer)
+    ids = torch.ones(3, 16, dtype=torch.long)
+    for out in model(input_ids=ids, labels=ids):
+        out.loss.backward()
+    optimizer.step()
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    return float(sum(value.nbytes for value in states if value.dim()))
+
+
+def test_owners_are_those_of_the_run(pool: Pool) -> None:
+    """Over a pipeline of two stages and one of a single stage, whose rank holds all weights and owns few of them."""
+    profile = profile_model(wide_vocabulary(), 1, 16)
+    two = profile.units[:2], profile.units[2:]
+    kept = [[[unit.name for unit in stage] for stage in stages] for stages in (two, [profile.units])]
+    pipelines = [
+        PlannedPipeline(devices, tuple(map(tuple, stages)), build("1f1b", len(devices), count))
+        for devices, stages, count in (((0, 1), two, 2), ((2,), [profile.units], 1))
+    ]
+    job = Job(profile, Cluster((DeviceClass("cpu", 3),)), 3, sharded=2)
+    plan = evaluate(job, pipelines)
+    assert plan is not None
+    found = pool.run(3, states_of_optimizer, kept)
+    assert [memory.optimizer for memory in plan.memory] == pytest.approx(found, rel=1e-3)
+    assert sum(found) == sum(unit.optimizer for unit in profile.units)

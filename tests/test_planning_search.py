@@ -149,6 +149,25 @@ def test_checkpointing_fits_where_activations_did_not() -> None:
     assert best.fullest[1].total <= 2.6 * GB
 
 
+def test_stages_whose_memory_is_short_recompute_and_the_others_do_not() -> None:
+    """Never slower than recomputing on all stages or on none, and possible where one of these is."""
+    mixed = 0
+    for limit in (2.2, 2.6, 3.0, 3.4, 4.0, 5.0):
+        job = Job(gpt(), cluster("4", f"{limit}GB"), 8, schedules=("1f1b", "zb-h1"))
+        steps = {}
+        for how in (False, True, "stages"):
+            with contextlib.suppress(Infeasible):
+                steps[how] = make_plans(replace(job, checkpointing=how), 1)[0]
+        if not steps:
+            continue
+        best = steps["stages"]
+        assert all(best.seconds <= other.seconds * (1 + 1e-9) for other in steps.values())
+        assert best.fullest[1].total <= limit * GB
+        mixed += any(best.recomputing) and not all(best.recomputing)
+        assert any(best.recomputing) == (False not in steps or steps[False].seconds > best.seconds)
+    assert mixed
+
+
 def test_copies_stand_on_nodes_of_their_own() -> None:
     devices = cluster("8", "8GB", node_sizes=(4, 4), between=Link(1e-4, 1e9), inside=Link(1e-5, 1e10))
     for plan in make_plans(Job(gpt(), devices, 32, copies=2)):

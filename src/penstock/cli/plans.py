@@ -212,7 +212,7 @@ def plan(
             quantization, lora_rank,
         )  # fmt: skip
     job = _job(found, classes, nodes, global_batch, microbatch, copies, schedule)
-    shares = [0, *shares_of(job)] if sharded_optimizer else [0]
+    shares = [*shares_of(job), 0] if sharded_optimizer else [0]
     ways: Any = product(CHECKPOINTING[checkpointing], shares)
     plans, words = best_of([replace(job, checkpointing=how, sharded=share) for how, share in ways], most)
     job = plans[0].job

@@ -71,14 +71,14 @@ def best_of(jobs: Sequence[Job], most: int = 5) -> tuple[list[Plan], list[str]]:
     """The best plans of the first of the fastest of some jobs, which differ in what is switched on; and what of that
     makes the job fit, or how it would be without."""
     found: list[list[Plan]] = []
-    failures: list[Infeasible] = []
+    failures: list[tuple[Job, Infeasible]] = []
     for job in jobs:
         try:
             found.append(make_plans(job, most))
         except Infeasible as error:
-            failures.append(error)
+            failures.append((job, error))
     if not found:
-        raise failures[-1]
+        raise failures[-1][1]
     plans = min(found, key=lambda some: some[0].seconds)
     words = []
     for switch, name in (("checkpointing", "recomputed activations"), ("sharded", "a sharded optimizer")):
@@ -90,7 +90,8 @@ def best_of(jobs: Sequence[Job], most: int = 5) -> tuple[list[Plan], list[str]]:
             needs = readable(best.fullest[1].total)
             words.append(f"Without {name}: {best.seconds:.4g} s a step, and {needs} on the fullest device.")
         else:
-            words.append(f"It fits with {name} only. Without, {failures[0]}.")
+            why = next(error for job, error in failures if not getattr(job, switch))
+            words.append(f"It fits with {name} only. Without, {why}.")
     return plans, words
 
 
