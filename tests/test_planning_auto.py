@@ -67,6 +67,15 @@ def test_little_memory_makes_deeper_pipelines(pool: Pool) -> None:
     assert auto_pipeline_size(build(), 4, 8, 1, "1f1b", memory=0.9 * whole) == 2
 
 
+def test_the_loss_in_chunks_makes_a_smaller_last_stage() -> None:
+    model = FAMILIES["llama"].build(vocab_size=4096, hidden_size=8, max_position_embeddings=128, dtype=torch.float32)
+    logits = 128 * 4096 * 4.0
+    for tokens, needed in ((None, 4), (16, 1)):  # logits, their softmax, and the gradients of both
+        with pytest.raises(Infeasible):
+            auto_pipeline_size(model, 1, 8, 1, "1f1b", (needed - 0.5) * logits, tokens)
+        assert auto_pipeline_size(model, 1, 8, 1, "1f1b", (needed + 2.5) * logits, tokens) == 1
+
+
 def initialize_auto() -> tuple[float, int]:
     section = {"pipeline_parallel_size": "auto", "micro_batch_size": 2}
     model = penstock.initialize(build(), {"model_parallelism": section})

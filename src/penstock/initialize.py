@@ -164,6 +164,7 @@ def _with_size(model: nn.Module, configuration: Configuration, found: UnitsAndCo
         configuration.micro_batch_size or 1,
         str(configuration.schedule),
         found.memory,
+        configuration.loss_chunk_tokens,
     )
     # Estimates differ between machines: rank 0's counts.
     return replace(configuration, pipeline_parallel_size=ranks.exchange(size, "planning")[0])

@@ -239,6 +239,7 @@ class HeterogeneousParallelPlugin:
                 device_memory() if memory is None else memory,
                 profile,
                 copies,
+                self.loss_chunk_tokens,
             )
             pipelines, num_microbatches = chosen
         checked = check_templates(pipelines)

@@ -62,7 +62,8 @@ def configure_elastic(
         raise TypeError("the dataloader was not made by this plugin: make it with plugin.prepare_dataloader(...)")
     num_microbatches = plugin.global_batch_size // plugin.microbatch_size
     formations = Formations(
-        model, elastic, plugin.settle_schedule(model), num_microbatches, plugin.microbatch_size, plugin.tp_size
+        model, elastic, plugin.settle_schedule(model), num_microbatches, plugin.microbatch_size, plugin.tp_size,
+        plugin.loss_chunk_tokens,
     )  # fmt: skip
     facts = {**facts_of(model), **plugin._facts(), "the global batch size": plugin.global_batch_size}
     states = SharedStates(optimizer.unwrap() if isinstance(optimizer, PipelineOptimizer) else optimizer)

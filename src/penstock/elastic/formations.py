@@ -44,6 +44,7 @@ class Formations:
         num_microbatches: int,
         microbatch_size: int,
         tp_size: int,
+        loss_chunk_tokens: int | None = None,
     ) -> None:
         self.model_name = type(model).__name__
         self.units = PipelineTemplate.get_modules(model)
@@ -58,9 +59,9 @@ class Formations:
             )
         self._memory = device_memory() if settings.memory is None else settings.memory
         if self._memory is not None and not settings.templates:
-            self._profile = profile_model(model, microbatch_size)
+            self._profile = profile_model(model, microbatch_size, loss_chunk_tokens=loss_chunk_tokens)
         else:  # an estimate of the seconds is enough to balance stages
-            costs = unit_costs(model, self.units)
+            costs = unit_costs(model, self.units, loss_in_chunks=loss_chunk_tokens is not None)
             self._profile = Profile(
                 self.model_name,
                 tuple(UnitCost(unit, cost, cost, cost) for unit, cost in zip(self.units, costs, strict=True)),

@@ -29,19 +29,25 @@ def auto_pipelines(
     memory: float | None = None,
     profile: str | os.PathLike[str] | None = None,
     copies: int = 1,
+    loss_chunk_tokens: int | None = None,
 ) -> tuple[list[PipelineTemplate], list[int]]:
     """Templates of the best pipelines that use all of `num_devices` equal devices, and their microbatches.
 
     Args:
         memory: bytes of each device that the run may use; None is no limit.
         profile: the file that says what the units cost; None estimates it.
+        loss_chunk_tokens: as in the configuration.
     """
     if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, int):
         raise TypeError(
             'with pipelines "auto" num_microbatches is the number of microbatches over all pipelines, got '
             f"{num_microbatches!r}"
         )
-    found = _estimate(model, microbatch_size) if profile is None else Profile.read(os.fspath(profile))
+    found = (
+        profile_model(model, microbatch_size, loss_chunk_tokens=loss_chunk_tokens)
+        if profile is None
+        else Profile.read(os.fspath(profile))
+    )
     job = _job(found, num_devices, num_microbatches, schedule, memory, copies)
     plans: list[Plan | None] = [*make_plans(job, 16), equal_pipelines(job, schedule)]
     complete = [plan for plan in plans if plan is not None and len(plan.devices) == num_devices]
@@ -65,10 +71,11 @@ def auto_pipeline_size(
     microbatch_size: int,
     schedule: str,
     memory: float | None = None,
+    loss_chunk_tokens: int | None = None,
 ) -> int:
     """The number of ranks of equal pipelines, a divisor of `num_devices`, with which a sample takes least."""
     each = num_microbatches or DEFAULT_MICROBATCHES
-    profile = _estimate(model, microbatch_size)
+    profile = profile_model(model, microbatch_size, loss_chunk_tokens=loss_chunk_tokens)
     best, size = math.inf, 0
     for ranks in (divisor for divisor in range(1, num_devices + 1) if num_devices % divisor == 0):
         pipelines = num_devices // ranks
@@ -79,10 +86,6 @@ def auto_pipeline_size(
     if not size:
         raise explain(_job(profile, num_devices, each, schedule, memory, 1))
     return size
-
-
-def _estimate(model: PreTrainedModel, microbatch_size: int) -> Profile:
-    return profile_model(model, microbatch_size)
 
 
 def _job(
