@@ -148,7 +148,8 @@ def main(names: list[str]) -> None:
     table.write(
         f"Of {len(ratios)} ratios the least is {min(ratios):.3f}, the greatest {max(ratios):.3f}. Taken is the "
         "resident memory at the third step's peak, without that before the model; ckpt: activations recomputed, "
-        "chunk: the loss in chunks. AdamW is torch's, fused; with float32 numbers bitsandbytes'."
+        "chunk: the loss in chunks. AdamW is torch's, fused; with float32 numbers bitsandbytes'.",
+        "one run of each",
     )
 
 
