@@ -54,6 +54,8 @@ def run(
 
     `again`: "all", also those that have one, or "failing", those whose result is not good, or "".
     """
+    from examine_model import DIFFUSION
+    from tiny_diffusion import MODELS
     from tiny_models import classes_of
 
     known = {
@@ -61,7 +63,8 @@ def run(
         for r in read(results)
         if not again or (again == "failing" and is_good(r))
     }
-    keys = ((task, name, num_stages, tensor_parallel_size) for task in tasks for name in classes_of(task))
+    classes = {task: list(MODELS) if task == DIFFUSION else classes_of(task) for task in tasks}
+    keys = ((task, name, num_stages, tensor_parallel_size) for task in tasks for name in classes[task])
     examine_all([key for key in keys if key not in known and re.search(only, key[1])], results, seconds)
 
 
@@ -199,6 +202,10 @@ The columns *generate* and *tensor-parallel* say how many of the tried classes a
 `tensor_parallel_size` 2. Classes that are exact with tensor parallelism are in *italics*. Most others have no
 tensor-parallel plan, or were not tried with it.
 """
+OF_DIFFUSERS = (
+    "Classes of diffusers {}, trained on the squared distance of what they return first from a constant. They were in "
+    "evaluation mode, so that labels are not dropped at random. See [diffusion models](diffusion.md)."
+)
 COLUMNS = ("exact", "exact against accumulation", "refused in part", "refused", "other", "not tried")
 
 
@@ -271,6 +278,8 @@ def write(results: Path, with_tensor_parallelism: Path, page: Path, again: Path 
         lines.append(f"| {name} | " + " | ".join([*map(str, counts), *of]) + " |")
     for task in tasks:
         lines += ["", f"## {task[0].upper()}{task[1:]}", ""]
+        if task == "diffusion":
+            lines += [*textwrap.wrap(OF_DIFFUSERS.format(version("diffusers")), 120), ""]
         found = groups[task]
         marked = [f"*{r['class']}*" if (task, r["class"]) in both else r["class"] for r in found["exact"]]
         lines += textwrap.wrap(f"Exact: {', '.join(marked) or 'none'}.", 120, break_on_hyphens=False)
@@ -333,7 +342,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     runs = commands.add_parser("run", help="examine classes")
-    runs.add_argument("--task", action="append", choices=list(TASKS), help="default: all")
+    runs.add_argument("--task", action="append", choices=[*TASKS, "diffusion"], help="default: all but diffusion")
     runs.add_argument("--only", default="", help="a regular expression that a class's name must contain")
     runs.add_argument("--stages", type=int, default=2)
     runs.add_argument("--tensor-parallel", type=int, default=1)

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from tiny_diffusion import build_diffusion, to_a_constant
 from tiny_models import build_running
 
 from penstock.checking.compare import ACCUMULATED, DIFFERS, EXACT, FAILED, NOT_TRIED, REFUSED, Comparison, Row
@@ -14,6 +15,7 @@ from penstock.config import Configuration
 
 NUM_MICROBATCHES = 4
 GENERATIVE = ("causal-lm", "seq2seq-lm", "speech-seq2seq", "image-text", "image-text with images")
+DIFFUSION = "diffusion"  # a task of diffusers' classes
 # The page's words, from good to bad.
 WORDS = {
     EXACT: "exact",
@@ -41,8 +43,9 @@ def examine(class_name: str, task: str, num_stages: int, tensor_parallel_size: i
             num_microbatches=NUM_MICROBATCHES,
         )
         try:
-            model, inputs = build_running(class_name, task)
-            compared = Comparison(model, inputs, configuration)
+            of_diffusers = task == DIFFUSION
+            model, inputs = build_diffusion(class_name) if of_diffusers else build_running(class_name, task)
+            compared = Comparison(model, inputs, configuration, to_a_constant if of_diffusers else None)
         except Exception as error:
             return {"unsplit": f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:300]}
         results: dict[str, str] = {}

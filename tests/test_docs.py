@@ -587,6 +587,37 @@ assert any(type(parameter).__name__ == "Params4bit" for parameter in model.param
 """,
     ),
     Run(
+        "docs/diffusion.md",
+        ("Diffusion models",),
+        2,
+        before="""
+import os, sys, time
+from pathlib import Path
+sys.path.insert(0, ROOT_OF_EXAMPLES)
+import torch
+import torch.nn.functional as F
+from diffusers import FluxTransformer2DModel
+from peft import LoraConfig
+import penstock
+import run_diffusion_lora as example
+if os.environ["RANK"] == "0":
+    example.make_model(Path("base"))
+    os.makedirs("black-forest-labs")
+    os.rename("base", "black-forest-labs/FLUX.1-dev")
+while not os.path.exists("black-forest-labs/FLUX.1-dev"):
+    time.sleep(0.1)
+sample = {"latents": torch.randn(4, 8, 8), "prompt_embeds": torch.randn(8, 32), "pooled_prompt_embeds": torch.ones(32)}
+batch = example.flow_matching([sample] * 8, 0, torch.bfloat16, False)
+velocity = batch.pop("velocity")
+example_inputs = batch
+""".replace("ROOT_OF_EXAMPLES", repr(str(ROOT / "examples"))),
+        after="""
+model = FluxTransformer2DModel.from_pretrained("black-forest-labs/FLUX.1-dev", subfolder="transformer")
+model.load_lora_adapter("adapter", prefix="transformer", use_safetensors=True)
+assert sum("lora_A" in name for name in model.state_dict()) == 2 * 4 + 4 * 3
+""",
+    ),
+    Run(
         "docs/exactness.md",
         ("What you need to do",),
         2,

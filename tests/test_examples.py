@@ -11,6 +11,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from datasets import Dataset
+from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -152,6 +153,44 @@ def test_the_quantised_example_goes_on_with_more_stages_as_one_process_would(tmp
     )
     adapted = PeftModel.from_pretrained(packed, tmp_path / "split/adapter")
     assert any(bool(value.any()) for name, value in adapted.named_parameters() if "lora_B" in name)
+
+
+def diffusion_curve(folder: Path, stages: int, *options: object) -> dict[str, list[float]]:
+    arguments = [str(EXAMPLES / "run_diffusion_lora.py"), "--output", str(folder), "--stages", str(stages)]
+    arguments += map(str, options)
+    result = run_python(*arguments, timeout=280) if stages == 1 else torchrun(stages, *arguments, timeout=280)
+    assert result.returncode == 0, result.stderr[-4000:]
+    curve: dict[str, list[float]] = json.loads((folder / "curve.json").read_text())
+    return curve
+
+
+def drawn_by_diffusers(base: Path, adapter: Path | None) -> torch.Tensor:
+    """An image of a plain pipeline of tiny parts, without text encoders."""
+    kinds: dict[str, Any] = {"transformer": FluxTransformer2DModel, "vae": AutoencoderKL}
+    parts = {name: kind.from_pretrained(base / name) for name, kind in kinds.items()}
+    absent = dict.fromkeys(["text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"])
+    pipeline: Any = FluxPipeline(scheduler=FlowMatchEulerDiscreteScheduler(), **parts, **absent)
+    if adapter is not None:
+        pipeline.load_lora_weights(str(adapter), weight_name="pytorch_lora_weights.safetensors")
+    random = torch.Generator().manual_seed(0)
+    embeds = {"prompt_embeds": torch.ones(1, 8, 32), "pooled_prompt_embeds": torch.ones(1, 32)}
+    size = {"height": 16, "width": 16, "num_inference_steps": 2}
+    return torch.from_numpy(pipeline(**embeds, **size, generator=random, output_type="np").images)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_diffusion_example_gives_the_same_curve_and_image_on_any_number_of_stages(tmp_path: Path) -> None:
+    one, several = tmp_path / "one", tmp_path / "several"
+    whole = diffusion_curve(one, 1, "--steps", 6)
+    begun = diffusion_curve(several, 2, "--steps", 4, "--save-every", 4)
+    assert begun["losses"] == pytest.approx(whole["losses"][:4], abs=1e-5)
+    resumed = diffusion_curve(several, 3, "--steps", 6, "--resume")
+    assert resumed["losses"] == pytest.approx(whole["losses"], abs=1e-5)
+    assert resumed["validation"] == pytest.approx(whole["validation"], abs=1e-5)
+    image = drawn_by_diffusers(one / "base", one / "adapter")
+    torch.testing.assert_close(drawn_by_diffusers(one / "base", several / "adapter"), image, rtol=0, atol=1e-5)
+    assert (image - drawn_by_diffusers(one / "base", None)).abs().max() > 1e-3
 
 
 @pytest.mark.slow
