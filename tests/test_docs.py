@@ -607,9 +607,9 @@ if os.environ["RANK"] == "0":
 while not os.path.exists("black-forest-labs/FLUX.1-dev"):
     time.sleep(0.1)
 sample = {"latents": torch.randn(4, 8, 8), "prompt_embeds": torch.randn(8, 32), "pooled_prompt_embeds": torch.ones(32)}
-batch = example.flow_matching([sample] * 8, 0, torch.bfloat16, False)
+example_inputs, batch = (example.flow_matching([sample] * size, 0, torch.bfloat16, False) for size in (2, 8))
+example_inputs.pop("velocity")
 velocity = batch.pop("velocity")
-example_inputs = batch
 """.replace("ROOT_OF_EXAMPLES", repr(str(ROOT / "examples"))),
         after="""
 model = FluxTransformer2DModel.from_pretrained("black-forest-labs/FLUX.1-dev", subfolder="transformer")
