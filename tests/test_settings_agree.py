@@ -18,9 +18,9 @@ from transformers import GPT2LMHeadModel
 
 import penstock
 from families import FAMILIES, batch
-from penstock import form
 from penstock.layout.layout import Layout
 from penstock.layout.partition import partition
+from penstock.modeling.graph import costs
 from penstock.modeling.graph.units import list_units
 from penstock.runtime import formation
 from penstock.runtime.comm import rollcall
@@ -124,13 +124,13 @@ def test_parameters_frozen_on_all_their_holders_are_no_difference(pool: Pool) ->
 
 def units_where_rank_1_estimates_otherwise() -> tuple[list[list[str]], list[float], dict[str, torch.Tensor | None]]:
     """Rank 1 takes the first units to be much dearer than rank 0 does."""
-    estimate = form.unit_costs
+    estimate = costs.unit_costs
 
     def skewed(model: Any, units: Any, **options: Any) -> list[float]:
         costs = estimate(model, units, **options)
         return [cost * (50 if index < 2 else 1) for index, cost in enumerate(costs)]
 
-    with kept_in_double(), mock.patch.object(form, "unit_costs", skewed if dist.get_rank() else estimate):
+    with kept_in_double(), mock.patch.object(costs, "unit_costs", skewed if dist.get_rank() else estimate):
         model = parallelize(FAMILIES["gpt2"].build(), 2, num_microbatches=2)
         losses = run_step(model, batch("causal", 4))
         return [list(stage) for stage in model.pipeline.layout.pipelines[0].stages], losses, gradients_of(model)
@@ -139,7 +139,7 @@ def units_where_rank_1_estimates_otherwise() -> tuple[list[list[str]], list[floa
 def test_all_ranks_balance_stages_by_the_costs_of_rank_0(pool: Pool) -> None:
     model, inputs = FAMILIES["gpt2"].build(), batch("causal", 4)
     units = list_units(model)
-    first = partition(form.unit_costs(model, units), [1.0, 1.0]).sizes[0]
+    first = partition(costs.unit_costs(model, units), [1.0, 1.0]).sizes[0]
     expected = unsplit_step(model, (inputs, 1.0))
     found = pool.run(2, units_where_rank_1_estimates_otherwise)
     for stages, losses, gradients in found:

@@ -8,9 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from penstock.layout.announce import announce
 from penstock.layout.layout import Layout
-from penstock.modeling.graph.costs import unit_costs
 from penstock.modeling.graph.units import list_units
 from penstock.modeling.instrumentation import known_of
 from penstock.rooms import room, sharding_of
@@ -61,7 +59,7 @@ def form(
     Args:
         facts: what else must be the same on all ranks, by name.
         plan: makes the plan of what was found; it fails alike on all ranks.
-        loss_in_chunks: see `unit_costs`.
+        loss_in_chunks: see `costs.unit_costs`.
         make: makes the model with this rank's weights for a layout, where `model` has none.
 
     Raises:
@@ -73,7 +71,7 @@ def form(
     planned = plan(_find(model, units, ranks, loss_in_chunks), ranks)
     layout, options = planned.layout, _with_found_dims(model, planned, ranks)
     if ranks.rank == 0:
-        announce(type(model).__name__, layout, planned.schedules, planned.microbatches, planned.costs)
+        room("announce")(type(model).__name__, layout, planned.schedules, planned.microbatches, planned.costs)
     if make is not None:
         model = mark_packed(make(layout, ranks))
     sharding = sharding_of(layout)
@@ -90,7 +88,7 @@ def _find(model: nn.Module, units: Sequence[str] | None, ranks: Ranks, loss_in_c
 
     def find() -> tuple[list[float], float | None]:
         known.extend([] if known else list_units(model))
-        costs = unit_costs(model, known, loss_in_chunks=loss_in_chunks) if ranks.rank == 0 else []
+        costs = room("unit_costs")(model, known, loss_in_chunks=loss_in_chunks) if ranks.rank == 0 else []
         return costs, device_memory()
 
     every = ranks.together("finding the model's units and their costs", find)

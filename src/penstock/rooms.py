@@ -1,4 +1,4 @@
-"""Where the faces find the rooms above the core, and the text of schedules: imported when first used, not before."""
+"""Where the faces find the rooms above the core, and what of it not every run needs: imported when first used."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ _ROOMS = {
     "HeterogeneousDataLoader": "penstock.data.loader",
     "check_schedule": "penstock.layout.schedules",
     "schedule_maker": "penstock.layout.schedules",
+    "announce": "penstock.layout.announce",
+    "unit_costs": "penstock.modeling.graph.costs",
     "own_or_named": "penstock.schedule.text",
     "summary": "penstock.schedule.text",
     "written_schedule": "penstock.schedule.text",
