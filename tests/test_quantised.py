@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from bitsandbytes.nn import Embedding4bit
+from bitsandbytes.nn import Embedding4bit, Linear4bit
+from bitsandbytes.optim import AdamW8bit
 from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 from safetensors.torch import load_file
-from transformers import Trainer, TrainingArguments
+from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 import penstock
@@ -252,6 +253,14 @@ def live_bytes() -> int:
     return sum(sizes.values())
 
 
+def held_of_loaded(folder: Path, kind: str) -> int:
+    before = live_bytes()
+    options = {"dtype": torch.float32, "pipeline_parallel_size": 2}
+    model = penstock.from_pretrained(str(folder), quantization_config=quantisation(kind), **options)
+    assert model.training is False
+    return live_bytes() - before
+
+
 def held(folder: Path, kind: str) -> tuple[int, int]:
     before = live_bytes()
     model = load("llama", folder, kind, adapters=False).requires_grad_(False)
@@ -262,12 +271,14 @@ def held(folder: Path, kind: str) -> tuple[int, int]:
     return whole, live_bytes() - before
 
 
-@pytest.mark.parametrize("kind", ["nf4", "double", "int8", "quanto8", "quanto4"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_ranks_hold_what_the_unsplit_model_holds_and_no_more(pool: Pool, tmp_path: Path, kind: str) -> None:
     folder = write_base("llama", tmp_path, hidden_size=256, intermediate_size=768)
     (whole, first), (_, last) = pool.run(2, held, folder, kind)
     assert whole > 1_500_000 and min(first, last) > 0.4 * whole
     assert first + last < 1.02 * whole
+    loaded = pool.run(2, held_of_loaded, folder, kind)
+    assert loaded == pytest.approx([first, last], rel=0.01)
 
 
 def replica(folder: Path, other: Path, kind: str) -> float:
@@ -331,14 +342,16 @@ def test_a_quantised_base_is_saved_as_transformers_saves_it(pool: Pool, tmp_path
     )
 
 
-def test_what_transformers_does_not_save_is_refused_by_name(pool: Pool, tmp_path: Path) -> None:
-    for said in pool.run(2, save_whole, "llama", base("llama"), "quanto8", tmp_path):
+@pytest.mark.parametrize("kind", ["quanto8", "torchao8"])
+def test_packed_weights_that_are_not_saved_are_refused_by_name(pool: Pool, tmp_path: Path, kind: str) -> None:
+    for said in pool.run(2, save_whole, "llama", base("llama"), kind, tmp_path):
         assert said is not None and "cannot save the packed weights of a quantised LlamaForCausalLM" in said
 
 
-def run_on(source: Path, folder: Path, stages: int, resume: bool) -> tuple[list[float], list[str]]:
+def run_on(source: Path, kind: str, folder: Path, stages: int, resume: bool) -> tuple[list[float], list[str]]:
     """Three steps with a save after the first, or the last two from there."""
-    model = parallelize(load("llama", source, "nf4"), stages)
+    options = {"pipeline_parallel_size": stages, "dtype": torch.float32, "quantization_config": quantisation(kind)}
+    model = penstock.from_pretrained(str(source), adapt=adapt, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     model.train()
     losses = []
@@ -355,12 +368,44 @@ def run_on(source: Path, folder: Path, stages: int, resume: bool) -> tuple[list[
     return losses, [name for file in folder.rglob("*.safetensors") for name in load_file(file)]
 
 
-def test_a_run_goes_on_with_another_number_of_stages_from_its_adapters_alone(pool: Pool, tmp_path: Path) -> None:
-    (losses, names), *_ = pool.run(2, run_on, base("llama"), tmp_path, 2, False)
+@pytest.mark.parametrize(("kind", "layers"), [("nf4", 4), ("torchao8", 1)])
+def test_a_run_goes_on_with_another_number_of_stages_from_its_adapters_alone(
+    pool: Pool, tmp_path: Path, kind: str, layers: int
+) -> None:
+    """Also where a stage has nothing that is packed."""
+    source = write_base("llama", tmp_path / "base", num_hidden_layers=layers)
+    (losses, names), *_ = pool.run(2, run_on, source, kind, tmp_path / "run", 2, False)
     weights = {name for name in names if "//" not in name}  # what has is of the optimizer
     assert weights and all("lora_" in name for name in weights)
-    for again, _ in pool.run(3, run_on, base("llama"), tmp_path, 3, True):
+    for again, _ in pool.run(3, run_on, source, kind, tmp_path / "run", 3, True):
         assert again == pytest.approx(losses[1:], rel=ROUNDING)
+
+
+def with_packed_head(folder: Path, options: dict[str, Any] | None) -> list[float]:
+    """Three steps with bitsandbytes' 8-bit Adam; unsplit without options."""
+    config = quantisation("nf4")
+    config.llm_int8_skip_modules = ["none"]
+    model = adapt(LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=config)).train()
+    assert isinstance(base_of(model).lm_head, Linear4bit)
+    if options is not None:
+        model = parallelize(model, 2, micro_batch_size=1, **options)
+    optimizer = AdamW8bit([one for one in model.parameters() if one.requires_grad], lr=0.05, eps=1e-4)
+    losses = []
+    for _ in range(3):
+        losses.append(plain_step(model) if options is None else split_step(model))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"), [(2, {"loss_chunk_tokens": 4}), (4, {"sharded_optimizer": True, "schedule": "zb-h1"})]
+)
+def test_a_packed_head_in_chunks_and_a_sharded_optimizer(pool: Pool, ranks: int, options: dict[str, Any]) -> None:
+    expected = with_packed_head(base("llama"), None)
+    assert expected[2] < expected[0] - 0.1
+    for losses in pool.run(ranks, with_packed_head, base("llama"), options):
+        assert losses == pytest.approx(expected, rel=ROUNDING)
 
 
 # -- the Trainer -------------------------------------------------------------------------------------------------------
@@ -437,6 +482,15 @@ def refusals(folder: Path) -> list[str]:
             parallelize(model, 1, tensor_parallel_size=2 if number == 1 else 1)
         said.append(str(caught.value))
     return said
+
+
+def test_what_loading_cannot_know_is_refused_by_name() -> None:
+    """Before any communication: there is none here."""
+    with pytest.raises(TypeError, match="such as BitsAndBytesConfig, got 'nf4'"):
+        penstock.from_pretrained(str(base("llama")), quantization_config="nf4", pipeline_parallel_size=2)
+    for folder, config in ((base("llama"), {"quantization_config": quantisation("nf4")}), (base("llama", "int8"), {})):
+        with pytest.raises(penstock.ConfigurationError, match='"auto" counts the weights as they are before'):
+            penstock.from_pretrained(str(folder), pipeline_parallel_size="auto", **config)
 
 
 def test_what_is_not_known_is_refused_by_name(pool: Pool) -> None:

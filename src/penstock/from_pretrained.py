@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from penstock.config import Configuration, take_keys
+from penstock.config import SECTION, Configuration, ConfigurationError, take_keys
 from penstock.initialize import ConfigLike, form_equal
 from penstock.layout.layout import Layout
 from penstock.modeling.adapters import base_of, is_peft_model
@@ -65,6 +66,16 @@ def from_pretrained(
         make_skeleton = partial(loading.meta_model, kind, path_or_name, **kwargs)
     else:
         model_config = load_config(path_or_name, **kwargs)
+        packing = kwargs.get("quantization_config") or getattr(model_config, "quantization_config", None)
+        if not isinstance(packing, (dict, QuantizationConfigMixin, type(None))):
+            raise TypeError(
+                f"quantization_config must be one of transformers, such as BitsAndBytesConfig, got {packing!r}"
+            )
+        if packing and configuration.pipeline_parallel_size == "auto":
+            raise ConfigurationError(
+                f'{SECTION}.pipeline_parallel_size "auto" counts the weights as they are before they are packed: give '
+                "a number, such as the one that penstock plan --quantization nf4 --lora-rank 16 finds"
+            )
         kind = resolve_model_class(model_config, model_class)
         make_skeleton = partial(meta_model, kind, model_config)
     if not configuration.enable:
