@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from penstock.runtime.failures.board import PipelineFailure
     from penstock.tensor_parallel import TensorParallelPlan, register_tensor_parallel_plan
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 __all__ = [
     "Booster",
