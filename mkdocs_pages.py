@@ -5,21 +5,35 @@ Their links are those of the repository; here they are turned to where the pages
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import io
 import re
+import shlex
 from collections import Counter
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parent
 ROOMS = "<!-- lines of each room -->"  # a line in docs/architecture.md
-ELSEWHERE = ["CONTRIBUTING.md", "CHANGELOG.md"]
-INTEGRATIONS = {
-    "penstock.integrations.transformers": [
-        f"penstock.integrations.transformers.{name}" for name in ("PipelineTrainer", "PipelineTrainerMixin")
-    ]
-}
+ELSEWHERE = {"README.md": "index.md", "CONTRIBUTING.md": "CONTRIBUTING.md", "CHANGELOG.md": "CHANGELOG.md"}
+MODELS = "benchmarks/results/models.md"  # of the results the one that is a page to search
+# A picture: the command that draws it, and what it shows. The option that names the file is added.
+PICTURE = re.compile(r"<!-- penstock (.+?): (.+?) -->")
+CSS = """.md-grid { max-width: 68rem; }
+.md-typeset table:not([class]) td:first-child code { white-space: nowrap; }
+.md-typeset img { background: white; }
+"""
+# In the order in which a user meets them; names that are not here follow.
+FIRST = (
+    *("initialize", "from_pretrained", "from_config", "Configuration", "ConfigurationError", "PipelineModel"),
+    *("verify", "save_checkpoint", "load_checkpoint", "Checkpoint", "CheckpointManager", "finish_saving"),
+    *("CheckpointError", "PipelineFailure", "HeterogeneousParallelPlugin", "Booster", "PipelineOptimizer"),
+    *("PipelineTemplate", "Elastic", "register_tensor_parallel_plan", "TensorParallelPlan"),
+)
 API = """# Public API
 
 What is listed here keeps its meaning between minor versions. Everything else may change.
@@ -27,37 +41,63 @@ What is listed here keeps its meaning between minor versions. Everything else ma
 
 
 def on_config(config: Any) -> Any:
-    """Pages that the navigation does not name come last."""
-    named = {
-        page
-        for entry in config.nav
-        for pages in (entry.values() if isinstance(entry, dict) else [[entry]])
-        for page in pages
-    }
-    more = [path.name for path in sorted((ROOT / "docs").glob("*.md")) if path.name not in named]
-    if more:
-        config.nav.append({"More": more})
+    """The navigation without pages that are not there, and with those that it does not name, as guides."""
+    there = {path.name for path in (ROOT / "docs").glob("*.md")} | {*ELSEWHERE.values(), "api.md", MODELS}
+    for entry in config.nav:
+        if isinstance(entry, dict):
+            for title, pages in entry.items():
+                entry[title] = [page for page in pages if page in there]
+                there.difference_update(pages)
+    there.discard("index.md")
+    next(entry for entry in config.nav if "Guides" in entry)["Guides"] += sorted(there)
     return config
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the pages that are not in docs/."""
-    results = sorted((ROOT / "benchmarks/results").glob("*.md"))
-    for name in [*ELSEWHERE, *(str(path.relative_to(ROOT)) for path in results)]:
-        files.append(File.generated(config, name, content=(ROOT / name).read_text()))
-    files.append(File.generated(config, "api.md", content=api_page()))
+    """Add the pages that are not in docs/, and the pictures."""
+    for name, page in ELSEWHERE.items():
+        files.append(File.generated(config, page, content=(ROOT / name).read_text()))
+    for path in sorted((ROOT / "benchmarks/results").glob("*.md")):
+        name = str(path.relative_to(ROOT))
+        head = "" if name == MODELS else "---\nsearch:\n  exclude: true\n---\n\n"
+        files.append(File.generated(config, name, content=head + path.read_text()))
+    for name, content in api_pages().items():
+        files.append(File.generated(config, name, content=content))
     for picture in sorted((ROOT / "benchmarks/results").glob("*.svg")):
         files.append(File.generated(config, str(picture.relative_to(ROOT)), abs_src_path=str(picture)))
+    for page in sorted((ROOT / "docs").glob("*.md")):
+        for command, _ in PICTURE.findall(page.read_text()):
+            files.append(File.generated(config, name_of(command), content=drawn(command)))
+    files.append(File.generated(config, "extra.css", content=CSS))
     return files
 
 
+def name_of(command: str) -> str:
+    """The file of a picture in the site."""
+    return f"pictures/{re.sub(r'[^a-z0-9]+', '-', command.lower()).strip('-')}.svg"
+
+
+def drawn(command: str) -> str:
+    """The picture that a command of the package draws."""
+    from penstock.cli import app
+
+    words = shlex.split(command)
+    with TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        file = Path(folder) / "picture.svg"
+        app([*words, "--output" if words[0] == "draw" else "--plot", str(file)], standalone_mode=False)
+        return file.read_text()
+
+
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Links to and from what is outside docs/ in the repository; and how large each room is."""
+    """Pictures; links to and from what is outside docs/ in the repository; and how large each room is."""
     if page.file.src_uri == "architecture.md":
         markdown = markdown.replace(ROOMS, lines_of_rooms())
-    if page.file.src_uri in ELSEWHERE:
+    markdown = PICTURE.sub(lambda found: f"![{found[2]}]({name_of(found[1])})", markdown)
+    if page.file.src_uri in ELSEWHERE.values():
         return re.sub(r"\]\((?:docs/)", "](", markdown)
-    return re.sub(r"\]\(\.\./", "](", markdown) if "/" not in page.file.src_uri else markdown
+    if page.file.src_uri.startswith("benchmarks/"):
+        return re.sub(r"\]\(\.\./\.\./docs/", "](../../", markdown)
+    return re.sub(r"\]\(\.\./", "](", markdown)
 
 
 def lines_of_rooms() -> str:
@@ -73,19 +113,47 @@ def lines_of_rooms() -> str:
     return "\n".join(["| room | files | lines |", "|---|---|---|", *rows, total])
 
 
-def api_page() -> str:
-    """A directive of mkdocstrings for each public name, under its module."""
+def api_pages() -> dict[str, str]:
+    """A page of mkdocstrings for each public name, and one that lists them."""
     import penstock
     import penstock.planning
     import penstock.schedule
 
     # None of these imports torch.
-    homes = {"penstock": [f"{home}.{name}" for name, home in penstock._HOMES.items()], **INTEGRATIONS}
     schedule, planning = penstock.schedule, penstock.planning
-    homes[schedule.__name__] = [f"{home}.{name}" for name, home in schedule._HOMES.items()]
-    homes[planning.__name__] = [f"{planning.__name__}.{name}" for name in planning.__all__]
-    parts = [API]
+    homes = {
+        "penstock": [f"{home}.{name}" for name, home in penstock._HOMES.items()],
+        "penstock, while it runs": ["penstock.runtime.engine.Engine", "penstock.runtime.report.StepReport"],
+        "penstock.integrations.transformers": [
+            f"penstock.integrations.transformers.{name}" for name in ("PipelineTrainer", "PipelineTrainerMixin")
+        ],
+        schedule.__name__: [f"{home}.{name}" for name, home in schedule._HOMES.items()],
+        planning.__name__: [f"{planning.__name__}.{name}" for name in planning.__all__],
+    }
+    homes["penstock"].sort(key=lambda home: (_place(home), home))
+    pages, index = {}, [API]
     for title, names in homes.items():
-        names = sorted(names, key=lambda name: name.rpartition(".")[2].lower())
-        parts += [f"## {title}\n", *(f"::: {name}\n" for name in names)]
-    return "\n".join(parts)
+        index.append(f"## {title}\n")
+        for home in names:
+            name = home.rpartition(".")[2]
+            file = f"api/{title.rpartition('.')[2].partition(',')[0]}.{name}.md"
+            heading, options = name, ""
+            if name == "Engine":
+                heading, options = "model.pipeline", f"    options:\n      members: {_for_users()}\n"
+            pages[file] = f"# {heading}\n\n::: {home}\n{options or '    options:'}\n      show_root_heading: false\n"
+            index.append(f"- [`{heading}`]({file})")
+        index.append("")
+    return pages | {"api.md": "\n".join(index)}
+
+
+def _place(home: str) -> int:
+    name = home.rpartition(".")[2]
+    return FIRST.index(name) if name in FIRST else len(FIRST)
+
+
+def _for_users() -> list[str]:
+    """What `model.pipeline` offers; read without importing torch."""
+    text = (ROOT / "src/penstock/runtime/engine.py").read_text()
+    return [
+        name for line in re.findall(r"^FOR_USERS \+?= (.*)$", text, re.MULTILINE) for name in ast.literal_eval(line)
+    ]

@@ -6,7 +6,7 @@
     python benchmarks/coverage.py sample --number 60         # and some that were good, into a file of their own
     python benchmarks/coverage.py run --results new.jsonl    # with a newer transformers
     python benchmarks/coverage.py compare new.jsonl          # and what it changed
-    python benchmarks/coverage.py write                      # docs/models.md from what was run
+    python benchmarks/coverage.py write                      # benchmarks/results/models.md from what was run
 
 Each class gets a tiny model (`tiny_models.py`), nine samples with uneven padding in four microbatches, double
 precision, no dropout; the ranks compare the loss, all gradients, the output of an evaluation and greedy tokens with
@@ -34,7 +34,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "tests")]
 RESULTS = HERE / "results" / "coverage.jsonl"
 SHARDED = HERE / "results" / "coverage_tensor_parallel.jsonl"
 SAMPLE = HERE / "results" / "coverage_sample.jsonl"
-PAGE = HERE.parent / "docs" / "models.md"
+PAGE = HERE / "results" / "models.md"
 SECONDS = 90.0
 FEATURES = ("train", "evaluate", "generate")
 Record = dict[str, Any]
@@ -180,7 +180,7 @@ INTRODUCTION = """# Models
 
 Does it work with your model? Search this page for its class. It lists the classes of transformers' tasks that were
 tried with transformers {transformers} and torch {torch} on {date}. `benchmarks/coverage.py` makes the page. For a model
-of your own, or for another version, run [`penstock verify`](verify.md).
+of your own, or for another version, run [`penstock verify`](../../docs/verify.md).
 
 Each class was built tiny and without dropout, in double precision if its code allows it (otherwise in single). It was
 trained for a step on two stages: nine samples with uneven padding, in four microbatches. The loss, every gradient, all
@@ -189,7 +189,7 @@ unsplit.
 
 - *Exact*: equal within 1e-8 of the largest entry (2e-4 in single precision).
 - *Exact against accumulation*: exact against the unsplit model that accumulates over the same microbatches. A warning
-  says why the whole batch at once would differ; see [exactness](exactness.md#losses-that-are-no-mean).
+  says why the whole batch at once would differ; see [exactness](../../docs/exactness.md#losses-that-are-no-mean).
 - *Refused*: an error says why, on every rank, before anything is sent.
 - *Refused in part*: training is exact, but evaluation or generation is refused.
 - *Other*: anything else; the table of the task says what came out. Do not rely on these classes.
@@ -355,7 +355,7 @@ def main() -> None:
     samples.add_argument("--output", type=Path, default=SAMPLE)
     for command in (runs, samples):
         command.add_argument("--seconds", type=float, default=SECONDS, help="that a class may take")
-    writes = commands.add_parser("write", help="write docs/models.md")
+    writes = commands.add_parser("write", help="write benchmarks/results/models.md")
     writes.add_argument("--with-tensor-parallelism", type=Path, default=SHARDED)
     compares = commands.add_parser("compare", help="print the classes whose outcome is another in a second file")
     compares.add_argument("second", type=Path)

@@ -24,6 +24,7 @@ import typer
 from kinds.options import build_parser
 from torch.distributed.run import get_args_parser
 
+import penstock
 from launch import ROOT
 from local_hub import local_hub
 from penstock.cli import app
@@ -169,6 +170,25 @@ loader = model.prepare_dataloader(rows, 8)
         after="""
 assert sorted(os.listdir("run")) == [f"step-{number:08d}" for number in (2, 4, 6, 7)]
 assert (checkpoint.step, loader.epoch, model.pipeline.step_number) == (7, 3, 6)
+""",
+    ),
+    Run(
+        "docs/tracking.md",
+        ("Tracking experiments",),
+        2,
+        before="import sys, types\n"
+        + IMPORTS
+        + """
+model, batches = split(2), [batch_of(8)]
+said = []
+class SummaryWriter:
+    def __init__(self, folder):
+        self.add_scalar = lambda *values: said.append(values)
+sys.modules["torch.utils.tensorboard"] = types.SimpleNamespace(SummaryWriter=SummaryWriter)
+""",
+        after="""
+del sys.modules["torch.utils.tensorboard"]
+assert len(said) == (2 if os.environ["RANK"] == "0" else 0)
 """,
     ),
     Run("README.md", ("In your script",), 2, after=TRAINED + "assert_trained('trained')"),
@@ -808,11 +828,54 @@ def test_relative_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors_of(file), f"{page.name} links to {target}"
 
 
-def test_the_index_and_the_readme_link_every_page() -> None:
-    for page, folder in ((ROOT / "README.md", "docs/"), (ROOT / "docs/index.md", "")):
-        linked = set(re.findall(rf"\]\({folder}(\w+\.md)\)", page.read_text()))
-        below = {"index.md", page.name} | ({"benchmark_on_slurm.md"} if folder else set())  # reached from benchmark.md
-        assert {other.name for other in (ROOT / "docs").glob("*.md")} - below <= linked
+def test_the_navigation_has_every_page_once() -> None:
+    nav = re.findall(
+        r"[\w/]+\.md", (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2].partition("not_in_nav")[0]
+    )
+    assert len(nav) == len(set(nav))
+    assert {page.name for page in (ROOT / "docs").glob("*.md")} <= set(nav)
+
+
+def test_code_is_at_most_88_columns_wide() -> None:
+    """As much as the site shows beside its navigation in a window of 1400 pixels."""
+    wide = [
+        f"{page.name}:{block.line + number}: {line}"
+        for page in PAGES
+        for block in blocks_of(page)
+        for number, line in enumerate(block.text.splitlines())
+        if len(line) > 88
+    ]
+    assert wide == []
+
+
+def test_pictures_are_drawn_by_commands_that_parse() -> None:
+    found = [command for page in PAGES for command, _ in mkdocs_pages.PICTURE.findall(page.read_text())]
+    assert len(found) > 8
+    for command in found:
+        check_penstock(shlex.split(command))
+    drawn = mkdocs_pages.drawn("draw zb-h1 -p 2 -m 2")
+    assert drawn.startswith("<svg") and "zb-h1: 2 ranks" in drawn
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-v"])
+def test_the_pictures_of_the_readme_are_what_the_command_draws(name: str) -> None:
+    assert (ROOT / f"docs/pictures/{name}.svg").read_text() == mkdocs_pages.drawn(f"draw {name} -p 4 -m 8")
+
+
+def test_the_reference_has_a_page_for_every_public_name() -> None:
+    pages = mkdocs_pages.api_pages()
+    assert {f"api/penstock.{name}.md" for name in penstock.__all__} <= pages.keys()
+    assert "last_step" in pages["api/penstock.Engine.md"] and "register" not in pages["api/penstock.Engine.md"]
+
+
+def test_headings_of_troubleshooting_are_words_of_errors() -> None:
+    source = "".join(re.sub(r'"\n\s*f?"', "", file.read_text()) for file in (ROOT / "src/penstock").rglob("*.py"))
+    headings = [line[3:] for _, line in prose_of(ROOT / "docs/troubleshooting.md") if line.startswith("## ")]
+    told = [heading for heading in headings if not heading.startswith(("The loss", "A device", "It is slow"))]
+    assert len(told) >= 8
+    for heading in told:
+        parts = [part.strip() for part in heading.split("...") if part.strip()]
+        assert all(part in source for part in parts), heading
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
