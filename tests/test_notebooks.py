@@ -21,7 +21,7 @@ def test_a_notebook_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     NotebookClient(notebook, timeout=200, resources={"metadata": {"path": str(tmp_path)}}).execute()
     printed = "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", []))
     if name == "two_stages.ipynb":
-        assert float(printed.rpartition("largest difference of the losses: ")[2]) < 1e-5
+        assert float(printed.rpartition("largest difference of the losses: ")[2].split()[0]) < 1e-5
         assert "GPT2LMHeadModel on 2 ranks: 1 pipeline" in printed and "<step: loss " in printed
     else:
         assert "stage 1: transformer.h." in printed and "It fits: " in printed

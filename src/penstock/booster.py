@@ -73,6 +73,7 @@ class Booster:
         """With `elastic=`, give the state of an object of your own to each process that joins.
 
         Args:
+            name: the same in every process, and used once.
             one: has `state_dict()` and `load_state_dict()`. The scheduler and the loader that were given to `boost` are
                 registered already.
 
