@@ -204,7 +204,7 @@ tensor-parallel plan, or were not tried with it.
 """
 OF_DIFFUSERS = (
     "Classes of diffusers {}, trained on the squared distance of what they return first from a constant. They were in "
-    "evaluation mode, so that labels are not dropped at random. See [diffusion models](diffusion.md)."
+    "evaluation mode, so that labels are not dropped at random. See [diffusion models](../../docs/diffusion.md)."
 )
 COLUMNS = ("exact", "exact against accumulation", "refused in part", "refused", "other", "not tried")
 
