@@ -77,7 +77,8 @@ def test_an_error_ends_with_its_traceback(script: Path) -> None:
     assert "the end" in result.stdout
 
 
-LOADED = "print('torch' in sys.modules, os.environ.get('HF_HOME'))"
+# In one piece, as the outputs of several processes meet.
+LOADED = "print(f\"{'torch' in sys.modules} {os.environ.get('HF_HOME')}\\n\", end='')"
 
 
 def test_what_imports_have_read_already_takes_a_new_interpreter(script: Path) -> None:

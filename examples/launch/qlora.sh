@@ -3,6 +3,7 @@
 # RANKS=2 starts so many processes instead, also without a GPU.
 set -euo pipefail
 
+: "${1:?usage: bash examples/launch/qlora.sh --model meta-llama/Llama-3.1-8B [options of run_qlora.py]}"
 examples=$(dirname "$0")/..
 ranks=${RANKS:-$(nvidia-smi --list-gpus | wc -l)}
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel
@@ -26,6 +25,7 @@ from penstock.initialize import initialize
 from penstock.modeling.graph.loss import Criterion, loss_by
 from penstock.modeling.stage.named_output import NamedOutput
 from penstock.nested import named_tensors
+from penstock.runtime.comm.exchange import Ranks
 from penstock.runtime.engine import DEFAULT_MICROBATCHES_PER_STAGE
 
 EXACT = "exact"
@@ -134,8 +134,9 @@ class Comparison:
         except Exception as error:
             return [_failed("training", error)]
         said = [str(w.message) for w in caught if "accumulating over the same microbatches" in str(w.message)]
-        told: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(told, said)  # only the rank with the loss warns of it
+        context = model.pipeline.context
+        ranks = Ranks(context.groups.world_control, context.board.guard)
+        told = ranks.exchange(said, "comparing warnings")  # only the rank with the loss warns of it
         self.warned = next((text.partition(": the run equals")[0] for texts in told for text in texts), None)
         self._losses = ours.losses
         rows = [
