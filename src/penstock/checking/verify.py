@@ -136,7 +136,11 @@ def worst(ranks: list[list[Row]]) -> tuple[Row, ...]:
     """Of what the ranks say of one thing, the worst."""
     names = dict.fromkeys(row.what for rows in ranks for row in rows)
     each = {name: [row for rows in ranks for row in rows if row.what == name] for name in names}
-    return tuple(max(rows, key=lambda row: (_RESULTS.index(row.result), row.difference or 0)) for rows in each.values())
+
+    def weight(row: Row) -> tuple[int, float, bool]:  # what only heard of another rank's error says less
+        return _RESULTS.index(row.result), row.difference or 0, not row.reason.startswith("PipelineFailure")
+
+    return tuple(max(rows, key=weight) for rows in each.values())
 
 
 def _on_rank(
