@@ -54,6 +54,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--microbatches", type=int, default=4, help="of a step; they divide the batch size")
     parser.add_argument("--beta", type=float, default=0.1, help="how far the model may go from what it was")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--adam-epsilon", type=float, default=1e-8, help="larger, it quiets gradients of mere rounding")
     parser.add_argument("--lora", action="store_true", help="train adapters (needs PEFT)")
     parser.add_argument("--output", type=Path, default=Path("output"), help="folder for the model and the losses")
     options = parser.parse_args()
@@ -152,7 +153,7 @@ def main() -> None:
     model.train()
     loader = model.prepare_dataloader(pairs, options.batch_size, drop_last=True, collate_fn=collate)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trainable, lr=options.learning_rate, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(trainable, lr=options.learning_rate, eps=options.adam_epsilon, weight_decay=0.0)
     losses = []
     for batch in itertools.islice(endlessly(loader), options.steps):
         for out in model(**on_device(batch, model.pipeline.device)):
