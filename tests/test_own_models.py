@@ -635,3 +635,52 @@ def test_a_shared_module_with_running_statistics_is_refused_by_name() -> None:
     model.layers[0] = model.layers[3] = nn.BatchNorm1d(6)
     with pytest.raises(NotImplementedError, match=r"layers\.3 stands elsewhere, too, and has a buffer"):
         PipelineTemplate.get_modules(model)
+
+
+class RunningMean(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x: torch.Tensor) -> None:
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+
+
+class Watched(nn.Module):
+    """Keeps a running mean of what its second layer returns: in a module for that, or itself."""
+
+    def __init__(self, in_module: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(6, 6) for _ in range(4)])
+        self.watch = RunningMean() if in_module else None
+        self.register_buffer("mean", torch.zeros(6), persistent=not in_module)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            x = layer(x).tanh()
+            if number == 1:
+                RunningMean.forward(self, x) if self.watch is None else self.watch(x)
+        return x
+
+
+def train_watched(folder: str) -> None:
+    model = penstock.initialize(
+        Watched(True),
+        {"model_parallelism": {"pipeline_parallel_size": 2, "num_microbatches": 2}},
+        lambda outputs, inputs: nn.functional.cross_entropy(outputs, inputs["target"]),
+        example_inputs={"x": SHARED_INPUTS["x"][:1].float()},
+    )
+    for out in model(x=SHARED_INPUTS["x"].float(), target=SHARED_INPUTS["target"]):
+        out.loss.backward()
+    model.save_pretrained(folder)
+
+
+def test_a_buffer_that_a_forward_changes_is_saved_by_its_stage_or_refused(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, train_watched, str(tmp_path))
+    model = Watched(True)
+    for part in SHARED_INPUTS["x"].float().chunk(2):
+        model(part)
+    torch.testing.assert_close(load_file(tmp_path / "model.safetensors"), dict(model.state_dict()))
+    with pytest.raises(NotImplementedError, match="its forward changes the buffer mean outside of the modules"):
+        list_units(Watched(False), {"x": SHARED_INPUTS["x"].float()})

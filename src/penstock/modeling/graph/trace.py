@@ -128,6 +128,22 @@ class Enclosed(Untraceable):
         self.module = module
 
 
+class ChangedBuffer(Untraceable):
+    """The model's code between units leaves other values in a buffer. Stages would disagree about them: each runs it
+    with zeros for what other stages compute, and not to its end.
+
+    Attributes:
+        module: the name of the module that has the buffer.
+    """
+
+    def __init__(self, buffer: str) -> None:
+        super().__init__(
+            f"its forward changes the buffer {buffer} outside of the modules that stages hold, which would leave other "
+            "values on each stage. Put the buffer and the code that changes it into the forward of a module of its own"
+        )
+        self.module = buffer.rpartition(".")[0]
+
+
 def trace(
     model: nn.Module,
     functions: ShapeFunctions,
@@ -160,7 +176,7 @@ def trace(
         torch.inference_mode(False),
         torch.no_grad(),
         all_restored(generators_in_use()),
-        real_outside(model, functions),
+        real_outside(model, functions) as buffers,
     ):
         arguments = {name: _placeholder(name, value) for name, value in inputs.items()}
         planner = _Planner(model, functions, floating, _device_of(arguments), head)
@@ -175,6 +191,7 @@ def trace(
             with flow, ReadObserver(flow, losses.observers()):
                 output = (call or model)(**{n: value for n, value in arguments.items() if n not in for_criterion})
                 loss = loss_by(criterion, output, arguments)
+                _refuse_changed(buffers, flow)
         except (ReachedInside, CriterionError, ChunkedLossError):
             raise
         except Untraceable as error:
@@ -372,13 +389,30 @@ def _mark_tensors(model: nn.Module, functions: ShapeFunctions, flow: DataFlow) -
                 flow.mark(tensor, (Outside(full) if inside is None else Inside(full),))
 
 
+def _refuse_changed(buffers: Iterable[_OutsideBuffer], flow: DataFlow) -> None:
+    """Raise `ChangedBuffer` if the forward has changed a buffer that is saved, or any other by what a unit returned."""
+    for name, is_saved, registry, key, before in buffers:
+        now = registry.get(key)
+        changed = now is not before or before._version
+        if changed and (is_saved or any(isinstance(source, (Value, Altered)) for source in flow.sources(now))):
+            raise ChangedBuffer(name)
+
+
+# A buffer's name, whether checkpoints hold it, the registry it is in with its key there, and its values at first.
+_OutsideBuffer = tuple[str, bool, dict[str, Any], str, torch.Tensor]
+
+
 @contextmanager
-def real_outside(model: nn.Module, functions: ShapeFunctions) -> Iterator[None]:
+def real_outside(model: nn.Module, functions: ShapeFunctions) -> Iterator[list[_OutsideBuffer]]:
     """Replace meta tensors outside of units by zeros (in a model built on the meta device), and put buffers back.
 
     Buffers outside of units are copied for the duration, since the model's code may update them.
+
+    Yields:
+        these copies.
     """
     replaced: list[tuple[dict[str, Any], str, Any]] = []
+    buffers: list[_OutsideBuffer] = []
     for prefix, module in model.named_modules():
         if unit_of(prefix, functions.units) is not None:
             continue
@@ -388,8 +422,11 @@ def real_outside(model: nn.Module, functions: ShapeFunctions) -> Iterator[None]:
                     replaced.append((registry, name, tensor))
                     zeros = torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor.clone()
                     registry[name] = nn.Parameter(zeros, False) if isinstance(tensor, nn.Parameter) else zeros
+                    if registry is module._buffers:
+                        full = f"{prefix}.{name}" if prefix else name
+                        buffers.append((full, name not in module._non_persistent_buffers_set, registry, name, zeros))
     try:
-        yield
+        yield buffers
     finally:
         for registry, name, tensor in replaced:
             registry[name] = tensor

@@ -16,7 +16,7 @@ from penstock.modeling.graph.dataflow import ReachedInside
 from penstock.modeling.graph.dummy_inputs import dummy_inputs
 from penstock.modeling.graph.plan import refusal
 from penstock.modeling.graph.shapes import ShapeFunctions
-from penstock.modeling.graph.trace import Enclosed, Trace, Untraceable, floating_modules, trace
+from penstock.modeling.graph.trace import ChangedBuffer, Enclosed, Trace, Untraceable, floating_modules, trace
 from penstock.modeling.instrumentation import Interceptor, known_of
 from penstock.modeling.weights.names import unit_of
 
@@ -114,6 +114,11 @@ def _units_for(
             continue
         except Enclosed as enclosed:
             units = _in_one(model, units, enclosed)
+            continue
+        except ChangedBuffer as changed:  # by a module without parameters, called as a whole: it belongs on one stage
+            if changed.module in ("", *units) or _has_parameters(model.get_submodule(changed.module)):
+                raise
+            units.append(changed.module)
             continue
         called = {call.unit for call in found.calls}
         looked_into = [unit for unit in units if unit not in called and inner_calls[unit]]
