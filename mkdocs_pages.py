@@ -25,7 +25,10 @@ MODELS = "benchmarks/results/models.md"  # of the results the one that is a page
 PICTURE = re.compile(r"<!-- penstock (.+?): (.+?) -->")
 CSS = """.md-grid { max-width: 68rem; }
 .md-typeset table:not([class]) td:first-child code { white-space: nowrap; }
+.md-typeset table code { word-break: normal; overflow-wrap: normal; }
 .md-typeset img { background: white; }
+.picture { overflow-x: auto; }
+.picture img { min-width: 40rem; }
 """
 # In the order in which a user meets them; names that are not here follow.
 FIRST = (
@@ -100,6 +103,11 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     return re.sub(r"\]\(\.\./", "](", markdown)
 
 
+def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
+    """A picture by itself scrolls in a narrow window, instead of becoming too small to read."""
+    return re.sub(r"<p>(<img [^>]*>)</p>", r'<div class="picture">\1</div>', html)
+
+
 def lines_of_rooms() -> str:
     """A table of the package's rooms, and the faces, with their files and lines."""
     package, files = ROOT / "src/penstock", Counter[str]()
@@ -140,6 +148,8 @@ def api_pages() -> dict[str, str]:
             heading, options = name, ""
             if name == "Engine":
                 heading, options = "model.pipeline", f"    options:\n      members: {_for_users()}\n"
+            elif name.startswith("PipelineTrainer"):  # its methods are the Trainer's
+                options = "    options:\n      members: false\n"
             pages[file] = f"# {heading}\n\n::: {home}\n{options or '    options:'}\n      show_root_heading: false\n"
             index.append(f"- [`{heading}`]({file})")
         index.append("")

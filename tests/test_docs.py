@@ -16,7 +16,9 @@ import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import griffe
 import mkdocs_pages
 import pytest
 import typer
@@ -28,10 +30,12 @@ from launch import ROOT
 from local_hub import local_hub
 from penstock.cli import app
 from penstock.config import Configuration
+from penstock.runtime import engine
 from penstock.schedule import schedule_names
 from pool import Pool
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+QUIET: Any = {"warnings": False}
 LINKING = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "benchmarks/results").glob("*.md"))]
 
 
@@ -353,11 +357,17 @@ def test_the_navigation_has_every_page_once() -> None:
     assert {page.name for page in (ROOT / "docs").glob("*.md")} <= set(nav)
 
 
+def test_the_site_needs_no_network() -> None:
+    """The plugin for search without a server asks a host for its script, unless the site has one."""
+    polyfills = re.search(r"polyfills: \[(.+)\]", (ROOT / "mkdocs.yml").read_text())
+    assert polyfills is not None and "iframe-worker" in polyfills[1] and (ROOT / "docs" / polyfills[1]).is_file()
+
+
 def test_code_is_at_most_88_columns_wide() -> None:
     """As much as the site shows beside its navigation in a window of 1400 pixels."""
     wide = [
         f"{page.name}:{block.line + number}: {line}"
-        for page in PAGES
+        for page in [*PAGES, ROOT / "CONTRIBUTING.md"]
         for block in blocks_of(page)
         for number, line in enumerate(block.text.splitlines())
         if len(line) > 88
@@ -388,6 +398,29 @@ def test_the_reference_has_a_page_for_every_public_name() -> None:
     pages = mkdocs_pages.api_pages()
     assert {f"api/penstock.{name}.md" for name in penstock.__all__} <= pages.keys()
     assert "last_step" in pages["api/penstock.Engine.md"] and "register" not in pages["api/penstock.Engine.md"]
+
+
+def test_the_reference_documents_every_parameter_and_has_one_error_a_row() -> None:
+    """A parameter stands in a section, or the text names it. `args` and `kwargs` are those of who is called."""
+    loader = griffe.GriffeLoader(search_paths=[ROOT / "src"], docstring_parser="google", docstring_options=QUIET)
+    package = loader.load("penstock")
+    homes = re.findall(r"^::: penstock\.(\S+)$", "\n".join(mkdocs_pages.api_pages().values()), re.MULTILINE)
+    assert len(homes) > 40
+    missing, packed = [], []
+    for home in homes:
+        one = package[home]
+        one = one.final_target if one.is_alias else one
+        shown = not home.endswith(("PipelineTrainer", "PipelineTrainerMixin"))
+        members = one.members.values() if one.is_class and shown else []
+        users = {*engine.FOR_USERS} if home.endswith("Engine") else None
+        for thing in [one, *(member for member in members if users is None or member.name in users)]:
+            if not (thing.is_class or thing.is_function) or thing.name.startswith("_") or (thing is one and users):
+                continue
+            text = thing.docstring.value if thing.docstring else ""
+            names = {parameter.name for parameter in thing.parameters} - {"self", "cls", "args", "kwargs"}
+            missing += [f"{thing.path}: {name}" for name in names if not re.search(rf"\b{name}\b", text)]
+            packed += re.findall(r"(?:\.|;) [A-Z]\w*(?:Error|Failure): .*", text)
+    assert missing == [] and packed == []
 
 
 def test_headings_of_troubleshooting_are_words_of_errors() -> None:

@@ -54,7 +54,8 @@ class Booster:
         dataloader: HeterogeneousDataLoader | None = None,
         lr_scheduler: LRScheduler | None = None,
     ) -> Configured:
-        """Parallelise a model and what goes with it; see `HeterogeneousParallelPlugin.configure`."""
+        """Parallelise `model`, and `optimizer`, `criterion`, `dataloader` and `lr_scheduler` with it, as
+        `HeterogeneousParallelPlugin.configure` does."""
         return self.plugin.configure(model, optimizer, criterion, dataloader, lr_scheduler)
 
     # -- elastic runs ----------------------------------------------------------------------------------------------
@@ -78,7 +79,8 @@ class Booster:
                 registered already.
 
         Raises:
-            TypeError: it lacks one of the two. ValueError: the name is taken.
+            TypeError: it lacks one of the two.
+            ValueError: the name is taken.
         """
         self._run().states.register(name, one)
 
@@ -123,7 +125,8 @@ class Booster:
             a pipeline that has no sample of the batch.
 
         Raises:
-            StopIteration: `data_iter` has ended. TypeError: its loader was not prepared by the plugin.
+            StopIteration: `data_iter` has ended.
+            TypeError: its loader was not prepared by the plugin.
             ValueError: there is nothing to compute a loss from.
             PipelineFailure: a rank of the job was lost or failed; names the rank and its cause.
         """
@@ -201,19 +204,23 @@ class Booster:
         return batch
 
     def backward(self, loss: torch.Tensor, optimizer: PipelineOptimizer | None = None) -> None:
-        """The backward of a loss that `for output in model(**batch)` yielded. It applies the scale of fp16."""
+        """The backward of a `loss` that `for output in model(**batch)` yielded, with fp16's scale (no `optimizer`)."""
         loss.backward()
 
     def clip_grad_norm(
         self, optimizer: PipelineOptimizer, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        """Clip the norm of the whole model's gradients. Returns the norm before clipping, shape ()."""
+        """Clip the norm of the whole model's gradients to `max_norm`. Returns the norm before clipping, shape ().
+
+        `optimizer` is that from `boost`; `norm_type` and `error_if_nonfinite` are as in torch's `clip_grad_norm_`.
+        """
         return _checked(optimizer).clip_grad_by_norm(max_norm, norm_type, error_if_nonfinite)
 
     def no_sync(
         self, model: Any, optimizer: PipelineOptimizer | None = None
     ) -> contextlib.AbstractContextManager[None]:
-        """Inside, steps only accumulate gradients on each rank; the first step outside reduces them."""
+        """Inside, steps of `model` only accumulate gradients on each rank; the first step outside reduces them.
+        `optimizer` is unused."""
         return _pipeline_of(model).no_sync()
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
@@ -233,13 +240,16 @@ class Booster:
         `model.save_parallelized(folder)` writes a file for each stage instead, all at once; `load_model` reads both.
 
         Args:
+            model: from `boost`.
+            checkpoint: the folder.
             shard: split the weights into files of at most `size_per_shard` megabytes, with an index file. No rank then
                 gathers more than that.
             use_safetensors: write `.safetensors` instead of `.bin`.
             gather_dtensor, prefix: arguments of ColossalAI; only the defaults are possible.
 
         Raises:
-            ValueError: `prefix` is given. CheckpointError: some rank could not write; names the rank and the path.
+            ValueError: `prefix` is given.
+            CheckpointError: some rank could not write; names the rank and the path.
         """
         if prefix is not None or not gather_dtensor:
             raise ValueError("save_model writes transformers' own file names: leave prefix and gather_dtensor out")
@@ -253,7 +263,8 @@ class Booster:
         self._on_all_ranks(save)
 
     def load_model(self, model: Any, checkpoint: PathLike, strict: bool = True) -> Any:
-        """Load the weights of a folder from `save_model`, `save_parallelized` or transformers' `save_pretrained`.
+        """Load into `model` the weights of the folder `checkpoint`, from `save_model`, `save_parallelized` or
+        transformers' `save_pretrained`.
 
         Every rank reads its own part only. The pipelines may differ from those that saved it.
 
@@ -270,9 +281,9 @@ class Booster:
         return model
 
     def save_optimizer(self, optimizer: PipelineOptimizer, checkpoint: PathLike, shard: bool = False) -> None:
-        """Save the optimizer's state, fp16's loss scale, and what decides the run's random numbers.
+        """Save the state of `optimizer`, fp16's loss scale, and what decides the run's random numbers.
 
-        A folder with a file for each stage, whatever `shard`. It may be the folder of the model.
+        `checkpoint` is a folder with a file for each stage, whatever `shard`. It may be the folder of the model.
 
         Raises:
             CheckpointError: some rank could not write; names the rank and the path.
@@ -293,7 +304,7 @@ class Booster:
             self.plugin.run.do(work)
 
     def load_optimizer(self, optimizer: PipelineOptimizer, checkpoint: PathLike) -> None:
-        """Load what `save_optimizer` wrote, with any pipelines.
+        """Load into `optimizer` what `save_optimizer` wrote to the folder `checkpoint`, with any pipelines.
 
         Raises:
             CheckpointError: the folder holds no optimizer state of this model.
@@ -301,11 +312,15 @@ class Booster:
         room("optimizer_checkpoints").load_optimizer_state(optimizer, _checked(optimizer).pipeline, checkpoint)
 
     def save_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: PathLike) -> None:
-        """Save the scheduler's state to a file. One rank writes it, because it is the same on all."""
+        """Save the state of `lr_scheduler` to the file `checkpoint`. One rank writes it, as it is the same on all."""
         room("optimizer_checkpoints").save_lr_scheduler(lr_scheduler, checkpoint)
 
     def load_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: PathLike) -> None:
-        """Load what `save_lr_scheduler` wrote. Raises CheckpointError if the file cannot be read."""
+        """Load into `lr_scheduler` what `save_lr_scheduler` wrote to `checkpoint`.
+
+        Raises:
+            CheckpointError: the file cannot be read.
+        """
         room("optimizer_checkpoints").load_lr_scheduler(lr_scheduler, checkpoint)
 
 

@@ -70,6 +70,7 @@ class PipelineOptimizer(Optimizer):
         return self.optim
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add `param_group` to the wrapped optimizer."""
         self.optim.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
@@ -77,15 +78,17 @@ class PipelineOptimizer(Optimizer):
         return self.optim.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the `state_dict` of this rank's parameters."""
         self.optim.load_state_dict(state_dict)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        """Set the gradients to None, or to zeros without `set_to_none`."""
         self.optim.zero_grad(set_to_none)
         if self.run is not None:
             self.run.drop()
 
     def backward(self, loss: torch.Tensor) -> None:
-        """The backward of a yielded loss."""
+        """The backward of a yielded `loss`."""
         loss.backward()
 
     def clip_grad_by_norm(
@@ -93,7 +96,7 @@ class PipelineOptimizer(Optimizer):
     ) -> torch.Tensor:
         """Clip the norm of the whole model's gradients, over all stages and pipelines; every rank calls it.
 
-        Returns the norm before clipping, shape ().
+        Returns the norm before clipping, shape (). `max_norm`, `norm_type`, `error_if_nonfinite` are as in torch.
         """
         return self._together(partial(self.pipeline.clip_grad_norm_, max_norm, norm_type, error_if_nonfinite))
 
@@ -115,7 +118,7 @@ class PipelineOptimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Clip, and take the wrapped optimizer's step. In float16, an overflow on one rank makes all ranks skip it.
 
-        Every rank calls it. Raises ValueError for a closure: it would run the model outside of the schedule.
+        Every rank calls it. Raises ValueError for a `closure`: it would run the model outside of the schedule.
         """
         if closure is not None:
             raise ValueError("an optimizer's step over pipelines takes no closure: run the step's forwards before it")

@@ -121,7 +121,7 @@ class PipelineModel(_Module):
         return output.original() if criterion is None and isinstance(output, NamedOutput) else output
 
     def parameters(self, recurse: bool = True) -> Iterator[torch.nn.Parameter]:
-        """The parameters of this rank's stages; the class says what may follow them."""
+        """The parameters of this rank's stages (`recurse`: of modules inside, too); the class says what may follow."""
         trainable = False
         for parameter in super().parameters(recurse):
             trainable = trainable or parameter.requires_grad
@@ -152,7 +152,7 @@ class PipelineModel(_Module):
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        """Clip the norm of the whole model's gradients, over all stages and pipelines; every rank calls it.
+        """Clip the norm (`norm_type`) of the whole model's gradients, over stages and pipelines; every rank calls it.
 
         Returns the norm before clipping, shape (). Raises ValueError for a negative `max_norm`, RuntimeError if the
         norm is not finite and `error_if_nonfinite`.
@@ -160,8 +160,8 @@ class PipelineModel(_Module):
         return self.pipeline.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
 
     def prepare_dataloader(self, dataset: Dataset | Sequence[Any], batch_size: int, **options: Any) -> DataLoader:
-        """A loader of this pipeline's own batches of `batch_size` samples: every sample once per epoch over all
-        pipelines."""
+        """A loader of this pipeline's own batches of `batch_size`: every sample of `dataset` once per epoch over all
+        pipelines. `options` are those of torch's `DataLoader`."""
         loader: DataLoader = room("prepare_dataloader")(
             dataset, batch_size, num_replicas=self.data_parallel_size, rank=self.data_parallel_rank, **options
         )
@@ -172,7 +172,7 @@ class PipelineModel(_Module):
     ) -> None:
         """Save the model: a file per rank, or with `merge_checkpoints` one ordinary checkpoint for transformers.
 
-        Takes `save_pretrained`'s arguments. Every rank calls it. See `penstock.checkpoint.save_parallelized`.
+        The folder is `save_directory`, `kwargs` are `save_pretrained`'s. Every rank calls it.
         """
         own: Any = getattr(super(), "save_pretrained", None)
         room("model_checkpoints").save_model(self, save_directory, merge_checkpoints, own, kwargs)
@@ -180,9 +180,9 @@ class PipelineModel(_Module):
     def save_pretrained(
         self, save_directory: str | os.PathLike[str], is_main_process: bool = True, **kwargs: Any
     ) -> None:
-        """One ordinary checkpoint of the whole model. Every rank calls it.
+        """One ordinary checkpoint of the whole model in the folder `save_directory`. Every rank calls it.
 
-        It is what transformers' `save_pretrained` writes, whose arguments it takes; `safe_serialization=False` writes
+        It is what transformers' `save_pretrained` writes, whose `kwargs` it takes; `safe_serialization=False` writes
         `.bin` files. `is_main_process` has no effect, as each rank writes what it holds. Of a module that is no model
         of transformers it is the file of weights, whose content `load_state_dict` takes. See `save_parallelized`. A
         class that has a `save_pretrained` of its own keeps it; it is called on one rank, with the whole model.
@@ -199,7 +199,8 @@ class PipelineModel(_Module):
         select: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]],
         write: Callable[[str, Mapping[str, torch.Tensor]], None],
     ) -> None:
-        """Save one adapter as one ordinary folder; see `penstock.checkpoint.AdapterFolder`. Every rank calls it."""
+        """Save the adapter `name`, whose tensors `select` takes of a state dict, into the folder `save_directory`, as
+        `write` does. Every rank calls it."""
         room("model_checkpoints").save_one_adapter(self, save_directory, name, select, write)
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> str:
@@ -226,8 +227,8 @@ class PipelineModel(_Module):
         return f"{said}\n{part}" if said else part
 
     def load_ordinary(self, directory: str | os.PathLike[str], strict: bool = True) -> None:
-        """Load the weights of an ordinary checkpoint, as `save_pretrained` writes it. Every rank calls it and reads its
-        own part only. Of a model with adapters these are the adapters', as PEFT writes them.
+        """Load the ordinary checkpoint `directory`, as of `save_pretrained`. Every rank calls it and reads its own part
+        only. Of a model with adapters these are the adapters', as PEFT writes them.
 
         Args:
             strict: refuse a folder that lacks weights of the model, or has others; one that lacks weights of an
@@ -245,8 +246,8 @@ class PipelineModel(_Module):
         return dict.fromkeys(model.active_adapters(), directory) if injected else {}
 
     def from_parallelized(self, directory: str | os.PathLike[str], variant: str | None = None) -> Self:
-        """Load what `save_parallelized` wrote, from any number of stages and tensor-parallel ranks, into this model;
-        returns it. `variant` is the one it was saved with."""
+        """Load what `save_parallelized` wrote to `directory`, from any number of stages and tensor-parallel ranks;
+        returns this model. `variant` is the one it was saved with."""
         room("model_checkpoints").load_parallelized(self, directory, variant)
         return self
 

@@ -23,11 +23,15 @@ MODEL_CLASS = re.compile(r"(.*\.)?[A-Z]\w*(Model|For[A-Z]\w*)$")
 
 
 class PipelineTemplate(StageTemplate):
-    """A `StageTemplate` that knows the modules of models: which they have, and whether it fits them."""
+    """The modules of each stage (`modules_per_stage`, in forward order) of a pipeline for one kind of model.
+
+    `model_name` is its class (`GPT2LMHeadModel`), its type (`gpt2`) or a name of your own. Templates are equal, and the
+    same key of a dict, if both agree.
+    """
 
     @staticmethod
     def get_modules(model: PreTrainedModel) -> list[str]:
-        """Return the names of the modules that stages are made of, in forward order.
+        """Return the names of the modules of `model` that stages are made of, in forward order.
 
         Raises NotImplementedError ("Auto policy for <class> is not implemented...") if the model cannot be split.
         """
@@ -35,7 +39,7 @@ class PipelineTemplate(StageTemplate):
 
     @classmethod
     def balanced(cls, model: PreTrainedModel, num_stages: int) -> PipelineTemplate:
-        """The template whose costliest stage costs as little as possible, by an estimate of the modules' costs.
+        """The template of `num_stages` whose costliest stage costs least, by an estimate of the modules' costs.
 
         Raises:
             ValueError: there are fewer modules than stages, or no stages. Those that belong in the first or in the
@@ -71,7 +75,7 @@ class PipelineTemplate(StageTemplate):
             self._check({model}, model, modules)
 
     def fitted(self, model: PreTrainedModel, modules: Sequence[str] | None = None) -> PipelineTemplate:
-        """This template without the names of modules that have no parameters, which run where they are needed.
+        """This template without the names of `modules` of `model` without parameters, which run where they are needed.
 
         Raises what `validate` raises.
         """

@@ -259,7 +259,7 @@ class HeterogeneousParallelPlugin:
         self._description = None
 
     def settle_schedule(self, model: nn.Module) -> Schedules:
-        """The schedule with a name in the place of "auto"; pipelines that are set from now on have it."""
+        """The schedule with a name in the place of "auto", by `model`; pipelines that are set from now on have it."""
         self._schedule = settled(self.schedule, model)
         return self._schedule
 
@@ -318,10 +318,17 @@ class HeterogeneousParallelPlugin:
         num_workers: int = 0,
         **arguments: Any,
     ) -> HeterogeneousDataLoader:
-        """A loader of this pipeline's own share of each global batch; see `HeterogeneousDataLoader`.
+        """A loader of this pipeline's own share of each global batch of samples of `dataset`.
+
+        Args:
+            shuffle, seed: whether each epoch has another order of samples, and of which random numbers.
+            drop_last: leave out an incomplete last batch, which is shared out otherwise.
+            collate_fn: makes a microbatch of a list of samples.
+            num_workers: processes that load, as of torch's `DataLoader`, which also takes `arguments`.
 
         Raises:
-            RuntimeError: before `set_pipelines`. TypeError, ValueError: see `HeterogeneousDataLoader`.
+            RuntimeError: before `set_pipelines`.
+            TypeError, ValueError: an argument that cannot be used.
         """
         # With elastic= nobody knows the pipelines yet; the loader follows them.
         alone = self.elastic is not None and self.run is None
@@ -342,7 +349,7 @@ class HeterogeneousParallelPlugin:
         return loader
 
     def check_dataloader(self, dataloader: Any) -> None:
-        """Raise TypeError or ValueError unless a loader gives each pipeline its own share of each global batch."""
+        """Raise TypeError or ValueError unless `dataloader` gives each pipeline its own share of each global batch."""
         if not isinstance(dataloader, room("HeterogeneousDataLoader")):
             raise TypeError(
                 f"the dataloader is a {type(dataloader).__name__}, which would give every pipeline the same samples: "
@@ -370,6 +377,7 @@ class HeterogeneousParallelPlugin:
         Args:
             model: a model of transformers, or any other `nn.Module`. Where its inputs cannot be guessed, its attribute
                 `dummy_inputs` has some, by name.
+            optimizer, dataloader, lr_scheduler: what goes with it, the loader from `prepare_dataloader`.
             criterion: returns the loss instead of the model's own, see `Booster.execute_pipeline`. It is used by
                 `model(**batch)` and `execute_pipeline`, unless the call has another one.
 
@@ -381,8 +389,8 @@ class HeterogeneousParallelPlugin:
             ValueError: the templates do not cover the model, or it is parallelised already; see
                 `PipelineTemplate.validate`. No process group has been made then. Or the ranks were given different
                 models, pipelines or settings.
-            NotImplementedError: the model cannot be split. TypeError: `model` is no module, or `dataloader` was not
-                prepared by this plugin.
+            NotImplementedError: the model cannot be split.
+            TypeError: `model` is no module, or `dataloader` was not prepared by this plugin.
         """
         if is_peft_model(model):
             given = optimizer, criterion, dataloader, lr_scheduler

@@ -102,6 +102,7 @@ def verify(
         config, criterion: as for `initialize`. There is one pipeline, of as many processes as it has ranks.
         steps: optimizer steps, all on the same batch.
         layers: makes a model of a configuration with so many layers only.
+        trust_remote_code: whether code beside a checkpoint may be run.
 
     Raises:
         ConfigurationError, ValueError: wrong arguments, a model that does not run unsplit or does not fit in memory.

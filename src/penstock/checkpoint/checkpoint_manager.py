@@ -36,7 +36,7 @@ class CheckpointManager:
     """Save a run every so many steps, and resume it. Every rank makes a manager and calls the same methods.
 
     ```python
-    manager = penstock.CheckpointManager("run", model=model, optimizer=optimizer, dataloader=loader, every=100)
+    manager = penstock.CheckpointManager("run", model=model, optimizer=optimizer, every=100)
     for step in range(manager.resume() + 1, num_steps + 1):
         ...  # a training step
         manager.save(step)
@@ -57,7 +57,8 @@ class CheckpointManager:
         last: what `resume` has loaded; None if there was nothing.
 
     Raises:
-        ValueError: `every` or `keep_last` is below 1. TypeError: something that cannot be saved.
+        ValueError: `every` or `keep_last` is below 1.
+        TypeError: something that cannot be saved.
     """
 
     def __init__(
@@ -161,6 +162,7 @@ class CheckpointManager:
 
     def save(self, step: int, extra: Mapping[str, Any] | None = None) -> bool:
         """After step number `step` (counted from 1): save if it is time to, or if the job was told to end.
+        `extra` is saved too: numbers and tensors by name.
 
         Returns:
             whether it has saved.

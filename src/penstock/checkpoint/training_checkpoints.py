@@ -196,7 +196,7 @@ def load_checkpoint(
 
 
 def finish_saving(model: PreTrainedModel) -> None:
-    """Wait for what `save_checkpoint(..., asynchronous=True)` writes. Every rank calls it.
+    """Wait for what `save_checkpoint(..., asynchronous=True)` writes of `model`. Every rank calls it.
 
     Raises:
         CheckpointError: some rank could not write.

@@ -39,15 +39,15 @@ class PipelineLayout:
         return self.num_ranks * self.tensor_parallel_size
 
     def global_rank(self, stage: int, tensor_parallel_rank: int = 0) -> int:
-        """The global rank that holds `stage`."""
+        """The global rank that holds `stage`, or its shard `tensor_parallel_rank`."""
         return self.first_rank + self.stage_to_rank[stage] * self.tensor_parallel_size + tensor_parallel_rank
 
     def stages_of(self, pipeline_rank: int) -> tuple[int, ...]:
-        """The stages a rank of this pipeline holds, in ascending order."""
+        """The stages that `pipeline_rank` holds, in ascending order."""
         return tuple(stage for stage, rank in enumerate(self.stage_to_rank) if rank == pipeline_rank)
 
     def ranks(self, tensor_parallel_rank: int | None = None) -> tuple[int, ...]:
-        """Global ranks of the pipeline, in pipeline order; of one tensor-parallel index, or of all."""
+        """Global ranks of the pipeline, in pipeline order; of one `tensor_parallel_rank`, or of all."""
         every = range(self.first_rank, self.first_rank + self.world_size)
         if tensor_parallel_rank is None:
             return tuple(every)
@@ -84,7 +84,11 @@ class Layout:
         stage_to_rank: Sequence[Sequence[int]] | None = None,
         tensor_parallel_size: int = 1,
     ) -> Layout:
-        """Place pipelines (each a list of units per stage) on consecutive ranks, in the order given."""
+        """Place `stages_per_pipeline` (units per stage of each) on consecutive ranks, in the order given.
+
+        `stage_to_rank` is the pipeline rank of each stage of each pipeline, by default one stage a rank;
+        `tensor_parallel_size` is how many ranks share a stage.
+        """
         pipelines, first_rank = [], 0
         for index, stages in enumerate(stages_per_pipeline):
             mapping = tuple(stage_to_rank[index]) if stage_to_rank is not None else tuple(range(len(stages)))
@@ -108,6 +112,7 @@ class Layout:
         return tuple(unit for stage in self.pipelines[0].stages for unit in stage)
 
     def place_of(self, rank: int) -> Place:
+        """Where `rank` stands. Raises ValueError if it is in no pipeline."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is outside this layout of {self.world_size} ranks")
         index = bisect_right(self.pipelines, rank, key=attrgetter("first_rank")) - 1
@@ -115,7 +120,7 @@ class Layout:
         return Place(index, *divmod(offset, self.tensor_parallel_size))
 
     def holders(self, unit: str, tensor_parallel_rank: int = 0) -> tuple[int, ...]:
-        """Global ranks that hold `unit`, one per pipeline."""
+        """Global ranks that hold `unit`, or its shard `tensor_parallel_rank`, one per pipeline."""
         return self._holders[tensor_parallel_rank][unit]
 
     @cached_property

@@ -44,7 +44,7 @@ class Costs:
         return cls(forward, backward, weight)
 
     def per_stage(self, num_stages: int) -> StageCosts:
-        """These costs written out for every stage and boundary of a pipeline.
+        """These costs written out for every stage and boundary of a pipeline of `num_stages`.
 
         Raises:
             ValueError: a sequence of another length, a negative or undefined number, or a bandwidth of 0.
@@ -77,7 +77,8 @@ class StageCosts:
 
 
 def divide_over_stages(per_rank: Sequence[float], schedule: Schedule) -> list[float]:
-    """Costs of one stage each, from costs of everything a rank holds: its stages share them equally.
+    """Costs of one stage each, from costs `per_rank` of everything a rank holds: its stages in `schedule` share them
+    equally.
 
     Compares schedules with a different number of stages per rank on the same work.
 

@@ -20,7 +20,7 @@ _TRACE_COLOURS = {
 
 
 def write_timeline(events: Iterable[TimedEvent], path: str | Path, title: str = "", relative: bool = False) -> Path:
-    """Write `events` to `path`: a chart if it ends in ``.svg``, a trace if it ends in ``.json``.
+    """Write `events` to `path`, with a `title`: a chart if it ends in ``.svg``, a trace if it ends in ``.json``.
 
     Args:
         relative: times are in no unit; the chart says so.
@@ -40,7 +40,7 @@ def write_timeline(events: Iterable[TimedEvent], path: str | Path, title: str = 
 
 
 def chrome_trace(events: Iterable[TimedEvent], title: str = "") -> str:
-    """`events` as JSON in the Trace Event Format: one track per rank, and one below it for its reductions."""
+    """`events` with a `title` as JSON (Trace Event Format): one track per rank, and one below it for its reductions."""
     records: list[dict[str, object]] = [
         {"name": "process_name", "ph": "M", "pid": 0, "args": {"name": title or "pipeline"}},
     ]

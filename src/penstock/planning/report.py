@@ -127,7 +127,7 @@ def draw_memory(found: Sequence[Way], path: Path) -> Path:
         sizes = [getattr(memory, name) / 1e9 for memory in way.shown.memory]
         axes.bar(range(len(sizes)), sizes, bottom=bottom, label=name)
         bottom = [low + size for low, size in zip(bottom, sizes, strict=True)]
-    axes.set(xlabel="rank", ylabel="GB", title=way.recipe.name)
+    axes.set(xlabel="rank", ylabel="GB", title=way.recipe.name, xticks=range(len(bottom)))
     axes.legend()
     figure.savefig(path)
     plt.close(figure)

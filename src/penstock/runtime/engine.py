@@ -491,7 +491,7 @@ class Engine:
         return here and self.board.failed is None and not self._parts.closed
 
     def grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
-        """The norm of the whole model's gradients: shape (), the same on every rank to the last bit."""
+        """The norm (`norm_type`) of the whole model's gradients: shape (), the same on every rank to the last bit."""
         with self._norms(Call.NORM, norm_type):
             return self._parts.gradients.norm.of_all(norm_type)
 

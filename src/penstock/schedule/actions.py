@@ -36,7 +36,7 @@ class Action(NamedTuple):
         return f"{self.stage}{self.kind.value}{self.microbatch}"
 
     def prerequisites(self, num_stages: int) -> tuple[Action, ...]:
-        """The actions that must be over before this one starts."""
+        """The actions that must be over before this one starts, of `num_stages`."""
         if self.kind is Kind.F:
             return (Action(Kind.F, self.stage - 1, self.microbatch),) if self.stage > 0 else ()
         if self.kind is Kind.W:
@@ -47,7 +47,7 @@ class Action(NamedTuple):
         return (own_forward, Action(Kind.B, self.stage + 1, self.microbatch))
 
     def feeds(self, num_stages: int) -> Action | None:
-        """The action on a neighbouring stage that uses this one's result: the next F, or the B below."""
+        """The action on a neighbour of `num_stages` stages that uses this one's result: the next F, or the B below."""
         stage = self.stage + 1 if self.kind is Kind.F else self.stage - 1
         if self.kind is Kind.W or not 0 <= stage < num_stages:
             return None
@@ -116,7 +116,7 @@ class Schedule:
         )
 
     def is_local(self, stage: int, neighbour: int) -> bool:
-        """Whether two stages sit on one rank, so that values pass between them without a message."""
+        """Whether `stage` and `neighbour` sit on one rank, so that values pass between them without a message."""
         return self.stage_to_rank[stage] == self.stage_to_rank[neighbour]
 
     def forwards(self) -> Schedule:
@@ -130,7 +130,7 @@ class Schedule:
         return Kind.W if self.splits_backward else Kind.B
 
     def peaks(self, of_stage: Sequence[float]) -> tuple[float, ...]:
-        """Per rank, the most that is held at once over its stages, each of which holds so much for a microbatch from
+        """Per rank, the most that is held at once over its stages, each of which holds `of_stage` for a microbatch from
         its F to the end of its backward."""
         peaks = []
         for actions in self.actions:

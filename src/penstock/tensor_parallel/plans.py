@@ -157,7 +157,8 @@ def register_tensor_parallel_plan(model: type[nn.Module] | str, plan: TensorPara
         plan: the plan, or only its `styles`. Every rank registers the same one, before `initialize()`.
 
     Raises:
-        TypeError: `model` is neither. ValueError: the plan has a style that does not exist.
+        TypeError: `model` is neither.
+        ValueError: the plan has a style that does not exist.
     """
     if not isinstance(model, (type, str)):
         raise TypeError(f"a plan is registered for a model class or a model type, not {type(model).__name__}")

@@ -43,7 +43,7 @@ _num_failures = 0
 
 
 class PipelineFailure(RuntimeError):
-    """A rank of the job was lost or failed; `rank` is the first that did, as far as can be known."""
+    """A rank of the job was lost or failed; `rank` is the first that did, as far as is known, `message` the text."""
 
     def __init__(self, message: str, rank: int | None = None):
         super().__init__(message)
