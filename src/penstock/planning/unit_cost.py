@@ -117,17 +117,18 @@ def cost_of(
     shared += [parameter for parameter in unit.parameters() if not parameter.requires_grad]
     kept, forwarding, working, operations = _memory(forward, parameters, shared, sources, returned)
     queue = _Queue()
-    install(unit, queue, None if loss_chunk_tokens is None else unit)
-    _, _, splitting, _ = _memory(forward, parameters, shared, sources, returned)
+    # The head's weight gradient is not put off where logits come in chunks.
+    puts_off = install(unit, queue, None if loss_chunk_tokens is None else unit)
+    _, _, splitting, put_off = _memory(forward, parameters, shared, sources, returned)
     uninstall(unit)
     checkpointed = float(sum(source.nbytes for source in sources)) if _is_checkpointed(unit) else kept
     if device is None:
-        seconds, backward, weight = (number / (REACHED * operations_per_second) for number in operations)
+        number = operations.forward, put_off.backward, max(0.0, operations.backward - put_off.backward)
+        seconds, backward, weight = (each / (REACHED * operations_per_second) for each in number)
     else:
         seconds, backward, weight = _seconds(forward, sources, parameters, where)
-    if loss_chunk_tokens is not None:  # the weight's gradient is not put off
-        backward, weight = backward + weight, 0.0
-        splitting = working
+        if not puts_off:
+            backward, weight = backward + weight, 0.0
     return Cost(
         forward=seconds,
         backward=backward,
@@ -231,15 +232,22 @@ class _Queue(WeightGradientQueues):
         return float(sum(storage.nbytes() for key, storage in storages.items() if key not in owned))
 
 
+class Operations(NamedTuple):
+    """Of products, and of reading and writing as many as take as long; what is put off is in neither."""
+
+    forward: float
+    backward: float
+
+
 def _memory(
     forward: Callable[[], list[torch.Tensor]],
     parameters: list[nn.Parameter],
     shared: list[torch.Tensor],
     sources: list[torch.Tensor],
     returned: list[torch.Tensor],
-) -> tuple[float, float, float, tuple[float, float, float]]:
+) -> tuple[float, float, float, Operations]:
     """Bytes that live from a forward to its backward, the most besides them at once in the forward, and in either, and
-    operations of F, B and W: of products, and of reading and writing.
+    operations.
 
     What lives is what autograd keeps and what `forward` leaves in `returned`.
     """
@@ -264,13 +272,11 @@ def _memory(
             torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
         del outputs
     backward_products = flops.get_total_flops() + attention.operations * 3.5 - products  # it runs the forward again
-    # A backward reads and writes about twice as much for the inputs as the forward, and half as much for the weights.
     of_forward = products + OPERATIONS_PER_BYTE * 2 * traffic
     of_backward = backward_products + OPERATIONS_PER_BYTE * 2 * (live.written - traffic)
-    share = 0.5 if any(parameter.dim() > 1 for parameter in parameters) else 0.0
     made_here = sum(size for key, size in kept.items() if key not in given)
     forwarding, working = (max(0.0, float(peak - made_here)) for peak in (most, live.peak))
-    return float(sum(kept.values())), forwarding, working, (of_forward, of_backward * (1 - share), of_backward * share)
+    return float(sum(kept.values())), forwarding, working, Operations(of_forward, of_backward)
 
 
 class _Attention(torch.autograd.Function):

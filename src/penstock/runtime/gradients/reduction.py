@@ -147,6 +147,8 @@ class GradientReducer:
         if included != self._included:
             self._arrange(included)
         self._num_allowed = self._num_early
+        for bucket in self.buckets:
+            bucket.release()
         others = (bucket for bucket in self.buckets if (bucket.owners or bucket.ranks)[0] != self._rank)
         for parameter in (parameter for bucket in others for parameter in bucket.parameters):
             if parameter.grad is not None and id(parameter) in self._summed:
@@ -284,8 +286,13 @@ class Bucket:
         """Expect every trainable parameter's gradient again."""
         self.pending = {id(parameter) for parameter in self.parameters if parameter.requires_grad}
 
+    def release(self) -> None:
+        """Let go of the buffer, unless gradients of earlier steps are in it."""
+        if all(parameter.grad is None for parameter in self.parameters):
+            self._flat, self._views = None, []
+
     def launch(self, group: dist.ProcessGroup, rank: int) -> None:
-        """Copy the gradients in and start their sum; where that is not wanted, drop them."""
+        """Move the gradients in and start their sum; where that is not wanted, drop them."""
         flat, views = self._buffer()
         presence = flat[len(flat) - len(views) :]
         presence.fill_(1)
@@ -307,27 +314,30 @@ class Bucket:
         real = torch.view_as_real(flat) if flat.is_complex() else flat
         alone = len(self.owners) == 1
         self.work = group.reduce(real, self.ranks.index(self.owners[0])) if alone else group.allreduce([real])
-        for parameter in self.parameters if self.owners and rank not in self.owners else ():
-            parameter.grad = None
+        wanted = not self.owners or rank in self.owners
+        for parameter, view in zip(self.parameters, views, strict=True):
+            if parameter.grad is not None:
+                parameter.grad = view if wanted else None
         if flat.device.type == "cpu":
             self.work.get_future().add_done_callback(lambda _: setattr(self, "finished_at", time.perf_counter()))
 
     def finish(self, rank: int) -> None:
-        """Wait for the sum and make the parameters' gradients views of it, where it is wanted."""
+        """Wait for the sum, in which the parameters' gradients are where it is wanted."""
         assert self.work is not None
         self.work.wait()
         self.work = None
         if self.owners and rank not in self.owners:
-            self._flat, self._absent = None, []
+            self._absent = []
+            self.release()
             return
         flat, views = self._buffer()
         if flat.device.type != "cpu":
             self.finished_at = time.perf_counter()
         # Reading the flags waits for an accelerator; a rank that has every gradient need not read them.
         present = flat[len(flat) - len(views) :].tolist() if self._absent else []
-        for index, (parameter, view) in enumerate(zip(self.parameters, views, strict=True)):
-            if index not in self._absent or present[index]:
-                parameter.grad = view
+        for index in self._absent:
+            if present[index]:
+                self.parameters[index].grad = views[index]
         self._absent = []
 
     def _buffer(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
