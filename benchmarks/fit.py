@@ -1,17 +1,27 @@
-"""Each row of `penstock fit` beside what a run takes: `python benchmarks/fit.py llama gpt2`.
+"""Each row of `penstock fit` beside what a run takes: `python benchmarks/fit.py peaks llama gpt2 flux`.
 
 Two ranks on CPUs train a small model in every way that the table has. What a rank takes is the most that is resident in
-a step, without what was before the model was built. A result file in benchmarks/results; each model adds its rows.
+a step, without what was before the model was built. Each model adds its rows to the result file.
+
+`python benchmarks/fit.py levers` is what each lever of docs/memory.md saves of that, and what it costs: seconds of
+steps, in turn.
 """
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import gc
 import json
+import os
+import statistics
 import sys
 import tempfile
-from dataclasses import replace
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +30,12 @@ from measure import RESULTS, Comparison
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import transformers
+from torch.nn import functional
 from transformers import GPT2Config, LlamaConfig
 
 import penstock
 from penstock.cli.plans import _recipes
+from penstock.modeling.instrumentation import record_of
 from penstock.planning import fit
 from penstock.planning.cluster import Cluster, DeviceClass
 from penstock.planning.memory import readable
@@ -31,6 +43,7 @@ from penstock.planning.plan import Job
 from penstock.planning.planner import equal_pipelines
 
 MICROBATCHES, BATCH, LENGTH, RANK, CHUNK = 4, 2, 256, 8, 64
+SIDE = 24  # of Flux's latents, in patches
 CONFIGS: dict[str, Any] = {
     "llama": LlamaConfig(
         vocab_size=16384, hidden_size=384, intermediate_size=1024, num_hidden_layers=6, num_attention_heads=6,
@@ -40,14 +53,43 @@ CONFIGS: dict[str, Any] = {
         vocab_size=12288, n_embd=448, n_layer=4, n_head=7, n_positions=LENGTH, attn_pdrop=0.0, resid_pdrop=0.0,
         embd_pdrop=0.0, bos_token_id=0, eos_token_id=0,
     ),
+    "flux": {
+        "in_channels": 64, "num_layers": 2, "num_single_layers": 4, "attention_head_dim": 64, "num_attention_heads": 4,
+        "joint_attention_dim": 256, "pooled_projection_dim": 64, "axes_dims_rope": [16, 24, 24],
+    },
 }  # fmt: skip
 
 
-def predicted(name: str) -> list[tuple[Any, int | None, bool, Any]]:
+@dataclass(frozen=True)
+class Way:
+    """One way to train a model, over two ranks."""
+
+    recipe: str
+    checkpointing: bool
+    chunk: int | None
+    stages: int
+    split_points: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return self.recipe + ", ckpt" * self.checkpointing + ", chunk" * (self.chunk is not None)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        settings: dict[str, Any] = {"pipeline_parallel_size": self.stages, "loss_chunk_tokens": self.chunk}
+        settings |= {"split_points": [*self.split_points]} if self.split_points else {}
+        return settings | ({"sharded_optimizer": True} if "sharded" in self.recipe else {})
+
+
+# -- what is predicted -------------------------------------------------------------------------------------------------
+
+
+def predicted(name: str) -> list[tuple[Way, Any]]:
     """The ways, and the plan of each on two devices: a pipeline of two stages, or with shared states two of one."""
     fit.CHUNK = CHUNK
     with torch.device("meta"):
-        subject = transformers.AutoModelForCausalLM.from_config(CONFIGS[name])
+        subject = _of_config(name)
+    if name == "flux":
+        record_of(subject).example_inputs = _batch(name, BATCH, torch.float32)
     found = []
     for recipe, chunk, profile in fit.profiles_of(subject, _recipes(RANK), BATCH, LENGTH, 1e12):
         for checkpointing in (False, True):
@@ -55,57 +97,133 @@ def predicted(name: str) -> list[tuple[Any, int | None, bool, Any]]:
             job = Job(profile, cluster, MICROBATCHES * (2 if recipe.sharded else 1), checkpointing=checkpointing)
             plan = equal_pipelines(replace(job, sharded=2 * recipe.sharded), depth=1 if recipe.sharded else 2)
             assert plan is not None
-            found.append((recipe, chunk, checkpointing, plan))
+            stages = plan.pipelines[0].stage_names
+            points = tuple(names[0] for names in stages[1:])
+            found.append((Way(recipe.name, checkpointing, chunk, len(stages), points), plan))
     return found
 
 
-def measured(name: str, recipe: str, settings: dict[str, Any], checkpointing: bool) -> float:
+# -- a rank of a run ---------------------------------------------------------------------------------------------------
+
+
+class Training:
+    """A model and its optimizer, on this rank."""
+
+    def __init__(self, name: str, way: Way, folder: str) -> None:
+        self.inputs = _batch(name, BATCH * MICROBATCHES, _dtype(way))
+        model: Any = _built(name, way, folder)
+        example, criterion = None, None
+        if name == "flux":
+            example, criterion = _batch(name, BATCH, _dtype(way)), _to_zero
+        if way.checkpointing and name == "flux":
+            model.enable_gradient_checkpointing()
+        elif way.checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.model = penstock.initialize(
+            model, micro_batch_size=BATCH, schedule="1f1b", criterion=criterion, example_inputs=example, **way.settings
+        )
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        if way.recipe == "bf16, Adam f32":
+            import bitsandbytes
+
+            self.optimizer: Any = bitsandbytes.optim.AdamW(trained, lr=1e-4)
+        else:
+            self.optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
+        self.model.train()
+
+    def step(self) -> None:
+        for out in self.model(**self.inputs):
+            out.loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def measured(name: str, way: dict[str, Any], folder: str) -> float:
     """Bytes that this rank takes at most in a step that is not the first, without what was before the model."""
     ctypes.CDLL(None).mallopt(-3, 1 << 15)  # tensors are mapped, and given back when they are freed
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    before = _status("VmRSS") - _status("RssFile")
-    model: Any = _built(name, recipe)
-    if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    model = penstock.initialize(model, micro_batch_size=BATCH, schedule="1f1b", **settings)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if recipe == "bf16, Adam f32":
-        import bitsandbytes
-
-        optimizer: Any = bitsandbytes.optim.AdamW(trained, lr=1e-4)
-    else:
-        optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
-    ids = torch.ones(BATCH * MICROBATCHES, LENGTH, dtype=torch.long)
-    model.train()
+    before = _resident()
+    training = Training(name, Way(**way), folder)
     peak = 0.0
     for _ in range(3):
         gc.collect()
         Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
-        for out in model(input_ids=ids, labels=ids):
-            out.loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        training.step()
         peak = float(_status("VmHWM") - _status("RssFile"))
     return peak - before
 
 
-def _built(name: str, recipe: str) -> Any:
+def timed(name: str, ways: list[dict[str, Any]], folder: str, rounds: int) -> list[list[float]]:
+    """Seconds of steps of each way, one after another in each round."""
+    trainings = [Training(name, Way(**way), folder) for way in ways]
+    seconds: list[list[float]] = [[] for _ in ways]
+    for number in range(rounds + 1):
+        for training, own in zip(trainings, seconds, strict=True):
+            torch.distributed.barrier()
+            start = time.perf_counter()
+            training.step()
+            if number:
+                own.append(time.perf_counter() - start)
+    return seconds
+
+
+def _of_config(name: str) -> Any:
+    if name == "flux":
+        from diffusers import FluxTransformer2DModel
+
+        return FluxTransformer2DModel(**CONFIGS[name])
+    return transformers.AutoModelForCausalLM.from_config(CONFIGS[name])
+
+
+def _dtype(way: Way) -> torch.dtype:
+    return torch.float32 if way.recipe.startswith("float32") else torch.bfloat16
+
+
+def _built(name: str, way: Way, folder: str) -> Any:
     torch.manual_seed(0)
-    dtype = torch.float32 if recipe.startswith("float32") else torch.bfloat16
-    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name]).to(dtype)
-    if recipe.startswith("nf4"):
+    if way.recipe.startswith("nf4"):
         four = transformers.BitsAndBytesConfig(
             load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
         )
-        with tempfile.TemporaryDirectory() as folder:
-            model.save_pretrained(folder)
-            model = type(model).from_pretrained(folder, quantization_config=four, dtype=dtype)
-    if "LoRA" in recipe:
+        kind = transformers.AutoModelForCausalLM
+        model: Any = kind.from_pretrained(folder, quantization_config=four, dtype=_dtype(way))
+    else:
+        model = _of_config(name).to(_dtype(way))
+    if "LoRA" in way.recipe:
         from peft import LoraConfig, get_peft_model
 
-        model = get_peft_model(model, LoraConfig(r=RANK, target_modules="all-linear", task_type="CAUSAL_LM"))
+        if name == "flux":
+            model.requires_grad_(False)
+            model.add_adapter(LoraConfig(r=RANK, target_modules="all-linear"))
+            for parameter in model.parameters():
+                parameter.data = parameter.data.float() if parameter.requires_grad else parameter.data
+        else:
+            model = get_peft_model(model, LoraConfig(r=RANK, target_modules="all-linear", task_type="CAUSAL_LM"))
     return model
+
+
+def _batch(name: str, size: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    if name != "flux":
+        ids = torch.ones(size, LENGTH, dtype=torch.long)
+        return {"input_ids": ids, "labels": ids}
+    config, places = CONFIGS[name], torch.stack(torch.meshgrid(*map(torch.arange, (1, SIDE, SIDE)), indexing="ij"), -1)
+    return {
+        "hidden_states": torch.ones(size, SIDE * SIDE, config["in_channels"], dtype=dtype),
+        "encoder_hidden_states": torch.ones(size, 64, config["joint_attention_dim"], dtype=dtype),
+        "pooled_projections": torch.ones(size, config["pooled_projection_dim"], dtype=dtype),
+        "timestep": torch.ones(size, dtype=dtype),
+        "img_ids": places.reshape(-1, 3).to(dtype),
+        "txt_ids": torch.zeros(64, 3, dtype=dtype),
+    }
+
+
+def _to_zero(outputs: Any, inputs: Any) -> torch.Tensor:
+    return functional.mse_loss(outputs[0].float(), torch.zeros((), dtype=torch.float32).expand_as(outputs[0]))
+
+
+def _resident() -> int:
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    return _status("VmRSS") - _status("RssFile")
 
 
 def _status(key: str) -> int:
@@ -113,7 +231,20 @@ def _status(key: str) -> int:
     return int(text.partition(f"{key}:")[2].split()[0]) * 1024
 
 
-def main(names: list[str]) -> None:
+# -- the two tables ----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _saved(name: str) -> Iterator[str]:
+    """A folder with the model, for what is packed while it is loaded."""
+    with tempfile.TemporaryDirectory() as folder:
+        if name != "flux":
+            torch.manual_seed(0)
+            _of_config(name).to(torch.bfloat16).save_pretrained(folder)
+        yield folder
+
+
+def peaks(names: list[str], only: str) -> None:
     import fit as here  # a name that other processes can import
 
     from pool import Pool
@@ -121,25 +252,26 @@ def main(names: list[str]) -> None:
     file = RESULTS / "fit.json"
     runs = json.loads(file.read_text())["runs"] if file.exists() else {}
     for name in names:
-        pool = Pool()
-        pool.run(2, here.measured, name, "float32", {"pipeline_parallel_size": 2}, False, timeout=200)  # warms up
-        for recipe, chunk, checkpointing, plan in predicted(name):
-            stages = plan.pipelines[0].stage_names
-            settings = {"pipeline_parallel_size": len(stages), "loss_chunk_tokens": chunk}
-            settings |= {"split_points": [names[0] for names in stages[1:]]} if len(stages) > 1 else {}
-            settings |= {"sharded_optimizer": True} if recipe.sharded else {}
-            ranks = pool.run(2, here.measured, name, recipe.name, settings, checkpointing, timeout=200)
-            key = f"{name}, {recipe.name}" + ", ckpt" * checkpointing + ", chunk" * (chunk is not None)
-            runs[key] = [[taken, memory.total] for taken, memory in zip(ranks, plan.memory, strict=True)]
-            said = ", ".join(f"{taken / 1e6:.0f} MB, predicted {total / taken:.3f}" for taken, total in runs[key])
-            print(f"{key}: {said}", flush=True)
+        pool, warm = Pool(), set[str]()
+        with _saved(name) as folder:
+            for way, plan in predicted(name):
+                if only not in way.recipe or (name == "flux" and way.recipe.startswith("nf4")):
+                    continue  # diffusers packs by bitsandbytes on a GPU only
+                if way.recipe not in warm:  # what a library loads at its first use is not the model's
+                    pool.run(2, here.measured, name, vars(way), folder, timeout=200)
+                    warm.add(way.recipe)
+                ranks = pool.run(2, here.measured, name, vars(way), folder, timeout=200)
+                runs[f"{name}, {way}"] = found = [[one, of.total] for one, of in zip(ranks, plan.memory, strict=True)]
+                said = ", ".join(f"{taken / 1e6:.0f} MB, predicted {total / taken:.3f}" for taken, total in found)
+                print(f"{name}, {way}: {said}", flush=True)
         pool.close()
     columns = ("model, way", "rank 0", "predicted", "ratio", "rank 1", "predicted", "ratio")
-    config = {name: each.to_diff_dict() for name, each in CONFIGS.items()}
+    config = {name: each if name == "flux" else each.to_diff_dict() for name, each in CONFIGS.items()}
     config |= {"microbatches": MICROBATCHES, "samples": BATCH, "tokens": LENGTH, "chunk": CHUNK, "rank": RANK}
+    config |= {"patches of a side": SIDE}
     table = Comparison("fit", "Rows of `penstock fit`, and what runs took", columns, config, runs)
     ratios = []
-    for key, ranks in runs.items():
+    for key, ranks in sorted(runs.items()):
         cells = []
         for taken, total in ranks:
             cells += [readable(taken), readable(total), f"{total / taken:.3f}"]
@@ -148,10 +280,76 @@ def main(names: list[str]) -> None:
     table.write(
         f"Of {len(ratios)} ratios the least is {min(ratios):.3f}, the greatest {max(ratios):.3f}. Taken is the "
         "resident memory at the third step's peak, without that before the model; ckpt: activations recomputed, "
-        "chunk: the loss in chunks. AdamW is torch's, fused; with float32 numbers bitsandbytes'.",
+        "chunk: the loss in chunks. Sharded: two pipelines of one stage; all else: one of two. AdamW is torch's, "
+        "fused; with float32 numbers bitsandbytes'.",
         "one run of each",
     )
 
 
+@cache
+def _ways() -> dict[str, tuple[Way, Way]]:
+    """What is compared for each lever: without, and with it."""
+    found = {str(way): way for way, _ in predicted("llama")}
+    plain, both = found["float32"], replace(found["float32"], stages=1, split_points=())
+    pairs = {
+        "loss in chunks": (plain, found["float32, chunk"]),
+        "activations recomputed": (plain, found["float32, ckpt"]),
+        "both": (plain, found["float32, ckpt, chunk"]),
+        "bfloat16": (plain, found["bfloat16"]),
+        "sharded optimizer": (both, found["float32, sharded"]),
+        f"LoRA {RANK}": (found["bfloat16"], found[f"LoRA {RANK}"]),
+        f"nf4, LoRA {RANK}": (found[f"LoRA {RANK}"], found[f"nf4, LoRA {RANK}"]),
+    }
+    # Of one pipeline the stages are those of the way without the lever: only the lever differs.
+    return {lever: (a, replace(b, stages=a.stages, split_points=a.split_points)) for lever, (a, b) in pairs.items()}
+
+
+def levers(rounds: int) -> None:
+    import fit as here
+
+    from pool import Pool
+
+    columns = ("lever", "without", "with", "saved", "seconds of a step, with / without")
+    config = {"llama": CONFIGS["llama"].to_diff_dict(), "microbatches": MICROBATCHES, "samples": BATCH}
+    config |= {"tokens": LENGTH, "chunk": CHUNK, "rank": RANK, "rounds": rounds}
+    table = Comparison("levers", "What each lever of memory saves and costs", columns, config, {})
+    pool = Pool()
+    with _saved("llama") as folder:
+        for lever, ways in _ways().items():
+            pair = [vars(way) for way in ways]
+            ranks = pool.run(2, here.timed, "llama", pair, folder, rounds, timeout=400)
+            ratio = statistics.median(b / a for a, b in zip(*ranks[0], strict=True))
+            taken = []
+            for way in pair:
+                taken.append(max(pool.run(2, here.measured, "llama", way, folder, timeout=200)))
+            table.add(
+                f"{lever} ({ways[0]})",
+                [readable(taken[0]), readable(taken[1]), f"{1 - taken[1] / taken[0]:.0%}", f"{ratio:.2f}"],
+                ways=[str(way) for way in ways], bytes=taken, seconds=ranks[0], ratio=ratio,
+            )  # fmt: skip
+            print(lever, taken, f"{ratio:.3f}", flush=True)
+    pool.close()
+    table.write(
+        "Of two ranks the one that takes more. Both ways have the same stages. Seconds: the median over rounds of "
+        "the ratio of two steps, one after the other. 4 bits are unpacked by a CPU here, which no GPU resembles.",
+        "one run of each peak; steps in turn",
+    )
+
+
+def main() -> None:
+    os.environ["TORCH_COMPILE_DISABLE"] = "1"  # bitsandbytes compiles its optimizer for CPUs, which takes memory
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    of_peaks = commands.add_parser("peaks")
+    of_peaks.add_argument("models", nargs="*", default=[*CONFIGS])
+    of_peaks.add_argument("--only", default="", help="ways in whose name this stands")
+    commands.add_parser("levers").add_argument("--rounds", type=int, default=8)
+    options = parser.parse_args()
+    if options.command == "peaks":
+        peaks(options.models, options.only)
+    else:
+        levers(options.rounds)
+
+
 if __name__ == "__main__":
-    main(sys.argv[1:] or list(CONFIGS))
+    main()

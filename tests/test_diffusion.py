@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,19 @@ from peft import LoraConfig
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional
+from typer.testing import CliRunner
 
 import penstock
 from penstock.checkpoint import CheckpointError
 from penstock.checkpoint.contents import merge_checkpoint
+from penstock.cli import app
 from penstock.integrations import diffusers as room
+from penstock.modeling.instrumentation import record_of
+from penstock.planning.memory import memory_of_ranks
+from penstock.planning.profile import held_by_stages
+from penstock.planning.profiling import profile_model
+from penstock.planning.unit_cost import LiveBytes
+from penstock.schedule import build
 from pool import Pool
 from training import EXACT, Step, assert_steps_equal, gradients_of, run_step
 
@@ -137,6 +147,50 @@ def test_what_belongs_to_samples_in_another_number_is_refused(pool: Pool, how: s
         else:
             assert "The batch disagrees about its size: rows_ids has 4 samples" in refused
             assert "write batch_dim=" in refused
+
+
+def peak_of_flux(checkpointing: bool, split: str) -> float:
+    """Bytes that a step takes at most, besides weights and their gradients."""
+    model = flux(torch.float32)
+    if checkpointing:
+        model.enable_gradient_checkpointing()
+    inputs = batch(side=16, tokens=32, dtype=torch.float32)
+    example = without_target(batch(1, 16, 32, torch.float32))
+    section = {"pipeline_parallel_size": 2, "schedule": "1f1b", "split_points": [split], "micro_batch_size": 1}
+    model = penstock.initialize(model, section, matching, example_inputs=example)
+    live = LiveBytes()
+    for counting in (nullcontext(), live):
+        with counting:
+            run_step(model, inputs)
+    return float(live.peak)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_memory_is_planned_from_the_inputs(pool: Pool, checkpointing: bool) -> None:
+    model = flux(torch.float32)
+    record_of(model).example_inputs = without_target(batch(1, 16, 32, torch.float32))
+    units = [unit.checkpointed() if checkpointing else unit for unit in profile_model(model, optimizer_states=0).units]
+    split = [unit.name for unit in units].index("single_transformer_blocks.0")
+    estimates = memory_of_ranks(build("1f1b", 2, 4), held_by_stages([units[:split], units[split:]]))
+    for peak, estimate in zip(pool.run(2, peak_of_flux, checkpointing, units[split].name), estimates, strict=True):
+        assert 0.9 <= estimate.activations / peak <= 1.1
+
+
+def inputs_of_64() -> dict[str, torch.Tensor]:
+    return without_target(batch(1, 4, 8, torch.float32))
+
+
+def test_what_fits_is_said_of_a_folder_of_diffusers(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"_class_name": "FluxTransformer2DModel", **SIZES}))
+    given = [str(tmp_path), "--inputs", "test_diffusion:inputs_of_64", "--devices", "2"]
+    found = CliRunner().invoke(app, ["fit", *given, "--memory", "1GB", "--lora-rank", "2"])
+    assert found.output.startswith("It fits: ") and "samples/s" in found.output, found.output
+    rows = [line for line in found.output.splitlines() if line.startswith("nf4, LoRA 2")]
+    assert len(rows) == 2 and all(" yes " in row for row in rows)  # no loss in chunks
+    found = CliRunner().invoke(app, ["plan", *given, "--microbatch-size", "1", "--lora-rank", "2"])
+    assert "FluxTransformer2DModel on 2 devices: 64 microbatches a step of 1" in found.output, found.output
+    wrong = CliRunner().invoke(app, ["plan", *given, "--microbatch-size", "3"])
+    assert wrong.exit_code == 1 and "none of them has 3 samples" in wrong.output
 
 
 # quanto's layers cannot be units of their own.

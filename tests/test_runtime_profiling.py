@@ -67,6 +67,15 @@ def test_estimated_products_are_those_of_the_formula() -> None:
     assert 1.5 < (block.backward + block.weight) / block.forward < 3.0
 
 
+@pytest.mark.parametrize("device", [None, "cpu"])
+def test_weight_gradients_are_those_that_a_run_puts_off(device: str | None) -> None:
+    """Not those of embeddings, nor of a head with far more outputs than inputs."""
+    model = FAMILIES["gpt2"].build(dtype=torch.float32, vocab_size=1024)
+    units = profile_model(model, BATCH, LENGTH, device=device).units
+    assert all((unit.weight > 0) == (".h." in unit.name) for unit in units)
+    assert units[0].backward > 0 and units[-1].backward > units[-1].forward
+
+
 def test_the_model_is_left_as_it_was() -> None:
     model = FAMILIES["gpt2"].build(dtype=torch.float64)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

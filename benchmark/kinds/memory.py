@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -15,29 +15,15 @@ from kinds.models import CHECKPOINT, GPT, NOOP, layer_costs
 from kinds.options import OptionError, Options, World
 from penstock.layout.partition import partition
 from penstock.layout.template import end_modules
+from penstock.modeling.instrumentation import record_of
 from penstock.planning.memory import MemoryEstimate, memory_of_ranks, readable
 from penstock.planning.profile import UnitCost, held_by_stages, stages_of
 from penstock.planning.profiling import profile_model
 from penstock.schedule.generators import build
 
-# Elements of (tokens x width) that a block keeps for its backward: inputs of the two norms, of the four products, of
-# attention (q, k, v) and of GELU, the latter and the last product's four times as wide; attention itself keeps nothing
-# of tokens x tokens (Korthikanti et al. 2022, section 4, without its dropout masks and with fused attention).
-ELEMENTS_KEPT = 17
-
-
-@dataclass(frozen=True)
-class _Layer:
-    """Parameters of a layer, and bytes that one microbatch keeps there until its backward."""
-
-    parameters: float
-    kept: float
-
 
 def estimate(options: Options, world: World) -> MemoryEstimate:
     """What the run needs on its fullest device, without the libraries' own memory."""
-    if isinstance(options.config, ResNetSize):
-        return _of_resnet(options, world)
     if options.mode in ("ddp", "fsdp"):
         return _replicated(options, world)
     return max(_of_stages(options, world), key=lambda stage: stage.total)
@@ -74,51 +60,29 @@ def _states(options: Options) -> int:
     return 2 if options.optimizer == "adamw" else 0
 
 
-def _layers(options: Options, samples: float) -> list[_Layer]:
-    """Embedding, blocks and head of a GPT, for microbatches of `samples`."""
-    config = options.config
-    assert isinstance(config, GPTConfig)
-    size = options.torch_dtype.itemsize
-    hidden = samples * config.block_size * config.n_embd
-    block = 12 * config.n_embd**2 + 13 * config.n_embd
-    vocabulary = config.vocab_size * config.n_embd
-    # The log-probabilities that the loss keeps are in single precision.
-    logits = samples * config.block_size * config.vocab_size * max(size, 4)
-    kept = size * hidden * (ELEMENTS_KEPT if options.activation == NOOP else 1)
-    return [
-        _Layer(vocabulary + config.block_size * config.n_embd, 0),
-        *[_Layer(block, kept if options.activation in (NOOP, CHECKPOINT) else 0)] * config.n_layer,
-        _Layer(vocabulary + 2 * config.n_embd, logits + size * hidden),
-    ]
-
-
-def _transient(options: Options, samples: float, has_head: bool) -> float:
-    """What exists once, while a microbatch is at work: a block's activations that are not kept, and the logits."""
-    config = options.config
-    assert isinstance(config, GPTConfig)
-    size = options.torch_dtype.itemsize
-    block = size * samples * config.block_size * config.n_embd * ELEMENTS_KEPT
-    logits = samples * config.block_size * config.vocab_size * (size + max(size, 4))
-    return (block if options.activation != NOOP else 0) + (logits if has_head else 0)
-
-
 def _replicated(options: Options, world: World) -> MemoryEstimate:
     """Every device runs all layers, one microbatch after another."""
-    samples = options.batch_size / world.size / options.chunks
-    config, size = options.config, options.torch_dtype.itemsize
-    assert isinstance(config, GPTConfig)
-    layers = _layers(options, samples)
-    activations = sum(layer.kept for layer in layers) + _transient(options, samples, has_head=True)
-    own = float(config.num_parameters)
+    samples, size = math.ceil(options.batch_size / world.size / options.chunks), options.torch_dtype.itemsize
+    if isinstance(options.config, ResNetSize):
+        with torch.device("meta"):
+            model = ResNetForImageClassification(options.config.to_transformers()).to(options.torch_dtype)
+        image = torch.empty(samples, 3, *[options.config.image_size] * 2)
+        record_of(model).example_inputs = {"pixel_values": image}
+        units, blocks = profile_model(model, samples, optimizer_states=_states(options)).units, 0.0
+        own = float(sum(parameter.numel() for parameter in model.parameters()))
+    else:
+        embedding, block, head = _units(options, samples)
+        units = (*embedding, *block * options.config.n_layer, *head)
+        # Beside its shards a device holds one gathered block and the next, and the embeddings, which are the root's.
+        blocks = sum(unit.weights for unit in (*block, *block, *embedding)) / size
+        own = float(options.config.num_parameters)  # a tied weight is held once
     whole = 0.0
     if options.mode == "fsdp":
-        own /= world.size
-        # Beside its shards a device holds one gathered block and the next, and the embeddings, which are the root's.
-        whole = 2 * layers[1].parameters + layers[0].parameters if world.size > 1 else 0.0
-        if options.cpu_offload and world.device_type == "cuda":
-            own = 0.0
+        whole = blocks if world.size > 1 else 0.0
+        own = 0.0 if options.cpu_offload and world.device_type == "cuda" else own / world.size
+    (found,) = memory_of_ranks(build("1f1b", 1, 1), held_by_stages([units]))
     return MemoryEstimate(
-        (own + whole) * size, (own + whole / 2) * size, own * size * _states(options), activations
+        (own + whole) * size, (own + whole / 2) * size, own * size * _states(options), found.activations
     )  # fmt: skip
 
 
@@ -151,27 +115,6 @@ def _units(options: Options, samples: int) -> tuple[list[UnitCost], list[UnitCos
     elif options.activation != NOOP:  # what a microbatch keeps is on the host until its backward
         block = tuple(replace(unit, kept=0.0, working=unit.working + unit.kept) for unit in block)
     return list(before), list(block), list(after)
-
-
-def _of_resnet(options: Options, world: World) -> MemoryEstimate:
-    """Parameters are counted; kept are the outputs of all leaf modules of a forward."""
-    assert isinstance(options.config, ResNetSize)
-    outputs = [0]
-
-    def count(module: torch.nn.Module, inputs: object, output: object) -> None:
-        if isinstance(output, torch.Tensor) and not list(module.children()):
-            outputs[0] += output.numel()
-
-    with torch.device("meta"):
-        model = ResNetForImageClassification(options.config.to_transformers())
-        for module in model.modules():
-            module.register_forward_hook(count)
-        model(torch.empty(1, 3, *[options.config.image_size] * 2))
-    size = options.torch_dtype.itemsize
-    own = sum(parameter.numel() for parameter in model.parameters()) * size
-    samples = options.batch_size / world.size / options.chunks
-    shards = world.size if options.mode == "fsdp" else 1
-    return MemoryEstimate(own, own, own * _states(options) / shards, outputs[0] * samples * size)
 
 
 def _advice(options: Options) -> str:

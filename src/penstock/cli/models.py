@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import urlsplit
@@ -136,14 +137,48 @@ def waiting(text: str) -> Iterator[None]:
         yield
 
 
-def subject_of(model: str) -> Any:
-    """What the user's MODEL_OR_CLASS means: a model or class of their own, or a name."""
-    if ":" in model:
-        return own_model(model)
-    refuse_misspelt_class(model)
-    if not Path(model).exists() and not model[:1].isupper():
-        _look_for_a_hub()
-    return model
+def subject_of(model: str, inputs: str | None = None) -> Any:
+    """What the user's MODEL_OR_CLASS means: a model or class of their own, a model of diffusers, or a name.
+
+    Args:
+        inputs: SCRIPT.py:NAME of a forward's inputs, or of a function that returns them; then it is a model.
+    """
+    found = own_model(model) if ":" in model else _of_diffusers(model)
+    if found is None:
+        refuse_misspelt_class(model)
+        if not Path(model).exists() and not model[:1].isupper():
+            _look_for_a_hub()
+        found = model
+    if inputs is not None:
+        from torch import nn
+
+        from penstock.checking.check import build_on_meta
+        from penstock.modeling.instrumentation import record_of
+
+        given = named(inputs)
+        found = found if isinstance(found, nn.Module) else build_on_meta(found)
+        record_of(found).example_inputs = given() if callable(given) else given
+    return found
+
+
+def _of_diffusers(name: str) -> Any:
+    """A model of diffusers without memory for its weights, by a folder or a class; None if it is none of its models."""
+    import transformers
+
+    written = Path(name, "config.json")
+    config = json.loads(written.read_text(encoding="utf-8")) if written.is_file() else {}
+    known = config.get("_class_name", "" if config else name)
+    if not known[:1].isupper() or hasattr(transformers, known) or find_spec("diffusers") is None:
+        return None
+    import diffusers
+    from accelerate import init_empty_weights
+    from diffusers.models.modeling_utils import no_init_weights
+
+    kind = getattr(diffusers, known, None)
+    if not (isinstance(kind, type) and issubclass(kind, diffusers.ModelMixin)):
+        return None
+    with no_init_weights(), init_empty_weights():
+        return kind.from_config(config)
 
 
 def _look_for_a_hub() -> None:

@@ -27,8 +27,8 @@ Model = Annotated[
     str,
     typer.Argument(
         metavar="MODEL_OR_CLASS",
-        help="A folder or name of a checkpoint (only its configuration is read), a transformers class such as "
-        "LlamaForCausalLM (with its default configuration), or MODULE:NAME of your own.",
+        help="A folder or name of a checkpoint (only its configuration is read), a class of transformers or diffusers "
+        "such as LlamaForCausalLM (with its default configuration), or MODULE:NAME of your own.",
     ),
 ]
 Length = Annotated[int, typer.Option(min=1, help="Tokens of a sample.")]
@@ -38,12 +38,21 @@ STATES = {"adam": 2, "sgd": 0}
 Chunk = Annotated[
     int | None, typer.Option(min=1, help="Tokens of which logits exist at once, as loss_chunk_tokens of the run.")
 ]
+# What switches recomputed activations on in transformers, and in diffusers.
+ENABLING = ("gradient_checkpointing_enable", "enable_gradient_checkpointing")
 # Whether activations are recomputed: what is tried.
 CHECKPOINTING = {"none": (False,), "all": (True,), "auto": (False, True, "stages")}
 Quantization = Annotated[
     str | None, typer.Option(help="A frozen base in nf4, nf4-double, fp4 or int8, with --lora-rank.")
 ]
 Rank = Annotated[int | None, typer.Option(min=1, help="Train adapters of this rank on all linear layers, frozen.")]
+Inputs = Annotated[
+    str | None,
+    typer.Option(
+        help="SCRIPT.py:NAME of a forward's inputs for a microbatch, or of a function that returns them, where a model "
+        "takes no sequences of --length: one of diffusers, or your own."
+    ),
+]
 
 
 def describe(
@@ -88,6 +97,7 @@ def profile(
     model: Model,
     batch: Annotated[int, typer.Option("--microbatch-size", "--batch", min=1, help="Samples in a microbatch.")] = 1,
     length: Length = 128,
+    inputs: Inputs = None,
     dtype: Dtype = "float32",
     loss_chunk_tokens: Chunk = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ... (default: a GPU if there is one).")] = None,
@@ -121,7 +131,7 @@ def profile(
     if rank == 0:
         where = torch.device(device) if device else local_device()
         found = profile_model(
-            subject_of(model), batch, length, _dtype(dtype), where, optimizer_states=_states(optimizer),
+            _model(model, inputs, batch, dtype), batch, length, device=where, optimizer_states=_states(optimizer),
             loss_chunk_tokens=loss_chunk_tokens,
         )  # fmt: skip
         found = replace(found, inside=inside, between=between)
@@ -160,6 +170,7 @@ def plan(
         Path | None, typer.Option(help="What `penstock profile` wrote (default: estimated, for --length and --dtype).")
     ] = None,
     length: Length = 128,
+    inputs: Inputs = None,
     dtype: Dtype = "float32",
     optimizer: Optimizer = "adam",
     nodes: Annotated[str | None, typer.Option(help="Devices of each node: 2x4, or 4,8 (default: one node).")] = None,
@@ -189,6 +200,7 @@ def plan(
     from penstock.planning.cluster import parse_devices
     from penstock.planning.planner import best_of, equal_pipelines, shares_of
     from penstock.planning.profile import Profile
+    from penstock.planning.profiling import profile_model
     from penstock.planning.report import plan_data, plans_table
 
     classes = parse_devices(devices, memory, speed)
@@ -207,9 +219,10 @@ def plan(
                 f"{found.about['microbatch']}, or measure again"
             )
     else:
-        found = _estimate(
-            model, microbatch, length, dtype, optimizer, [kind.name for kind in classes], loss_chunk_tokens,
-            quantization, lora_rank,
+        found = profile_model(
+            _model(model, inputs, microbatch, dtype, quantization, lora_rank), microbatch, length,
+            operations_per_second=_fastest([kind.name for kind in classes]), optimizer_states=_states(optimizer),
+            loss_chunk_tokens=loss_chunk_tokens,
         )  # fmt: skip
     job = _job(found, classes, nodes, global_batch, microbatch, copies, schedule)
     shares = [*shares_of(job), 0] if sharded_optimizer else [0]
@@ -245,35 +258,30 @@ def _job(
     return Job(found, cluster, global_batch // microbatch, copies, schedules=names)
 
 
-def _estimate(
-    model: str, microbatch: int, length: int, dtype: str, optimizer: str, names: list[str], chunk: int | None,
-    quantization: str | None, lora_rank: int | None,
-) -> Profile:  # fmt: skip
-    from penstock.planning.profiling import profile_model
-
-    return profile_model(
-        _changed(model, dtype, quantization, lora_rank), microbatch, length, _dtype(dtype), None, _fastest(names),
-        optimizer_states=_states(optimizer), loss_chunk_tokens=chunk,
-    )  # fmt: skip
-
-
-def _changed(model: str, dtype: str, quantization: str | None, lora_rank: int | None) -> Any:
-    """What the user's MODEL means, with a packed base and adapters."""
-    subject = subject_of(model)
-    if quantization is None and lora_rank is None:
-        return subject
+def _model(
+    name: str, inputs: str | None, microbatch: int, dtype: str, quantization: str | None = None, rank: int | None = None
+) -> nn.Module:
+    """The user's MODEL; one that is named is of this type; with a packed base and adapters."""
     from torch import nn
 
     from penstock.checking.check import build_on_meta
     from penstock.integrations.outlines import adapt, pack
+    from penstock.modeling.instrumentation import known_of
 
-    if lora_rank is None:
+    if rank is None and quantization is not None:
         raise ValueError("--quantization needs --lora-rank: packed weights are not trained, adapters on them are")
-    whole = subject if isinstance(subject, nn.Module) else build_on_meta(subject).to(_dtype(dtype))
-    adapt(whole, lora_rank)
+    subject = subject_of(name, inputs)
+    model = subject if isinstance(subject, nn.Module) else build_on_meta(subject)
+    if ":" not in name:
+        nn.Module.to(model, _dtype(dtype))  # models of diffusers warn of it
+    given = known_of(model).example_inputs
+    if given is not None and microbatch not in {len(one) for one in given.values() if hasattr(one, "shape")}:
+        raise ValueError(f"the inputs are those of a microbatch, but none of them has {microbatch} samples")
+    if rank is not None:
+        adapt(model, rank)
     if quantization is not None:
-        pack(whole, quantization)
-    return whole
+        pack(model, quantization)
+    return model
 
 
 def _fastest(names: list[str]) -> float:
@@ -288,6 +296,7 @@ def fit(
     devices: Annotated[str, typer.Option(help="How many devices, or how many of each class: 3090:3.")] = "1",
     memory: Annotated[str | None, typer.Option(help="Memory of each device for the run: 24GB.")] = None,
     length: Length = 2048,
+    inputs: Inputs = None,
     microbatch: Annotated[int, typer.Option("--micro-batch-size", "--microbatch-size", min=1)] = 1,
     global_batch: Annotated[int, typer.Option("--global-batch-size", min=1, help="Samples in a step.")] = 16,
     lora_rank: Annotated[
@@ -310,9 +319,11 @@ def fit(
         raise ValueError(f"a global batch of {global_batch} samples is no whole number of microbatches of {microbatch}")
     cluster = Cluster(classes, (), USUAL_INSIDE, USUAL_BETWEEN)
     fastest = _fastest([kind.name for kind in classes])
-    profiles = profiles_of(subject_of(model), _recipes(lora_rank), microbatch, length, fastest)
+    subject = _model(model, inputs, microbatch, "float32")
+    profiles = profiles_of(subject, _recipes(lora_rank), microbatch, length, fastest)
     found = ways(profiles, cluster, global_batch // microbatch)
-    print(fit_text(found, global_batch * length, microbatch))
+    checkpointing = next((name for name in ENABLING if hasattr(subject, name)), "gradient checkpointing")
+    print(fit_text(found, global_batch, microbatch, None if inputs else length, checkpointing))
     if plot is not None:
         print(f"drawn to {draw_memory(found, plot)}")
 

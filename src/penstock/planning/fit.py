@@ -5,12 +5,10 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import nn
 
-from penstock.checking.check import build_on_meta
 from penstock.modeling.graph.chunked_loss import ChunkedLossError
 from penstock.planning.cluster import Cluster
 from penstock.planning.memory import MemoryEstimate, memory_of_ranks
@@ -110,7 +108,7 @@ def ways(profiles: Iterator[tuple[Recipe, int | None, Profile]], cluster: Cluste
 
 
 def profiles_of(
-    subject: Any, recipes: Sequence[Recipe], microbatch: int, length: int, operations_per_second: float
+    model: nn.Module, recipes: Sequence[Recipe], microbatch: int, length: int, operations_per_second: float
 ) -> Iterator[tuple[Recipe, int | None, Profile]]:
     """The costs of a model in every way to train it, from its configuration alone: with whole logits and, if the model
     can, with those of a chunk.
@@ -118,10 +116,9 @@ def profiles_of(
     Raises:
         NotImplementedError: the model cannot be split.
     """
-    model = subject if isinstance(subject, nn.Module) else build_on_meta(subject)
     followed: dict[torch.dtype, Followed] = {}
     for recipe in recipes:
-        model.to(recipe.dtype)
+        nn.Module.to(model, recipe.dtype)  # models of diffusers warn of it
         if recipe.dtype not in followed:
             followed[recipe.dtype] = follow(model, microbatch, length)
         changed = model

@@ -12,14 +12,17 @@ from typing import Any
 import torch
 from torch import nn
 from transformers.cache_utils import Cache
+from transformers.modeling_layers import GradientCheckpointingLayer
 
-from penstock.checking.check import BoundaryReport, boundary_before, build_on_meta
+from penstock.checking.check import BoundaryReport, boundary_before
 from penstock.modeling.graph.chunked_loss import head_unit, refuse_head
-from penstock.modeling.graph.dummy_inputs import dummy_inputs
+from penstock.modeling.graph.dummy_inputs import dtype_of, dummy_inputs
 from penstock.modeling.graph.plan import refusal
 from penstock.modeling.graph.shapes import OutputShape, ShapeFunctions, flatten
 from penstock.modeling.graph.units import traced_units
+from penstock.modeling.instrumentation import known_of
 from penstock.modeling.weights.whole import tensors_of
+from penstock.nested import map_tensors
 from penstock.planning.profile import Profile, UnitCost
 from penstock.planning.unit_cost import Call, Cost, cost_of
 
@@ -41,10 +44,9 @@ class Followed:
 
 
 def profile_model(
-    subject: Any,
+    model: nn.Module,
     batch: int = 1,
     length: int = 128,
-    dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
     operations_per_second: float = 312e12,
     optimizer_states: float = 2,
@@ -54,8 +56,7 @@ def profile_model(
     """The costs of a model's units for microbatches of `batch` samples of `length` tokens.
 
     Args:
-        subject: see `penstock.checking.check.check`.
-        dtype: of weights and activations; a model has its own.
+        length: of what models of text are given; not of inputs of the user's own.
         device: where the units are run; None estimates the seconds and runs nothing.
         operations_per_second: of the device that seconds are estimated for.
         optimizer_states: numbers of a parameter's type that the optimizer keeps for it: 2 for Adam.
@@ -65,7 +66,6 @@ def profile_model(
     Raises:
         NotImplementedError: the model cannot be split.
     """
-    model = subject if isinstance(subject, nn.Module) else build_on_meta(subject).to(dtype)
     found = followed or follow(model, batch, length)
     names, head = found.names, None
     if loss_chunk_tokens is not None:
@@ -78,7 +78,10 @@ def profile_model(
         calls = found.calls.get(name, [])
         key = (_shapes(module), *map(_key, calls), is_last, chunk, device, operations_per_second)
         if key not in found.costs:
-            each = partial(cost_of, module, device=device, is_last=is_last, loss_chunk_tokens=chunk)
+            each = partial(
+                cost_of, module, device=device, is_last=is_last, loss_chunk_tokens=chunk,
+                recomputed=_is_recomputed(model, name),
+            )  # fmt: skip
             found.costs[key] = Cost.of_all([each(call, operations_per_second=operations_per_second) for call in calls])
         sizes = tuple(float(one.nbytes) for one in module.parameters() if one.requires_grad)
         boundary = None if is_last else found.boundaries[index]
@@ -97,7 +100,7 @@ def profile_model(
     where = "estimated" if device is None else str(device)
     about: dict[str, str | int | float] = {
         "microbatch": batch,
-        "length": length,
+        **({} if known_of(model).example_inputs else {"length": length}),
         "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
         "device": where,
     }
@@ -116,9 +119,12 @@ def follow(model: nn.Module, batch: int, length: int) -> Followed:
         key=lambda guess: not any(isinstance(x, torch.Tensor) and len(x) == batch for x in guess.values()),
     )
     device = next((parameter.device for parameter in model.parameters() if not parameter.is_meta), torch.device("cpu"))
+    dtype = dtype_of(model)
     failure: Exception | None = None
     for guess in guesses:
-        inputs = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in guess.items()}
+        inputs = map_tensors(
+            lambda _, x: x.to(device=device, dtype=dtype if x.is_floating_point() else x.dtype), "", dict(guess)
+        )
         try:
             names, found, recorder, _ = traced_units(model, inputs, _Recorder)
         except Exception as error:  # whatever a model's own code raises
@@ -148,6 +154,16 @@ class _Recorder(ShapeFunctions):
         leaves, spec = flatten((args, kwargs))
         self.calls.setdefault(name, []).append((leaves, spec))
         return super().__call__(name, args, kwargs, known)
+
+
+def _is_recomputed(model: nn.Module, unit: str) -> bool:
+    """Whether gradient checkpointing runs a unit's forward again as a whole, as it does with a list's layers."""
+    module, (where, _, number) = model.get_submodule(unit), unit.rpartition(".")
+    if any(isinstance(one, GradientCheckpointingLayer) for one in module.modules()):
+        return True
+    owner = model.get_submodule(where.rpartition(".")[0])
+    by_parts = any(hasattr(one, "gradient_checkpointing") for one in module.modules())
+    return number.isdigit() and hasattr(owner, "gradient_checkpointing") and not by_parts
 
 
 def _shapes(module: nn.Module) -> Any:

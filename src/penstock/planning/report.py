@@ -29,11 +29,12 @@ def plans_table(plans: Sequence[Plan], equal: Plan | None, words: Sequence[str] 
     """
     job = plans[0].job
     about = job.profile.about
+    samples = about.get("microbatch")
     summary = Table(
         Column("pipelines", overflow="fold"), Column("schedule", no_wrap=True),
         *(Column(name, justify="right") for name in ("step", "bubble", "fullest device", "speed")),
         title=f"{job.profile.model} on {job.cluster.size} devices: {job.num_microbatches} microbatches a step"
-        + (f" of {samples} x {about['length']} tokens" if (samples := about.get("microbatch")) else "")
+        + (f" of {samples}" + (f" x {about['length']} tokens" if "length" in about else "") if samples else "")
         + ", activations recomputed" * bool(job.checkpointing)
         + " on some ranks" * (job.checkpointing == "stages")
         + ", optimizer sharded" * bool(job.sharded),
@@ -61,17 +62,19 @@ def plans_table(plans: Sequence[Plan], equal: Plan | None, words: Sequence[str] 
 SHORT = ("weights", "grads", "Adam", "act.", "logits", "msgs")
 
 
-def fit_text(found: Sequence[Way], tokens: int, microbatch: int) -> str:
+def fit_text(found: Sequence[Way], samples: int, microbatch: int, tokens: int | None, enable: str) -> str:
     """The verdict, a row for each way, and the configuration of the best.
 
     Args:
-        tokens: of a step.
+        samples: of a step.
+        tokens: of a sample; None if it is no sequence of them.
+        enable: the model's method that has activations recomputed.
     """
     chosen = best(found)
     table = Table(
         Column("way", no_wrap=True), Column("with"),
         *(Column(name, justify="right", no_wrap=True) for name in SHORT),
-        Column("fits", justify="center"), Column("tok/s", justify="right"),
+        Column("fits", justify="center"), Column("tok/s" if tokens else "samples/s", justify="right"),
         title="The fullest device, in GB. ckpt: activations recomputed; chunk: loss_chunk_tokens",
         box=None, padding=(0, 1, 0, 0),
     )  # fmt: skip
@@ -81,7 +84,8 @@ def fit_text(found: Sequence[Way], tokens: int, microbatch: int) -> str:
         marks = {(0, 0): "", (1, 0): "ckpt", (0, 1): "chunk"}.get(
             (way.checkpointing, bool(way.loss_chunk_tokens)), "both"
         )
-        speed = f"{tokens / way.plan.seconds:,.0f}" if way.plan else ""
+        rate = samples * (tokens or 1) / way.plan.seconds if way.plan else math.nan
+        speed = "" if math.isnan(rate) else f"{rate:,.0f}" if tokens else f"{rate:.3g}"
         table.add_row(way.recipe.name, marks, *sizes, "yes" if way.plan else "no", speed)
     if chosen is None or chosen.plan is None:
         least = min(found, key=lambda way: sum(way.parts().values()))
@@ -105,7 +109,7 @@ def fit_text(found: Sequence[Way], tokens: int, microbatch: int) -> str:
         section["split_points"] = [names[0] for names in stages[0][1:]]
     lines = [as_text(verdict, table), json.dumps({"model_parallelism": section})]
     lines += [f"dtype={chosen.recipe.dtype} in from_pretrained"] * (chosen.recipe.dtype != torch.float32)
-    lines += ["model.gradient_checkpointing_enable()"] * chosen.checkpointing
+    lines += [f"model.{enable}()"] * chosen.checkpointing
     lines += chosen.recipe.lines
     return "\n".join(lines)
 

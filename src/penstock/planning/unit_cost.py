@@ -22,7 +22,6 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.cache_utils import Cache
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from penstock.modeling.graph.chunked_loss import ChunkedLogits
 from penstock.modeling.placeholders.ghosts import meta_placeholder
@@ -71,6 +70,7 @@ def cost_of(
     is_last: bool,
     operations_per_second: float,
     loss_chunk_tokens: int | None = None,
+    recomputed: bool = False,
 ) -> Cost:
     """The cost of one run of a unit alone, in a training step.
 
@@ -80,6 +80,7 @@ def cost_of(
         is_last: whether its first result gives the loss.
         operations_per_second: of the device that seconds are estimated for.
         loss_chunk_tokens: of a last unit that is a head, of how many tokens the logits exist at once; None for all.
+        recomputed: whether gradient checkpointing runs its forward again; a model's ends it does not.
     """
     where = torch.device("meta" if device is None else device)
     unit = meta_placeholder(module).to_empty(device=where).train()
@@ -91,7 +92,7 @@ def cost_of(
             tensor.normal_(0, 0.02) if tensor.is_floating_point() else tensor.zero_()
     for parameter in filter(requires_grad, unit.parameters()):
         parameter.grad = torch.zeros_like(parameter)
-    hidden = next((leaf.shape[-1] for leaf in call[0] if _is_hidden(leaf)), None)
+    hidden = next((leaf for leaf in call[0] if _is_hidden(leaf)), None)
     leaves = [_argument(leaf, where, hidden) for leaf in call[0]]
     args, kwargs = pytree.tree_unflatten(leaves, call[1])
     sources = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
@@ -121,7 +122,7 @@ def cost_of(
     puts_off = install(unit, queue, None if loss_chunk_tokens is None else unit)
     _, _, splitting, put_off = _memory(forward, parameters, shared, sources, returned)
     uninstall(unit)
-    checkpointed = float(sum(source.nbytes for source in sources)) if _is_checkpointed(unit) else kept
+    checkpointed = float(sum(source.nbytes for source in sources)) if recomputed else kept
     if device is None:
         number = operations.forward, put_off.backward, max(0.0, operations.backward - put_off.backward)
         seconds, backward, weight = (each / (REACHED * operations_per_second) for each in number)
@@ -143,25 +144,20 @@ def cost_of(
     )
 
 
-def _is_checkpointed(unit: nn.Module) -> bool:
-    """Whether `gradient_checkpointing_enable` has the unit run its forward again; a model's ends do not."""
-    return any(isinstance(module, GradientCheckpointingLayer) for module in unit.modules())
+def _is_hidden(leaf: Any, like: torch.Tensor | None = None) -> bool:
+    """Whether an argument may be hidden states: (batch, length, width), or an image; of which `like` is another."""
+    if not (isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.dim() > 2):
+        return False
+    return like is None or (leaf.dim() == like.dim() and (leaf.dim() > 3 or leaf.shape[-1] == like.shape[-1]))
 
 
-def _is_hidden(leaf: Any) -> bool:
-    """Whether an argument may be hidden states, (batch, length, width)."""
-    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.dim() == 3
-
-
-def _argument(leaf: Any, device: torch.device, width: int | None) -> Any:
+def _argument(leaf: Any, device: torch.device, hidden: torch.Tensor | None) -> Any:
     """What a unit is called with: random values for what gradients go back to, zeros for masks and the like."""
     if isinstance(leaf, Cache):
         return None  # training has none
     if not isinstance(leaf, torch.Tensor):
         return leaf
-    if not leaf.is_floating_point():
-        return torch.zeros(leaf.shape, dtype=leaf.dtype, device=device)
-    if not _is_hidden(leaf) or leaf.shape[-1] != width:
+    if not _is_hidden(leaf, hidden):
         return torch.zeros(leaf.shape, dtype=leaf.dtype, device=device)
     return torch.empty(leaf.shape, dtype=leaf.dtype, device=device).normal_().requires_grad_()
 
