@@ -14,6 +14,7 @@ import ctypes
 import gc
 import json
 import os
+import signal
 import statistics
 import sys
 import tempfile
@@ -144,7 +145,7 @@ def measured(name: str, way: dict[str, Any], folder: str) -> float:
     before = _resident()
     training = Training(name, Way(**way), folder)
     peak = 0.0
-    for _ in range(3):
+    for _ in range(2):  # shapes are learned in the first
         gc.collect()
         Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
         training.step()
@@ -245,26 +246,36 @@ def _saved(name: str) -> Iterator[str]:
 
 
 def peaks(names: list[str], only: str) -> None:
+    file = RESULTS / "fit.json"
+    runs = json.loads(file.read_text())["runs"] if file.exists() else {}
+    try:
+        for name in names:
+            _run(name, only, runs)
+    finally:  # also of what was seen until it was stopped
+        _write(runs)
+
+
+def _run(name: str, only: str, runs: dict[str, Any]) -> None:
     import fit as here  # a name that other processes can import
 
     from pool import Pool
 
-    file = RESULTS / "fit.json"
-    runs = json.loads(file.read_text())["runs"] if file.exists() else {}
-    for name in names:
-        pool, warm = Pool(), set[str]()
-        with _saved(name) as folder:
-            for way, plan in predicted(name):
-                if only not in way.recipe or (name == "flux" and way.recipe.startswith("nf4")):
-                    continue  # diffusers packs by bitsandbytes on a GPU only
-                if way.recipe not in warm:  # what a library loads at its first use is not the model's
-                    pool.run(2, here.measured, name, vars(way), folder, timeout=200)
-                    warm.add(way.recipe)
-                ranks = pool.run(2, here.measured, name, vars(way), folder, timeout=200)
-                runs[f"{name}, {way}"] = found = [[one, of.total] for one, of in zip(ranks, plan.memory, strict=True)]
-                said = ", ".join(f"{taken / 1e6:.0f} MB, predicted {total / taken:.3f}" for taken, total in found)
-                print(f"{name}, {way}: {said}", flush=True)
-        pool.close()
+    pool, warm = Pool(), set[str]()
+    with _saved(name) as folder:
+        for way, plan in predicted(name):
+            if only not in way.recipe or (name == "flux" and way.recipe.startswith("nf4")):
+                continue  # diffusers packs by bitsandbytes on a GPU only
+            if way.recipe not in warm:  # what a library loads at its first use is not the model's
+                pool.run(2, here.measured, name, vars(way), folder, timeout=200)
+                warm.add(way.recipe)
+            ranks = pool.run(2, here.measured, name, vars(way), folder, timeout=200)
+            runs[f"{name}, {way}"] = found = [[one, of.total] for one, of in zip(ranks, plan.memory, strict=True)]
+            said = ", ".join(f"{taken / 1e6:.0f} MB, predicted {total / taken:.3f}" for taken, total in found)
+            print(f"{name}, {way}: {said}", flush=True)
+    pool.close()
+
+
+def _write(runs: dict[str, Any]) -> None:
     columns = ("model, way", "rank 0", "predicted", "ratio", "rank 1", "predicted", "ratio")
     config = {name: each if name == "flux" else each.to_diff_dict() for name, each in CONFIGS.items()}
     config |= {"microbatches": MICROBATCHES, "samples": BATCH, "tokens": LENGTH, "chunk": CHUNK, "rank": RANK}
@@ -279,7 +290,7 @@ def peaks(names: list[str], only: str) -> None:
         table.add(key, cells)
     table.write(
         f"Of {len(ratios)} ratios the least is {min(ratios):.3f}, the greatest {max(ratios):.3f}. Taken is the "
-        "resident memory at the third step's peak, without that before the model; ckpt: activations recomputed, "
+        "resident memory at the second step's peak, without that before the model; ckpt: activations recomputed, "
         "chunk: the loss in chunks. Sharded: two pipelines of one stage; all else: one of two. AdamW is torch's, "
         "fused; with float32 numbers bitsandbytes'.",
         "one run of each",
@@ -345,6 +356,7 @@ def main() -> None:
     of_peaks.add_argument("--only", default="", help="ways in whose name this stands")
     commands.add_parser("levers").add_argument("--rounds", type=int, default=8)
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     if options.command == "peaks":
         peaks(options.models, options.only)
     else:

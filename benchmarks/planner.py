@@ -85,9 +85,14 @@ def _runs_before(name: str) -> dict[str, Any]:
 def language_model(blocks: int, kept: float = 0.1) -> Profile:
     """Blocks of 10 ms for each of F, B and W, 0.4 GB of state and `kept` GB per microbatch; a head worth two."""
     body = [
-        UnitCost(f"h.{i}", 0.01, 0.01, 0.01, GB / 10, GB / 10, GB / 5, kept * GB, 8e6, 0.0, 8e6) for i in range(blocks)
+        UnitCost(
+            f"h.{i}", 0.01, 0.01, 0.01, 8e6, 8e6, weights=GB / 10, gradients=GB / 10, optimizer=GB / 5, kept=kept * GB
+        )
+        for i in range(blocks)
     ]
-    embedding = UnitCost("wte", 0.001, 0.0, 0.001, GB / 5, GB / 5, 2 * GB / 5, 1e6, 1e6, 0.0, 8e6)
+    embedding = UnitCost(
+        "wte", 0.001, 0.001, 0.0, 1e6, 8e6, weights=GB / 5, gradients=GB / 5, optimizer=2 * GB / 5, kept=1e6
+    )
     head = UnitCost("head", 0.02, 0.02, 0.02, GB / 5, GB / 5, 2 * GB / 5, 0.3 * GB, 0.3 * GB, GB / 10)
     return Profile(f"language model of {blocks} blocks", (embedding, *body, head))
 

@@ -58,7 +58,7 @@ def test_the_plugins_own_pipelines_train_as_the_unsplit_model(pool: Pool, num_ra
 def test_little_memory_makes_deeper_pipelines(pool: Pool) -> None:
     from penstock.planning.profiling import profile_model
 
-    whole = Held.together(unit.held for unit in profile_model(build()).units).with_live(1)
+    whole = Held.together(profile_model(build()).units).with_live(1)
     loss, num_pipelines, _ = pool.run(2, train_with_plugin, "1f1b", 0.8 * whole)[0]
     assert num_pipelines == 1 and loss == pytest.approx(unsplit_loss(), abs=1e-12)
     with pytest.raises(Infeasible, match="no plan: "):

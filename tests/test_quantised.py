@@ -219,7 +219,7 @@ def train_auto(family: str, folder: Path, kind: str, with_plugin: bool) -> tuple
     model, data = load(family, folder, kind), batch("causal", 4)
     if with_plugin:
         plugin = penstock.HeterogeneousParallelPlugin(microbatch_size=1)
-        whole = Held.together(unit.held for unit in profile_model(base_of(mark_packed(model))).units)
+        whole = Held.together(profile_model(base_of(mark_packed(model))).units)
         plugin.set_pipelines("auto", 4, model, memory=0.9 * whole.with_live(1))
         model, *_ = plugin.configure(model)
     else:

@@ -138,7 +138,7 @@ def profile(
         seconds = sum(unit.seconds for unit in found.units)
         text = (
             f"{found.model}: {len(found.units)} units, {seconds:.4g} s for a microbatch on {where}, "
-            f"{readable(sum(unit.held.state for unit in found.units))} of weights, gradients and optimizer; "
+            f"{readable(sum(unit.state for unit in found.units))} of weights, gradients and optimizer; "
             f"written to {found.write(output)}"
         )
         print(wrapped(text))

@@ -35,7 +35,7 @@ RECEIVES_AHEAD, BYTES_AHEAD = 2, 1 << 20
 SENDS_AHEAD = 8
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Held:
     """What units hold, in bytes.
 
@@ -44,7 +44,7 @@ class Held:
         kept: for each microbatch, from its forward to the end of its backward.
         working: besides `kept`, while a forward or a backward of a whole microbatch is under way.
         deferred: for each microbatch in place of `kept`, from its input gradient to its weight gradient, where a
-            schedule splits the backward: inputs and gradients of the layers.
+            schedule splits the backward: inputs and gradients of the layers; None: as many.
         splitting: as `working`, where the backward is split; None if that is the same.
         received: what comes from the stage below for a microbatch, a part of `kept`; as much goes back.
         sent: what goes to the stage above for a microbatch, a part of `kept`; as much comes back.
@@ -57,7 +57,7 @@ class Held:
     optimizer: float = 0.0
     kept: float = 0.0
     working: float = 0.0
-    deferred: float = 0.0
+    deferred: float | None = None
     splitting: float | None = None
     received: float = 0.0
     sent: float = 0.0
@@ -85,13 +85,17 @@ class Held:
             gradients += part.gradients
             optimizer += part.optimizer
             own = part.working if part.splitting is None else part.splitting
+            put_off = part.kept if part.deferred is None else part.deferred
             working = max(working - part.kept, part.working)
             forwarding = max(forwarding - part.kept, part.working if part.forwarding is None else part.forwarding)
-            splitting = max(splitting + part.deferred - part.kept, own)
+            splitting = max(splitting + put_off - part.kept, own)
             kept += part.kept
-            deferred += part.deferred
+            deferred += put_off
             output = part.output
-        return Held(weights, gradients, optimizer, kept, working, deferred, splitting, 0.0, 0.0, output, forwarding)
+        return Held(
+            weights=weights, gradients=gradients, optimizer=optimizer, kept=kept, working=working, deferred=deferred,
+            splitting=splitting, output=output, forwarding=forwarding,
+        )  # fmt: skip
 
 
 def memory_of_ranks(schedule: Schedule, stages: Sequence[Held]) -> list[MemoryEstimate]:
@@ -187,7 +191,7 @@ class _Around:
 
     def __init__(self, held: Held, count: int, from_here: bool, to_here: bool) -> None:
         self.kept = held.kept - (held.received if from_here else 0.0)
-        self.deferred = held.deferred
+        self.deferred = held.kept if held.deferred is None else held.deferred
         self.forwarding = held.working if held.forwarding is None else held.forwarding
         self.backing = held.working + held.sent
         self.splitting = (held.working if held.splitting is None else held.splitting) + held.sent

@@ -77,7 +77,7 @@ class Job:
     @cached_property
     def held(self) -> tuple[Held, ...]:
         """The memory that each part needs; at least, if it may be recomputed."""
-        return tuple(Held.together(unit.held for unit in part) for part in self.recomputed or self.parts)
+        return tuple(Held.together(part) for part in self.recomputed or self.parts)
 
 
 @dataclass(frozen=True)

@@ -18,22 +18,15 @@ FORMAT = "penstock profile 1"
 
 
 @dataclass(frozen=True)
-class UnitCost:
-    """One unit and one microbatch. Seconds are those of the device that the profile is of.
+class UnitCost(Held):
+    """One unit and one microbatch: its seconds, those of the device that the profile is of, and what it holds.
 
     Attributes:
         name: the unit.
-        forward, backward, weight: seconds of a forward, of the input's gradient, and of the weights' gradients.
-        weights, gradients, optimizer: bytes, whatever the microbatches.
-        kept: bytes that a microbatch keeps from its forward to the end of its backward.
-        kept_checkpointed: the same with gradient checkpointing: a block's input; `kept` where nothing is recomputed.
-        working: bytes that exist only while the unit is at work.
+        forward, backward, weight: seconds of a forward, of a backward, and of the weight gradients that can be put off.
+        kept_checkpointed: as `kept` with gradient checkpointing: a block's input; `kept` where nothing is recomputed.
         crossing: bytes that the next stage receives if this unit is a stage's last.
         joined: whether no stage may end with this unit.
-        deferred: bytes that a weight gradient which is put off keeps in place of `kept`; None: as many.
-        splitting: as `working`, if the weight gradient is put off; None: as much.
-        output: of `kept`, bytes of the model's output, which the caller is given; 0 below the last unit.
-        forwarding: as `working`, in a forward; None: as much.
         sizes: bytes of each trained parameter; `gradients` together.
     """
 
@@ -41,38 +34,14 @@ class UnitCost:
     forward: float
     backward: float
     weight: float
-    weights: float = 0.0
-    gradients: float = 0.0
-    optimizer: float = 0.0
-    kept: float = 0.0
     kept_checkpointed: float = 0.0
-    working: float = 0.0
     crossing: float = 0.0
     joined: bool = False
-    deferred: float | None = None
-    splitting: float | None = None
-    output: float = 0.0
-    forwarding: float | None = None
     sizes: tuple[float, ...] = ()
 
     @property
     def seconds(self) -> float:
         return self.forward + self.backward + self.weight
-
-    @property
-    def held(self) -> Held:
-        deferred = self.kept if self.deferred is None else self.deferred
-        return Held(
-            self.weights,
-            self.gradients,
-            self.optimizer,
-            self.kept,
-            self.working,
-            deferred,
-            self.splitting,
-            output=self.output,
-            forwarding=self.forwarding,
-        )
 
     def checkpointed(self) -> UnitCost:
         """With gradient checkpointing: the backward runs the forward again, and its activations exist only then."""
@@ -169,7 +138,7 @@ def held_by_stages(stages: Sequence[Sequence[UnitCost]]) -> list[Held]:
     found = []
     received = 0.0
     for number, units in enumerate(stages):
-        held, sent = Held.together(unit.held for unit in units), units[-1].crossing if number < len(stages) - 1 else 0.0
+        held, sent = Held.together(units), units[-1].crossing if number < len(stages) - 1 else 0.0
         # What was received is held, though its first unit may not keep it.
         small = SMALL_VALUES if received or sent else 0.0
         kept, working = max(held.kept, received) + sent, held.working + small

@@ -5,7 +5,7 @@ Each kind of unit is run alone, see `unit_cost`: a model needs not fit the devic
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,7 @@ from penstock.modeling.instrumentation import known_of
 from penstock.modeling.weights.whole import tensors_of
 from penstock.nested import map_tensors
 from penstock.planning.profile import Profile, UnitCost
-from penstock.planning.unit_cost import Call, Cost, cost_of
+from penstock.planning.unit_cost import Call, cost_of, of_all
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Followed:
     names: list[str]
     calls: dict[str, list[Call]]
     boundaries: list[BoundaryReport]
-    costs: dict[Any, Cost]
+    costs: dict[Any, UnitCost]
 
 
 def profile_model(
@@ -82,13 +82,14 @@ def profile_model(
                 cost_of, module, device=device, is_last=is_last, loss_chunk_tokens=chunk,
                 recomputed=_is_recomputed(model, name),
             )  # fmt: skip
-            found.costs[key] = Cost.of_all([each(call, operations_per_second=operations_per_second) for call in calls])
+            runs = [each(call, operations_per_second=operations_per_second) for call in calls]
+            found.costs[key] = of_all(runs) if runs else UnitCost("", 0.0, 0.0, 0.0)
         sizes = tuple(float(one.nbytes) for one in module.parameters() if one.requires_grad)
         boundary = None if is_last else found.boundaries[index]
         units.append(
-            UnitCost(
-                name,
-                **found.costs[key]._asdict(),
+            replace(
+                found.costs[key],
+                name=name,
                 weights=float(sum(part.nbytes for parts in tensors_of(module).values() for part in parts)),
                 gradients=sum(sizes),
                 optimizer=optimizer_states * sum(sizes),

@@ -153,7 +153,7 @@ class Chain:
 
     def _runs(self, parts: Sequence[Sequence[UnitCost]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """For every run of parts: its seconds, its memory for each microbatch, and besides."""
-        held = [Held.together(unit.held for unit in part) for part in parts]
+        held = [Held.together(part) for part in parts]
         state = run_sums([one.state for one in held])
         kept = run_sums([one.kept for one in held])
         # See `Held.together`: what a part works with, when those above it have let go of what they kept.

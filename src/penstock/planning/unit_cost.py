@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
@@ -25,6 +26,7 @@ from transformers.cache_utils import Cache
 
 from penstock.modeling.graph.chunked_loss import ChunkedLogits
 from penstock.modeling.placeholders.ghosts import meta_placeholder
+from penstock.planning.profile import UnitCost
 from penstock.runtime.gradients.weight_gradients import Deferred, WeightGradientQueues, install, uninstall
 from penstock.runtime.loss_proxy import requires_grad
 
@@ -39,28 +41,11 @@ REACHED = 0.4
 OPERATIONS_PER_BYTE = 200.0 * REACHED
 
 
-class Cost(NamedTuple):
-    """What a unit takes for a microbatch; for the fields see `UnitCost`."""
-
-    forward: float = 0.0
-    backward: float = 0.0
-    weight: float = 0.0
-    kept: float = 0.0
-    kept_checkpointed: float = 0.0
-    deferred: float = 0.0
-    output: float = 0.0
-    working: float = 0.0
-    splitting: float = 0.0
-    forwarding: float = 0.0
-
-    @classmethod
-    def of_all(cls, runs: Sequence[Cost]) -> Cost:
-        """Of a unit that a forward runs several times; it is at work in one run at a time."""
-        if not runs:
-            return cls()
-        sums = cls(*map(sum, zip(*runs, strict=True)))
-        once = ("working", "splitting", "forwarding")
-        return sums._replace(**{name: max(getattr(run, name) for run in runs) for name in once})
+def of_all(runs: Sequence[UnitCost]) -> UnitCost:
+    """The cost of a unit that a forward runs several times; it is at work in one run at a time."""
+    once = {name: max(getattr(run, name) for run in runs) for name in ("working", "splitting", "forwarding")}
+    each = ("forward", "backward", "weight", "kept", "kept_checkpointed", "deferred", "output")
+    return replace(runs[0], **once, **{name: sum(getattr(run, name) for run in runs) for name in each})
 
 
 def cost_of(
@@ -71,7 +56,7 @@ def cost_of(
     operations_per_second: float,
     loss_chunk_tokens: int | None = None,
     recomputed: bool = False,
-) -> Cost:
+) -> UnitCost:
     """The cost of one run of a unit alone, in a training step.
 
     Args:
@@ -130,7 +115,8 @@ def cost_of(
         seconds, backward, weight = _seconds(forward, sources, parameters, where)
         if not puts_off:
             backward, weight = backward + weight, 0.0
-    return Cost(
+    return UnitCost(
+        name="",
         forward=seconds,
         backward=backward,
         weight=weight,
