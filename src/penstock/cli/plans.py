@@ -270,10 +270,10 @@ def _model(
 
     if rank is None and quantization is not None:
         raise ValueError("--quantization needs --lora-rank: packed weights are not trained, adapters on them are")
-    subject = subject_of(name, inputs)
+    kind, subject = _dtype(dtype), subject_of(name, inputs)
     model = subject if isinstance(subject, nn.Module) else build_on_meta(subject)
     if ":" not in name:
-        nn.Module.to(model, _dtype(dtype))  # models of diffusers warn of it
+        nn.Module.to(model, kind)  # models of diffusers warn of it
     given = known_of(model).example_inputs
     if given is not None and microbatch not in {len(one) for one in given.values() if hasattr(one, "shape")}:
         raise ValueError(f"the inputs are those of a microbatch, but none of them has {microbatch} samples")
