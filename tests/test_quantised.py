@@ -24,7 +24,8 @@ from trl import SFTConfig, SFTTrainer
 import penstock
 from families import batch
 from penstock.checkpoint import CheckpointError
-from penstock.integrations.packed_layers import mark_packed
+from penstock.checkpoint.tensors import bytes_of
+from penstock.integrations.packed_layers import mark_packed, tensors_inside
 from penstock.integrations.transformers import PipelineTrainer
 from penstock.modeling.adapters import base_of
 from penstock.modeling.graph.costs import unit_costs
@@ -33,80 +34,31 @@ from penstock.modeling.weights.load import load_stage
 from penstock.modeling.weights.whole import tensors_of
 from penstock.planning.memory import Held
 from penstock.planning.profiling import profile_model
+from penstock.runtime.comm.bootstrap import leave_world
 from pool import Pool
-from quantised import BITSANDBYTES, KINDS, UNSAVED, adapt, load, quantisation, write_base
+from quantised import (
+    KINDS,
+    LAYOUTS,
+    ROUNDING,
+    adapt,
+    base,
+    compared,
+    evaluated,
+    families_and_ways,
+    load,
+    plain_step,
+    quantisation,
+    split_step,
+    unsplit,
+    write_base,
+)
 from stage_driver import cut as split_units
 from trainer_runs import PipelineSFTTrainer, defaults, over, samples, sentences, tokenizer
-from training import assert_same_gradients, cut, gradients_of, parallelize, rows, run_step, weigh
-
-# Of single precision, which the libraries compute in (bitsandbytes' 8 bits, in evaluation on a CPU, in float16).
-ROUNDING = 5e-6
+from training import parallelize, rows, run_step
 
 
-@functools.cache
-def base(family: str, kind: str | None = None) -> Path:
-    return write_base(family, Path(tempfile.mkdtemp()), kind)
-
-
-def evaluated(model: Any) -> tuple[float, torch.Tensor]:
-    """A loss, and tokens chosen greedily. What kernels of 8 bits give for a row depends on the rows beside it."""
-    model.eval()
-    split = isinstance(model, penstock.PipelineModel)
-    pieces = [(batch("causal", 4), 1.0)] if split else weigh("causal", cut(batch("causal", 4), [1] * 4))
-    with torch.no_grad():
-        loss = sum(float(model(**piece).loss) * share for piece, share in pieces)
-        tokens = model.generate(batch("causal", 2)["input_ids"][:, :4], max_new_tokens=4, do_sample=False)
-    return loss, tokens
-
-
-def story(model: Any, step: Any, folder: Path) -> dict[str, Any]:
-    """The same script for both: a step, an evaluation, the adapters saved and then merged into the base."""
-    model.train()
-    loss, gradients = step(model), gradients_of(model)
-    gradients = {name: gradient for name, gradient in gradients.items() if gradient is not None}
-    told = {"loss": loss, "gradients": gradients, "evaluated": evaluated(model)}
-    told["counted"] = model.get_nb_trainable_parameters()
-    model.save_pretrained(folder)
-    return {**told, "merged": evaluated(model.merge_and_unload())}
-
-
-def plain_step(model: Any) -> float:
-    """Over the microbatches that the split model has, so that kernels see the same rows."""
-    losses = []
-    for piece, share in weigh("causal", cut(batch("causal", 4), [1] * 4)):
-        (loss := model(**piece).loss * share).backward()
-        losses.append(float(loss))
-    return sum(losses)
-
-
-def split_step(model: Any) -> float:
-    run_step(model, rows(batch("causal", 4), model.data_parallel_rank, model.data_parallel_size))
-    return float(model.pipeline.last_step.global_loss)
-
-
-def split_story(
-    family: str, folder: Path, kind: str | None, stages: int, schedule: str, saved: Path, whole: bool = True
-) -> dict[str, Any]:
-    options = {"schedule": schedule, "micro_batch_size": 1}
-    if whole:
-        return story(parallelize(load(family, folder, kind), stages, **options), split_step, saved)
-    options |= {} if kind is None else {"quantization_config": quantisation(kind)}
-    model = penstock.from_pretrained(
-        str(folder), adapt=adapt, dtype=torch.float32, pipeline_parallel_size=stages, **options
-    )
-    return story(model, split_step, saved)
-
-
-def assert_same_story(runs: list[dict[str, Any]], expected: dict[str, Any]) -> None:
-    for run in runs:
-        assert run["loss"] == pytest.approx(expected["loss"], rel=ROUNDING)
-        assert_same_gradients(run["gradients"], expected["gradients"], ROUNDING)
-        assert run["counted"] == expected["counted"]
-        for what in ("evaluated", "merged"):
-            assert run[what][0] == pytest.approx(expected[what][0], rel=ROUNDING)
-            assert torch.equal(run[what][1], expected[what][1])
-    assert set().union(*(run["gradients"] for run in runs)) == set(expected["gradients"])
-    assert expected["evaluated"][0] != pytest.approx(expected["merged"][0], rel=1e-7), "merging rounds"
+def assert_same(found: dict[str, float]) -> None:
+    assert all(value <= (0 if column == "others" else ROUNDING) for column, value in found.items()), found
 
 
 @pytest.mark.parametrize(
@@ -121,55 +73,39 @@ def assert_same_story(runs: list[dict[str, Any]], expected: dict[str, Any]) -> N
 def test_a_quantised_base_with_adapters_runs_as_the_unsplit_one(
     pool: Pool, tmp_path: Path, family: str, kind: str, ranks: int, stages: int, schedule: str
 ) -> None:
-    folder = base(family)
-    expected = story(load(family, folder, kind), plain_step, tmp_path / "plain")
-    runs = pool.run(ranks, split_story, family, folder, kind, stages, schedule, tmp_path / "split", timeout=120)
-    assert_same_story(runs, expected)
-    plain, split = (load_file(tmp_path / where / "adapter_model.safetensors") for where in ("plain", "split"))
+    assert_same(*compared(pool, family, kind, "whole", ranks, stages, [schedule], tmp_path))
+    expected, adapters = unsplit(family, kind, saved=False)
+    plain, split = (load_file(where / "adapter_model.safetensors") for where in (adapters, tmp_path))
     assert plain.keys() == split.keys() and all(torch.equal(plain[name], split[name]) for name in plain)
-    again = PeftModel.from_pretrained(load(family, folder, kind, adapters=False), tmp_path / "split")
+    again = PeftModel.from_pretrained(load(family, base(family), kind, adapters=False), tmp_path)
     assert evaluated(again)[0] == pytest.approx(expected["evaluated"][0], rel=ROUNDING)
+    assert expected["evaluated"][0] != pytest.approx(expected["merged"][0], rel=1e-7), "merging rounds"
 
 
 @pytest.mark.parametrize(
-    ("family", "saved", "kind", "ranks", "stages", "schedule"),
+    ("family", "kind", "way", "ranks", "stages", "schedule"),
     [
-        ("gpt2", None, "nf4", 3, 3, "zb-h1"),
-        ("mixtral", "double", None, 2, 2, "1f1b"),
-        ("mixtral", "torchao8", None, 3, 3, "zb-v"),
-        ("llama", "int8", None, 4, 2, "zb-v"),
-        ("llama", None, "quanto8", 2, 2, "1f1b"),
+        ("gpt2", "nf4", "in stages", 3, 3, "zb-h1"),
+        ("mixtral", "double", "saved", 2, 2, "1f1b"),
+        ("mixtral", "torchao8", "saved", 3, 3, "zb-v"),
+        ("llama", "int8", "saved", 4, 2, "zb-v"),
+        ("llama", "quanto8", "in stages", 2, 2, "1f1b"),
     ],
 )
 def test_stages_that_are_loaded_alone_run_as_the_unsplit_model(
-    pool: Pool, tmp_path: Path, family: str, saved: str | None, kind: str, ranks: int, stages: int, schedule: str
+    pool: Pool, tmp_path: Path, family: str, kind: str, way: str, ranks: int, stages: int, schedule: str
 ) -> None:
-    folder = base(family, saved)
-    expected = story(load(family, folder, kind), plain_step, tmp_path / "plain")
-    arguments = family, folder, kind, stages, schedule, tmp_path / "split", False
-    assert_same_story(pool.run(ranks, split_story, *arguments, timeout=120), expected)
-
-
-# Two stages and three, two replicas, and each schedule on both numbers of stages.
-LAYOUTS = [(2, 2, "1f1b"), (3, 3, "zb-h1"), (2, 2, "zb-v"), (4, 2, "zb-h1"), (3, 3, "1f1b"), (3, 3, "zb-v")]
+    assert_same(*compared(pool, family, kind, way, ranks, stages, [schedule], tmp_path))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_packing_runs_as_the_unsplit_model(pool: Pool, tmp_path: Path, kind: str) -> None:
-    """Of each family, made whole, loaded in stages, and loaded as it was saved; layouts in turn."""
-    layouts = itertools.cycle(LAYOUTS[KINDS.index(kind) % len(LAYOUTS) :] + LAYOUTS)
-    # bitsandbytes packs the layers of GPT-2, which are none of `nn.Linear`.
-    for family in ("llama", "mixtral", "gpt2")[: None if kind in BITSANDBYTES else 2]:
-        for way in ("whole", "in stages", "saved")[: 2 if kind in UNSAVED else None]:
-            given = None if way == "saved" else kind
-            folder = base(family, kind if way == "saved" else None)
-            if way != "in stages":
-                expected = story(load(family, folder, given), plain_step, tmp_path / "plain")
-            ranks, stages, schedule = next(layouts)
-            arguments = family, folder, given, stages, schedule, tmp_path / "split", way == "whole"
-            assert_same_story(pool.run(ranks, split_story, *arguments, timeout=120), expected)
+    """Of each family, made in each way; layouts in turn. benchmarks/quantized.py runs the whole product."""
+    layouts = itertools.cycle(LAYOUTS[KINDS.index(kind) % len(LAYOUTS) :] + LAYOUTS[: KINDS.index(kind) % len(LAYOUTS)])
+    for family, way in families_and_ways(kind):
+        assert_same(*compared(pool, family, kind, way, *next(layouts), tmp_path))
 
 
 # -- how stages are balanced -------------------------------------------------------------------------------------------
@@ -322,30 +258,47 @@ def test_a_stage_reads_and_packs_its_own_tensors_only(saved: bool, tmp_path: Pat
 # -- saving ------------------------------------------------------------------------------------------------------------
 
 
-def save_whole(family: str, source: Path, kind: str, folder: Path) -> str | None:
+def save_whole(family: str, source: Path, kind: str | None, folder: Path, **options: Any) -> str | None:
     model = parallelize(load(family, source, kind, adapters=False).requires_grad_(False), 2)
     try:
-        model.save_pretrained(folder, safe_serialization=True)
+        model.save_pretrained(folder, **options)
     except CheckpointError as error:
         return str(error)
     return None
 
 
-@pytest.mark.parametrize(("family", "kind"), [("gpt2", "double"), ("mixtral", "int8")])
+@pytest.mark.parametrize(
+    ("family", "kind"), [("gpt2", "double"), ("mixtral", "int8"), ("mixtral", "torchao8"), ("llama", "torchao-float8")]
+)
 def test_a_quantised_base_is_saved_as_transformers_saves_it(pool: Pool, tmp_path: Path, family: str, kind: str) -> None:
-    assert pool.run(2, save_whole, family, base(family), kind, tmp_path) == [None, None]
-    plain = load_file(base(family, kind) / "model.safetensors")
-    split = load_file(tmp_path / "model.safetensors")
-    assert plain.keys() == split.keys() and all(torch.equal(plain[name], split[name]) for name in plain)
-    assert json.loads((tmp_path / "config.json").read_text()) == json.loads(
-        (base(family, kind) / "config.json").read_text()
-    )
+    """And so is one that was loaded from there, in several files."""
+    folders = [base(family, kind), tmp_path / "one", tmp_path / "several"]
+    assert pool.run(2, save_whole, family, base(family), kind, folders[1]) == [None, None]
+    assert pool.run(2, save_whole, family, folders[1], None, folders[2], max_shard_size="20KB") == [None, None]
+    assert len(list(folders[2].glob("*.safetensors"))) > 3
+    models = [load(family, folder, None, adapters=False) for folder in folders]
+    states = [dict(itertools.chain(model.named_parameters(), model.named_buffers())) for model in models]
+    told = [evaluated(model) for model in models]
+    for number, (folder, state) in enumerate(zip(folders, states, strict=True)):
+        assert state.keys() == states[0].keys()
+        for name, one in state.items():
+            mine, theirs = ([bytes_of(inner) for inner in tensors_inside(each)] for each in (one, states[0][name]))
+            assert mine == theirs, name
+        assert told[number][0] == pytest.approx(told[0][0], rel=1e-7)
+        assert json.loads((folder / "config.json").read_text()) == json.loads((folders[0] / "config.json").read_text())
+    unpacked = load(family, base(family), None, adapters=False)
+    assert told[0][0] != pytest.approx(evaluated(unpacked)[0], rel=1e-6)
+    index = json.loads((folders[2] / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_parameters"] == models[0].num_parameters()
 
 
-@pytest.mark.parametrize("kind", ["quanto8", "torchao8"])
-def test_packed_weights_that_are_not_saved_are_refused_by_name(pool: Pool, tmp_path: Path, kind: str) -> None:
-    for said in pool.run(2, save_whole, "llama", base("llama"), kind, tmp_path):
+@pytest.mark.parametrize(("kind", "options"), [("quanto8", {}), ("torchao8", {"safe_serialization": False})])
+def test_packed_weights_that_are_not_saved_are_refused_by_name(
+    pool: Pool, tmp_path: Path, kind: str, options: dict[str, Any]
+) -> None:
+    for said in pool.run(2, save_whole, "llama", base("llama"), kind, tmp_path, **options):
         assert said is not None and "cannot save the packed weights of a quantised LlamaForCausalLM" in said
+        assert (": this kind is not saved" if kind == "quanto8" else " so: use save_pretrained") in said
 
 
 def run_on(source: Path, kind: str, folder: Path, stages: int, resume: bool) -> tuple[list[float], list[str]]:
@@ -502,3 +455,38 @@ def test_what_is_not_known_is_refused_by_name(pool: Pool) -> None:
     ]
     for said in pool.run(2, refusals, base("llama")):
         assert all(part in text for part, text in zip(expected, said, strict=True)), said
+
+
+def begin_elastic(folder: Path, store: str) -> tuple[list[str], float]:
+    """A process of a run of two: what it is told of quantised models, and the loss of a plain one after that."""
+    plugin = penstock.HeterogeneousParallelPlugin(
+        elastic=penstock.Elastic(store, start=2, copies=1, leave_on_sigterm=False),
+        global_batch_size=4,
+        microbatch_size=1,
+    )
+    inside = load("llama", folder, "torchao8", adapters=False)
+    inside.add_adapter(LoraConfig(r=2, target_modules=["q_proj"]))
+    by_hand = load("llama", folder, "nf4", adapters=False)
+    del by_hand.hf_quantizer  # layers of bitsandbytes that transformers knows nothing of
+    refused = []
+    booster = penstock.Booster(plugin=plugin)
+    for model in (load("llama", folder, "nf4"), inside, by_hand):
+        with pytest.raises(NotImplementedError) as caught:
+            booster.boost(model, torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=0.1))
+        refused.append(str(caught.value))
+    model = load("llama", folder, None, adapters=False)
+    loader = plugin.prepare_dataloader([{name: rows[n] for name, rows in batch("causal", 4).items()} for n in range(4)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, _, loader, _ = booster.boost(model, optimizer, None, loader, None)
+    loss = booster.execute_pipeline(iter(loader), model, None, optimizer, return_loss=True)["loss"]
+    plugin.run.close()
+    leave_world()
+    return refused, float(loss)
+
+
+def test_elastic_runs_refuse_quantised_models_on_every_rank_and_wait_for_nobody(pool: Pool, tmp_path: Path) -> None:
+    expected = plain_step(load("llama", base("llama"), None, adapters=False))
+    store = tmp_path.joinpath("store").as_uri()
+    for refused, loss in pool.run(2, begin_elastic, base("llama"), store, init=False):
+        assert refused == ["with elastic= a model cannot be quantised: packed weights stay on their stage"] * 3
+        assert loss == pytest.approx(expected, rel=ROUNDING)

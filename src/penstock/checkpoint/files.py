@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any, BinaryIO
 
 import torch
@@ -43,6 +44,7 @@ def write_tensors(
     tensors: Mapping[str, torch.Tensor],
     save_function: SaveFunction | None = None,
     behind: Behind | None = None,
+    metadata: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, int]:
     """Write tensors to a new file and have them on disk before returning. The format follows from the name.
 
@@ -50,17 +52,18 @@ def write_tensors(
         tensors: contiguous CPU tensors, as `tensors.to_cpu` makes them.
         save_function: writes `.bin` files instead of `torch.save`; called with the dictionary and the path.
         behind: with it, the file is on disk and the sums are there only when this is left.
+        metadata: what else a file of safetensors says.
 
     Returns the CRC-32 of each tensor's bytes. Raises CheckpointError, whatever went wrong.
     """
     if behind is None:
         with Behind() as behind:
-            return write_tensors(path, tensors, save_function, behind)
+            return write_tensors(path, tensors, save_function, behind, metadata)
     storages = {tensor.data_ptr(): tensor.nbytes for tensor in tensors.values()}
     told = partial(writing, path, f"{len(tensors)} tensors", sum(storages.values()))
     with told():
         if path.endswith(".safetensors"):
-            return write_safetensors(path, tensors, behind, told)
+            return write_safetensors(path, tensors, behind, told, metadata)
         if save_function is not None:
             save_function(dict(tensors), path)
         else:

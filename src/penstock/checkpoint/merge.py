@@ -5,10 +5,11 @@ The plan is decided on meta tensors from names, shapes and dtypes, by every rank
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from penstock.modeling.weights.whole import packed_weights, shards_of, whole_sta
 from .files import write_tensors
 from .manifest import FileEntry
 from .names import EXTENSIONS, STAGED_INDEX, Stems, is_shard, stems_of, weight_file_names
-from .plan import Content, FilePlan, Folder, SavingReport, Source, first_holders, writers_of
+from .plan import Content, FilePlan, Folder, SavingRank, SavingReport, Source, first_holders, writers_of
 from .safetensors_file import Behind
 from .save_pretrained import write_side_files
 from .staging import Replacement, write_index
@@ -40,15 +41,25 @@ class ModelFolder(Folder):
     Attributes:
         files: names of the files of weights.
         index: says which of them holds which tensor; None if there is one.
+        metadata: what a library that packs weights has to say of them in the files.
     """
 
     files: list[str] = field(default_factory=list, init=False)
     index: dict[str, Any] | None = field(default=None, init=False)
+    metadata: dict[str, str] = field(default_factory=dict, init=False)
 
     @property
     def stems(self) -> Stems:
         """How the names of the files of weights begin."""
         return stems_of(self.model)
+
+    def report(self, place: SavingRank, folder: str) -> SavingReport:
+        quantizer = getattr(self.model, "hf_quantizer", None)
+        if quantizer is not None and place.is_writer and self.options.state_dict is None:
+            state, self.metadata = quantizer.get_state_dict_and_metadata(self.model)
+            self.options = replace(self.options, state_dict=state)
+        report = super().report(place, folder)
+        return replace(report, names=[json.dumps(self.metadata)] if self.metadata else [])
 
     def lead(self, folder: str) -> tuple[list[str], list[str]]:
         return write_side_files(self.model, folder), []
@@ -61,6 +72,10 @@ class ModelFolder(Folder):
             RuntimeError: from transformers, if weights are tied that the model does not declare as tied.
         """
         model, options = self.model, self.options
+        told: list[dict[str, str]] = [json.loads(report.names[0]) for report in reports if report.names]
+        self.metadata = {name: text for one in told for name, text in one.items()}
+        if told:  # torchao's list of what it has packed
+            self.metadata["tensor_names"] = json.dumps([n for one in told for n in json.loads(one["tensor_names"])])
         sources = first_holders(reports, shards_of(model))
         order = {name: place for place, name in enumerate(whole_state(model))}
         packed = {name.removesuffix(".weight") for name in packed_weights(model)}
@@ -99,7 +114,9 @@ class ModelFolder(Folder):
 
     @property
     def _reverted(self) -> bool:
-        return self.options.save_original_format and isinstance(self.model, PreTrainedModel)
+        # transformers cannot turn back what it did to read packed weights.
+        was_packed = getattr(getattr(self.model, "hf_quantizer", None), "pre_quantized", False)
+        return self.options.save_original_format and isinstance(self.model, PreTrainedModel) and not was_packed
 
     def write(self, file: FilePlan, content: Content, folder: str, behind: Behind) -> Callable[[], FileEntry] | None:
         assert not isinstance(content, bytes)
@@ -110,7 +127,7 @@ class ModelFolder(Folder):
             shared = [name for name, tensor in wanted.items() if first.setdefault(id(tensor), name) != name]
             wanted.update({name: wanted[name].clone() for name in shared})
         # Not with `behind`, which keeps tensors until all files are written.
-        write_tensors(os.path.join(folder, file.name), wanted, self.options.save_function)
+        write_tensors(os.path.join(folder, file.name), wanted, self.options.save_function, metadata=self.metadata)
         return None
 
     def replacement(self, directory: str, folder: str, entries: Mapping[str, FileEntry]) -> Replacement:
@@ -168,7 +185,7 @@ def _count_parameters(model: nn.Module, sources: Mapping[str, Source]) -> int:
     first = first_of_tied(tied_groups(model))
     parameters = {name: source.holding for name, source in sources.items() if source.holding.is_parameter}
     sizes = {first.get(name, name): torch.Size(holding.shape).numel() for name, holding in parameters.items()}
-    sizes |= {name: size for name, size in packed_weights(model).items() if name in sizes}
+    sizes |= {first.get(name, name): size for name, size in packed_weights(model).items()}
     return sum(sizes.values())
 
 

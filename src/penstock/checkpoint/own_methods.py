@@ -32,7 +32,7 @@ def save_by_own_method(model: Any, name: str, args: tuple[Any, ...], kwargs: dic
     what, own, returned = f"save by {type(model).__name__}.{name}()", _WholeModel(model, SaveOptions()), list[Any]()
 
     def report() -> SavingReport:
-        refuse_unsupported(model, merge=False)
+        refuse_unsupported(model, merged=None)
         return own.report(place, "")
 
     def call(file: FilePlan, content: Content) -> None:

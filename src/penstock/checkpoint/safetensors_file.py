@@ -99,11 +99,14 @@ class Behind:
             self._files.close()
 
 
-def write_safetensors(path: str, tensors: Mapping[str, torch.Tensor], behind: Behind, told: Told) -> dict[str, int]:
+def write_safetensors(
+    path: str, tensors: Mapping[str, torch.Tensor], behind: Behind, told: Told, metadata: Mapping[str, str]
+) -> dict[str, int]:
     """Write tensors to a file that is not there yet. It is on disk when `behind` is left.
 
     Args:
         tensors: contiguous, on the CPU. Not to be changed until then.
+        metadata: what else the file says.
 
     Returns:
         the CRC-32 of each tensor's bytes, which are there then, too.
@@ -116,7 +119,7 @@ def write_safetensors(path: str, tensors: Mapping[str, torch.Tensor], behind: Be
     sums: dict[str, int] = {}
     since = 0
     file = behind.open(path)
-    _write_all(file, memoryview(_header(tensors, order)))
+    _write_all(file, memoryview(_header(tensors, order, metadata)))
     for name in order:
         content = bytes_of(tensors[name])
         behind.sums.do(partial(_note_checksum, sums, name, content))
@@ -165,8 +168,8 @@ class Helper:
         self._pool.shutdown()
 
 
-def _header(tensors: Mapping[str, torch.Tensor], order: list[str]) -> bytes:
-    content: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+def _header(tensors: Mapping[str, torch.Tensor], order: list[str], metadata: Mapping[str, str]) -> bytes:
+    content: dict[str, Any] = {"__metadata__": {**metadata, "format": "pt"}}
     begin = 0
     for name in order:
         tensor = tensors[name]

@@ -61,7 +61,7 @@ def save_parallelized(
         CheckpointError: some rank could not write; names the rank and the path.
     """
     options = SaveOptions.parse(save_pretrained_kwargs)
-    refuse_unsupported(model, merge_checkpoints)
+    refuse_unsupported(model, options if merge_checkpoints else None)
     if merge_checkpoints and training_state is not None:
         raise ValueError("a merged checkpoint has no place for training_state; save it without merge_checkpoints")
     folder = ModelFolder(model, options) if merge_checkpoints else RankFiles(model, options, training_state)

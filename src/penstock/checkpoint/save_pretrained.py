@@ -81,20 +81,23 @@ class SaveOptions:
 _WITHOUT_EFFECT = frozenset({"is_main_process", "token", "save_peft_format"})
 
 
-def refuse_unsupported(model: nn.Module, merge: bool) -> None:
-    """Raise for a quantised model that is not to be merged into one folder, or that transformers does not save.
+def refuse_unsupported(model: nn.Module, merged: SaveOptions | None) -> None:
+    """Raise for a quantised model that is not to be merged into one folder, or that transformers does not save so.
+
+    Args:
+        merged: how it is written into one folder; None for other kinds of saves.
 
     Raises:
         CheckpointError: says what to do.
     """
     quantizer, diffusers = getattr(model, "hf_quantizer", None), of_diffusers(type(model))
-    # What torchao packs is no tensor of a file: transformers writes several in its place, and how they were made.
     torchao = quantizer is not None and quantizer.quantization_config.quant_method == "torchao"
-    kept = quantizer is None or not (diffusers or torchao or not quantizer.is_serializable())
-    if (packed_weights(model) or torchao) and not (merge and kept):
+    kept = quantizer is None or not (diffusers or not quantizer.is_serializable())
+    fits = merged is not None and (merged.safe_serialization or not torchao)
+    if (packed_weights(model) or torchao) and not (fits and kept):
         raise CheckpointError(
             f"cannot save the packed weights of a quantised {type(model).__name__}"
-            + (": this kind is not saved" if merge or diffusers else " so: use save_pretrained")
+            + (" so: use save_pretrained, with files of safetensors" if kept else ": this kind is not saved")
             + f"; adapters are saved by {'save_lora_adapter' if diffusers else 'save_pretrained'}, and the state of a "
             "run by penstock.save_checkpoint"
         )
