@@ -398,7 +398,7 @@ class HeterogeneousParallelPlugin:
             return (model, *configured)
         if self.elastic is not None:
             given = optimizer, criterion, dataloader, lr_scheduler
-            return cast(Configured, room("configure_elastic")(self, model, *given))
+            return cast(Configured, room("configure_elastic")(self, room("mark_packed")(model), *given))
         layout = self.layout
         if isinstance(model, PipelineModel):
             raise ValueError("this model is parallelised already: configure() takes a whole one")

@@ -21,7 +21,6 @@ from penstock.layout.pipelines import check_templates
 from penstock.modeling.weights.whole import packed_weights
 from penstock.optimizer import PipelineOptimizer
 from penstock.pipeline_model import PipelineModel
-from penstock.rooms import room
 from penstock.runtime.comm.forming import digest_of, facts_of, forming, require_agreement
 from penstock.schedule.actions import Schedule
 
@@ -54,7 +53,7 @@ def configure_elastic(
     assert elastic is not None
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"with elastic= configure() takes a transformers PreTrainedModel, got {type(model).__name__}")
-    if packed_weights(room("mark_packed")(model)):
+    if packed_weights(model):
         raise NotImplementedError("with elastic= a model cannot be quantised: packed weights stay on their stage")
     if isinstance(model, PipelineModel) or plugin._model is not None:
         raise ValueError("with elastic= a plugin configures one whole model, once")
