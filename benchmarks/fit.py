@@ -187,6 +187,8 @@ def _built(name: str, way: Way, folder: str) -> Any:
         )
         kind = transformers.AutoModelForCausalLM
         model: Any = kind.from_pretrained(folder, quantization_config=four, dtype=_dtype(way))
+        for parameter in model.parameters():  # what is not packed is still in the file, which is mapped
+            parameter.data = parameter.data.clone() if parameter.is_floating_point() else parameter.data
     else:
         model = _of_config(name).to(_dtype(way))
     if "LoRA" in way.recipe:
