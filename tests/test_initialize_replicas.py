@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from typing import Any
 
@@ -58,6 +59,27 @@ def train_on_own_batches(replicas: Sequence[Sequence[Batch]], waiting: int = 0, 
                 losses = run_step(model, inputs)
             steps.append(Step(losses, gradients_of(model)))
         return steps
+
+
+def storages_of(model: torch.nn.Module) -> dict[int, int]:
+    """Bytes of every storage of this process that is more than a shape."""
+    gc.collect()
+    tensors = [tensor for tensor in gc.get_objects() if isinstance(tensor, torch.Tensor)]
+    tensors += [one.grad for one in model.parameters() if one.grad is not None]
+    real = [one.untyped_storage() for one in tensors if not one.is_meta]
+    return {one._cdata: one.nbytes() for one in real}
+
+
+def held_in_a_step(sharded: bool) -> tuple[float, float]:
+    """Bytes of this rank's weights, and the most that a step holds besides after a backward."""
+    model: Any = parallelize(FAMILIES["gpt2"].build(n_embd=256, n_head=2), 1, sharded_optimizer=sharded)
+    weights, before, most = sum(parameter.nbytes for parameter in model.parameters()), storages_of(model), 0
+    for _ in range(2):
+        model.zero_grad()
+        for out in model(**batch("causal", 2)):
+            out.loss.backward()
+            most = max(most, sum(size for key, size in storages_of(model).items() if key not in before))
+    return float(weights), float(most)
 
 
 def collate(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -181,6 +203,13 @@ def orders_of_an_unseeded_shuffle() -> list[int]:
     parallelize(build(), STAGES)
     loader = DataLoader(range(100), batch_size=100, shuffle=True)
     return [number for _ in range(2) for samples in loader for number in samples.tolist()]
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_step_holds_each_gradient_once(pool: Pool, sharded: bool) -> None:
+    """And no buffer of the step before."""
+    for weights, held in pool.run(2, held_in_a_step, sharded):
+        assert 0.95 * weights <= held <= 1.2 * weights
 
 
 def test_an_unseeded_shuffle_has_one_order_on_all_ranks_of_a_pipeline(pool: Pool) -> None:
