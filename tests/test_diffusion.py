@@ -189,6 +189,7 @@ def test_what_fits_is_said_of_a_folder_of_diffusers(tmp_path: Path) -> None:
     assert len(rows) == 2 and all(" yes " in row for row in rows)  # no loss in chunks
     found = CliRunner().invoke(app, ["plan", *given, "--microbatch-size", "1", "--lora-rank", "2"])
     assert "FluxTransformer2DModel on 2 devices: 64 microbatches a step of 1" in found.output, found.output
+    assert "give them, as --inputs of the command" in CliRunner().invoke(app, ["plan", str(tmp_path)]).output
     wrong = CliRunner().invoke(app, ["plan", *given, "--microbatch-size", "3"])
     assert wrong.exit_code == 1 and "none of them has 3 samples" in wrong.output
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -134,9 +135,11 @@ def follow(model: nn.Module, batch: int, length: int) -> Followed:
         assert isinstance(recorder, _Recorder)
         boundaries = [boundary_before(found, names, index) for index in range(1, len(names))]
         return Followed(names, recorder.calls, boundaries, {})
-    if isinstance(failure, NotImplementedError):
-        raise failure
-    raise refusal(model, f"{type(failure).__name__}: {failure}") from failure
+    if not isinstance(failure, NotImplementedError):
+        failure = refusal(model, f"{type(failure).__name__}: {failure}")
+    if known_of(model).example_inputs is None and not isinstance(model, PreTrainedModel):
+        raise NotImplementedError(f"{failure} Its inputs were guessed: give them, as --inputs of the command")
+    raise failure
 
 
 # ---------------------------------------------------------------- what units are called with
