@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-from penstock.layout.announce import compact
+from penstock.layout.announce import LENGTH, compact
 from penstock.modeling.graph.costs import unit_costs
 from penstock.modeling.graph.plan import make_plan
 from penstock.modeling.graph.trace import Trace
@@ -143,6 +143,7 @@ class Report:
             return "\n".join([*lines, *wrapped(f"cannot be split: {self.reason}")])
         shown = ", ".join(f"{name}{list(shape)}" for name, shape in self.inputs)
         lines += wrapped(f"{len(self.units)} units; boundaries shown for {shown}")
+        lines.append(f"costs are {LENGTH}")
         groups = self._alike()
         names = [compact([unit.name for unit in units]) for units, _ in groups]
         width = max(map(len, names))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 from typing import Annotated, Any
 
@@ -40,6 +41,8 @@ def main() -> None:
     """The console script, and `python -m penstock`."""
     gc.set_threshold(100_000, 50, 50)  # imports make millions of objects, and they stay
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its notes are for scripts that train
+    for name in ("torchao", "torch.utils._pytree"):  # which transformers imports, where it is installed
+        logging.getLogger(name).setLevel(logging.ERROR)
     app(prog_name="penstock")
 
 

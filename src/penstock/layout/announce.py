@@ -12,6 +12,9 @@ from penstock.layout.layout import Layout, PipelineLayout
 
 logger = logging.getLogger("penstock")
 
+# For which samples costs are estimated (`modeling.graph.costs`). `penstock plan` says a length of its own.
+LENGTH = "for samples of at most 128 tokens"
+
 
 def announce(
     model_name: str, layout: Layout, schedules: Sequence[str], microbatches: Sequence[str], costs: Mapping[str, float]
@@ -41,7 +44,7 @@ def _lines(
         sums = [sum(costs[unit] for unit in units) for units in stages]
         whole = sum(sums) or 1.0
         slowest = max(sums) * len(sums) / whole
-        yield f"pipeline {first}: schedule {schedule}, {number}, slowest stage {slowest:.2f} times the mean"
+        yield f"pipeline {first}: schedule {schedule}, {number}, slowest stage {slowest:.2f} times the mean {LENGTH}"
         for stage, units in enumerate(stages):
             share, where = sums[stage] / whole, ranks_of(layout.pipelines[first], stage)
             yield f"  stage {stage} on rank {where}: {share:.1%} of the cost, {compact(units)}"

@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.table import Column, Table
 
-from penstock.layout.announce import compact, ranks_of
+from penstock.layout.announce import LENGTH, compact, ranks_of
 from penstock.layout.layout import Layout
 from penstock.pictures.costs import Costs
 from penstock.pictures.gantt import FAINT, gantt_svg, svg_head, svg_text
@@ -122,7 +122,7 @@ class LayoutDescription:
         return (
             f"global batch: {sum(self.num_microbatches)} microbatches of {self.microbatch_size} = "
             f"{self.global_batch_size} samples; schedule {self.schedule_names}; gradients are summed in "
-            f"{len(self.layout.segments())} segment(s)"
+            f"{len(self.layout.segments())} segment(s); costs are {LENGTH}"
         )
 
     def simulate(self) -> LayoutSimulation:
