@@ -1,12 +1,18 @@
-"""What only real GPUs can show, in five minutes on a machine with two of them; prints one table to send us.
+"""What only real GPUs can show, in ten minutes; prints one table to send us.
 
-    python benchmarks/gpu_check.py                   # two GPUs; --ranks 3 or 4 if there are more
-    python benchmarks/gpu_check.py --device cpu      # the same checks over gloo, with a smaller model
+    python benchmarks/gpu_check.py                    # two GPUs; --ranks 3 or 4 if there are more
+    python benchmarks/gpu_check.py --ranks 2          # on one GPU: the ranks share it, over gloo
+    python benchmarks/gpu_check.py --device cpu       # the same checks over gloo, with a smaller model
+    python benchmarks/gpu_check.py --device emulated  # the path of one GPU, on the emulated device of the tests
 
 Losses and gradients of every schedule against the unsplit model on the same device; the same while each block waits
 for the whole device in its forward and its backward, with one connection per device, and with communicators that were
-made eagerly; evaluation and generation; a rank that is killed; and throughput over that of one device. Every check is
-processes of its own, so one that hangs is stopped, and the table says so.
+made eagerly; evaluation and generation; a rank that is killed; and throughput over that of one device, beside
+DistributedDataParallel and torch's own pipelining, with the part of a step for which the host is busy, and what the
+schedule "auto" is. Every check is processes of its own, so one that hangs is stopped, and the table says so.
+
+On one GPU, NCCL refuses two ranks: messages go through the host (`shared_card.py`). What is exact and whether the host
+is ahead are then what they are on two; throughput says nothing.
 """
 
 from __future__ import annotations
@@ -21,16 +27,21 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from contestants import TorchStage, loss_of
 from processes import free_port
+from shared_card import use_shared_card
+from torch import nn
+from torch.distributed import pipelining
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import penstock
+from penstock.runtime.comm.devices import backend
 from penstock.schedule import schedule_names
 
 LIMIT = 120.0  # seconds for one check
@@ -40,45 +51,72 @@ PROMISED_SECONDS = 10.0  # until a killed rank is an error on all others
 ONE_CONNECTION = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
 
+EMULATED = Path(__file__).resolve().parent.parent / "tests"
+# In a rank's environment: it shares the only GPU with others.
+SHARED = "PENSTOCK_SHARED_CARD"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--ranks", type=int, default=2, help="GPUs to use")
+    parser.add_argument("--device", choices=("cuda", "cpu", "emulated"), default="cuda")
+    parser.add_argument("--ranks", type=int, default=2, help="processes; each has a GPU, or all share the only one")
     parser.add_argument("--only", default="", help="run the checks whose name has this in it")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker is not None:
+        if options.device == "emulated":
+            use_emulated_device()
+        if os.environ.get(SHARED):
+            use_shared_card()
         check, arguments = json.loads(options.worker)
         # The end of a process that has lost another may take longer than what is measured.
         print(json.dumps(CHECKS[check](**arguments)), flush=True)
         return 0
-    if options.device == "cuda" and torch.cuda.device_count() < options.ranks:
-        print(f"{options.ranks} GPUs are needed, this machine has {torch.cuda.device_count()}; try --device cpu")
+    cards = torch.cuda.device_count() if options.device == "cuda" else 1
+    if cards != 1 and cards < options.ranks:
+        print(f"this machine has {cards} GPUs: use one, or {options.ranks} for {options.ranks} ranks; try --device cpu")
         return 2
-    return check_all(options.device, options.ranks, options.only)
+    return check_all(options.device, options.ranks, options.only, shared=options.device != "cpu" and cards == 1)
 
 
-def check_all(device: str, ranks: int, only: str) -> int:
+def use_emulated_device() -> None:
+    """Load the emulated GPU of the tests, which has host memory and computes at once."""
+    sys.path[:0] = [str(EMULATED), str(EMULATED / "emulated_gpu")]
+    import emulated_device
+
+    os.environ[emulated_device.LIBRARY] = str(emulated_device.build())
+    emulated_device.load()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+
+
+def check_all(device: str, ranks: int, only: str, shared: bool) -> int:
     """Run every check, and print the table as it grows. Returns the number of checks that failed."""
-    name = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine()
-    print(f"penstock {penstock.__version__}, torch {torch.__version__}, {ranks} x {name}\n")
-    print("| check | result | seconds | |\n|---|---|---|---|")
+    names = {"cuda": torch.cuda.get_device_name, "emulated": lambda: "emulated GPU"}
+    name = names.get(device, lambda: platform.processor() or platform.machine())()
+    print(f"penstock {penstock.__version__}, torch {torch.__version__}, {ranks} ranks, {name}")
+    if shared:
+        print("The ranks share one GPU. NCCL refuses that: messages go over gloo, through the host's memory.")
+    print("\n| check | result | seconds | |\n|---|---|---|---|")
     failed = 0
     schedules = schedule_names()
-    plan: list[tuple[str, str, int, dict[str, Any], dict[str, str]]] = [
-        *((f"{each}: exact", "exact", ranks, {"schedule": each}, {}) for each in schedules),
-        *((f"{each}: waits everywhere", "exact", ranks, {"schedule": each, "waits": True}, {}) for each in schedules),
-        ("1f1b: one connection", "exact", ranks, {"schedule": "1f1b", "waits": True}, ONE_CONNECTION),
-        ("1f1b: eager communicators", "exact", ranks, {"schedule": "1f1b", "waits": True, "eager": True}, {}),
-        ("evaluation and generation", "without_gradients", ranks, {}, {}),
-        ("a rank is killed", "killed", ranks, {"waits": False}, {}),
-        ("a rank is killed, others wait for the device", "killed", ranks, {"waits": True}, {}),
+    nccl = [
+        ("1f1b: one connection", "exact", {"schedule": "1f1b", "waits": True}, ONE_CONNECTION),
+        ("1f1b: eager communicators", "exact", {"schedule": "1f1b", "waits": True, "eager": True}, {}),
     ]
-    for what, check, count, arguments, environment in plan:
+    plan: list[tuple[str, str, dict[str, Any], dict[str, str]]] = [
+        *((f"{each}: exact", "exact", {"schedule": each}, {}) for each in schedules),
+        *((f"{each}: waits everywhere", "exact", {"schedule": each, "waits": True}, {}) for each in schedules),
+        *([] if shared else nccl),
+        ("evaluation and generation", "without_gradients", {}, {}),
+        ("a rank is killed", "killed", {"waits": False}, {}),
+        ("a rank is killed, others wait for the device", "killed", {"waits": True}, {}),
+    ]
+    sharing = {SHARED: "1"} if shared else {}
+    for what, check, arguments, environment in plan:
         if only in what:
-            failed += not show(what, *run(check, count, device, arguments, environment))
+            failed += not show(what, *run(check, ranks, device, arguments, environment | sharing))
     if only in "throughput":
-        failed += compare_throughput(device, ranks)
+        failed += compare_throughput(device, ranks, sharing)
     print(f"\n{failed} failed" if failed else "\nall passed")
     return failed
 
@@ -93,25 +131,29 @@ def show(what: str, answers: Sequence[Any], seconds: float) -> bool:
     return passed
 
 
-def compare_throughput(device: str, ranks: int) -> int:
-    """Steps of one process and of pipelines, in turn; a row for each schedule. Returns the number that failed."""
-    results: dict[str, list[float]] = {}
-    contestants = {"one device": (1, "1f1b"), **{name: (ranks, name) for name in ("1f1b", "zb-h1", "zb-v")}}
+def compare_throughput(device: str, ranks: int, sharing: dict[str, str]) -> int:
+    """Steps of one process, of pipelines and of peers, in turn; a row for each. Returns the number that failed."""
+    results: dict[str, list[dict[str, Any]]] = {}
+    contestants = {name: (ranks, "throughput", name) for name in ("auto", "1f1b", "zb-h1", "zb-v")}
+    contestants |= {"one device": (1, "throughput", "1f1b"), "DistributedDataParallel": (ranks, "peer", "ddp")}
+    contestants["torch's Schedule1F1B"] = (ranks, "peer", "Schedule1F1B")
     failed = 0
     for _ in range(3):
-        for name, (count, schedule) in contestants.items():
-            answers, _ = run("throughput", count, device, {"schedule": schedule, "cpu": device == "cpu"}, {})
-            if isinstance(answers[0], dict):
-                results.setdefault(name, []).append(answers[0]["tokens"])
+        for name, (count, check, schedule) in contestants.items():
+            answers, _ = run(check, count, device, {"schedule": schedule, "small": device != "cuda"}, sharing)
+            if all(isinstance(answer, dict) for answer in answers):
+                results.setdefault(name, []).append(answers[0])
             else:
                 failed += 1
-                print(f"| throughput, {name} | FAILED | | {answers[0]} |")
-    medians = {name: statistics.median(values) for name, values in results.items()}
-    one = medians.pop("one device", None)
-    if one is not None:
-        print(f"| throughput, one device | {one:.0f} tokens/s | | |")
-        for name, tokens in medians.items():
-            print(f"| throughput, {name} | {tokens:.0f} tokens/s | | {tokens / one / ranks:.2f} of {ranks} devices |")
+                print(f"| throughput, {name} | FAILED | | {answers} |")
+    one = results.pop("one device", None)
+    for name, rounds in results.items():
+        tokens = statistics.median(each["tokens"] for each in rounds)
+        host = statistics.median(each["host"] for each in rounds)
+        beside = statistics.median(each["tokens"] for each in one) if one else float("nan")
+        said = f"{tokens / beside / ranks:.2f} of {ranks} devices; the host is busy for {host:.2f} of a step"
+        chosen = f"; it is {rounds[0]['schedule']}" if name == "auto" else ""
+        print(f"| throughput, {name} | {tokens:.0f} tokens/s | | {said}{chosen} |")
     return failed
 
 
@@ -128,7 +170,8 @@ def run(
         variables |= {name: str(value) for name, value in places.items()} | {"TRANSFORMERS_VERBOSITY": "error"}
         if device == "cpu":
             variables["CUDA_VISIBLE_DEVICES"] = ""
-        command = [sys.executable, str(Path(__file__).resolve()), "--worker", json.dumps([check, arguments])]
+        worker = json.dumps([check, arguments])
+        command = [sys.executable, str(Path(__file__).resolve()), "--device", device, "--worker", worker]
         pipe = subprocess.PIPE
         processes.append(subprocess.Popen(command, env=variables, stdout=pipe, stderr=pipe, text=True))
     answers: list[Any] = []
@@ -181,7 +224,7 @@ def unsplit_on(device: torch.device, model: GPT2LMHeadModel) -> tuple[float, dic
 
 def wait_for_device() -> None:
     if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
+        torch.get_device_module().synchronize()
 
 
 def wait_in_every_block(model: Any) -> None:
@@ -255,27 +298,80 @@ def killed(waits: bool) -> dict[str, Any]:
     return {"passed": False, "said": "nobody noticed"}
 
 
-def throughput(schedule: str, cpu: bool) -> dict[str, Any]:
-    """Tokens per second in training; on GPUs under bfloat16 autocast."""
-    shape = {"layers": 6, "width": 128} if cpu else {"layers": 24, "width": 1024, "heads": 16}
-    size, length, steps = (8, 64, 6) if cpu else (32, 512, 12)
-    model = distributed(make_model(**shape), schedule, num_microbatches=8)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+def throughput(schedule: str, small: bool) -> dict[str, Any]:
+    """Figures of training; on GPUs under bfloat16 autocast."""
+    size, length, _ = sizes(small)
+    model = distributed(training_model(small), schedule, num_microbatches=8)
     batch = make_batch(size, length)
-    start = 0.0
-    for step in range(steps):
-        if step == steps // 3:
-            wait_for_device()
-            start = time.perf_counter()
-        with torch.autocast(model.device.type, torch.bfloat16, enabled=not cpu):
+
+    def losses() -> None:
+        with torch.autocast(model.device.type, torch.bfloat16, enabled=not small):
             outputs = model(**batch)
         for output in outputs:
             output.loss.backward()
+
+    return timed(losses, model.parameters(), small) | {"schedule": model.pipeline.make_schedule(8).name}
+
+
+def peer(schedule: str, small: bool) -> dict[str, Any]:
+    """Figures of DistributedDataParallel, or of a schedule of torch's own pipelining, on the same batch."""
+    size, length, _ = sizes(small)
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if device.type == "cuda" and torch.cuda.device_count() > 1:
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend())
+    whole, ids = training_model(small).to(device), make_batch(size, length)["input_ids"].to(device)
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=not small)
+    if schedule == "ddp":
+        replica = nn.parallel.DistributedDataParallel(whole)
+        mine = ids.chunk(ranks)[rank]
+
+        def losses() -> None:
+            with autocast:
+                loss = replica(input_ids=mine, labels=mine, use_cache=False).loss
+            loss.backward()
+
+        return timed(losses, whole.parameters(), small)
+    bounds = [round(index * len(whole.transformer.h) / ranks) for index in range(ranks + 1)]
+    module = TorchStage(whole, bounds[rank], bounds[rank + 1])
+    stage = pipelining.PipelineStage(module, rank, ranks, device)
+    steps = getattr(pipelining, schedule)(stage, 8, loss_fn=loss_of)
+
+    def pipelined() -> None:
+        with autocast:
+            steps.step(*[ids] if rank == 0 else [], **{"target": ids} if rank == ranks - 1 else {})
+
+    return timed(pipelined, module.parameters(), small)
+
+
+def sizes(small: bool) -> tuple[int, int, int]:
+    """Samples in a batch, tokens in a sample, steps."""
+    return (8, 64, 6) if small else (32, 512, 12)
+
+
+def training_model(small: bool) -> GPT2LMHeadModel:
+    shape = {"layers": 6, "width": 128} if small else {"layers": 24, "width": 1024, "heads": 16}
+    return make_model(**shape)
+
+
+def timed(losses: Callable[[], None], parameters: Iterable[nn.Parameter], small: bool) -> dict[str, Any]:
+    """Tokens a second of the last two thirds of the steps, and for which part of their time the host was busy."""
+    size, length, steps = sizes(small)
+    optimizer, begun = torch.optim.SGD(parameters, lr=1e-3), steps // 3
+    start = 0.0
+    for step in range(steps):
+        if step == begun:
+            wait_for_device()
+            start = time.perf_counter()
+        losses()
         optimizer.step()
         optimizer.zero_grad()
+    host = time.perf_counter() - start
     wait_for_device()
     seconds = time.perf_counter() - start
-    return {"passed": True, "said": "", "tokens": (steps - steps // 3) * size * length / seconds}
+    return {"passed": True, "said": "", "tokens": (steps - begun) * size * length / seconds, "host": host / seconds}
 
 
 CHECKS: dict[str, Callable[..., dict[str, Any]]] = {
@@ -283,6 +379,7 @@ CHECKS: dict[str, Callable[..., dict[str, Any]]] = {
     "without_gradients": without_gradients,
     "killed": killed,
     "throughput": throughput,
+    "peer": peer,
 }
 
 if __name__ == "__main__":

@@ -1,0 +1,20 @@
+"""The check for real GPUs, where two ranks share the only one."""
+
+from __future__ import annotations
+
+import emulated_device
+import pytest
+
+from launch import ROOT, run_python
+
+
+@pytest.mark.parametrize("check", ["zb-v: exact", "evaluation and generation", "a rank is killed, others wait"])
+def test_ranks_that_share_a_card_are_checked_through_the_host(check: str) -> None:
+    missing = emulated_device.missing_compiler()
+    if missing is not None:
+        pytest.skip(missing)
+    arguments = ["--device", "emulated", "--only", check]
+    result = run_python(str(ROOT / "benchmarks/gpu_check.py"), *arguments, timeout=150)
+    rows = [line for line in result.stdout.splitlines() if line.startswith(f"| {check}")]
+    assert "The ranks share one GPU" in result.stdout
+    assert len(rows) == 1 and "| passed |" in rows[0] and result.returncode == 0, result.stdout + result.stderr[-2000:]
