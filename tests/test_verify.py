@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
 import json
 import random
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +22,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import penstock
 from families import FAMILIES
-from penstock.checking.compare import ACCUMULATED, DIFFERS, EXACT, NOT_TRIED, REFUSED
+from penstock.checking.compare import ACCUMULATED, DIFFERS, EXACT, NOT_TRIED, REFUSED, Comparison
+from penstock.runtime.failures import watcher
+from penstock.runtime.failures.position import Position
 from test_cli import run
 
 CONFIG = {"pipeline_parallel_size": 2, "num_microbatches": 3}
@@ -213,6 +219,29 @@ class Peeks(GPT2LMHeadModel):
     def prepare_inputs_for_generation(self, input_ids: torch.Tensor, **kwargs: Any) -> Any:
         self.transformer.h[3].ln_1(self.transformer.wte(input_ids))
         return super().prepare_inputs_for_generation(input_ids, **kwargs)
+
+
+def test_no_rank_leaves_before_all_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that dropped its model early was lost to a rank that was still in its last call."""
+    doing, rows, close = Position.doing, Comparison.rows, watcher._close
+
+    @contextlib.contextmanager
+    def slow_on_the_first(self: Position, what: str) -> Iterator[None]:
+        with doing(self, what):
+            yield
+        if what.startswith("putting the files in place") and torch.distributed.get_rank() == 0:
+            time.sleep(1.5)
+
+    def dropped_at_once(self: Comparison, folder: Path | None = None) -> Any:
+        found = rows(self, folder)
+        gc.collect()
+        return found
+
+    monkeypatch.setattr(Position, "doing", slow_on_the_first)
+    monkeypatch.setattr(Comparison, "rows", dropped_at_once)
+    monkeypatch.setattr(watcher, "_close", lambda watch, leave=True: close(watch, leave=False))
+    found = penstock.verify(Tower, classes(), config=CONFIG, criterion=mean, steps=1)
+    assert {row.result for row in found.rows} == {EXACT}, str(found)
 
 
 def test_a_refusal_is_told_with_its_reason() -> None:

@@ -65,16 +65,15 @@ def made_batch(model: nn.Module, samples: int) -> dict[str, Any]:
     Raises ValueError if the model computes no loss from any that was tried.
     """
     generator = torch.Generator().manual_seed(0)
-    for guess in dummy_inputs(model, samples, TOKENS):
-        for inputs in (_drawn(model, guess, generator), guess):
-            for labels in _labels(model, inputs):
-                batch = {**inputs, **labels}
-                try:
-                    loss = loss_of(model(**batch))
-                except Exception:  # whatever a model's own code raises
-                    continue
-                if loss is not None and loss.isfinite() and loss.requires_grad:
-                    return batch
+    for inputs in dummy_inputs(model, samples, TOKENS):
+        drawn = _drawn(model, inputs, generator)
+        for batch in ({**drawn, **labels} for labels in _labels(model, drawn)):
+            try:
+                loss = loss_of(model(**batch))
+            except Exception:  # whatever a model's own code raises
+                continue
+            if loss is not None and loss.isfinite() and loss.requires_grad:
+                return batch
     raise ValueError(f"no batch was found from which {type(model).__name__} computes a loss: give one (--batch)")
 
 
@@ -99,30 +98,20 @@ def _drawn(model: Any, inputs: Mapping[str, Any], generator: torch.Generator) ->
 
 
 def _labels(model: nn.Module, inputs: Mapping[str, Any]) -> Iterator[dict[str, torch.Tensor]]:
-    """Labels that the forward may take: a class or a position for each sample, a token for each token."""
+    """Labels that the forward may take: a class or a position for each sample, a token or a class for each token."""
     parameters = inspect.signature(model.forward).parameters
-    samples = next((len(value) for value in inputs.values() if isinstance(value, torch.Tensor) and value.dim()), 1)
-    classes = torch.arange(samples) % 2
+    classes = torch.arange(max(len(value) for value in inputs.values())) % 2
     if "start_positions" in parameters:
         yield {"start_positions": classes, "end_positions": classes + 1}
-    for name in ("labels", "label", "next_sentence_label"):
-        if name not in parameters:
-            continue
-        guesses = list(_label_values(inputs, classes))
+    guesses = [classes, torch.ones(len(classes), 4, dtype=torch.long)]
+    ids, mask = inputs.get("decoder_input_ids", inputs.get("input_ids")), inputs.get("attention_mask")
+    if ids is not None:
+        padding = mask == 0 if mask is not None and mask.shape == ids.shape else torch.zeros_like(ids).bool()
+        tokens = [ids.masked_fill(padding, -100), torch.zeros_like(ids)]
         # A model with a head for tokens has labels for tokens.
-        heads = or_none(getattr(model, "get_output_embeddings", None))
-        for guess in sorted(guesses, key=lambda guess: (guess.dim() == 1) == (heads is not None)):
-            yield {name: guess}
+        head = or_none(getattr(model, "get_output_embeddings", None))
+        guesses = guesses + tokens if head is None else tokens
+    yield from (
+        {name: guess} for name in ("labels", "label", "next_sentence_label") for guess in guesses if name in parameters
+    )
     yield {}  # its forward may return a loss by itself
-
-
-def _label_values(inputs: Mapping[str, Any], classes: torch.Tensor) -> Iterator[torch.Tensor]:
-    yield classes
-    if "decoder_input_ids" in inputs:
-        yield inputs["decoder_input_ids"].clone()
-    elif (ids := inputs.get("input_ids")) is not None:
-        mask = inputs.get("attention_mask")
-        padding = mask == 0 if mask is not None and mask.shape == ids.shape else torch.zeros_like(ids, dtype=torch.bool)
-        yield ids.masked_fill(padding, -100)
-        yield torch.zeros_like(ids)
-    yield torch.ones(len(classes), 4, dtype=torch.long)

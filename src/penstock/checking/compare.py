@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel
@@ -154,6 +156,9 @@ class Comparison:
                 rows += [row for row in [attempt()] if row is not None]
             except Exception as error:
                 rows.append(_failed(what, error))
+        # A rank that drops its model while another is still in a call is lost to that one.
+        with contextlib.suppress(RuntimeError):
+            dist.barrier()
         return rows
 
     def _step(self, model: Any) -> float:
@@ -203,11 +208,9 @@ class Comparison:
         By what gives the whole batch's loss in evaluation, where no statistics of the batch are in the way; where the
         loss itself is warned of, and nothing gives it, by what gives the pipeline's.
         """
-        weights: list[list[int]] = [list(sizes)]
-        for name, value in self.inputs.items():
-            if isinstance(value, torch.Tensor) and value.dtype == torch.int64:
-                for start in range(min(2, value.dim())):
-                    weights.append([int((part[name][..., start:] != -100).sum()) for part in parts])
+        ids = [n for n, v in self.inputs.items() if isinstance(v, torch.Tensor) and v.dtype == torch.int64 and v.dim()]
+        labels = [[part[name][..., start:] for part in parts] for name in ids for start in (0, 1)]
+        weights = [list(sizes), *([int((part != -100).sum()) for part in each] for each in labels)]
         kinds = [[each / sum(counts) for each in counts] for counts in weights if sum(counts)]
         of_loss = self.warned is not None and "the loss of" in self.warned
         model = copy.deepcopy(self.initial).train(of_loss)
@@ -252,22 +255,22 @@ class Comparison:
         return taken
 
     def _of_gradients(self, ours: Trained, theirs: Trained) -> tuple[float, str]:
+        """Where one has no gradient the other's is to be zero."""
         scale, found = _largest(theirs.gradients.values()), []
         for name, gradient in ours.gradients.items():
             reference = theirs.gradients[name]
-            wanted = None if reference is None else self._own(ours.model, name, reference)
-            if gradient is not None and wanted is not None:
-                found.append((_difference(gradient, wanted, scale), name))
-            elif any(each is not None and each.any() for each in (gradient, wanted)):
-                found.append((float("inf"), f"{name} ({'no gradient' if gradient is None else 'none unsplit'})"))
+            if gradient is not None or reference is not None:
+                whole = torch.zeros_like(gradient) if reference is None else self._own(ours.model, name, reference)
+                found.append(
+                    (_difference(torch.zeros_like(whole) if gradient is None else gradient, whole, scale), name)
+                )
         return max(found, default=(0.0, ""))
 
     def _of_weights(self, ours: Any, theirs: nn.Module) -> tuple[float, str]:
         reference, found = theirs.state_dict(), []
         for name, value in ours.state_dict().items():
             if isinstance(value, torch.Tensor) and isinstance(reference.get(name), torch.Tensor):
-                wanted = self._own(ours, name, reference[name])
-                found.append((_difference(value, wanted, max(1.0, _largest([wanted], 0.0))), name))
+                found.append((_difference(value, self._own(ours, name, reference[name])), name))
         return max(found, default=(0.0, ""))
 
     def _evaluation(self, model: Any) -> Row:
@@ -347,13 +350,10 @@ class Comparison:
 
 def _of_losses(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, str]:
     pairs = enumerate(zip(ours, theirs, strict=True), start=1)
-    found = [(_of_numbers(a, b), f"step {number} ({a:.6g}, unsplit {b:.6g})") for number, (a, b) in pairs]
-    return max(found)
-
-
-def _of_numbers(ours: float, theirs: float) -> float:
-    difference = abs(ours - theirs) / max(1.0, abs(theirs))
-    return difference if difference == difference else float("inf")
+    return max(
+        (_difference(*torch.tensor([[a], [b]], dtype=torch.float64)), f"step {number} ({a:.6g}, unsplit {b:.6g})")
+        for number, (a, b) in pairs
+    )
 
 
 def _outputs(output: Any) -> dict[str, torch.Tensor]:
@@ -365,25 +365,21 @@ def _outputs(output: Any) -> dict[str, torch.Tensor]:
 
 
 def _of_outputs(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> tuple[float, str]:
-    found = []
-    for name, reference in theirs.items():
-        if name not in ours:
-            found.append((float("inf"), f"the output has no {name}"))
-        elif ours[name].shape != reference.shape:
-            shapes = f"{list(ours[name].shape)}, unsplit {list(reference.shape)}"
-            found.append((float("inf"), f"{name} has shape {shapes}"))
-        else:
-            found.append((_difference(ours[name], reference, max(1.0, _largest([reference], 0.0))), name))
-    return max(found, default=(0.0, ""))
+    missing = [(float("inf"), f"the output has no {name}") for name in theirs if name not in ours]
+    found = [(_difference(ours[name], reference), name) for name, reference in theirs.items() if name in ours]
+    return max(missing + found, default=(0.0, ""))
 
 
-def _difference(ours: torch.Tensor, theirs: torch.Tensor, scale: float) -> float:
-    """The largest difference of two tensors, in parts of `scale`; 0 where both have one infinity, or no number."""
+def _difference(ours: torch.Tensor, theirs: torch.Tensor, scale: float | None = None) -> float:
+    """The largest difference of two tensors, in parts of `scale` or of the largest entry above 1; infinite for unlike
+    shapes, 0 where both have one infinity, or no number."""
+    if ours.shape != theirs.shape:
+        return float("inf")
     if not ours.numel():
         return 0.0
     same = (ours == theirs) | ((ours != ours) & (theirs != theirs))
     apart = torch.where(same, 0.0, (ours.detach().double() - theirs.detach().double()).abs())
-    return float(apart.nan_to_num(nan=float("inf")).max()) / scale
+    return float(apart.nan_to_num(nan=float("inf")).max()) / (scale or max(1.0, _largest([theirs], 0.0)))
 
 
 def _largest(tensors: Any, default: float | None = None) -> float:

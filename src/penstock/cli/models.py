@@ -24,23 +24,28 @@ if TYPE_CHECKING:
     from penstock.checking.check import UnitReport
 
 
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL_OR_CLASS",
+        help="A folder or name of a checkpoint (only its configuration is read), a class of transformers or "
+        "diffusers such as LlamaForCausalLM (with its default configuration), or MODULE:NAME or SCRIPT.py:NAME of your "
+        "own.",
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
+TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run the code in files beside a checkpoint's configuration.")
+]
+
+
 def check(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL_OR_CLASS",
-            help="A folder or name of a checkpoint (only its configuration is read), a transformers class such as "
-            "LlamaForCausalLM (with its default configuration), or MODULE:NAME for a class or a function of your own "
-            "that returns a model.",
-        ),
-    ],
+    model: Model,
     stages: Annotated[
         int | None, typer.Option(min=1, help="Also show how the units are spread over this many stages.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run the code in files beside a checkpoint's configuration.")
-    ] = False,
+    as_json: AsJson = False,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Say whether a model can be split, into which units, what crosses each boundary, what is tied; or why not.
 
@@ -72,14 +77,7 @@ def check(
 
 
 def verify(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL_OR_CLASS",
-            help="SCRIPT.py:NAME or MODULE:NAME of a function of your own that returns a model; or a folder of a "
-            "checkpoint or a transformers class, as for `penstock check`.",
-        ),
-    ],
+    model: Model,
     batch: Annotated[
         str | None,
         typer.Option(help="SCRIPT.py:NAME of a batch, or of a function that returns one; otherwise one is made up."),
@@ -88,19 +86,16 @@ def verify(
         str | None, typer.Option(help="SCRIPT.py:NAME of the criterion; otherwise the loss is the model's own.")
     ] = None,
     config: Annotated[
-        str | None, typer.Option(help="A JSON file, as for initialize(); in place of the three options below.")
+        str | None, typer.Option(help="A JSON file, as for initialize(); in place of the two options below.")
     ] = None,
     stages: Annotated[int | None, typer.Option(min=1, help="pipeline_parallel_size; 2 by default.")] = None,
     microbatches: Annotated[int | None, typer.Option(min=1, help="num_microbatches.")] = None,
-    schedule: Annotated[str | None, typer.Option(help="The schedule.")] = None,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps, on the same batch.")] = 3,
     layers: Annotated[
         int | None, typer.Option(min=1, help="Compare a model of so many layers; for checkpoints and classes.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run the code in files beside a checkpoint's configuration.")
-    ] = False,
+    as_json: AsJson = False,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Run a model unsplit and over stages, and compare losses, gradients, weights, evaluation, tokens, a checkpoint.
 
@@ -111,7 +106,7 @@ def verify(
     """
     from penstock.checking.verify import verify as verify_model
 
-    keys = {"pipeline_parallel_size": stages, "num_microbatches": microbatches, "schedule": schedule}
+    keys = {"pipeline_parallel_size": stages, "num_microbatches": microbatches}
     given = {name: value for name, value in keys.items() if value is not None}
     if config is not None and given:
         raise ValueError(f"--config says it all: leave out what stands for {', '.join(given)}")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli.models import subject_of
+from penstock.cli.models import Model, subject_of
 from penstock.schedule.generators import DEFAULT_SCHEDULE, schedule_names
 
 if TYPE_CHECKING:
@@ -23,14 +23,6 @@ if TYPE_CHECKING:
     from penstock.planning.plan import Job
     from penstock.planning.profile import Profile
 
-Model = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL_OR_CLASS",
-        help="A folder or name of a checkpoint (only its configuration is read), a class of transformers or diffusers "
-        "such as LlamaForCausalLM (with its default configuration), or MODULE:NAME of your own.",
-    ),
-]
 Length = Annotated[int, typer.Option(min=1, help="Tokens of a sample.")]
 Dtype = Annotated[str, typer.Option(help="Type of weights and activations: float32, bfloat16 or float16.")]
 Optimizer = Annotated[str, typer.Option(help="adam (two numbers for each weight) or sgd (none).")]
