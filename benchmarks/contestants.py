@@ -221,6 +221,7 @@ def deepspeed_pipeline(arguments: dict[str, Any]) -> Step:
         "train_batch_size": len(ids),
         "train_micro_batch_size_per_gpu": arguments["micro_batch_size"],
         "gradient_accumulation_steps": arguments["num_microbatches"],
+        "gradient_clipping": 0.0,
         "steps_per_print": 10**9,
     }
     optimizer = torch.optim.SGD(module.parameters(), lr=0.0)

@@ -112,7 +112,7 @@ class Contestant:
                 "MASTER_PORT": str(port),
                 "OMP_NUM_THREADS": str(self._threads),
                 "PYTHONWARNINGS": "ignore",
-                "PYTHONPATH": str(self._checkout / "src"),
+                "PYTHONPATH": os.pathsep.join(filter(None, [str(self._checkout / "src"), os.getenv("PYTHONPATH")])),
             }
             script = self._checkout / "benchmarks" / self._script
             command = [sys.executable, str(script), json.dumps(self._arguments)]
