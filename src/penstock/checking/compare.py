@@ -259,11 +259,10 @@ class Comparison:
         scale, found = _largest(theirs.gradients.values()), []
         for name, gradient in ours.gradients.items():
             reference = theirs.gradients[name]
-            if gradient is not None or reference is not None:
-                whole = torch.zeros_like(gradient) if reference is None else self._own(ours.model, name, reference)
-                found.append(
-                    (_difference(torch.zeros_like(whole) if gradient is None else gradient, whole, scale), name)
-                )
+            wanted = None if reference is None else self._own(ours.model, name, reference)
+            one, other = (gradient, wanted) if gradient is not None else (wanted, None)
+            if one is not None:
+                found.append((_difference(one, torch.zeros_like(one) if other is None else other, scale), name))
         return max(found, default=(0.0, ""))
 
     def _of_weights(self, ours: Any, theirs: nn.Module) -> tuple[float, str]:
