@@ -16,7 +16,7 @@ from torch import nn
 from families import FAMILIES, VOCABULARY
 from penstock import Booster, HeterogeneousParallelPlugin, PipelineTemplate
 from penstock.layout.pipelines import num_stages_on, parse_pipelines
-from penstock.schedule import DEFAULT_SCHEDULE, parse_schedule
+from penstock.schedule import AUTO, parse_schedule
 from training import gradients_of, kept_in_double
 
 MICROBATCH_SIZE = 2
@@ -78,7 +78,7 @@ def pad(chosen: Sequence[Sample]) -> dict[str, torch.Tensor]:
 
 
 def make_plugin(
-    model: nn.Module, pipelines: str, schedule: str | tuple[Any, ...] = DEFAULT_SCHEDULE, **options: Any
+    model: nn.Module, pipelines: str, schedule: str | tuple[Any, ...] = AUTO, **options: Any
 ) -> HeterogeneousParallelPlugin:
     """A plugin with pipelines written as `1x3,2x5`, stages balanced.
 

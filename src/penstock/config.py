@@ -13,7 +13,7 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal
 
-from penstock.schedule.generators import AUTO, DEFAULT_SCHEDULE, schedule_names
+from penstock.schedule.generators import AUTO, schedule_names
 
 SECTION = "model_parallelism"
 
@@ -66,7 +66,7 @@ class Configuration:
     tensor_parallel_size: int = 1
     micro_batch_size: int | None = None
     num_microbatches: int | None = None
-    schedule: str | Sequence[str] = DEFAULT_SCHEDULE
+    schedule: str | Sequence[str] = AUTO
     batch_dim: Mapping[str, int | None] | None = None
     loss_chunk_tokens: int | None = None
     stages: Sequence[Sequence[str]] | None = None

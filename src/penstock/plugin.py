@@ -42,7 +42,7 @@ from penstock.runtime.failures.board import PATIENCE_SECONDS, FailureBoard
 from penstock.runtime.formation import parallelize
 from penstock.runtime.gradients.precision import LossScale
 from penstock.schedule.actions import Schedule, check_trains
-from penstock.schedule.generators import DEFAULT_SCHEDULE
+from penstock.schedule.generators import AUTO
 from penstock.whole_model import check_whole_model
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class HeterogeneousParallelPlugin:
         microbatch_size: int = 1,
         precision: str = "fp32",
         max_norm: float = 0.0,
-        schedule: Schedules = DEFAULT_SCHEDULE,
+        schedule: Schedules = AUTO,
         initial_scale: float = 2.0**16,
         min_scale: float = 1.0,
         max_scale: float = 2.0**32,

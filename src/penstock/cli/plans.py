@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.cli.models import Model, subject_of
-from penstock.schedule.generators import DEFAULT_SCHEDULE, schedule_names
+from penstock.schedule.generators import AUTO, schedule_names
 
 if TYPE_CHECKING:
     from torch import nn
@@ -57,9 +57,7 @@ def describe(
         ),
     ],
     microbatch_size: Annotated[int, typer.Option(min=1, help="Samples in a microbatch.")] = 1,
-    schedule: Annotated[
-        str, typer.Option(help=f"Schedule of every pipeline: {', '.join(schedule_names())}.")
-    ] = DEFAULT_SCHEDULE,
+    schedule: Annotated[str, typer.Option(help=f"Schedule of every pipeline: {', '.join(schedule_names())}.")] = AUTO,
     plot: Annotated[
         Path | None, typer.Option(help="Also draw the layout and a step's timeline to this .svg file.")
     ] = None,

@@ -7,7 +7,7 @@ import importlib
 from typing import Any
 
 __all__ = [
-    "DEFAULT_SCHEDULE",
+    "AUTO",
     "Action",
     "Costs",
     "EventKind",
@@ -38,7 +38,7 @@ _HOMES = {
     "Action": "penstock.schedule.actions",
     "Kind": "penstock.schedule.actions",
     "Schedule": "penstock.schedule.actions",
-    "DEFAULT_SCHEDULE": "penstock.schedule.generators",
+    "AUTO": "penstock.schedule.generators",
     "build": "penstock.schedule.generators",
     "default_stages_per_rank": "penstock.schedule.generators",
     "schedule_names": "penstock.schedule.generators",

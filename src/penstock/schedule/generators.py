@@ -11,7 +11,6 @@ from penstock.schedule.v_schedules import v_half, zb_v
 
 # What `initialize` and the plugin settle by the model, see `settle`; where no model is at hand it is 1F1B.
 AUTO = "auto"
-DEFAULT_SCHEDULE = AUTO
 
 
 def settle(name: Any, deferring_pays: bool) -> Any:
