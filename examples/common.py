@@ -14,7 +14,7 @@ import torch.distributed as dist
 import transformers
 from tokenizers.processors import TemplateProcessing
 from torch.utils.data import Dataset
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 import penstock
 from corpus import END_OF_TEXT, read_texts, token_blocks, train_tokenizer
@@ -54,6 +54,17 @@ def parse_options(description: str) -> argparse.Namespace:
     if not is_leader():
         transformers.logging.set_verbosity_error()
     return options
+
+
+def make_llama(folder: Path, texts: list[str]) -> None:
+    """A small Llama with random weights, and its tokenizer."""
+    tokenizer = train_tokenizer(texts, VOCABULARY_SIZE)
+    torch.manual_seed(0)
+    sizes = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4
+    )
+    LlamaForCausalLM(sizes).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def default_pipelines(world_size: int) -> list[tuple[int, int]]:

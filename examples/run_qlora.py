@@ -13,11 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 import penstock
-from common import SEQUENCE_LENGTH, VOCABULARY_SIZE
-from corpus import read_texts, token_blocks, train_tokenizer
+from common import SEQUENCE_LENGTH, make_llama
+from corpus import read_texts, token_blocks
 
 
 def parse_options() -> argparse.Namespace:
@@ -35,17 +35,6 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--save-every", type=int, default=10, help="steps between two checkpoints")
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --output")
     return parser.parse_args()
-
-
-def make_model(folder: Path, texts: list[str]) -> None:
-    """A small model with random weights, and its tokenizer."""
-    tokenizer = train_tokenizer(texts, VOCABULARY_SIZE)
-    torch.manual_seed(0)
-    sizes = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4
-    )
-    LlamaForCausalLM(sizes).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
 
 
 def load(model: str, options: argparse.Namespace) -> Any:
@@ -77,7 +66,7 @@ def main() -> None:
     name, checkpoints = options.model or str(options.output / "base"), options.output / "checkpoints"
     dist.init_process_group()
     if not options.model and not options.resume and dist.get_rank() == 0:
-        make_model(Path(name), texts)
+        make_llama(Path(name), texts)
     dist.barrier()  # all ranks then find the folder
     model = load(name, options)
     model.print_trainable_parameters()

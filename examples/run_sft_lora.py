@@ -13,11 +13,11 @@ import torch
 from accelerate import PartialState
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
-from common import VOCABULARY_SIZE
-from corpus import read_texts, train_tokenizer
+from common import make_llama
+from corpus import read_texts
 from penstock.integrations.transformers import PipelineTrainerMixin
 
 
@@ -38,17 +38,6 @@ def parse_options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def make_model(folder: Path, texts: list[str]) -> None:
-    """A small model with random weights, and its tokenizer."""
-    tokenizer = train_tokenizer(texts, VOCABULARY_SIZE)
-    torch.manual_seed(0)
-    sizes = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4
-    )
-    LlamaForCausalLM(sizes).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-
-
 def main() -> None:
     options = parse_options()
     texts = read_texts(options.dataset, 200_000)
@@ -56,7 +45,7 @@ def main() -> None:
     ranks = PartialState(cpu=not torch.cuda.is_available())  # without a GPU it knows other ranks only if told so
     with ranks.main_process_first():  # the other ranks then find the folder
         if not options.model and not options.resume and ranks.is_main_process:
-            make_model(Path(model), texts)
+            make_llama(Path(model), texts)
     lines = [line for text in texts for line in text.splitlines() if len(line.split()) > 4]
     dataset = Dataset.from_list([{"text": line} for line in lines])
     trainer = PipelineSFTTrainer(

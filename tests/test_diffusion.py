@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import AutoModel, FluxTransformer2DModel, QuantoConfig
+from diffusers import AutoModel, FluxTransformer2DModel, QuantoConfig, TorchAoConfig
 from peft import LoraConfig
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional
+from torchao.quantization import Int8WeightOnlyConfig
 from typer.testing import CliRunner
 
 import penstock
@@ -328,11 +329,13 @@ def test_every_folder_is_one_that_diffusers_loads(pool: Pool, tmp_path: Path) ->
         assert all(torch.equal(value, base.state_dict()[name]) for name, value in loaded.state_dict().items()), folder
 
 
-def train_quantised(folder: str, target: str) -> tuple[Step, str]:
-    model = load(
-        folder, 2, model_class=FluxTransformer2DModel, quantization_config=QuantoConfig("int8", list(OUTSIDE)),
-        adapt=with_adapters,
-    )  # fmt: skip
+def quantisation(library: str) -> dict[str, Any]:
+    config = QuantoConfig("int8", list(OUTSIDE)) if library == "quanto" else TorchAoConfig(Int8WeightOnlyConfig())
+    return {"quantization_config": config, "torch_dtype": torch.float32}
+
+
+def train_quantised(folder: str, target: str, library: str) -> tuple[Step, str]:
+    model = load(folder, 2, model_class=FluxTransformer2DModel, adapt=with_adapters, **quantisation(library))
     step = Step(run_step(model, batch(dtype=torch.float32)), gradients_of(model))
     model.save_lora_adapter(target)
     with pytest.raises(CheckpointError) as caught:
@@ -340,15 +343,12 @@ def train_quantised(folder: str, target: str) -> tuple[Step, str]:
     return step, str(caught.value)
 
 
-def test_a_quantised_base_is_loaded_in_stages(pool: Pool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("library", ["quanto", "torchao"])
+def test_a_quantised_base_is_loaded_in_stages(pool: Pool, tmp_path: Path, library: str) -> None:
     flux(torch.float32).save_pretrained(tmp_path / "base")
-    whole = with_adapters(
-        FluxTransformer2DModel.from_pretrained(
-            tmp_path / "base", quantization_config=QuantoConfig("int8", list(OUTSIDE))
-        )
-    )
+    whole = with_adapters(FluxTransformer2DModel.from_pretrained(tmp_path / "base", **quantisation(library)))
     expected = whole_step(whole, batch(dtype=torch.float32))
-    found = pool.run(2, train_quantised, str(tmp_path / "base"), str(tmp_path / "adapter"))
+    found = pool.run(2, train_quantised, str(tmp_path / "base"), str(tmp_path / "adapter"), library)
     assert_steps_equal([step for step, _ in found], expected, tolerance=1e-5)
     assert all("adapters are saved by save_lora_adapter" in refused for _, refused in found)
     saved = load_file(tmp_path / "adapter" / "pytorch_lora_weights.safetensors")

@@ -25,6 +25,7 @@ import penstock
 from families import batch
 from penstock.checkpoint import CheckpointError
 from penstock.checkpoint.tensors import bytes_of
+from penstock.integrations import outlines
 from penstock.integrations.packed_layers import mark_packed, tensors_inside
 from penstock.integrations.transformers import PipelineTrainer
 from penstock.modeling.adapters import base_of
@@ -215,6 +216,31 @@ def test_the_ranks_hold_what_the_unsplit_model_holds_and_no_more(pool: Pool, tmp
     assert first + last < 1.02 * whole
     loaded = pool.run(2, held_of_loaded, folder, kind)
     assert loaded == pytest.approx([first, last], rel=0.01)
+
+
+def held_in_training(folder: Path, kind: str) -> tuple[list[str], int]:
+    """The units of this rank's stage, and what it holds after a step: weights, gradients, and Adam's state."""
+    before = live_bytes()
+    model = load("llama", folder, kind, adapters=False)
+    model = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"))
+    model = parallelize(model, 2, micro_batch_size=1)
+    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad])
+    run_step(model, batch("causal", 4))
+    optimizer.step()
+    pipeline = model.pipeline
+    return list(pipeline.split.stages[pipeline.split.local_stages[0]]), live_bytes() - before
+
+
+@pytest.mark.parametrize(("kind", "said"), [("nf4", "nf4"), ("double", "nf4-double"), ("int8", "int8")])
+def test_the_planner_counts_what_a_stage_of_a_quantised_model_holds(pool: Pool, kind: str, said: str) -> None:
+    """`penstock plan --quantization nf4 --lora-rank 16`, of the configuration alone."""
+    outline = base_of(load("llama", wide_base("llama"), None, adapters=False)).to("meta")
+    outlines.adapt(outline, 16)
+    outlines.pack(outline, said)
+    planned = {unit.name: unit for unit in profile_model(outline).units}
+    for units, found in pool.run(2, held_in_training, wide_base("llama"), kind):
+        together = Held.together(planned[name] for name in units)
+        assert found == pytest.approx(together.weights + together.gradients + together.optimizer, rel=0.01)
 
 
 def replica(folder: Path, other: Path, kind: str) -> float:

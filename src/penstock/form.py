@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -102,11 +103,7 @@ def _with_found_dims(model: nn.Module, planned: LayoutPlan, ranks: Ranks) -> Map
     if known_of(model).example_inputs is None:
         return planned.options
     said = planned.options.get("batch_dim") or {}
-
-    def find() -> dict[str, None]:
-        found: dict[str, None] = room("inputs_without_samples")(model, planned.layout.units, said)
-        return found
-
+    find = partial(room("inputs_without_samples"), model, said)
     found = ranks.together("looking for inputs without samples", find)[0]
     return {**planned.options, "batch_dim": {**found, **said}}
 

@@ -9,7 +9,7 @@ import math
 import os
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
@@ -410,7 +410,7 @@ def attach(
         _warn_of_batch_statistics(model)
     mixin = room("PipelineDiffusionModel") if of_diffusers(type(model)) else PipelineModel
     mix_in(model, PipelinePreTrainedModel if isinstance(model, PreTrainedModel) else mixin)
-    _hand_over_saving(type(model), vars(mixin) if mixin is not PipelineModel else ())
+    _hand_over_saving(type(model))
     record = record_of(model)
     record.engine, record.configuration, record.criterion = pipeline, configuration, criterion
     pipeline.make_recorder = lambda context, channels: room("Recorder")(context, channels)
@@ -418,13 +418,13 @@ def attach(
 
 
 # Whose methods that save are not a class's own: of a stage they save what they should, or are replaced above.
-_KNOWN_PACKAGES = frozenset({"builtins", "penstock", "peft", "torch", "transformers"})
+_KNOWN_PACKAGES = frozenset({"builtins", "diffusers", "penstock", "peft", "torch", "transformers"})
 
 
-def _hand_over_saving(kind: type, replaced: Collection[str]) -> None:
+def _hand_over_saving(kind: type) -> None:
     """Let the own methods of a model's class that save it (`save`, `save_...`) have the whole model."""
     own = original_class(kind)
-    for name in set(dir(own)).difference(replaced):
+    for name in dir(own):
         holder = next(one for one in own.__mro__ if name in vars(one)) if name.startswith("save") else object
         method = vars(holder).get(name)
         if isinstance(method, FunctionType) and holder.__module__.partition(".")[0] not in _KNOWN_PACKAGES:

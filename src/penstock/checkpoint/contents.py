@@ -23,7 +23,7 @@ from .files import write_bytes
 from .folder import find_checkpoints
 from .manifest import MODEL, SEPARATOR, TRAINING, Manifest, whole_manifest
 from .merge import ModelFolder
-from .names import DIFFUSERS, Stems, is_configuration, stems_in
+from .names import is_configuration, is_diffusers
 from .plan import Holding, SavingRank, SavingReport
 from .reader import CheckpointReader, Location, Resharding
 from .save import Save
@@ -193,8 +193,8 @@ class _Merged(ModelFolder):
     state: _WholeTensors
 
     @property
-    def stems(self) -> Stems:
-        return stems_in(self.source)
+    def diffusers(self) -> bool:
+        return is_diffusers(self.source)
 
     def report(self, place: SavingRank, folder: str) -> SavingReport:
         self.given, self.sides = (
@@ -211,7 +211,7 @@ class _Merged(ModelFolder):
 
 def _model_of(path: str, manifest: Manifest) -> nn.Module:
     """The model without its weights; an empty module that is tied alike if it is none of transformers'."""
-    if stems_in(path) is DIFFUSERS or not os.path.exists(os.path.join(path, CONFIG_NAME)):
+    if is_diffusers(path) or not os.path.exists(os.path.join(path, CONFIG_NAME)):
         if hasattr(transformers, manifest.model_class):
             raise CheckpointError(f"{path} holds a {manifest.model_class} of transformers, but no {CONFIG_NAME}")
         empty = nn.Module()

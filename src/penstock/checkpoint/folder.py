@@ -10,9 +10,7 @@ from dataclasses import dataclass
 from .files import flush_file
 from .manifest import whole_manifest
 from .names import (
-    DIFFUSERS,
     STAGING,
-    TRANSFORMERS,
     is_configuration,
     is_rank_file,
     manifest_name,
@@ -101,7 +99,7 @@ def remove_checkpoint(path: str) -> None:
         # The staged files of a commit that was interrupted belong to the table of contents that names them.
         if is_regular(table):
             os.remove(table)
-        indices = [weight_file_names(".safetensors", None, stems)[1] for stems in (TRANSFORMERS, DIFFUSERS)]
+        indices = [weight_file_names(".safetensors", None, diffusers)[1] for diffusers in (False, True)]
         for name in sorted(os.listdir(path)):
             own = os.path.join(path, name)
             if STAGING.fullmatch(name) and is_directory(own):

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from penstock.modeling.weights.whole import packed_weights, shards_of, whole_sta
 
 from .files import write_tensors
 from .manifest import FileEntry
-from .names import EXTENSIONS, STAGED_INDEX, Stems, is_shard, stems_of, weight_file_names
+from .names import EXTENSIONS, STAGED_INDEX, is_shard, weight_file_names
 from .plan import Content, FilePlan, Folder, SavingRank, SavingReport, Source, first_holders, writers_of
 from .safetensors_file import Behind
 from .save_pretrained import write_side_files
@@ -47,11 +48,6 @@ class ModelFolder(Folder):
     files: list[str] = field(default_factory=list, init=False)
     index: dict[str, Any] | None = field(default=None, init=False)
     metadata: dict[str, str] = field(default_factory=dict, init=False)
-
-    @property
-    def stems(self) -> Stems:
-        """How the names of the files of weights begin."""
-        return stems_of(self.model)
 
     def report(self, place: SavingRank, folder: str) -> SavingReport:
         quantizer = getattr(self.model, "hf_quantizer", None)
@@ -92,7 +88,8 @@ class ModelFolder(Folder):
             with followed(inputs) as origin_of:
                 outputs = {name: one.contiguous() for name, one in revert_weight_conversion(model, inputs).items()}
             origin = {name: origin_of(tensor) for name, tensor in outputs.items()}
-        stem, _, extension = weight_file_names(options.extension, options.variant, self.stems)[0].rpartition(".")
+        single, _ = weight_file_names(options.extension, options.variant, self.diffusers)
+        stem, _, extension = single.rpartition(".")
         # Fresh tensors: pieces of one fused weight would count as one block of memory and land in one shard.
         split = split_torch_state_dict_into_shards(
             {name: torch.empty_like(tensor) for name, tensor in outputs.items()},
@@ -136,9 +133,10 @@ class ModelFolder(Folder):
         transformers starts from the first of these that exists: `model.safetensors`, its index, `pytorch_model.bin`,
         its index. So the new one is put in place first, and then those are removed that come before it in this order.
         """
-        variant = self.options.variant
-        search_order = [name for extension in EXTENSIONS for name in weight_file_names(extension, variant, self.stems)]
-        index = weight_file_names(self.options.extension, variant, self.stems)[1]
+        names = {
+            extension: weight_file_names(extension, self.options.variant, self.diffusers) for extension in EXTENSIONS
+        }
+        search_order, index = list(chain(*names.values())), names[self.options.extension][1]
         start, staged, shards = self.files[0], self.files[0], list[str]()
         if self.index is not None:
             write_index(folder, self.index["weight_map"], self.index["metadata"])
@@ -156,7 +154,7 @@ class ModelFolder(Folder):
             name
             for name in os.listdir(directory)
             if name not in self.files
-            and any(is_shard(name, extension, self.options.variant, self.stems) for extension in extensions)
+            and any(is_shard(name, extension, self.options.variant, self.diffusers) for extension in extensions)
             and is_regular(os.path.join(directory, name))
         )
 

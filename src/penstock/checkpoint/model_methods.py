@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from penstock.checkpoint.adapters import AdapterFolder, load_adapters
 from penstock.checkpoint.comm import CheckpointRanks
@@ -54,6 +55,11 @@ def _save_injected(
     model: Any, directory: str | os.PathLike[str], own_save: Callable[..., Any] | None, arguments: dict[str, Any]
 ) -> None:
     """Save the active adapter of transformers' `add_adapter`, as transformers' `save_pretrained` does."""
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(
+            f"this {type(model).__name__} has adapters: save_lora_adapter(folder) saves them. The whole model is in "
+            "the folder that it came from"
+        )
     SaveOptions.parse({name: value for name, value in arguments.items() if name != "state_dict"})
     assert own_save is not None
     save: Callable[..., Any] = own_save

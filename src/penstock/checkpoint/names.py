@@ -6,17 +6,9 @@ import contextlib
 import os
 import re
 
-from torch import nn
-
-from penstock.modeling.weights.names import of_diffusers
-
 from .untrusted import CheckpointError, read_json
 
 EXTENSIONS = (".safetensors", ".bin")
-# How the names of files of weights begin, by whose they are: transformers' (also of a module of one's own), diffusers'.
-TRANSFORMERS = dict(zip(EXTENSIONS, ("model", "pytorch_model"), strict=True))
-DIFFUSERS = dict.fromkeys(EXTENSIONS, "diffusion_pytorch_model")
-Stems = dict[str, str]
 # In the staging folder: what becomes the table of contents, and the index, which refers to files in the staging folder.
 STAGED_MANIFEST = "manifest.staged"
 STAGED_INDEX = "index.staged"
@@ -73,28 +65,23 @@ def is_rank_file(name: str, variant: str | None) -> bool:
     return found is not None and (found[1] or found[2]) == variant
 
 
-def stems_of(model: nn.Module) -> Stems:
-    """How the names of a model's files of weights begin."""
-    return DIFFUSERS if of_diffusers(type(model)) else TRANSFORMERS
-
-
-def stems_in(directory: str) -> Stems:
-    """How the names of files of weights begin beside the configuration that is in a folder."""
+def is_diffusers(directory: str) -> bool:
+    """Whether the configuration in a folder is that of a model of diffusers."""
     with contextlib.suppress(FileNotFoundError, TypeError):
-        if "_class_name" in read_json(os.path.join(directory, "config.json")):
-            return DIFFUSERS
-    return TRANSFORMERS
+        return "_class_name" in read_json(os.path.join(directory, "config.json"))
+    return False
 
 
-def weight_file_names(extension: str, variant: str | None, stems: Stems = TRANSFORMERS) -> tuple[str, str]:
-    """The standard names of a single file of weights, and of the index of several."""
-    stem, middle = stems[extension], f".{variant}" if variant else ""
+def weight_file_names(extension: str, variant: str | None, diffusers: bool = False) -> tuple[str, str]:
+    """The standard names, in transformers or in diffusers, of a single file of weights, and of the index of several."""
+    stem = "diffusion_pytorch_model" if diffusers else "model" if extension == ".safetensors" else "pytorch_model"
+    middle = f".{variant}" if variant else ""
     return f"{stem}{middle}{extension}", f"{stem}{extension}.index{middle}.json"
 
 
-def is_shard(name: str, extension: str, variant: str | None, stems: Stems = TRANSFORMERS) -> bool:
+def is_shard(name: str, extension: str, variant: str | None, diffusers: bool = False) -> bool:
     """Whether `name` is that of one of several files of weights."""
-    stem, _, _ = weight_file_names(extension, variant, stems)[0].rpartition(".")
+    stem, _, _ = weight_file_names(extension, variant, diffusers)[0].rpartition(".")
     return re.fullmatch(re.escape(stem) + r"-\d{5}-of-\d{5}" + re.escape(extension), name, re.ASCII) is not None
 
 
@@ -108,10 +95,10 @@ def variant_of_manifest(name: str) -> tuple[bool, str | None]:
     return found is not None, None if found is None else found[1]
 
 
-def variant_of_index(name: str) -> tuple[str | None, str | None, Stems]:
-    """The extension of the weights that a file of this name is the index of, None if it is none; the variant; and how
-    the names of these weights begin."""
+def variant_of_index(name: str) -> tuple[str | None, str | None, bool]:
+    """The extension of the weights that a file of this name is the index of, None if it is none; the variant; and
+    whether they are of diffusers."""
     found = _INDEX.fullmatch(name)
     if found is None:
-        return None, None, TRANSFORMERS
-    return found[2] or found[4], found[5], DIFFUSERS if found[1] or found[3] else TRANSFORMERS
+        return None, None, False
+    return found[2] or found[4], found[5], bool(found[1] or found[3])

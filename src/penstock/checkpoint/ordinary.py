@@ -23,7 +23,7 @@ from penstock.tensor_parallel import take_shards
 
 from .comm import CheckpointRanks
 from .files import check_archive, open_tensors
-from .names import DIFFUSERS, EXTENSIONS, STAGING, TRANSFORMERS, check_plain, weight_file_names
+from .names import EXTENSIONS, STAGING, check_plain, weight_file_names
 from .staging import read_index
 from .tensors import held_state, tied_groups
 from .untrusted import CheckpointError, cannot_read, damaged, is_directory, kind_of, locate, open_plain
@@ -133,8 +133,8 @@ def check_ordinary(directory: str) -> list[str]:
                 f"{os.path.join(directory, name)} makes this the folder of {what}; load it with transformers in one "
                 "process, and save the whole model with save_pretrained"
             )
-    for extension, stems in product(EXTENSIONS, (TRANSFORMERS, DIFFUSERS)):
-        single, index = (os.path.join(directory, name) for name in weight_file_names(extension, None, stems))
+    for extension, diffusers in product(EXTENSIONS, (False, True)):
+        single, index = (os.path.join(directory, name) for name in weight_file_names(extension, None, diffusers))
         # In transformers' own order: the first that exists is taken.
         if kind_of(single) is not None:
             return [_check_weights(single)]

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import torch
 from torch import nn
 
+from penstock.modeling.weights.names import of_diffusers
 from penstock.modeling.weights.whole import whole_shape
 from penstock.tensor_parallel import Sharding
 
@@ -138,6 +139,11 @@ class Folder:
     options: SaveOptions
     given: Mapping[str, torch.Tensor] = field(default_factory=dict, init=False)
     sides: Sequence[str] = field(default=(), init=False)
+
+    @property
+    def diffusers(self) -> bool:
+        """Whether the files of weights have diffusers' names."""
+        return of_diffusers(type(self.model))
 
     @property
     def call(self) -> list[Any]:

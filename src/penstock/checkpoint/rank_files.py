@@ -22,7 +22,6 @@ from .names import (
     is_rank_file,
     manifest_name,
     rank_file_name,
-    stems_of,
     weight_file_names,
 )
 from .optimizer_state import OptimizerState
@@ -179,7 +178,7 @@ class RankFiles(Folder):
         _warn_of_drift(manifest)
         options = self.options
         table = manifest_name(options.variant)
-        _, index = weight_file_names(options.extension, options.variant, stems_of(self.model))
+        _, index = weight_file_names(options.extension, options.variant, self.diffusers)
         write_bytes(os.path.join(folder, STAGED_MANIFEST), manifest.dump())
         starts, old = {table: STAGED_MANIFEST}, list[str]()
         if self.once and manifest.tensor_parallel_size == 1:

@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import CONFIG_NAME
 
-from penstock.modeling.instrumentation import original_class
 from penstock.modeling.weights.names import of_diffusers
 from penstock.modeling.weights.whole import packed_weights
 
@@ -111,7 +110,7 @@ def write_side_files(model: nn.Module, directory: str) -> list[str]:
     place, before = os.path.join(directory, CONFIG_NAME), set(os.listdir(directory))
     if of_diffusers(type(model)):
         with writing(place, "the configuration"):
-            cast(Any, original_class(type(model))).save_config(model, directory)  # not what all ranks call together
+            cast(Any, model).save_config(directory)
         return [CONFIG_NAME]
     if not isinstance(model, PreTrainedModel):
         return []

@@ -31,7 +31,15 @@ from typing import Any
 
 from .files import flush_file, flush_files, write_bytes, writing
 from .manifest import read_manifest
-from .names import STAGED_INDEX, STAGING, is_shard, stems_in, variant_of_index, variant_of_manifest, weight_file_names
+from .names import (
+    STAGED_INDEX,
+    STAGING,
+    is_diffusers,
+    is_shard,
+    variant_of_index,
+    variant_of_manifest,
+    weight_file_names,
+)
 from .untrusted import CheckpointError, is_directory, kind_of, read_json, typed
 
 
@@ -120,7 +128,7 @@ def _finish_index(directory: str, staging: str) -> None:
                 places = set(read_index(staged).values())
                 if places <= {f"{staging}/{file}" for file in manifest.files}:
                     extension = os.path.splitext(next(iter(places)))[1]
-                    index = weight_file_names(extension, variant, stems_in(directory))[1]
+                    index = weight_file_names(extension, variant, is_diffusers(directory))[1]
                     _replace(staged, os.path.join(directory, index))
                     flush_file(directory)
                     return
@@ -209,12 +217,12 @@ def _referred_to(directory: str, staging: str) -> tuple[set[str], list[str]]:
             is_manifest, variant = variant_of_manifest(name)
             if is_manifest and (manifest := read_manifest(directory, variant)).staging == staging:
                 files.update(manifest.files)
-            extension, variant, stems = variant_of_index(name)
+            extension, variant, diffusers = variant_of_index(name)
             if extension is None:
                 continue
             places = set(read_index(os.path.join(directory, name)).values())
             own = {place.removeprefix(f"{staging}/") for place in places if place.startswith(f"{staging}/")}
-            if own and all(file in files or is_shard(file, extension, variant, stems) for file in own):
+            if own and all(file in files or is_shard(file, extension, variant, diffusers) for file in own):
                 files |= own
                 indices.append(name)
     return files, indices

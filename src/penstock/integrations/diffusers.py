@@ -9,42 +9,26 @@ from typing import Any
 
 import diffusers
 import torch
-from diffusers.loaders.lora_base import LORA_WEIGHT_NAME, LORA_WEIGHT_NAME_SAFE, LoraBaseMixin
+from diffusers.loaders.lora_base import LoraBaseMixin
 from diffusers.models.model_loading_utils import load_state_dict
 from peft import get_peft_model_state_dict
 from safetensors import safe_open
 
-from penstock.modeling.weights.load import StageLoadingInfo, refuse_arguments
-from penstock.modeling.weights.names import held_names, strip_foreign
+from penstock.modeling.weights.load import StageLoadingInfo, finish_stage, refuse_arguments
+from penstock.modeling.weights.names import held_names
 from penstock.pipeline_model import PipelineModel
 
-# Of `from_pretrained`'s arguments those that say where a configuration is.
-_WHERE = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 # Spread a model over devices in another way, or read all of it.
 _REFUSED = ("offload_state_dict", "parallel_config", "use_flashpack", "ignore_mismatched_sizes")
 # What changes the layers of a model of which this rank has a part.
-_REFUSED_METHODS = ("add_adapter", "delete_adapters", "fuse_lora", "load_lora_adapter", "unfuse_lora", "unload_lora")
+_REFUSED_METHODS = (
+    *("add_adapter", "delete_adapters", "fuse_lora", "load_lora_adapter", "save_attn_procs"),
+    *("unfuse_lora", "unload_lora"),
+)
 
 
 class PipelineDiffusionModel(PipelineModel):
     """Mixed into the class of a model of diffusers that `initialize()` has parallelised."""
-
-    def save_pretrained(
-        self, save_directory: str | os.PathLike[str], is_main_process: bool = True, **kwargs: Any
-    ) -> None:
-        """One folder of the whole model, as diffusers' `save_pretrained` writes it. Every rank calls it.
-
-        No rank gathers more than `max_shard_size`. `is_main_process` has no effect.
-
-        Raises:
-            ValueError: the model has adapters: a folder with them is one that nothing reads.
-        """
-        if getattr(self, "_hf_peft_config_loaded", False):
-            raise ValueError(
-                f"this {type(self).__name__} has adapters: save_lora_adapter(folder) saves them. The whole model is in "
-                "the folder that it came from"
-            )
-        super().save_pretrained(save_directory, is_main_process, **{"max_shard_size": "10GB", **kwargs})
 
     def save_lora_adapter(
         self,
@@ -66,7 +50,7 @@ class PipelineDiffusionModel(PipelineModel):
         if adapter_name not in known:
             raise ValueError(f"there is no adapter {adapter_name}: the model has {', '.join(known) or 'none'}")
         start = f"{prefix}." if prefix else ""
-        name = weight_name or (LORA_WEIGHT_NAME_SAFE if safe_serialization else LORA_WEIGHT_NAME)
+        about = {start + key: value for key, value in known[adapter_name].to_dict().items()}
 
         def select(state: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
             selected: Mapping[str, torch.Tensor] = get_peft_model_state_dict(self, dict(state), adapter_name)
@@ -74,9 +58,9 @@ class PipelineDiffusionModel(PipelineModel):
 
         def write(folder: str, state: Mapping[str, torch.Tensor]) -> None:
             tensors = {start + key: one.float() if upcast_before_saving else one for key, one in select(state).items()}
-            about = {start + key: value for key, value in known[adapter_name].to_dict().items()}
+            write_layers: Any = LoraBaseMixin.write_lora_layers  # its types leave out that None is allowed
             metadata = about if safe_serialization else None
-            LoraBaseMixin.write_lora_layers(tensors, folder, True, name, None, safe_serialization, metadata)  # type: ignore[arg-type]  # None is its default
+            write_layers(tensors, folder, True, weight_name, None, safe_serialization, metadata)
 
         self.save_adapter(save_directory, adapter_name, select, write)
 
@@ -102,14 +86,14 @@ for _name in _REFUSED_METHODS:
 
 def class_of(path_or_name: str, model_class: Any, **kwargs: Any) -> type:
     """`model_class`, or in place of diffusers' `AutoModel` the class that wrote the configuration."""
-    if model_class is not diffusers.AutoModel:
-        found: type = model_class
-        return found
-    where = {name: kwargs[name] for name in _WHERE if name in kwargs}
-    written = diffusers.FluxTransformer2DModel.load_config(path_or_name, **where)["_class_name"]  # any class reads it
-    found = getattr(diffusers, written, type(None))
-    if not issubclass(found, diffusers.ModelMixin):
-        raise ValueError(f"{path_or_name} is of the class {written}, which is no model of diffusers: pass model_class=")
+    found: type = model_class
+    if found is diffusers.AutoModel:
+        name = diffusers.FluxTransformer2DModel.load_config(path_or_name, **kwargs)["_class_name"]  # any class reads it
+        found = getattr(diffusers, name, type(None))
+        if not issubclass(found, diffusers.ModelMixin):
+            raise ValueError(
+                f"{path_or_name} is of the class {name}, which is no model of diffusers: pass model_class="
+            )
     return found
 
 
@@ -137,14 +121,9 @@ def load_stage(
     model, info = stage_class.from_pretrained(path_or_name, output_loading_info=True, **_arguments(kwargs))
     model.__class__ = kind
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    missing, unexpected = (tuple(sorted(info[key])) for key in ("missing_keys", "unexpected_keys"))
-    if lacking := [name for name in missing if name in parameters]:
+    if lacking := [name for name in sorted(info["missing_keys"]) if name in parameters]:
         raise ValueError(f"{path_or_name} lacks weights of {kind.__name__}: {', '.join(lacking[:5])}")
-    adapted = model if adapt is None else adapt(model)
-    if adapted is not model:
-        raise TypeError(f"adapt must return the model that it was given, got {type(adapted)}")
-    strip_foreign(model, stages, local_stages)
-    return model, StageLoadingInfo(missing, unexpected, tuple(info["mismatched_keys"]), ())
+    return finish_stage(model, adapt, stages, local_stages, info)
 
 
 def _arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:

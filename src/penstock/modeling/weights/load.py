@@ -86,6 +86,18 @@ def load_stage(
     model.__class__ = model_class
     if tensor_parallel is not None and getattr(model, "hf_quantizer", None) is not None:
         raise NotImplementedError("tensor_parallel_size cannot shard the packed weights of a quantised model")
+    return finish_stage(model, adapt, stages, local_stages, info, untied)
+
+
+def finish_stage(
+    model: nn.Module,
+    adapt: Callable[[Any], Any] | None,
+    stages: Sequence[Sequence[str]],
+    local_stages: Collection[int],
+    info: Mapping[str, Any],
+    untied: tuple[str, ...] = (),
+) -> tuple[Any, StageLoadingInfo]:
+    """What `adapt` makes of a model, without what other stages have, and what `from_pretrained` said of it."""
     adapted = model if adapt is None else adapt(model)
     if base_of(adapted) is not model:
         raise TypeError(f"adapt must return the model that it was given, or a PeftModel of it, got {type(adapted)}")
