@@ -13,6 +13,7 @@ import argparse
 import ctypes
 import gc
 import json
+import math
 import os
 import signal
 import statistics
@@ -326,21 +327,21 @@ def levers(rounds: int) -> None:
     config = {"llama": CONFIGS["llama"].to_diff_dict(), "microbatches": MICROBATCHES, "samples": BATCH}
     config |= {"tokens": LENGTH, "chunk": CHUNK, "rank": RANK, "rounds": rounds}
     table = Comparison("levers", "What each lever of memory saves and costs", columns, config, {})
-    pool = Pool()
+    pool, taken = Pool(), dict[Way, float]()
     with _saved("llama") as folder:
         for lever, ways in _ways().items():
+            for way in ways:
+                if way not in taken:
+                    taken[way] = max(pool.run(2, here.measured, "llama", vars(way), folder, timeout=200))
             pair = [vars(way) for way in ways]
-            ranks = pool.run(2, here.timed, "llama", pair, folder, rounds, timeout=400)
-            ratio = statistics.median(b / a for a, b in zip(*ranks[0], strict=True))
-            taken = []
-            for way in pair:
-                taken.append(max(pool.run(2, here.measured, "llama", way, folder, timeout=200)))
+            seconds = pool.run(2, here.timed, "llama", pair, folder, rounds, timeout=400)[0] if rounds else [[], []]
+            ratio = statistics.median([b / a for a, b in zip(*seconds, strict=True)] or [math.nan])
+            less, more = (taken[way] for way in ways)
             table.add(
-                f"{lever} ({ways[0]})",
-                [readable(taken[0]), readable(taken[1]), f"{1 - taken[1] / taken[0]:.0%}", f"{ratio:.2f}"],
-                ways=[str(way) for way in ways], bytes=taken, seconds=ranks[0], ratio=ratio,
+                f"{lever} ({ways[0]})", [readable(less), readable(more), f"{1 - more / less:.0%}", f"{ratio:.2f}"],
+                bytes=[less, more], seconds=seconds, ratio=ratio,
             )  # fmt: skip
-            print(lever, taken, f"{ratio:.3f}", flush=True)
+            print(f"{lever}: {less / 1e6:.0f} -> {more / 1e6:.0f} MB, {ratio:.3f}", flush=True)
     pool.close()
     table.write(
         "Of two ranks the one that takes more. Both ways have the same stages. Seconds: the median over rounds of "

@@ -93,7 +93,10 @@ def language_model(blocks: int, kept: float = 0.1) -> Profile:
     embedding = UnitCost(
         "wte", 0.001, 0.001, 0.0, 1e6, 8e6, weights=GB / 5, gradients=GB / 5, optimizer=2 * GB / 5, kept=1e6
     )
-    head = UnitCost("head", 0.02, 0.02, 0.02, GB / 5, GB / 5, 2 * GB / 5, 0.3 * GB, 0.3 * GB, GB / 10)
+    head = UnitCost(
+        "head", 0.02, 0.02, 0.02, 0.3 * GB, weights=GB / 5, gradients=GB / 5, optimizer=2 * GB / 5, kept=0.3 * GB,
+        working=GB / 10,
+    )  # fmt: skip
     return Profile(f"language model of {blocks} blocks", (embedding, *body, head))
 
 

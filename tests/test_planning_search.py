@@ -29,12 +29,22 @@ GB = 1e9
 def gpt(num_blocks: int = 12, head: float = 1.0) -> Profile:
     """Blocks of 10 ms for each of F, B and W, 0.4 GB of state and 0.1 GB for each microbatch."""
     blocks = [
-        UnitCost(f"h.{index}", 0.01, 0.01, 0.01, GB / 10, GB / 10, GB / 5, kept=GB / 10, crossing=1e7)
+        UnitCost(
+            f"h.{index}",
+            0.01,
+            0.01,
+            0.01,
+            crossing=1e7,
+            weights=GB / 10,
+            gradients=GB / 10,
+            optimizer=GB / 5,
+            kept=GB / 10,
+        )
         for index in range(num_blocks)
     ]
     ends = [
-        UnitCost("wte", 0.001, 0.0, 0.001, 2e8, 2e8, 4e8, 1e6, crossing=1e7),
-        UnitCost("head", *[0.01 * head] * 3, 2e8, 2e8, 4e8, 1e8),
+        UnitCost("wte", 0.001, 0.0, 0.001, crossing=1e7, weights=2e8, gradients=2e8, optimizer=4e8, kept=1e6),
+        UnitCost("head", *[0.01 * head] * 3, weights=2e8, gradients=2e8, optimizer=4e8, kept=1e8),
     ]
     return Profile("gpt", (ends[0], *blocks, ends[1]))
 
@@ -216,7 +226,11 @@ def test_the_bound_of_live_microbatches_holds(name: str) -> None:
 
 def test_memory_is_followed_action_by_action() -> None:
     """1F1B on two ranks holds two microbatches on the first and one on the second; one at a time is worked on."""
-    first, second = memory_of_ranks(build("1f1b", 2, 8), [Held(1, 2, 3, 10, 5), Held(4, 5, 6, 20, 7)])
+    stages = [
+        Held(weights=1, gradients=2, optimizer=3, kept=10, working=5),
+        Held(weights=4, gradients=5, optimizer=6, kept=20, working=7),
+    ]
+    first, second = memory_of_ranks(build("1f1b", 2, 8), stages)
     assert (first.weights, first.gradients, first.optimizer, first.activations) == (1, 2, 3, 25)
     assert second.total == 4 + 5 + 6 + 20 + 7
 
