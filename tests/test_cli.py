@@ -254,7 +254,7 @@ def test_options_are_never_cut() -> None:
 def test_the_package_is_a_command_and_a_hub_that_cannot_be_reached_is_an_error_at_once() -> None:
     """The endpoint is a port where nobody listens; the library alone asks it five times over half a minute."""
     environment = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0"}
-    result = run_python("-m", "penstock", "check", "gpt2-of-nobody", environment=environment, fresh=True)
+    result = run_python("-m", "penstock", "check", "Nobody/GPT2", environment=environment, fresh=True)
     assert result.returncode == 1
     # And nothing else: no attempts, no notes of what transformers imports.
     assert result.stderr.startswith("error: We couldn't connect to 'http://127.0.0.1:9'"), result.stderr

@@ -40,8 +40,9 @@ app = typer.Typer(
 def main() -> None:
     """The console script, and `python -m penstock`."""
     gc.set_threshold(100_000, 50, 50)  # imports make millions of objects, and they stay
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its notes are for scripts that train
-    for name in ("torchao", "torch.utils._pytree"):  # which transformers imports, where it is installed
+    for library in ("TRANSFORMERS", "DIFFUSERS"):
+        os.environ.setdefault(f"{library}_VERBOSITY", "error")  # their notes are for scripts that train
+    for name in ("bitsandbytes", "torchao", "torch.utils._pytree"):  # which these import
         logging.getLogger(name).setLevel(logging.ERROR)
     app(prog_name="penstock")
 

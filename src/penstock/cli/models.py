@@ -141,7 +141,7 @@ def subject_of(model: str, inputs: str | None = None) -> Any:
     found = own_model(model) if ":" in model else _of_diffusers(model)
     if found is None:
         refuse_misspelt_class(model)
-        if not Path(model).exists() and not model[:1].isupper():
+        if not Path(model).exists() and not (model[:1].isupper() and model.isidentifier()):  # a class
             _look_for_a_hub()
         found = model
     if inputs is not None:
@@ -163,7 +163,11 @@ def _of_diffusers(name: str) -> Any:
     written = Path(name, "config.json")
     config = json.loads(written.read_text(encoding="utf-8")) if written.is_file() else {}
     known = config.get("_class_name", "" if config else name)
-    if not known[:1].isupper() or hasattr(transformers, known) or find_spec("diffusers") is None:
+    if (
+        not (known.isidentifier() and known[0].isupper())
+        or hasattr(transformers, known)
+        or find_spec("diffusers") is None
+    ):
         return None
     import diffusers
     from accelerate import init_empty_weights
