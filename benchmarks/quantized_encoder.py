@@ -74,7 +74,7 @@ def train(kind: str, stages: int, schedule: str) -> Told:
         else:
             parts = [model(**one).loss / len(alone) for one in alone]
             sum(parts).backward()
-            losses.append(float(sum(parts)))
+            losses.append(sum(parts).item())
         optimizer.step()
         optimizer.zero_grad()
     model.eval()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import AutoModel, FluxTransformer2DModel, QuantoConfig, TorchAoConfig
-from peft import LoraConfig
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional
@@ -282,6 +282,28 @@ def test_each_rank_reads_its_stage_and_adapters_are_saved_whole(pool: Pool, tmp_
         again = flux(torch.float32)
         again.load_lora_adapter(tmp_path / name, prefix=prefix, use_safetensors=True)
         assert torch.equal(again(**inputs).sample, whole(**inputs).sample)
+
+
+def wrapped(model: Any) -> Any:
+    torch.manual_seed(3)
+    return get_peft_model(model, LoraConfig(r=2, target_modules=["to_q", "proj_mlp"], init_lora_weights=False))
+
+
+def train_wrapped(folder: str, target: str) -> Step:
+    model = load(folder, 2, model_class=FluxTransformer2DModel, adapt=wrapped)
+    step = Step(run_step(model, batch(dtype=torch.float32)), gradients_of(model))
+    model.save_pretrained(target)
+    return step
+
+
+def test_a_peft_model_of_a_diffusion_model_is_loaded_in_stages(pool: Pool, tmp_path: Path) -> None:
+    flux(torch.float32).save_pretrained(tmp_path / "base")
+    whole, inputs = wrapped(flux(torch.float32)), batch(dtype=torch.float32)
+    expected = whole_step(whole, inputs)
+    found = pool.run(2, train_wrapped, str(tmp_path / "base"), str(tmp_path / "adapter"))
+    assert_steps_equal(found, expected, tolerance=1e-5)
+    again = PeftModel.from_pretrained(flux(torch.float32), tmp_path / "adapter")
+    assert torch.equal(again(**without_target(inputs)).sample, whole(**without_target(inputs)).sample)
 
 
 def save_all(folder: str) -> list[bool]:

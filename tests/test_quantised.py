@@ -284,13 +284,15 @@ def test_a_stage_reads_and_packs_its_own_tensors_only(saved: bool, tmp_path: Pat
 # -- saving ------------------------------------------------------------------------------------------------------------
 
 
-def save_whole(family: str, source: Path, kind: str | None, folder: Path, **options: Any) -> str | None:
-    model = parallelize(load(family, source, kind, adapters=False).requires_grad_(False), 2)
+def save_whole(family: str, source: Path, kind: str | None, folder: Path, **options: Any) -> tuple[str, Any]:
+    """A base without adapters is saved and evaluated: what is refused of the one, and the other."""
+    model, said = load(family, source, kind, adapters=False).requires_grad_(False), ""
+    model = parallelize(model, 2, micro_batch_size=1)
     try:
         model.save_pretrained(folder, **options)
     except CheckpointError as error:
-        return str(error)
-    return None
+        said = str(error)
+    return said, evaluated(model)
 
 
 @pytest.mark.parametrize(
@@ -299,12 +301,14 @@ def save_whole(family: str, source: Path, kind: str | None, folder: Path, **opti
 def test_a_quantised_base_is_saved_as_transformers_saves_it(pool: Pool, tmp_path: Path, family: str, kind: str) -> None:
     """And so is one that was loaded from there, in several files."""
     folders = [base(family, kind), tmp_path / "one", tmp_path / "several"]
-    assert pool.run(2, save_whole, family, base(family), kind, folders[1]) == [None, None]
-    assert pool.run(2, save_whole, family, folders[1], None, folders[2], max_shard_size="20KB") == [None, None]
+    found = pool.run(2, save_whole, family, base(family), kind, folders[1])
+    found += pool.run(2, save_whole, family, folders[1], None, folders[2], max_shard_size="20KB")
     assert len(list(folders[2].glob("*.safetensors"))) > 3
     models = [load(family, folder, None, adapters=False) for folder in folders]
     states = [dict(itertools.chain(model.named_parameters(), model.named_buffers())) for model in models]
     told = [evaluated(model) for model in models]
+    for said, (loss, tokens) in found:
+        assert not said and loss == pytest.approx(told[0][0], rel=ROUNDING) and torch.equal(tokens, told[0][1])
     for number, (folder, state) in enumerate(zip(folders, states, strict=True)):
         assert state.keys() == states[0].keys()
         for name, one in state.items():
@@ -322,8 +326,8 @@ def test_a_quantised_base_is_saved_as_transformers_saves_it(pool: Pool, tmp_path
 def test_packed_weights_that_are_not_saved_are_refused_by_name(
     pool: Pool, tmp_path: Path, kind: str, options: dict[str, Any]
 ) -> None:
-    for said in pool.run(2, save_whole, "llama", base("llama"), kind, tmp_path, **options):
-        assert said is not None and "cannot save the packed weights of a quantised LlamaForCausalLM" in said
+    for said, _ in pool.run(2, save_whole, "llama", base("llama"), kind, tmp_path, **options):
+        assert "cannot save the packed weights of a quantised LlamaForCausalLM" in said
         assert (": this kind is not saved" if kind == "quanto8" else " so: use save_pretrained") in said
 
 
