@@ -20,6 +20,7 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parent
 ROOMS = "<!-- lines of each room -->"  # a line in docs/architecture.md
 ELSEWHERE = {"README.md": "index.md", "CONTRIBUTING.md": "CONTRIBUTING.md", "CHANGELOG.md": "CHANGELOG.md"}
+PARITY = "<!-- tables of benchmarks/results/parity.md -->"  # a line in docs/compared.md
 MODELS = "benchmarks/results/models.md"  # of the results the one that is a page to search
 # A picture: the command that draws it, and what it shows. The option that names the file is added.
 PICTURE = re.compile(r"<!-- penstock (.+?): (.+?) -->")
@@ -92,9 +93,12 @@ def drawn(command: str) -> str:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Pictures; links to and from what is outside docs/ in the repository; and how large each room is."""
+    """Pictures; links to and from what is outside docs/ in the repository; how large each room is; other systems."""
     if page.file.src_uri == "architecture.md":
         markdown = markdown.replace(ROOMS, lines_of_rooms())
+    if PARITY in markdown:
+        found = (ROOT / "benchmarks/results/parity.md").read_text().partition("\n\n")[2]
+        markdown = markdown.replace(PARITY, re.sub("^## ", "### ", found, flags=re.MULTILINE))
     markdown = PICTURE.sub(lambda found: f"![{found[2]}]({name_of(found[1])})", markdown)
     if page.file.src_uri in ELSEWHERE.values():
         return re.sub(r"\]\((?:docs/)", "](", markdown)

@@ -85,8 +85,8 @@ class Settings(NamedTuple):
                     given = in_words(values, lambda value, what=what: what.format(value), " was given ")  # type: ignore[misc]  # bound now
                     raise BatchMismatch(
                         f"{given}: all ranks of one pipeline, those that share a stage's weights included, must be "
-                        "given the same batch (use model.data_parallel_rank and model.data_parallel_size, or "
-                        "model.prepare_dataloader, to share a data set out between pipelines)"
+                        "given the same batch: draw random data from one seed (use model.data_parallel_rank and "
+                        "_size, or model.prepare_dataloader, to share a data set out between pipelines)"
                     )
         differences = []
         for field, name, words in _COMPARED:
