@@ -24,6 +24,7 @@ import torch
 
 import penstock.elastic.generations as generations
 import penstock.runtime.formation as formation
+import penstock.sharded_optimizer.updates as updates
 from audit import unpickling
 from families import FAMILIES, VOCABULARY
 from penstock import Booster, CheckpointManager, Elastic, HeterogeneousParallelPlugin, PipelineTemplate
@@ -149,6 +150,14 @@ def main(store: str, folder: str, steps: int, start: int, *orders: str) -> None:
                 return adopt(*given)
 
             formation.adopt_random_state = moved
+            messages = updates._messages
+
+            def sending(trained: Any) -> Any:
+                for index, message in enumerate(messages(trained)):
+                    here("sending" if index else "before sending")
+                    yield message
+
+            updates._messages = sending
         batches, step, known = iter(loader), booster.step if store else 0, 0
         note(begins=step, member=0 if not store else plugin.run.generations.number)
         manager = None
@@ -185,7 +194,9 @@ def main(store: str, folder: str, steps: int, start: int, *orders: str) -> None:
     assert all(id(parameter) in ids for parameter in model.parameters())
     sums = {name: float(value.detach().sum()) for name, value in model.named_parameters()}
     changes = [] if not store else [vars(change) for change in booster.changes]
-    note(parameters=sums, changes=changes, at=time.time())
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    states = [names[parameter] for parameter in optimizer.state]
+    note(parameters=sums, changes=changes, states=states, at=time.time())
 
 
 if __name__ == "__main__":

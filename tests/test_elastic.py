@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -144,6 +145,47 @@ def test_what_nobody_has_any_more_comes_from_the_last_checkpoint(tmp_path: Path,
         assert change["restored"].endswith("step-00000003") and len(change["lost"]) == 1 + len(more)
         again = {note["step"] for note in survivor.notes if "samples" in note and note["generation"]}
         assert again == set(range(3, STEPS))
+
+
+SENDS_AND_LATER = "kill@3/update", "kill@5/sending", "kill@7/before sending"
+TWO_AT_ONCE = "kill@3/updated", "kill@any/moved in 1"
+
+
+@pytest.mark.parametrize("orders", [SENDS_AND_LATER, TWO_AT_ONCE])
+def test_where_two_ranks_own_each_weight_one_after_the_other_may_be_lost(tmp_path: Path, orders: Sequence[str]) -> None:
+    """There is no checkpoint to go back to. With the third loss two pipelines are left, and all own all."""
+    run = elastic_runs.Run(tmp_path, STEPS, 5, DEPTHS="1,2", COPIES="3", PLUGIN='{"sharded_optimizer": 2}')
+    killed = [run.start(order) for order in orders]
+    stays = [run.start("await@9/loop"), *(run.start() for _ in range(4 - len(orders)))]
+    run.begin()
+    joiner, leaver = run.start(), run.start("leave@any/loop")
+    run.wait()
+    assert [member.status for member in (*killed, leaver)] == [-9] * len(killed) + [0], run.printed()
+    assert_as_undisturbed(run, [*stays, joiner])
+    assert {change["restored"] for change in stays[0].end["changes"]} == {""}
+    kept = Counter(name for member in (*stays, joiner) for name in member.end["states"])
+    assert kept == Counter(2 * list(stays[0].end["parameters"]))
+
+
+@pytest.mark.parametrize("folder", ["checkpoints", ""])
+def test_where_one_rank_owns_each_weight_its_state_is_lost_with_it(tmp_path: Path, folder: str) -> None:
+    """All ranks have all weights. The run goes back to its checkpoint, if it has one. Who leaves hands over."""
+    more = {"CHECKPOINTS": str(tmp_path / folder)} if folder else {}
+    run = elastic_runs.Run(tmp_path, STEPS, 4, DEPTHS="1", PLUGIN='{"sharded_optimizer": true}', **more)
+    leaver, killed = run.start("leave@1/loop"), run.start("kill@5/sending" if folder else "kill@5/between")
+    others = [run.start(), run.start()]
+    run.wait()
+    assert (leaver.status, killed.status) == (0, -9), run.printed()
+    assert "a lost rank sends the run back to its checkpoint" in run.printed()
+    if folder:
+        assert_as_undisturbed(run, others)
+    for survivor in others:
+        if folder:
+            left, lost = survivor.end["changes"]
+            assert not left["restored"] and lost["restored"].endswith("step-00000003")
+        else:
+            assert survivor.status == 1 and survivor.losses.keys() == set(range(5)), run.printed()
+            assert "no device that is left has the optimizer's state of transformer." in survivor.printed()
 
 
 def test_too_few_devices_are_told_with_how_to_go_on(tmp_path: Path) -> None:
@@ -426,8 +468,6 @@ def test_what_a_run_needs_is_said_before_anything_is_formed(tmp_path: Path) -> N
         HeterogeneousParallelPlugin(elastic=run)
     with pytest.raises(ValueError, match=r"a multiple of microbatch_size \(4\), got 6"):
         HeterogeneousParallelPlugin(microbatch_size=4, elastic=run, global_batch_size=6)
-    with pytest.raises(NotImplementedError, match="sharded_optimizer with elastic=: a lost rank takes with it"):
-        HeterogeneousParallelPlugin(elastic=run, global_batch_size=8, sharded_optimizer=2)
     with pytest.raises(ValueError, match="global_batch_size goes with elastic="):
         HeterogeneousParallelPlugin(global_batch_size=8)
     plugin = HeterogeneousParallelPlugin(elastic=run, global_batch_size=8)

@@ -160,11 +160,6 @@ class HeterogeneousParallelPlugin:
             room("check_elastic")(elastic, global_batch_size, microbatch_size)
         elif global_batch_size is not None:
             raise ValueError("global_batch_size goes with elastic=; otherwise set_pipelines says how many microbatches")
-        if elastic is not None and sharded_optimizer:
-            raise NotImplementedError(
-                "sharded_optimizer with elastic=: a lost rank takes with it what it alone keeps, so each loss would "
-                "send the run back to its checkpoint. Leave one of them out"
-            )
         self.elastic = elastic
         self._global_batch_size = global_batch_size
         # With elastic=, this process's part in the run, once the first engine stands, and the loaders that follow the

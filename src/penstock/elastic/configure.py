@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,8 @@ from penstock.schedule.actions import Schedule
 
 if TYPE_CHECKING:
     from penstock.plugin import Configured, HeterogeneousParallelPlugin
+
+logger = logging.getLogger("penstock")
 
 # How long a transfer of an elastic run may take: a rank that writes a checkpoint lets the others wait. One that stands
 # still is noticed by its heartbeat.
@@ -64,7 +67,7 @@ def configure_elastic(
     num_microbatches = plugin.global_batch_size // plugin.microbatch_size
     formations = Formations(
         model, elastic, plugin.settle_schedule(model), num_microbatches, plugin.microbatch_size, plugin.tp_size,
-        plugin.loss_chunk_tokens,
+        plugin.loss_chunk_tokens, bool(plugin.sharded_optimizer),
     )  # fmt: skip
     facts = {**facts_of(model), **plugin._facts(), "the global batch size": plugin.global_batch_size}
     states = SharedStates(optimizer.unwrap() if isinstance(optimizer, PipelineOptimizer) else optimizer)
@@ -85,6 +88,11 @@ def configure_elastic(
             # The members have little time to meet, but not to work.
             timeout = plugin.time_limit or ELASTIC_TIMEOUT
             model = plugin._parallelise(model, board, criterion, timeout=timeout, values=values)
+            if plugin.sharded_optimizer == 1 and now.members[0] == generations.number:
+                logger.warning(
+                    "sharded_optimizer with elastic=: one rank keeps each state, so a lost rank sends the run back to "
+                    "its checkpoint. With sharded_optimizer=2 two ranks do, and one may be lost"
+                )
         wrapped = plugin._wrap(optimizer, model)
         plugin.run = wrapped.run = ElasticRun(generations, states, model.pipeline, on_layout)
     except BaseException:

@@ -19,6 +19,7 @@ from penstock.layout.layout import Layout
 from penstock.layout.pipelines import Schedules, num_stages_on
 from penstock.layout.schedules import schedule_maker
 from penstock.modeling.graph.costs import unit_costs
+from penstock.modeling.weights.names import alias_groups
 from penstock.pipeline_template import PipelineTemplate
 from penstock.planning.planner import Infeasible
 from penstock.planning.profile import Profile, UnitCost
@@ -34,6 +35,7 @@ class Formations:
 
     Args:
         model: a whole one; what is needed of it is read now.
+        sharded: whether not all that hold a parameter have its optimizer's state.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class Formations:
         microbatch_size: int,
         tp_size: int,
         loss_chunk_tokens: int | None = None,
+        sharded: bool = False,
     ) -> None:
         self.model_name = type(model).__name__
         self.units = PipelineTemplate.get_modules(model)
@@ -53,6 +56,7 @@ class Formations:
         )
         self._settings, self._schedule, self._num_microbatches = settings, schedule, num_microbatches
         self._tp_size = tp_size
+        self._owned = [names[0] for names in alias_groups(model)] if sharded else []
         if not isinstance(schedule, str) and not settings.templates:
             raise TypeError(
                 f"with elastic= the planner needs the name of one schedule, but the plugin has {schedule!r}"
@@ -163,7 +167,8 @@ class Formations:
             if not reports and before is not None and not before.is_first:
                 raise Infeasible("none of the members that had the model's values is left")
             values = [held[device[0]] for device in devices]
-            if reports and (found := self._to_go_back_to(reports, values, checkpoint)) is not None:
+            staying = [report for report in reports if report.member in members]
+            if reports and (found := self._to_go_back_to(staying, values, checkpoint)) is not None:
                 step, restore = found
                 values = [() for _ in devices]  # all of them come from there
             formation = choose(
@@ -202,14 +207,17 @@ class Formations:
     ) -> tuple[int, str] | None:
         """The checkpoint that all values come from; None if the devices have them."""
         missing = [unit for unit in self.units if not any(unit in has for has in values)]
+        owned = {name for report in reports for name in report.owned}
+        what = "values" if missing else "optimizer's state"
+        missing = missing or [name for name in self._owned if name not in owned]
         if not missing and not any(report.going_back for report in reports):
             return None
         if (found := checkpoint()) is not None:
             return found
         if not missing:
             raise Infeasible("the checkpoint to go back to is gone")
-        more = f" and {len(missing) - 4} more units" if len(missing) > 4 else ""
-        raise Infeasible(f"no device that is left has the values of {', '.join(missing[:4])}{more}")
+        more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
+        raise Infeasible(f"no device that is left has the {what} of {', '.join(missing[:4])}{more}")
 
     def _devices(self, members: Sequence[int], record: Callable[[int], MemberRecord | None]) -> list[list[int]]:
         """The members of each device: with tensor parallelism the shards of one group, if all are there."""

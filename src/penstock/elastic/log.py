@@ -57,7 +57,12 @@ class Log:
     @property
     def trains(self) -> bool:
         """Whether there are gradients."""
-        return any(call.trains for number, call in self.calls.items() if number >= self.dropped)
+        return bool(self.training)
+
+    @property
+    def training(self) -> list[LoggedCall]:
+        """The calls that made the gradients that are here."""
+        return [call for number, call in self.calls.items() if call.trains and number >= self.dropped]
 
     def add(self, call: LoggedCall) -> None:
         """A call is completed."""
@@ -73,7 +78,7 @@ class Log:
 
     def go_back(self, next_step: int) -> None:
         """The run goes back to a checkpoint: what makes the gradients that were not dropped is done there."""
-        kept = [call for number, call in self.calls.items() if call.trains and number >= self.dropped]
+        kept = self.training
         self.num_calls, self.calls, self._drops = len(kept), dict(enumerate(kept)), [(0, next_step)]
 
     def to_repeat(self, calls: int, dropped: int, drop: Callable[[], None]) -> tuple[list[LoggedCall], int]:

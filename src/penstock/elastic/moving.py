@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 
 class _Told(NamedTuple):
-    """What a rank reports: what it needs, and of which parameters it has the optimizer's state.
+    """What a rank reports: what it needs, and whether with the optimizer's state; and what it has with that.
 
     Of tensors in a state the others are told their specs, of anything else the value.
     """
 
     tensor_parallel_rank: int
-    needs: list[str]
+    needs: dict[str, bool]
     has: dict[str, dict[str, Any]]
 
 
@@ -66,7 +66,7 @@ def from_elsewhere(optimizer: Optimizer) -> Values:
 def hand_over(engine: Engine, optimizer: Optimizer, leaving: bool) -> None:
     """Give the values that only ranks which leave have to ranks that stay. All ranks of the engine call this."""
     context, group = engine.context, engine.context.groups.world_control
-    own, index = engine.values_here(), context.place.tensor_parallel_rank
+    own, index, copies = engine.values_here(), context.place.tensor_parallel_rank, engine.copies()
     state: Any = optimizer.state
     with engine.board.guard("handing over what leaves", context.everyone):
         leaves = torch.tensor([int(leaving)])
@@ -76,6 +76,7 @@ def hand_over(engine: Engine, optimizer: Optimizer, leaving: bool) -> None:
         has = {
             name: (TensorSpec.of(tensor), _described(state.get(engine.known.get(name), {})))
             for name, tensor in own.items()
+            if name not in copies
         }
         every = _exchange_values(engine, (leaving, index, has))
         turn, transfers = 0, _Transfers(group)
@@ -99,12 +100,12 @@ def hand_over(engine: Engine, optimizer: Optimizer, leaving: bool) -> None:
 
 
 def _fit(optimizer: Optimizer, engine: Engine) -> None:
-    """Make an optimizer's groups and state those of what is held."""
-    held = {held.parameter for held in engine.held}
+    """Make an optimizer's groups those of what is held, and its state that of what is held and owned."""
+    owned = {one.parameter for one in engine.held if engine.rank in one.keepers}
     known = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     optimizer.param_groups[0]["params"] += [one.parameter for one in engine.held if one.parameter not in known]
     for parameter in list(optimizer.state):
-        if parameter not in held:
+        if parameter not in owned:
             del optimizer.state[parameter]
 
 
@@ -112,9 +113,12 @@ def _exchange(
     engine: Engine, taken: Mapping[str, torch.Tensor], had: MutableMapping[str, torch.Tensor], state: Any
 ) -> None:
     context, group = engine.context, engine.context.groups.world_control
-    parameters = engine.known
-    has = {name: _described(state.get(parameters.get(name), {})) for name in had}
-    mine = context.place.tensor_parallel_rank, list(taken), has
+    parameters, here, copies = engine.known, engine.values_here(), engine.copies()
+    # What this rank owns newly comes from former owners, also where it is here: they alone may have the newest weight.
+    missing = {one.name for one in engine.held if one.name not in had} | engine.copied
+    needs = {name: name not in copies for name in here if name in taken or name in missing - copies}
+    has = {name: _described(state.get(parameters.get(name), {})) for name in had if name not in engine.copied}
+    mine = context.place.tensor_parallel_rank, needs, has
     every = [_Told(*told) for told in _exchange_values(engine, mine)]
     turn, transfers = 0, _Transfers(group)
     for name in dict.fromkeys(name for told in every for name in told.needs):
@@ -129,12 +133,21 @@ def _exchange(
                 raise RuntimeError(f"no rank has the values of {name}: load them from a checkpoint")
             source = sources[turn % len(sources)]
             turn += 1
+            with_state = needing.needs[name]
             if context.rank == source:
-                transfers.send(had[name], state.get(parameters.get(name), {}), to)
+                transfers.send(had[name], state.get(parameters.get(name), {}) if with_state else {}, to)
             elif context.rank == to:
-                arrived = partial(had.__setitem__, name, taken[name].detach())
-                transfers.receive(taken[name], parameters.get(name), state, every[source].has[name], source, arrived)
+                described = every[source].has[name] if with_state else {}
+                arrived = partial(_note_arrived, engine, had, name, here[name], with_state)
+                transfers.receive(here[name], parameters.get(name), state, described, source, arrived)
     transfers.finish()
+
+
+def _note_arrived(
+    engine: Engine, had: MutableMapping[str, torch.Tensor], name: str, tensor: torch.Tensor, with_state: bool
+) -> None:
+    had[name] = tensor
+    (engine.copied.discard if with_state else engine.copied.add)(name)
 
 
 def _exchange_values(engine: Engine, mine: Any) -> list[Any]:

@@ -48,6 +48,7 @@ class MemberReport(Told):
         ready: whether it is between two steps, where others can join.
         new: whether it was to come in with this generation, which did not come about.
         going_back: whether it was loading a checkpoint that the run goes back to.
+        owned: with a sharded optimizer, the names of the parameters whose state it has.
     """
 
     member: int
@@ -60,6 +61,7 @@ class MemberReport(Told):
     ready: bool = False
     new: bool = False
     going_back: bool = False
+    owned: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,7 @@ class ElasticRun:
         performing: whether `perform` is at work.
         joined: whether this process came to a run under way.
         num_restored: how many times the run went back to a checkpoint.
+        after_update: completes an update, if that needs other ranks: it sends the new weights of a sharded optimizer.
     """
 
     def __init__(
@@ -80,6 +81,8 @@ class ElasticRun:
         self._log = Log()
         self._todo: list[LoggedCall] = []
         self._update: Callable[[], Any] | None = None
+        self.after_update: Callable[[], Any] | None = None
+        self._updated_from: list[LoggedCall] = []
         self._updated: Any = None
         self._change_due = False
         self._handled = generations.now.requests
@@ -180,7 +183,7 @@ class ElasticRun:
         """Make an update on all ranks or on none.
 
         Args:
-            prepare: does what needs other ranks, and returns the update, which needs none.
+            prepare: does what needs other ranks, and returns the update, which needs none but for `after_update`.
         """
         before = self._num_updates
         while self._num_updates == before:
@@ -193,6 +196,13 @@ class ElasticRun:
             else:
                 self._make_update()
         self._note_redone()
+        if self.after_update is not None:
+            made_from, restored = self._updated_from, self.num_restored
+            self.do(self.after_update, stale=lambda: None)
+            if self.num_restored != restored:  # the update is lost: make it again where the run is now
+                for call in made_from:
+                    self._perform(call)
+                return self.commit(prepare)
         return self._updated
 
     @property
@@ -209,6 +219,7 @@ class ElasticRun:
 
     def _make_update(self) -> None:
         assert self._update is not None
+        self._updated_from, self.after_update = self._log.training, None
         self._updated, self._update = self._update(), None
         self.step += 1
         self._num_updates += 1
@@ -270,6 +281,7 @@ class ElasticRun:
             self._held_units(),
             ready=planned,
             going_back=self._going_back,
+            owned=self._owned_parameters(),
         )
         try:
             following = generations.end(report, announce=not planned)
@@ -385,6 +397,14 @@ class ElasticRun:
         self.close()
         leave_world()
         raise SystemExit(0)
+
+    def _owned_parameters(self) -> tuple[str, ...]:
+        """With a sharded optimizer, the parameters whose newest weights and states are here."""
+        engine = self.engine
+        if self._restoring or engine.with_owners is None:
+            return ()
+        here = engine.value_names
+        return tuple(name for name in engine.known if name in here and name not in engine.copied)
 
     def _held_units(self) -> tuple[str, ...]:
         """The units whose values are all here."""

@@ -9,7 +9,7 @@ from functools import cached_property, lru_cache
 from itertools import accumulate, groupby, pairwise
 from typing import Literal
 
-from penstock.layout.owners import BYTES_KEPT, Owned, choose_owners
+from penstock.sharded_optimizer.owners import BYTES_KEPT, Owned, choose_owners
 from penstock.pictures.costs import Costs
 from penstock.pictures.layout_simulation import LayoutSimulation, Reduction, simulate_layout
 from penstock.planning.cluster import Cluster
