@@ -4,6 +4,7 @@
     python benchmarks/elastic.py                       # 200 kills: the table of docs/elastic.md
     python benchmarks/elastic.py --kills 20 --seed 3 --output /tmp/here
     python benchmarks/elastic.py --soak --minutes 10   # long runs, with a new process for each that is killed
+    python benchmarks/elastic.py --kills 60 --owners 2 # with sharded_optimizer=2, over three pipelines or more
 
 Each run begins with 4 to 8 processes on this machine (CPU, gloo, a GPT-2 of 4 blocks and width 32 in double precision,
 with dropout, clipping, AdamW and a scheduler). At random moments a random process is killed, sometimes two at once,
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import random
 import signal
 import statistics
@@ -42,9 +44,11 @@ NO_COPY = "the run cannot go on: no device that is left has"
 PHASES = ("detect", "agree", "plan", "form", "move", "redo")
 
 
-def trial(draw: random.Random, expected: dict[int, float], timeout: float = 180.0) -> dict[str, Any]:
+def trial(
+    draw: random.Random, expected: dict[int, float], timeout: float = 180.0, **environment: str
+) -> dict[str, Any]:
     """One run: its outcome, and a record of each kill."""
-    with _started(draw, STEPS, draw.randint(4, 8), timeout) as run:
+    with _started(draw, STEPS, draw.randint(4, 8), timeout, **environment) as run:
         number, kills = len(run.members), list[dict[str, Any]]()
         alive = list(run.members)
         while len(alive) > 2 and not any(member.status is not None for member in alive):
@@ -56,9 +60,9 @@ def trial(draw: random.Random, expected: dict[int, float], timeout: float = 180.
         return _ended(run, run.members[:number], kills, expected, timeout)
 
 
-def soak(draw: random.Random, expected: dict[int, float], timeout: float = 600.0) -> dict[str, Any]:
+def soak(draw: random.Random, expected: dict[int, float], timeout: float = 600.0, **environment: str) -> dict[str, Any]:
     """One long run: of 4 to 6 processes one is killed every few seconds, and a new one comes for it."""
-    with _started(draw, len(expected), 5, timeout, saving=1.0) as run:
+    with _started(draw, len(expected), 5, timeout, saving=1.0, **environment) as run:
         kills: list[dict[str, Any]] = []
         # Until one that trained has ended by itself. Those that came after that would begin another run.
         while not any(_has_trained(m) for m in run.members if m.status not in (None, -signal.SIGKILL)):
@@ -78,11 +82,13 @@ def _has_trained(member: elastic_runs.Member) -> bool:
 
 @contextlib.contextmanager
 def _started(
-    draw: random.Random, steps: int, number: int, timeout: float, saving: float = SAVING
+    draw: random.Random, steps: int, number: int, timeout: float, saving: float = SAVING, **environment: str
 ) -> Iterator[elastic_runs.Run]:
     with tempfile.TemporaryDirectory() as folder:
-        saves = {"CHECKPOINTS": str(Path(folder) / "checkpoints")} if draw.random() < saving else {}
-        run = elastic_runs.Run(Path(folder), steps, number, DEPTHS=draw.choice(["1,2,3", "2,3,4", "1,2"]), **saves)
+        if draw.random() < saving:
+            environment["CHECKPOINTS"] = str(Path(folder) / "checkpoints")
+        depths = draw.choice(["1,2,3", "2,3,4", "1,2"])
+        run = elastic_runs.Run(Path(folder), steps, number, **{"DEPTHS": depths, **environment})
         for _ in range(number):
             run.start()
         run.begin(timeout)
@@ -154,17 +160,22 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--minutes", type=float, default=60.0, help="begin no run after so many minutes")
     parser.add_argument("--soak", action="store_true", help="long runs, with a new process for each that is killed")
+    parser.add_argument("--owners", type=int, help="of each weight: with a sharded optimizer")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()
     draw, began, trials = random.Random(arguments.seed), time.monotonic(), []
     expected = elastic_runs.undisturbed(SOAK_STEPS if arguments.soak else STEPS)
-    num_kills = 0
+    name, num_kills, environment = "elastic_soak" if arguments.soak else "elastic", 0, dict[str, str]()
+    if arguments.owners is not None:
+        name += f"_{arguments.owners}_owners"
+        plugin = json.dumps({"sharded_optimizer": arguments.owners})
+        environment = {"PLUGIN": plugin, "COPIES": str(arguments.owners + 1), "DEPTHS": "1,2"}
     while num_kills < arguments.kills and time.monotonic() - began < 60 * arguments.minutes:
-        trials.append((soak if arguments.soak else trial)(draw, expected))
+        trials.append((soak if arguments.soak else trial)(draw, expected, **environment))
         num_kills += len(trials[-1]["kills"])
         print(num_kills, {k: v for k, v in trials[-1].items() if k != "kills"}, flush=True)
-        write(arguments.output, "elastic_soak" if arguments.soak else "elastic", trials)
+        write(arguments.output, name, trials)
 
 
 def write(folder: Path, name: str, trials: list[dict[str, Any]]) -> None:

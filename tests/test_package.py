@@ -30,7 +30,7 @@ BELOW = {
     "checkpoint": CORE | {"tensor_parallel", "pipeline_model", "optimizer"},
     "pictures": CORE | {"pipeline_template"},
     "checking": CORE | {"pictures", "tensor_parallel", "config", "initialize"},
-    "planning": CORE | {"pictures", "checking", "pipeline_template"},
+    "planning": CORE | {"pictures", "checking", "sharded_optimizer", "pipeline_template"},
     "elastic": CORE | {"planning", "pipeline_template", "pipeline_model", "optimizer", "plugin"},
 }
 # Lines of the package that importing a module may load: whoever changes a training step need not know the rest.

@@ -22,8 +22,8 @@ from families import FAMILIES, batch
 from hetero import batch_size, make_plugin, num_ranks, pad, samples
 from penstock import Booster
 from penstock.checkpoint.optimizer_state import logical_names
-from penstock.layout.owners import Owned, choose_owners
 from penstock.runtime.comm.settings import SettingsMismatch
+from penstock.sharded_optimizer.owners import Owned, choose_owners
 from pool import Pool
 from training import kept_in_double, parallelize, rows
 

@@ -9,7 +9,6 @@ from functools import cached_property, lru_cache
 from itertools import accumulate, groupby, pairwise
 from typing import Literal
 
-from penstock.sharded_optimizer.owners import BYTES_KEPT, Owned, choose_owners
 from penstock.pictures.costs import Costs
 from penstock.pictures.layout_simulation import LayoutSimulation, Reduction, simulate_layout
 from penstock.planning.cluster import Cluster
@@ -17,6 +16,7 @@ from penstock.planning.memory import Held, MemoryEstimate, memory_of_ranks
 from penstock.planning.profile import Profile, UnitCost, held_by_stages, seconds_of, sums
 from penstock.schedule.actions import Schedule
 from penstock.schedule.generators import build, schedule_names
+from penstock.sharded_optimizer.owners import BYTES_KEPT, Owned, choose_owners
 
 # GPipe takes as long as 1F1B and holds more.
 SCHEDULES = tuple(name for name in schedule_names() if name != "gpipe")

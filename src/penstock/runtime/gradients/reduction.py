@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -358,17 +359,20 @@ def make_buckets(
     """Pack (tensor, ranks that hold it) pairs, given in forward order, into buckets in backward order.
 
     Parameters held by this rank alone need no sum and are left out. All ranks of a group make the same buckets for it,
-    because each keeps the forward order. A bucket's sums have the same `owners`, given by the id of a parameter.
+    because each keeps the forward order. A bucket's sums have the same `owners`, given by the id of a parameter. Those
+    of several owners share the capacity, so that what is filled side by side is complete as early as one bucket.
     """
     buckets: list[Bucket] = []
     open_buckets: dict[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], tuple[Bucket, int]] = {}
+    owners = owners or {}
+    side_by_side = Counter(ranks for ranks, _ in {(ranks, owners.get(id(one), ())) for one, ranks in parameters})
     for parameter, ranks in reversed(parameters):
         if len(ranks) < 2:
             continue
-        key = (ranks, (owners or {}).get(id(parameter), ()), parameter.dtype)
+        key = (ranks, owners.get(id(parameter), ()), parameter.dtype)
         size = parameter.numel() * parameter.element_size()
         bucket, used = open_buckets.get(key, (None, 0))
-        if bucket is None or used + size > capacity:
+        if bucket is None or used + size > capacity // side_by_side[ranks]:
             bucket, used = Bucket([], *key[:2]), 0
             buckets.append(bucket)
         bucket.parameters.append(parameter)
