@@ -156,9 +156,10 @@ def test_where_two_ranks_own_each_weight_one_after_the_other_may_be_lost(tmp_pat
     """There is no checkpoint to go back to. With the third loss two pipelines are left, and all own all."""
     run = elastic_runs.Run(tmp_path, STEPS, 5, DEPTHS="1,2", COPIES="3", PLUGIN='{"sharded_optimizer": 2}')
     killed = [run.start(order) for order in orders]
-    stays = [run.start("await@9/loop"), *(run.start() for _ in range(4 - len(orders)))]
+    leaver, stays = run.start("leave@10/loop"), [run.start("await@9/loop")]
+    stays += [run.start() for _ in range(3 - len(orders))]
     run.begin()
-    joiner, leaver = run.start(), run.start("leave@any/loop")
+    joiner = run.start()
     run.wait()
     assert [member.status for member in (*killed, leaver)] == [-9] * len(killed) + [0], run.printed()
     assert_as_undisturbed(run, [*stays, joiner])
