@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -124,6 +125,31 @@ def test_weights_are_those_of_the_unsplit_model_and_each_state_is_kept_once(
     found = pool.run(num_ranks(pipelines), train, kind, pipelines, max_norm=1.0)
     assert_equal(found, weights, 1e-9 if kind == "Adafactor" else EXACT)
     assert sum(one.num_bytes for one in found) == num_bytes
+
+
+def bytes_after_a_step(sharded: bool) -> tuple[int, int]:
+    """On a worker: those of the weights, and how many a step's gradients and sums leave in use."""
+    model = parallelize(FAMILIES["gpt2"].build(), 1, num_microbatches=2, sharded_optimizer=sharded)
+    found = []
+    for _ in range(3):
+        found.append(bytes_in_use())
+        for output in model(**rows(batch("causal", 8, 6), model.data_parallel_rank, 2)):
+            output.loss.backward()
+        del output
+    return sum(one.nbytes for one in model.parameters()), found[2] - found[0]
+
+
+def bytes_in_use() -> int:
+    gc.collect()
+    here = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor) and one.device.type == "cpu"]
+    storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in here}
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_summed_gradients_are_kept_by_the_owners_only(pool: Pool, sharded: bool) -> None:
+    (weights, _), *_ = found = pool.run(2, bytes_after_a_step, sharded)
+    assert sum(gradients for _, gradients in found) / weights == pytest.approx(1 if sharded else 2, rel=0.03)
 
 
 # ---------------------------------------------------------------- how the steps are made
