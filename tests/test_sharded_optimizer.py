@@ -247,7 +247,7 @@ def test_however_the_steps_are_made_nobody_sees_a_stale_weight(pool: Pool, how: 
         )
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "zb-h1", "zb-v", "interleaved-1f1b"])
+@pytest.mark.parametrize("schedule", ["gpipe", "zb-h1", "zb-h2", "zb-v", "v-half", "interleaved-1f1b"])
 def test_schedules_sum_gradients_at_their_owners(pool: Pool, schedule: str) -> None:
     options = {"stages": 2, "schedule": schedule, "sharded_optimizer": True}
     assert_equal(pool.run(4, in_double, "plain", options, timeout=60), unsplit_steps("plain").weights)
