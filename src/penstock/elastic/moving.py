@@ -66,7 +66,7 @@ def from_elsewhere(optimizer: Optimizer) -> Values:
 def hand_over(engine: Engine, optimizer: Optimizer, leaving: bool) -> None:
     """Give the values that only ranks which leave have to ranks that stay. All ranks of the engine call this."""
     context, group = engine.context, engine.context.groups.world_control
-    own, index, copies = engine.values_here(), context.place.tensor_parallel_rank, engine.copies()
+    own, index, elsewhere = engine.values_here(), context.place.tensor_parallel_rank, engine.owned_elsewhere()
     state: Any = optimizer.state
     with engine.board.guard("handing over what leaves", context.everyone):
         leaves = torch.tensor([int(leaving)])
@@ -76,7 +76,7 @@ def hand_over(engine: Engine, optimizer: Optimizer, leaving: bool) -> None:
         has = {
             name: (TensorSpec.of(tensor), _described(state.get(engine.known.get(name), {})))
             for name, tensor in own.items()
-            if name not in copies
+            if name not in elsewhere
         }
         every = _exchange_values(engine, (leaving, index, has))
         turn, transfers = 0, _Transfers(group)
@@ -113,11 +113,11 @@ def _exchange(
     engine: Engine, taken: Mapping[str, torch.Tensor], had: MutableMapping[str, torch.Tensor], state: Any
 ) -> None:
     context, group = engine.context, engine.context.groups.world_control
-    parameters, here, copies = engine.known, engine.values_here(), engine.copies()
+    parameters, here = engine.known, engine.values_here()
+    owned = {one.name for one in engine.held} - engine.owned_elsewhere()
     # What this rank owns newly comes from former owners, also where it is here: they alone may have the newest weight.
-    missing = {one.name for one in engine.held if one.name not in had} | engine.copied
-    needs = {name: name not in copies for name in here if name in taken or name in missing - copies}
-    has = {name: _described(state.get(parameters.get(name), {})) for name in had if name not in engine.copied}
+    needs = {name: name in owned for name in here if name in taken or (name in owned and name in engine.elsewhere)}
+    has = {name: _described(state.get(parameters.get(name), {})) for name in had if name not in engine.elsewhere}
     mine = context.place.tensor_parallel_rank, needs, has
     every = [_Told(*told) for told in _exchange_values(engine, mine)]
     turn, transfers = 0, _Transfers(group)
@@ -147,7 +147,7 @@ def _note_arrived(
     engine: Engine, had: MutableMapping[str, torch.Tensor], name: str, tensor: torch.Tensor, with_state: bool
 ) -> None:
     had[name] = tensor
-    (engine.copied.discard if with_state else engine.copied.add)(name)
+    (engine.elsewhere.discard if with_state else engine.elsewhere.add)(name)
 
 
 def _exchange_values(engine: Engine, mine: Any) -> list[Any]:

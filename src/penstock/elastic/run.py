@@ -404,7 +404,7 @@ class ElasticRun:
         if self._restoring or engine.with_owners is None:
             return ()
         here = engine.value_names
-        return tuple(name for name in engine.known if name in here and name not in engine.copied)
+        return tuple(name for name in engine.known if name in here and name not in engine.elsewhere)
 
     def _held_units(self) -> tuple[str, ...]:
         """The units whose values are all here."""

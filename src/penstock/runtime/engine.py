@@ -105,7 +105,7 @@ class Engine:
         make_recorder: makes what records the timeline of a step for `trace`; None records nothing.
         had: until a re-formation is complete, the values that were here before it.
         lacking: the names of what has no values here until then.
-        copied: the names of those among them that other ranks own.
+        elsewhere: of what was here before it, the names of what other ranks own.
         on_board: is given the failure board of each re-formation when that begins.
     """
 
@@ -147,7 +147,7 @@ class Engine:
         self.synchronises = True
         self.had: dict[str, torch.Tensor] | None = None
         self.lacking: set[str] = set()
-        self.copied: set[str] = set()
+        self.elsewhere: set[str] = set()
         self.given: dict[str, torch.Tensor] = {}
         self.known: dict[str, nn.Parameter] = dict(split.released)
         self._main_input_name = getattr(split.model, "main_input_name", None)
@@ -200,7 +200,7 @@ class Engine:
         """Give up the present formation: groups, hooks, threads. The model keeps its weights."""
         self._parts.give_up()
         if self.had is None:
-            self.copied = self.copies() - self.given.keys()
+            self.elsewhere = self.owned_elsewhere() - self.given.keys()
 
     def close(self) -> None:
         """Give up the process groups, and an elastic run. The model keeps its weights but runs no more steps."""
@@ -287,7 +287,7 @@ class Engine:
         """The values that this rank has, by unsplit name; they last until the result is dropped."""
         return {one.name: one.parameter.detach() for one in self.held} | dict(self.split.model.named_buffers())
 
-    def copies(self) -> set[str]:
+    def owned_elsewhere(self) -> set[str]:
         """The names of the parameters here that other ranks own: of the optimizer's state this rank has none."""
         return {one.name for one in self.held if self.rank not in one.keepers}
 
