@@ -7,7 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 import typer
-from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    MixtralConfig,
+    MixtralForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 from transformers.modeling_outputs import CausalLMOutput
 from typer.testing import CliRunner, Result
 
@@ -51,6 +58,14 @@ def small_t5() -> T5ForConditionalGeneration:
     return T5ForConditionalGeneration(
         T5Config(num_layers=4, num_decoder_layers=4, d_model=16, d_kv=8, d_ff=32, num_heads=2, vocab_size=32)
     )
+
+
+def small_mixtral() -> MixtralForCausalLM:
+    config = MixtralConfig(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+        vocab_size=32, num_local_experts=4,
+    )  # fmt: skip
+    return MixtralForCausalLM(config)
 
 
 def small_gpt2() -> GPT2LMHeadModel:
@@ -363,6 +378,14 @@ def test_fit_gives_a_verdict_a_table_and_a_configuration(tmp_path: Path) -> None
     section = json.loads(next(line for line in lines if line.startswith("{")))
     assert Configuration.from_any(section).micro_batch_size == 1
     assert run(*arguments, "--memory", "1KB").output.startswith("It does not fit in any of these ways. Nearest is nf4")
+
+
+def test_experts_are_planned_in_float32() -> None:
+    """Of a grouped product on the meta device torch knows bfloat16 only."""
+    result = run("plan", "test_cli:small_mixtral", "--length", 16, "--devices", 2, "--json")
+    assert result.exit_code == 0, result.output
+    weights = sum(parameter.nbytes for parameter in small_mixtral().parameters())
+    assert all(max(pipeline["bytes of each rank"]) > weights for pipeline in json.loads(result.output)[0]["pipelines"])
 
 
 def test_recomputation_is_chosen_where_it_makes_the_job_fit() -> None:

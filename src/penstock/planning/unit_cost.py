@@ -283,7 +283,7 @@ def _fused_attention() -> Iterator[SimpleNamespace]:
     Who asks whether there is autocast is told that there is none, and no error for a device that never has it.
     """
     plain, counter = functional.scaled_dot_product_attention, SimpleNamespace(operations=0.0)
-    is_autocast_enabled = torch.is_autocast_enabled
+    is_autocast_enabled, grouped = torch.is_autocast_enabled, functional.grouped_mm
 
     def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if not query.is_meta:
@@ -291,12 +291,17 @@ def _fused_attention() -> Iterator[SimpleNamespace]:
         counter.operations += 2 * query[..., 0].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
         return _Attention.apply(query, key, value)
 
+    def product(input: torch.Tensor, weight: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        # Each row with its own expert's weight: as much work as with one of them; on meta torch's takes bfloat16 only.
+        return input @ weight[0] if input.is_meta else grouped(input, weight, **kwargs)
+
     functional.scaled_dot_product_attention = attention
+    functional.grouped_mm = product  # type: ignore[assignment]  # as transformers calls it
     torch.is_autocast_enabled = lambda kind="cpu": kind != "meta" and is_autocast_enabled(kind)
     try:
         yield counter
     finally:
-        functional.scaled_dot_product_attention = plain
+        functional.scaled_dot_product_attention, functional.grouped_mm = plain, grouped
         torch.is_autocast_enabled = is_autocast_enabled
 
 
