@@ -302,20 +302,21 @@ def _write(runs: dict[str, Any]) -> None:
 
 @cache
 def _ways() -> dict[str, tuple[Way, Way]]:
-    """What is compared for each lever: without, and with it."""
+    """What is compared for each lever, without and with it: each beside those above it."""
     found = {str(way): way for way, _ in predicted("llama")}
-    plain, both = found["float32"], replace(found["float32"], stages=1, split_points=())
-    pairs = {
-        "loss in chunks": (plain, found["float32, chunk"]),
-        "activations recomputed": (plain, found["float32, ckpt"]),
-        "both": (plain, found["float32, ckpt, chunk"]),
-        "bfloat16": (plain, found["bfloat16"]),
-        "sharded optimizer": (both, found["float32, sharded"]),
-        f"LoRA {RANK}": (found["bfloat16"], found[f"LoRA {RANK}"]),
-        f"nf4, LoRA {RANK}": (found[f"LoRA {RANK}"], found[f"nf4, LoRA {RANK}"]),
-    }
-    # Of one pipeline the stages are those of the way without the lever: only the lever differs.
-    return {lever: (a, replace(b, stages=a.stages, split_points=a.split_points)) for lever, (a, b) in pairs.items()}
+    both = found["float32, ckpt, chunk"]
+    order = {
+        "loss in chunks": "float32, chunk", "activations recomputed": "float32, ckpt, chunk",
+        "bfloat16": "bfloat16, ckpt, chunk", f"LoRA {RANK}": f"LoRA {RANK}, ckpt, chunk",
+        f"nf4, LoRA {RANK}": f"nf4, LoRA {RANK}, ckpt, chunk",
+    }  # fmt: skip
+    pairs, before = {}, found["float32"]
+    for lever, name in order.items():
+        pairs[lever] = (before, before := found[name])
+    # The stages are always the same: only the lever differs.
+    pairs = {name: tuple(replace(one, split_points=both.split_points) for one in ways) for name, ways in pairs.items()}
+    copies = replace(both, stages=1, split_points=())
+    return {**pairs, "sharded optimizer": (copies, found["float32, sharded, ckpt, chunk"])}
 
 
 def levers(rounds: int) -> None:
@@ -323,29 +324,30 @@ def levers(rounds: int) -> None:
 
     from pool import Pool
 
-    columns = ("lever", "without", "with", "saved", "seconds of a step, with / without")
+    columns = ("lever", "fuller rank without", "with", "both ranks without", "with", "seconds, with / without")
     config = {"llama": CONFIGS["llama"].to_diff_dict(), "microbatches": MICROBATCHES, "samples": BATCH}
     config |= {"tokens": LENGTH, "chunk": CHUNK, "rank": RANK, "rounds": rounds}
     table = Comparison("levers", "What each lever of memory saves and costs", columns, config, {})
-    pool, taken = Pool(), dict[Way, float]()
+    pool, taken = Pool(), dict[Way, list[float]]()
     with _saved("llama") as folder:
         for lever, ways in _ways().items():
             for way in ways:
                 if way not in taken:
-                    taken[way] = max(pool.run(2, here.measured, "llama", vars(way), folder, timeout=200))
+                    if way.recipe not in {one.recipe for one in taken}:
+                        pool.run(2, here.measured, "llama", vars(way), folder, timeout=200)
+                    taken[way] = pool.run(2, here.measured, "llama", vars(way), folder, timeout=200)
             pair = [vars(way) for way in ways]
             seconds = pool.run(2, here.timed, "llama", pair, folder, rounds, timeout=400)[0] if rounds else [[], []]
             ratio = statistics.median([b / a for a, b in zip(*seconds, strict=True)] or [math.nan])
             less, more = (taken[way] for way in ways)
-            table.add(
-                f"{lever} ({ways[0]})", [readable(less), readable(more), f"{1 - more / less:.0%}", f"{ratio:.2f}"],
-                bytes=[less, more], seconds=seconds, ratio=ratio,
-            )  # fmt: skip
-            print(f"{lever}: {less / 1e6:.0f} -> {more / 1e6:.0f} MB, {ratio:.3f}", flush=True)
+            cells = [readable(of(one)) for of in (max, sum) for one in (less, more)]
+            table.add(lever, [*cells, f"{ratio:.2f}"], bytes=[less, more], seconds=seconds, ratio=ratio)
+            print(lever, *cells, f"{ratio:.3f}", flush=True)
     pool.close()
     table.write(
-        "Of two ranks the one that takes more. Both ways have the same stages. Seconds: the median over rounds of "
-        "the ratio of two steps, one after the other. 4 bits are unpacked by a CPU here, which no GPU resembles.",
+        "Each lever beside those above it; the last one over two pipelines of one stage, with the first two. Seconds: "
+        "the median over rounds of the ratio of two steps, one after the other. A CPU unpacks 4 bits by code that no "
+        "GPU runs.",
         "one run of each peak; steps in turn",
     )
 
