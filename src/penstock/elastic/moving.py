@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from penstock.modeling.tensor_spec import TensorSpec
 from penstock.runtime.comm.exchange import Ranks
+from penstock.runtime.comm.gloo import contact
 from penstock.runtime.comm.plain import from_plain, to_plain
 
 if TYPE_CHECKING:
@@ -183,6 +184,7 @@ class _Transfers:
         for value in (tensor, *state.values()):
             if isinstance(value, torch.Tensor):
                 message = value.detach().contiguous().cpu()
+                contact(self._group, to)
                 work = dist.isend(message, to, group=self._group, tag=self._sent[to])
                 self._sent[to] += 1
                 self._add(work, message, _nothing)
@@ -220,6 +222,7 @@ class _Transfers:
     def _receive(self, value: torch.Tensor, source: int, complete: Callable[[], object]) -> None:
         here = value.device.type == "cpu" and value.is_contiguous()
         message = value if here else torch.empty(value.shape, dtype=value.dtype)
+        contact(self._group, source)
         work = dist.irecv(message, source, group=self._group, tag=self._received[source])
         self._received[source] += 1
 

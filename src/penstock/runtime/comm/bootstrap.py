@@ -12,14 +12,14 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from functools import partial
 
 import torch.distributed as dist
 
+from penstock.runtime.comm import gloo
 from penstock.runtime.comm.devices import backend, use_local_device
 from penstock.runtime.comm.groups import abort_groups
 from penstock.runtime.failures import watcher
-from penstock.runtime.failures.board import FailureBoard, any_failed
+from penstock.runtime.failures.board import FailureBoard, num_failures
 
 DEFAULT_PORT = 29500
 # The variables in which launchers say the rank, the number of processes and the rank on the machine: torchrun's, which
@@ -67,8 +67,9 @@ def ensure_process_group(timeout: datetime.timedelta | None = None) -> None:
 def allow_descriptors(world_size: int) -> None:
     """Raise this process's limit on open files to what so many ranks need; RuntimeError if the hard limit is lower.
 
-    gloo connects all pairs of ranks in torch's default group and in the engine's own, as much again in smaller ones."""
-    needed = 3 * world_size + SPARE_DESCRIPTORS
+    The process that has the job's store is called twice by each rank, and where torch's default group was made by
+    somebody else, it connects all pairs."""
+    needed = 2 * world_size + SPARE_DESCRIPTORS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if resource.RLIM_INFINITY != hard < needed:
         raise RuntimeError(
@@ -174,10 +175,16 @@ def _meet(
     here: bool = False,
 ) -> None:
     allow_descriptors(world_size)
-    join = partial(
-        dist.init_process_group, backend(), store=dist.PrefixStore("default_pg", store), rank=rank,
-        world_size=world_size, timeout=timeout,
-    )  # fmt: skip
+
+    def join() -> None:
+        with gloo.lazily():
+            dist.init_process_group(
+                backend(), store=dist.PrefixStore("default_pg", store), rank=rank, world_size=world_size,
+                timeout=timeout,
+            )  # fmt: skip
+        assert dist.group.WORLD is not None
+        gloo.connect(dist.group.WORLD, gloo.beside(rank, world_size))
+
     watch = watcher.start(store, rank, world_size, here)
     if watch is None:
         join()
@@ -195,7 +202,7 @@ def _leave_in_order() -> None:
     the process. After a failure what is under way may never end, so it is ended."""
     if not dist.is_initialized():
         return
-    if hasattr(sys, "last_value") or any_failed():
+    if hasattr(sys, "last_value") or num_failures():
         abort_groups(list(dist.distributed_c10d._world.pg_map))
     else:
         dist.destroy_process_group()

@@ -16,6 +16,8 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
+from penstock.runtime.comm.gloo import contact
+
 T = TypeVar("T")
 
 # What JSON can say: None, booleans, numbers, texts, lists, and mappings with texts as keys. Tuples arrive as lists.
@@ -136,12 +138,14 @@ class Ranks:
         """Send a contiguous CPU tensor to a rank of the group. May block until the other side receives."""
         if tensor.numel():
             with self._guard(doing, [self.ranks[peer]]):
+                contact(self._group, peer)
                 dist.send(_bytes(tensor), group=self._group, group_dst=peer)
 
     def receive(self, tensor: torch.Tensor, peer: int, doing: str) -> None:
         """Fill a contiguous CPU tensor with what a rank of the group sends."""
         if tensor.numel():
             with self._guard(doing, [self.ranks[peer]]):
+                contact(self._group, peer)
                 dist.recv(_bytes(tensor), group=self._group, group_src=peer)
 
     def _words(self, error: BaseException) -> str:

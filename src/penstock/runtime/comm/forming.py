@@ -191,8 +191,9 @@ def adopt_random_state(first_rank: int, group: dist.ProcessGroup, device: torch.
     """
     generators = generators_of(device)
     own = states_of(generators)
-    shared = own.clone()
-    dist.broadcast(shared, first_rank, group=group)
+    # A sum goes round, where a broadcast would need connections of its own.
+    shared = own.clone() if dist.get_rank() == first_rank else torch.zeros_like(own)
+    dist.all_reduce(shared, group=group)
     if torch.equal(own, shared):
         return None
     set_states(generators, shared)

@@ -9,6 +9,7 @@ import contextlib
 import datetime
 import gc
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -18,6 +19,7 @@ import torch.distributed as dist
 
 from penstock.layout.layout import Layout, PipelineLayout
 from penstock.runtime.boundary.p2p import Message
+from penstock.runtime.comm import gloo
 from penstock.runtime.comm.devices import default_timeout, transport
 from penstock.runtime.threads import start_thread
 
@@ -49,6 +51,8 @@ class Groups:
         self._mine: list[dist.ProcessGroup] = []
         self._aborted = False
         self._made: dict[tuple[str, str, tuple[int, ...]], dist.ProcessGroup] = {}
+        # The ranks of each gloo group that this one will talk to.
+        self._peers: defaultdict[dist.ProcessGroup, set[int]] = defaultdict(set)
         place = layout.place_of(rank)
         self.world, self.world_control = self._both(tuple(range(layout.world_size)), "world")
         self.tensor_parallel: dist.ProcessGroup | None = None
@@ -78,6 +82,9 @@ class Groups:
             if rank in ranks:
                 self.last_stages = group
         self.reduction = {ranks: self._new(ranks, "reduction") for ranks in sorted(set(reduction))}
+        for made, peers in self._peers.items():
+            gloo.connect(made, [dist.get_group_rank(made, peer) for peer in peers])
+        self._peers.clear()
 
     def p2p_group(self, boundary: int, kind: Message) -> dist.ProcessGroup:
         """The group that carries messages of `kind` over `boundary`, or to that pipeline rank. Headers are read by the
@@ -145,35 +152,47 @@ class Groups:
         for collectives and headers.
         """
         way = "down" if downstream else "up"
-        if self._device.type == "cpu":
-            return self._new(ranks, way, apart=not downstream)
-        return self._new(tuple(sorted(sides)), f"{purpose} {way}")
+        if self._device.type != "cpu":
+            return self._new(tuple(sorted(sides)), f"{purpose} {way}")
+        group = self._new(ranks, way, apart=not downstream)
+        if self._rank in sides:
+            self._peers[group] |= {*sides} - {self._rank}
+        return group
 
     def _new(
         self, ranks: tuple[int, ...], purpose: str, control: bool = False, apart: bool = False
     ) -> dist.ProcessGroup:
-        """A new group. Every rank of the world calls this with the same arguments in the same order."""
+        """A new group. Every rank of the world calls this with the same arguments in the same order; those outside only
+        count it, as torch names groups by their number. If torch's default group is bound to a device, groups are parts
+        of it, which takes all its ranks."""
         device = torch.device("cpu") if control else self._device
         backend = transport(device)
         # One gloo group can serve several purposes of the same ranks, unless a separate one is wanted.
         key = (backend, purpose if apart or backend != "gloo" else "", ranks)
         if key not in self._made:
-            # Only members hold a usable handle; on the others new_group returns a placeholder.
-            timeout = self._timeout or default_timeout(device)
-            self._check()
-            self._made[key] = dist.new_group(list(ranks), backend=backend, timeout=timeout)
-            if self._rank in ranks:
-                self._mine.append(self._made[key])
-        return self._made[key]
+            self._made[key] = self._of(ranks, backend, self._timeout or default_timeout(device))
+        made = self._made[key]
+        if backend == "gloo" and self._rank in ranks:
+            near = gloo.beside if purpose == "world" else gloo.in_trees
+            self._peers[made] |= {ranks[number] for number in near(ranks.index(self._rank), len(ranks))}
+        return made
+
+    def _of(self, ranks: tuple[int, ...], backend: str, timeout: datetime.timedelta | None) -> Any:
+        self._check()
+        if self._rank not in ranks and not _is_bound():
+            dist.distributed_c10d._world.group_count += 1
+            return dist.GroupMember.NON_GROUP_MEMBER
+        with gloo.lazily() if backend == "gloo" else contextlib.nullcontext():
+            made = dist.new_group(list(ranks), backend=backend, timeout=timeout)
+        if self._rank in ranks:
+            self._mine.append(made)
+        return made
 
 
 # -- ending groups: at once after a failure, in order otherwise ------------------------------------------------------
 
 # How long closing the groups may hold up the error that made it necessary.
 CLOSING_SECONDS = 5.0
-# Of a message that nobody sends.
-_NO_TAG = (1 << 30) - 1
-_AT_ONCE = datetime.timedelta(milliseconds=1)
 
 
 def abort_groups(groups: Sequence[dist.ProcessGroup]) -> None:
@@ -185,7 +204,7 @@ def abort_groups(groups: Sequence[dist.ProcessGroup]) -> None:
     for group in groups:
         for device in _devices_of(group):
             if _is_gloo(group, device):
-                _abort_gloo(group)
+                gloo.abort(group)
             else:
                 on_device.append((group, device))
     if not on_device:
@@ -202,6 +221,11 @@ def abort_groups(groups: Sequence[dist.ProcessGroup]) -> None:
         grouped._group_end()
 
 
+def _is_bound() -> bool:
+    """Whether torch's default group is bound to a device: then it makes groups by splitting its communicator."""
+    return dist.group.WORLD is not None and dist.group.WORLD.bound_device_id is not None
+
+
 def _devices_of(group: dist.ProcessGroup) -> list[torch.device]:
     try:
         return list(group._device_types)
@@ -213,16 +237,6 @@ def _is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
     with contextlib.suppress(Exception):
         return group._get_backend(device).name() == "gloo"
     return False
-
-
-def _abort_gloo(group: dist.ProcessGroup) -> None:
-    """gloo has no abort, but a wait that times out closes all of its group's connections."""
-    rank = group.rank()
-    for peer in range(group.size()):
-        if peer == rank:
-            continue
-        with contextlib.suppress(Exception):
-            group.recv([torch.empty(1)], peer, _NO_TAG).wait(_AT_ONCE)
 
 
 def destroy_groups(groups: list[dist.ProcessGroup], aborted: bool = False) -> None:

@@ -342,9 +342,9 @@ def ranks_in_words(ranks: Collection[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"
 
 
-def any_failed() -> bool:
-    """Whether a job of this process has failed."""
-    return _num_failures > 0
+def num_failures() -> int:
+    """How many jobs of this process have failed."""
+    return _num_failures
 
 
 def is_transport_error(error: BaseException) -> bool:
