@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import selectors
+import signal
+import socket
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
-from datetime import timedelta
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 from unittest import mock
@@ -18,8 +20,10 @@ import torch
 import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
-from ended import kill_self
+import ended
+from ended import End, kill_self, run_ranks
 from families import FAMILIES, batch
+from launch import agent_store
 from penstock.runtime.failures import ring
 from training import parallelize, rows, run_step
 
@@ -29,77 +33,52 @@ COMPARING = ("settings.py", "layout.py", "frozen.py", "parts.py")
 STAGES = 2
 
 
-class CountingStore(dist.Store):
-    """A store that counts what it is asked, by Python and by gloo, and the bytes of values."""
+class CountingProxy:
+    """Between the ranks and their store: counts what they send it, which is one piece for each question, and all bytes.
 
-    def __init__(self, store: dist.Store, counts: Counter[str]) -> None:
-        super().__init__()
-        self._store, self._counts = store, counts
+    Attributes:
+        port: where the ranks find it.
+    """
 
-    def _count(self, value: Any = b"") -> None:
-        self._counts["store operations"] += 1
-        self._counts["store bytes"] += len(value)
+    def __init__(self, store: dist.TCPStore) -> None:
+        self._store, self.counts = store, Counter[str]()
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+        self.port: int = self._listener.getsockname()[1]
+        threading.Thread(target=self._serve, daemon=True).start()
 
-    def set(self, key: str, value: Any) -> None:
-        self._count(value)
-        self._store.set(key, value)
-
-    def get(self, key: str) -> bytes:
-        value = self._store.get(key)
-        self._count(value)
-        return value
-
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        value = self._store.compare_set(key, expected, desired)
-        self._count(value)
-        return value
-
-    def add(self, key: str, amount: int) -> int:
-        self._count()
-        return self._store.add(key, amount)
-
-    def check(self, keys: list[str]) -> bool:
-        self._count()
-        return self._store.check(keys)
-
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        self._count()
-        self._store.wait(keys, *([] if timeout is None else [timeout]))
-
-    def delete_key(self, key: str) -> bool:
-        self._count()
-        return self._store.delete_key(key)
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        values = self._store.multi_get(keys)
-        self._count(b"".join(map(bytes, values)))
-        return values
-
-    def has_extended_api(self) -> bool:
-        return False
-
-    def clone(self) -> CountingStore:
-        return CountingStore(self._store.clone(), self._counts)  # type: ignore[attr-defined]
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        self._store.set_timeout(timeout)
-
-    @property
-    def timeout(self) -> timedelta:
-        return self._store.timeout  # type: ignore[attr-defined, no-any-return]
+    def _serve(self) -> None:
+        poll = selectors.DefaultSelector()
+        poll.register(self._listener, selectors.EVENT_READ)
+        while True:
+            for key, _ in poll.select():
+                if key.data is None:
+                    caller, _ = self._listener.accept()
+                    store = socket.create_connection(("127.0.0.1", self._store.port))
+                    for one, other, asks in ((caller, store, True), (store, caller, False)):
+                        one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                        poll.register(one, selectors.EVENT_READ, (other, asks))
+                    continue
+                assert isinstance(key.fileobj, socket.socket)
+                other, asks = key.data
+                try:
+                    piece = key.fileobj.recv(1 << 16)
+                    other.sendall(piece)
+                except OSError:
+                    piece = b""
+                self.counts["bytes"] += len(piece)
+                self.counts["operations"] += asks and bool(piece)
+                if not piece:
+                    poll.unregister(key.fileobj)
+                    key.fileobj.close()
+                    with suppress(OSError):
+                        other.shutdown(socket.SHUT_RDWR)
 
 
-@contextmanager
-def counted_store(counts: Counter[str]) -> Iterator[None]:
-    """Meanwhile ranks that meet from the environment ask a store that counts."""
-    meet = dist.rendezvous
-
-    def rendezvous(*args: Any, **options: Any) -> Iterator[tuple[dist.Store, int, int]]:
-        for store, rank, world_size in meet(*args, **options):
-            yield CountingStore(store, counts), rank, world_size
-
-    with mock.patch.object(dist, "rendezvous", rendezvous):
-        yield
+def run_counted(world_size: int, function: Callable[..., Any], *arguments: Any) -> tuple[list[End], Counter[str]]:
+    """`run_ranks`, and what all of them asked the store."""
+    proxy = CountingProxy(agent_store(60))
+    with mock.patch.object(ended, "agent_store", lambda timeout: proxy):
+        return run_ranks(world_size, function, *arguments), proxy.counts
 
 
 @contextmanager
@@ -151,7 +130,7 @@ def form_and_step() -> dict[str, Counter[str]]:
         forming["new_group"] += 1
         return new_group(*args, **options)
 
-    with counted(forming), counted_store(forming), mock.patch.object(dist, "new_group", counting):
+    with counted(forming), mock.patch.object(dist, "new_group", counting):
         model = parallelize(FAMILIES["gpt2"].build(), STAGES, num_microbatches=2)
     inputs = rows(batch("causal", 2 * model.data_parallel_size), model.data_parallel_rank, model.data_parallel_size)
     run_step(model, inputs)
@@ -193,13 +172,6 @@ def lose_one(victim: int, how: str) -> float:
         run_step(model, inputs)
     for output in model(**inputs):
         if dist.get_rank() == victim:
-            kill_self() if how == "kill" else stop_self()
+            kill_self() if how == "kill" else os.kill(os.getpid(), signal.SIGSTOP)
         output.loss.backward()
     raise AssertionError("the step ended without the rank that was lost")
-
-
-def stop_self() -> None:
-    import signal
-
-    assert threading.current_thread() is threading.main_thread()
-    os.kill(os.getpid(), signal.SIGSTOP)

@@ -29,7 +29,7 @@ LAUNCHERS = (
     ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
 )
-# How often ranks look whether others have come, in seconds.
+# How often ranks look whether others have come, in seconds, at first.
 PAUSE = 0.005
 # Open files of a process besides the connections between ranks: its own, the store's, libraries' and data's.
 SPARE_DESCRIPTORS = 256
@@ -100,34 +100,44 @@ def agree_on_start(store: dist.Store, rank: int, world_size: int, limit: datetim
     """A name that the ranks of this start of the job have in common, and those of an earlier one have not.
 
     torchrun keeps its store when it starts a job again, with all that the ranks before have left in it: addresses, for
-    example, at which nobody listens any more. Every rank leaves a name of its own, which rank 0 answers with its own
-    until the rank has confirmed it. What lies there from earlier starts is answered too, and read by nobody.
+    example, at which nobody listens any more. Every rank leaves a name of its own in a queue, which rank 0 answers with
+    its own until all ranks have heard it. What lies there from earlier starts is answered too, and read by nobody.
 
     Raises:
         TimeoutError: a rank did not come.
     """
-    mine, deadline = uuid.uuid4().hex, time.monotonic() + limit.total_seconds()
-    where = "penstock/start"
-    if rank:
-        store.set(f"{where}/{rank}", mine)
-        while not store.check([f"{where}/{mine}"]):
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"rank 0 did not start within {limit}")
-            time.sleep(PAUSE)
-        start = store.get(f"{where}/{mine}").decode()
-        store.set(f"{where}/{start}/{rank}", "here")
-        return start
-    waiting = set(range(1, world_size))
-    while waiting:
-        for other in sorted(waiting):
-            if store.check([f"{where}/{mine}/{other}"]):
-                waiting.remove(other)
-            elif store.check([f"{where}/{other}"]):
-                store.set(f"{where}/{store.get(f'{where}/{other}').decode()}", mine)
-        if waiting and time.monotonic() > deadline:
-            raise TimeoutError(f"ranks {sorted(waiting)} did not start within {limit}")
-        time.sleep(PAUSE if waiting else 0)
-    return mine
+    mine, where, answered = uuid.uuid4().hex, "penstock/start", 0
+
+    def all_have_come() -> bool:
+        nonlocal answered
+        while store.check([f"{where}/queue/{answered + 1}"]):
+            answered += 1
+            store.set(f"{where}/{store.get(f'{where}/queue/{answered}').decode()}", mine)
+        return store.add(f"{where}/{mine}/here", 0) == world_size - 1
+
+    if rank == 0:
+        if not _comes(all_have_come, limit):
+            late = [one for one in range(1, world_size) if not store.check([f"{where}/{mine}/{one}"])]
+            raise TimeoutError(f"ranks {late} did not start within {limit}")
+        return mine
+    store.set(f"{where}/queue/{store.add(f'{where}/queue', 1)}", mine)
+    if not _comes(lambda: store.check([f"{where}/{mine}"]), limit):
+        raise TimeoutError(f"rank 0 did not start within {limit}")
+    start = store.get(f"{where}/{mine}").decode()
+    store.set(f"{where}/{start}/{rank}", "here")
+    store.add(f"{where}/{start}/here", 1)
+    return start
+
+
+def _comes(it: Callable[[], bool], limit: datetime.timedelta) -> bool:
+    """Whether something comes within a limit. It is looked for the less often the longer it takes."""
+    begun = time.monotonic()
+    while not it():
+        waited = time.monotonic() - begun
+        if waited > limit.total_seconds():
+            return False
+        time.sleep(max(PAUSE, min(0.1 * waited, 1.0)))
+    return True
 
 
 def form_world(
