@@ -31,6 +31,8 @@ _AT_ONCE = datetime.timedelta(milliseconds=1)
 
 # The ranks of each lazy group that this one is connected to, by their numbers in the group.
 _connected: weakref.WeakKeyDictionary[dist.ProcessGroup, set[int]] = weakref.WeakKeyDictionary()
+# Those in which `connect` is not done: one that waits in it for a rank that does not come has locked its group.
+_unconnected: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 
 
 @contextlib.contextmanager
@@ -60,20 +62,31 @@ def in_trees(rank: int, size: int) -> set[int]:
     return {(rank + sign * step) % size for step in steps for sign in (1, -1)} - {rank}
 
 
+def note_new(group: dist.ProcessGroup) -> None:
+    """A lazy group is to be connected, and nothing is under way in it until then: `abort` lets it be."""
+    _unconnected.add(group)
+
+
 def connect(group: dist.ProcessGroup, peers: Iterable[int]) -> None:
-    """Exchange a first message with some ranks of a group, by their numbers in it. They do the same."""
-    rank, connected = group.rank(), _connected.setdefault(group, set())
+    """Exchange a first message with some ranks of a new group, by their numbers in it. They do the same."""
+    note_new(group)
+    _meet(group, peers := {*peers})
+    _connected[group] = peers
+    _unconnected.discard(group)
+
+
+def _meet(group: dist.ProcessGroup, peers: set[int]) -> None:
+    rank = group.rank()
 
     def turn(peer: int) -> tuple[int, int, int]:
         """All ranks come to their pairs in one order, in which neighbours need not wait for each other's neighbours."""
         first, step = min(rank, peer), abs(rank - peer)
         return step, first // step % 2, first
 
-    for peer in sorted({*peers} - connected, key=turn):
+    for peer in sorted(peers, key=turn):
         here, there = torch.zeros(1), torch.zeros(1)
         for work in (group.send([here], peer, _FIRST_TAG), group.recv([there], peer, _FIRST_TAG)):
             work.wait()
-        connected.add(peer)
 
 
 def contact(group: dist.ProcessGroup | None, peer: int) -> None:
@@ -85,16 +98,19 @@ def contact(group: dist.ProcessGroup | None, peer: int) -> None:
     connected = None if group is None else _connected.get(group)
     if group is None or connected is None or peer in connected:
         return
-    before, outcome = num_failures(), in_thread(partial(connect, group, [peer]), "penstock-connecting")
+    before, outcome = num_failures(), in_thread(partial(_meet, group, {peer}), "penstock-connecting")
     while not wait([outcome], PAUSE).done:
         if num_failures() != before:
             raise RuntimeError("Connection closed by peer")
     outcome.result()
+    connected.add(peer)
 
 
 def abort(group: dist.ProcessGroup) -> None:
     """gloo has no abort, but a wait that times out closes all of its group's connections. To a rank that is not
     connected it would connect."""
+    if group in _unconnected:
+        return
     for peer in [*_connected.get(group, {*range(group.size())} - {group.rank()})]:
         with contextlib.suppress(Exception):
             group.recv([torch.empty(1)], peer, _NO_TAG).wait(_AT_ONCE)

@@ -186,6 +186,8 @@ class Groups:
             made = dist.new_group(list(ranks), backend=backend, timeout=timeout)
         if self._rank in ranks:
             self._mine.append(made)
+            if backend == "gloo":
+                gloo.note_new(made)
         return made
 
 
