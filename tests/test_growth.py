@@ -2,97 +2,40 @@
 
 from __future__ import annotations
 
-import os
 import resource
-import sys
-from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
-from types import FrameType
-from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
-from torch.utils import _pytree as pytree
 
-from ended import run_ranks
-from families import FAMILIES, batch
+from growth_ranks import form_and_step, run_counted
 from penstock.layout.layout import Layout
 from penstock.runtime.comm.bootstrap import allow_descriptors
-from training import parallelize, rows, run_step
 
-WORLDS = (4, 8, 16)
-TRANSPORT = ("allreduce", "allgather", "broadcast", "send", "recv")
-# Python of a step that could look at every rank or pipeline.
-COMPARING = ("settings.py", "layout.py", "frozen.py", "parts.py")
-
-
-@contextmanager
-def counted(counts: Counter[str]) -> Iterator[None]:
-    """Count what this process asks of its process groups: calls, and the bytes that it hands them for the answers."""
-    originals = {name: vars(dist.ProcessGroup)[name] for name in TRANSPORT}
-
-    def counting(name: str) -> Any:
-        def call(self: dist.ProcessGroup, *args: Any, **options: Any) -> Any:
-            counts[name] += 1
-            tensors = [leaf for leaf in pytree.tree_leaves(args[0]) if isinstance(leaf, torch.Tensor)]
-            counts[f"bytes of {name}"] += sum(tensor.nbytes for tensor in tensors)
-            return originals[name].__get__(self)(*args, **options)
-
-        return call
-
-    for name in TRANSPORT:
-        setattr(dist.ProcessGroup, name, counting(name))
-    try:
-        yield
-    finally:
-        for name, original in originals.items():
-            setattr(dist.ProcessGroup, name, original)
-
-
-@contextmanager
-def python_calls(counts: Counter[str]) -> Iterator[None]:
-    def note(frame: FrameType, event: str, argument: Any) -> None:
-        if event == "call" and os.path.basename(frame.f_code.co_filename) in COMPARING:
-            counts["python calls"] += 1
-
-    sys.setprofile(note)
-    try:
-        yield
-    finally:
-        sys.setprofile(None)
-
-
-def form_and_step() -> tuple[dict[str, int], dict[str, int], int]:
-    """What forming asked for and what a step asks for, and the number of this rank's process groups."""
-    forming, step = Counter[str](), Counter[str]()
-    with counted(forming):
-        model = parallelize(FAMILIES["gpt2"].build(), 2, num_microbatches=2)
-    inputs = rows(batch("causal", 2 * model.data_parallel_size), model.data_parallel_rank, model.data_parallel_size)
-    run_step(model, inputs)
-    with counted(step), python_calls(step):
-        run_step(model, inputs)
-    return dict(forming), dict(step), len(dist.distributed_c10d._world.pg_map)
+WORLDS = (4, 8, 16, 32)
+# What a rank may have more when the world doubles: connections of the groups that broadcast, and questions for them.
+MORE_DESCRIPTORS, MORE_QUESTIONS = 5, 40
 
 
 def test_what_a_rank_asks_for_does_not_grow_with_the_world() -> None:
-    found = {}
+    found, questions = {}, {}
     for world in WORLDS:
-        ends = run_ranks(world, form_and_step)
+        ends, asked = run_counted(world, form_and_step)
         assert {end.kind for end in ends} == {"nothing"}, ends
-        found[world] = [end.value for end in ends]
-    forming, step, groups = found[WORLDS[0]][0]
-    assert forming["allreduce"] and step["allgather"] and step["python calls"], "something was counted"
-    for world in WORLDS:
+        found[world], questions[world] = [end.value for end in ends], asked["operations"] / world
+    few = found[WORLDS[0]]
+    assert few[0]["forming"]["allreduce"] and few[0]["step"]["allgather"] and few[0]["step"]["python calls"], "counted"
+    for doublings, world in enumerate(WORLDS):
         # Ranks with the first and with the second stage, of the first and of the last pipelines.
         for rank in (0, 1, world - 2, world - 1):
-            first_forming, first_step, first_groups = found[WORLDS[0]][rank % 2]
-            forming, step, groups = found[world][rank]
-            assert step == first_step, f"a step of rank {rank} of {world}"
-            assert groups == first_groups, f"groups of rank {rank} of {world}"
-            calls = {name: count for name, count in forming.items() if not name.startswith("bytes")}
-            assert calls == {name: first_forming[name] for name in calls}, f"forming of rank {rank} of {world}"
+            first, mine = few[rank % 2], found[world][rank]
+            assert mine["step"] == first["step"], f"a step of rank {rank} of {world}"
+            for name in ("groups", "threads"):
+                assert mine["held"][name] == first["held"][name], f"{name} of rank {rank} of {world}"
+            for name in ("new_group", "allreduce", "allgather", "broadcast"):
+                assert mine["forming"][name] == first["forming"][name], f"{name} while rank {rank} of {world} formed"
+            most = first["held"]["descriptors"] + 1 + MORE_DESCRIPTORS * doublings
+            assert mine["held"]["descriptors"] <= most, f"open files of rank {rank} of {world}"
+        assert questions[world] <= questions[WORLDS[0]] + MORE_QUESTIONS * doublings, f"asked the store: {questions}"
 
 
 def test_the_place_of_a_rank_is_found_among_unlike_pipelines() -> None:

@@ -13,11 +13,12 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 
+import torch
 import torch.distributed as dist
 
 from penstock.runtime.comm import gloo
 from penstock.runtime.comm.devices import backend, use_local_device
-from penstock.runtime.comm.groups import abort_groups
+from penstock.runtime.comm.groups import abort_groups, is_gloo
 from penstock.runtime.failures import watcher
 from penstock.runtime.failures.board import FailureBoard, num_failures
 
@@ -192,8 +193,9 @@ def _meet(
                 backend(), store=dist.PrefixStore("default_pg", store), rank=rank, world_size=world_size,
                 timeout=timeout,
             )  # fmt: skip
-        assert dist.group.WORLD is not None
-        gloo.connect(dist.group.WORLD, gloo.beside(rank, world_size))
+        world = dist.group.WORLD
+        if world is not None and is_gloo(world, torch.device("cpu")):
+            gloo.connect(world, gloo.beside(rank, world_size))
 
     watch = watcher.start(store, rank, world_size, here)
     if watch is None:

@@ -205,7 +205,7 @@ def abort_groups(groups: Sequence[dist.ProcessGroup]) -> None:
     on_device = []
     for group in groups:
         for device in _devices_of(group):
-            if _is_gloo(group, device):
+            if is_gloo(group, device):
                 gloo.abort(group)
             else:
                 on_device.append((group, device))
@@ -235,7 +235,8 @@ def _devices_of(group: dist.ProcessGroup) -> list[torch.device]:
         return []
 
 
-def _is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
+def is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether gloo carries a group's tensors on `device`."""
     with contextlib.suppress(Exception):
         return group._get_backend(device).name() == "gloo"
     return False
@@ -256,7 +257,7 @@ def destroy_groups(groups: list[dist.ProcessGroup], aborted: bool = False) -> No
 def _destroy_last(groups: list[dist.ProcessGroup], aborted: bool) -> None:
     """Destroy one group. It is taken off the list here, because it closes only when nobody refers to it."""
     group = groups.pop()
-    if aborted and not all(_is_gloo(group, device) for device in _devices_of(group)):
+    if aborted and not all(is_gloo(group, device) for device in _devices_of(group)):
         # To destroy it would wait for kernels that never end.
         dist.distributed_c10d._abort_process_group(group)
     else:
