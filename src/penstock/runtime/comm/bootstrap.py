@@ -12,6 +12,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -187,7 +188,9 @@ def _meet(
 ) -> None:
     allow_descriptors(world_size)
 
-    def join() -> None:
+    limit = timeout or dist.distributed_c10d.default_pg_timeout
+
+    def join(check: Callable[[], object] = lambda: None) -> None:
         with gloo.lazily():
             dist.init_process_group(
                 backend(), store=dist.PrefixStore("default_pg", store), rank=rank, world_size=world_size,
@@ -195,7 +198,9 @@ def _meet(
             )  # fmt: skip
         world = dist.group.WORLD
         if world is not None and is_gloo(world, torch.device("cpu")):
-            gloo.connect(world, gloo.beside(rank, world_size))
+            near = gloo.in_trees(rank, world_size)
+            gloo.await_ranks(store, "penstock/world", rank, near, check, limit)
+            gloo.connect(world, near)
 
     watch = watcher.start(store, rank, world_size, here)
     if watch is None:
@@ -205,7 +210,7 @@ def _meet(
     doing = "setting up torch.distributed"
     on_board(board)
     with board.position.call(doing, world=True), board.guard(doing):
-        watcher.interruptible(join, board, timeout or dist.distributed_c10d.default_pg_timeout)
+        watcher.interruptible(partial(join, board.refuse_if_failed), board, limit)
     watch.world = dist.group.WORLD
 
 

@@ -1,9 +1,10 @@
 """Groups on gloo in which only the ranks are connected that talk to each other.
 
 gloo connects all pairs of a group when it is made, each with two questions to the store, so all costs of forming grow
-with the square of the world. In a group that is made `lazily` a pair is connected by the first message. Those pairs
-that collectives and pipelines use are connected while the ranks meet (`connect`), by messages: a collective waits for a
-rank that has died in a thread of gloo's own, which nothing can end, and with it its process.
+with the square of the world. In a group that is made `lazily` a pair is connected by the first message. The pairs that
+collectives and pipelines use are connected while the ranks meet (`connect`). Nothing can end the wait for the first
+message of a pair, and a thread that is left in it ends its process by an abort if others' ends wake it while the
+interpreter goes: ranks say in the store that they are there, and call only those that are.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ import contextlib
 import datetime
 import os
 import sys
+import threading
+import time
 import weakref
-from collections.abc import Iterable, Iterator
-from concurrent.futures import wait
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -24,31 +27,48 @@ from penstock.runtime.failures.board import num_failures
 from penstock.runtime.failures.keys import in_thread
 
 LAZY = "TORCH_GLOO_LAZY_INIT"
-PAUSE = 0.02
+# How often a rank looks whether others are there, in seconds, at first and later.
+FIRST_PAUSE, LAST_PAUSE = 0.001, 0.05
+# Of so many ranks, `in_trees` has all pairs.
+ALL_IN_TREES = 5
 # Of the first message of a pair, and of one that nobody sends.
 _FIRST_TAG, _NO_TAG = (1 << 30) - 2, (1 << 30) - 1
 _AT_ONCE = datetime.timedelta(milliseconds=1)
 
-# The ranks of each lazy group that this one is connected to, by their numbers in the group.
-_connected: weakref.WeakKeyDictionary[dist.ProcessGroup, set[int]] = weakref.WeakKeyDictionary()
-# Those in which `connect` is not done: one that waits in it for a rank that does not come has locked its group.
-_unconnected: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+_lock = threading.Lock()
+_num_lazily, _before = 0, ""
+
+
+@dataclass
+class _Connections:
+    """The ranks of a lazy group that this one is connected to, by their numbers in it, and a receive that is over."""
+
+    peers: set[int] = field(default_factory=set)
+    received: dist.Work | None = None
+
+
+_lazy: weakref.WeakKeyDictionary[dist.ProcessGroup, _Connections] = weakref.WeakKeyDictionary()
 
 
 @contextlib.contextmanager
 def lazily() -> Iterator[None]:
     """Around the making of groups: they connect no pair, where gloo's transport can do that."""
+    global _num_lazily, _before
     if not sys.platform.startswith("linux") or os.environ.get("GLOO_DEVICE_TRANSPORT", "TCP") != "TCP":
         yield
         return
-    before, os.environ[LAZY] = os.environ.get(LAZY), "1"
+    with _lock:  # a thread that is left behind may be at it, too
+        if not _num_lazily:
+            _before = os.environ.get(LAZY, "0")
+        _num_lazily += 1
+        os.environ[LAZY] = "1"
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[LAZY]
-        else:
-            os.environ[LAZY] = before
+        with _lock:
+            _num_lazily -= 1
+            if not _num_lazily:
+                os.environ[LAZY] = _before
 
 
 def beside(rank: int, size: int) -> set[int]:
@@ -64,19 +84,44 @@ def in_trees(rank: int, size: int) -> set[int]:
 
 def note_new(group: dist.ProcessGroup) -> None:
     """A lazy group is to be connected, and nothing is under way in it until then: `abort` lets it be."""
-    _unconnected.add(group)
+    _lazy[group] = _Connections()
+
+
+def await_ranks(
+    store: dist.Store,
+    key: str,
+    rank: int,
+    peers: Iterable[int],
+    check: Callable[[], object],
+    timeout: datetime.timedelta | None,
+) -> None:
+    """Say that this rank is there, and wait until `peers` have said so.
+
+    Args:
+        check: ends the wait by what it raises.
+
+    Raises:
+        DistStoreError: they have not come in time.
+    """
+    store.set(f"{key}/{rank}", "here")
+    begun, pause, peers = time.monotonic(), FIRST_PAUSE, [*peers]
+    while peers and not store.check([f"{key}/{peer}" for peer in peers]):
+        check()
+        if timeout is not None and time.monotonic() - begun > timeout.total_seconds():
+            late = [peer for peer in peers if not store.check([f"{key}/{peer}"])]
+            raise dist.DistStoreError(f"ranks {late} did not come within {timeout}")
+        time.sleep(pause)
+        pause = min(LAST_PAUSE, 2 * pause)
 
 
 def connect(group: dist.ProcessGroup, peers: Iterable[int]) -> None:
-    """Exchange a first message with some ranks of a new group, by their numbers in it. They do the same."""
+    """Exchange a first message with some ranks of a new group, by their numbers in it, which do the same at once."""
     note_new(group)
-    _meet(group, peers := {*peers})
-    _connected[group] = peers
-    _unconnected.discard(group)
+    _lazy[group] = _Connections(peers := {*peers}, _meet(group, peers))
 
 
-def _meet(group: dist.ProcessGroup, peers: set[int]) -> None:
-    rank = group.rank()
+def _meet(group: dist.ProcessGroup, peers: set[int]) -> dist.Work | None:
+    rank, received = group.rank(), None
 
     def turn(peer: int) -> tuple[int, int, int]:
         """All ranks come to their pairs in one order, in which neighbours need not wait for each other's neighbours."""
@@ -84,9 +129,10 @@ def _meet(group: dist.ProcessGroup, peers: set[int]) -> None:
         return step, first // step % 2, first
 
     for peer in sorted(peers, key=turn):
-        here, there = torch.zeros(1), torch.zeros(1)
-        for work in (group.send([here], peer, _FIRST_TAG), group.recv([there], peer, _FIRST_TAG)):
-            work.wait()
+        sent, received = group.send([torch.zeros(1)], peer, _FIRST_TAG), group.recv([torch.zeros(1)], peer, _FIRST_TAG)
+        sent.wait()
+        received.wait()
+    return received
 
 
 def contact(group: dist.ProcessGroup | None, peer: int) -> None:
@@ -95,22 +141,35 @@ def contact(group: dist.ProcessGroup | None, peer: int) -> None:
     Raises:
         RuntimeError: a job of this process has failed meanwhile.
     """
-    connected = None if group is None else _connected.get(group)
-    if group is None or connected is None or peer in connected:
+    connected = None if group is None else _lazy.get(group)
+    if group is None or connected is None or peer in connected.peers:
         return
-    before, outcome = num_failures(), in_thread(partial(_meet, group, {peer}), "penstock-connecting")
-    while not wait([outcome], PAUSE).done:
+    before = num_failures()
+
+    def check() -> None:
         if num_failures() != before:
             raise RuntimeError("Connection closed by peer")
+
+    key = f"penstock/contact/{group.group_name}/{min(group.rank(), peer)}/{max(group.rank(), peer)}"
+    await_ranks(dist.distributed_c10d._get_default_store(), key, group.rank(), [peer], check, None)
+    outcome, pause = in_thread(partial(_meet, group, {peer}), "penstock-connecting"), FIRST_PAUSE
+    while not outcome.done():
+        check()
+        time.sleep(pause)
+        pause = min(LAST_PAUSE, 2 * pause)
     outcome.result()
-    connected.add(peer)
+    connected.peers.add(peer)
 
 
 def abort(group: dist.ProcessGroup) -> None:
-    """gloo has no abort, but a wait that times out closes all of its group's connections. To a rank that is not
-    connected it would connect."""
-    if group in _unconnected:
-        return
-    for peer in [*_connected.get(group, {*range(group.size())} - {group.rank()})]:
+    """gloo has no abort, but a wait that times out closes all of its group's connections."""
+    if (lazy := _lazy.get(group)) is not None:
+        # One more wait for a message that has come: to post another might connect, and wait for that.
         with contextlib.suppress(Exception):
-            group.recv([torch.empty(1)], peer, _NO_TAG).wait(_AT_ONCE)
+            if lazy.received is not None:
+                lazy.received.wait(_AT_ONCE)
+        return
+    for peer in range(group.size()):
+        with contextlib.suppress(Exception):
+            if peer != group.rank():
+                group.recv([torch.empty(1)], peer, _NO_TAG).wait(_AT_ONCE)

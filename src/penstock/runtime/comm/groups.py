@@ -82,7 +82,15 @@ class Groups:
             if rank in ranks:
                 self.last_stages = group
         self.reduction = {ranks: self._new(ranks, "reduction") for ranks in sorted(set(reduction))}
+        self._connect()
+
+    def _connect(self) -> None:
+        near = set().union(*self._peers.values())
+        key = f"penstock/groups/{dist.distributed_c10d._world.group_count}"
+        store, timeout = dist.distributed_c10d._get_default_store(), self._timeout or default_timeout(self._device)
+        gloo.await_ranks(store, key, self._rank, near, self._check, timeout)
         for made, peers in self._peers.items():
+            self._check()
             gloo.connect(made, [dist.get_group_rank(made, peer) for peer in peers])
         self._peers.clear()
 

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from penstock.runtime.comm.gloo import ALL_IN_TREES
 from penstock.runtime.failures.board import FailureBoard
 from penstock.runtime.gradients.weight_gradients import knows_deferral
 from penstock.runtime.labels import label
@@ -320,7 +321,8 @@ class Bucket:
                 parameter.grad = view if wanted else None
         sources.clear()  # makes room
         on_cpu = flat.device.type == "cpu"
-        owner = self.ranks.index(self.owners[0]) if len(self.owners) == 1 else None
+        alone = len(self.owners) == 1 and (not on_cpu or len(self.ranks) <= ALL_IN_TREES)
+        owner = self.ranks.index(self.owners[0]) if alone else None
         if owner is not None and on_cpu and len(self.ranks) == 2:
             # Between two ranks gloo's reduce moves half as much again, and takes twice the processor's time.
             self._other = torch.empty_like(real) if wanted else None
