@@ -13,7 +13,7 @@ from penstock.runtime.comm.bootstrap import allow_descriptors
 
 WORLDS = (4, 8, 16, 32)
 # What a rank may have more when the world doubles: connections of the groups that broadcast, and questions for them.
-MORE_DESCRIPTORS, MORE_QUESTIONS = 5, 40
+MORE_DESCRIPTORS, MORE_QUESTIONS = 7, 40
 
 
 def test_what_a_rank_asks_for_does_not_grow_with_the_world() -> None:

@@ -198,6 +198,7 @@ def _meet(
             )  # fmt: skip
         world = dist.group.WORLD
         if world is not None and is_gloo(world, torch.device("cpu")):
+            gloo.note_new(world)
             near = gloo.in_trees(rank, world_size)
             gloo.await_ranks(store, "penstock/world", rank, near, check, limit)
             gloo.connect(world, near)

@@ -115,9 +115,9 @@ def await_ranks(
 
 
 def connect(group: dist.ProcessGroup, peers: Iterable[int]) -> None:
-    """Exchange a first message with some ranks of a new group, by their numbers in it, which do the same at once."""
-    note_new(group)
-    _lazy[group] = _Connections(peers := {*peers}, _meet(group, peers))
+    """Exchange a first message with some ranks of a `note_new` group, by their numbers in it, which do it too."""
+    peers = {*peers}
+    _lazy[group] = _Connections(peers, _meet(group, peers))
 
 
 def _meet(group: dist.ProcessGroup, peers: set[int]) -> dist.Work | None:
