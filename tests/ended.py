@@ -56,6 +56,13 @@ def kill_self() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def end_with(value: Any) -> None:
+    """End this process at once, from any thread, as if its function had returned `value`."""
+    assert _report is not None
+    _report.send(End("nothing", "", time.time(), value))
+    os._exit(0)
+
+
 def _rank_main(pipe: Connection) -> None:
     global _report
     _report = pipe

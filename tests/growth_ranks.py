@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import selectors
 import signal
@@ -18,13 +19,18 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # registers the backend
 from torch.utils import _pytree as pytree
 
 import ended
 from ended import End, kill_self, run_ranks
 from families import FAMILIES, batch
 from launch import agent_store
+from penstock.layout.layout import Layout
+from penstock.runtime.comm import groups
+from penstock.runtime.comm.bootstrap import default_store
 from penstock.runtime.failures import ring
+from penstock.runtime.failures.board import PipelineFailure
 from training import parallelize, rows, run_step
 
 TRANSPORT = ("allreduce", "allgather", "broadcast", "send", "recv")
@@ -34,7 +40,8 @@ STAGES = 2
 
 
 class CountingProxy:
-    """Between the ranks and their store: counts what they send it, which is one piece for each question, and all bytes.
+    """Between the ranks and their store: counts their connections, what they send, which is one piece for each
+    question, and all bytes.
 
     Attributes:
         port: where the ranks find it.
@@ -53,6 +60,7 @@ class CountingProxy:
             for key, _ in poll.select():
                 if key.data is None:
                     caller, _ = self._listener.accept()
+                    self.counts["connections"] += 1
                     store = socket.create_connection(("127.0.0.1", self._store.port))
                     for one, other, asks in ((caller, store, True), (store, caller, False)):
                         one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -141,6 +149,40 @@ def form_and_step() -> dict[str, Counter[str]]:
     return {"forming": forming, "held": held, "step": step}
 
 
+def groups_of_one(world_size: int, num_stages: int, rank: int, device: str) -> Counter[str]:
+    """What one rank of a large world makes, alone in its process: nobody answers, so nothing is connected.
+
+    Args:
+        device: "cpu" for groups on gloo, or one whose groups stand for NCCL's.
+    """
+    counts, new_group = Counter[str](), dist.new_group
+
+    def counting(*args: Any, **options: Any) -> Any:
+        counts["new_group"] += 1
+        return new_group(*args, **options)
+
+    def connecting(group: dist.ProcessGroup, peers: list[int]) -> None:
+        counts["connections"] += len(peers)
+
+    dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=world_size)
+    layout = Layout.place([[[f"unit {stage}"] for stage in range(num_stages)]] * (world_size // num_stages), None, 1)
+    stages = [tuple(range(stage, world_size, num_stages)) for stage in range(num_stages)]
+    threads, descriptors = len(os.listdir("/proc/self/task")), _descriptors()
+    try:
+        with (
+            mock.patch.object(groups, "transport", lambda device: "gloo" if device.type == "cpu" else "fake"),
+            mock.patch.multiple(groups.gloo, await_ranks=mock.DEFAULT, connect=connecting),
+            mock.patch.object(dist, "new_group", counting),
+        ):
+            made = groups.Groups(layout, rank, torch.device(device), stages)
+        counts["threads"] = len(os.listdir("/proc/self/task")) - threads
+        counts["descriptors"] = _descriptors() - descriptors + counts["connections"]
+        made.destroy()
+    finally:
+        dist.destroy_process_group()
+    return counts
+
+
 def lines_of_a_wait(slow: int, patience: float, seconds: float) -> int:
     """The lines that this rank sent to the watchers of others while one rank was slow for so long."""
     model = parallelize(FAMILIES["gpt2"].build(), STAGES, num_microbatches=2, patience=patience)
@@ -161,17 +203,41 @@ def lines_of_a_wait(slow: int, patience: float, seconds: float) -> int:
             time.sleep(seconds)
         run_step(model, inputs)
         dist.barrier()
+    dist.barrier()  # none takes its leave while others count
     return lines.total()
 
 
-def lose_one(victim: int, how: str) -> float:
-    """Three steps; then one rank is killed or stopped inside a step. Raises on the others."""
-    model = parallelize(FAMILIES["gpt2"].build(), STAGES, num_microbatches=2)
+def lose_one(victim: int, how: str, patience: float = 10.0) -> dict[str, Any]:
+    """Three steps; then one rank is killed or stopped inside a step: what this rank says of it, after how many seconds,
+    and the lines that it sent to the watchers of others."""
+    model = parallelize(FAMILIES["gpt2"].build(), STAGES, num_microbatches=2, patience=patience)
     inputs = rows(batch("causal", 2 * model.data_parallel_size), model.data_parallel_rank, model.data_parallel_size)
     for _ in range(3):
         run_step(model, inputs)
-    for output in model(**inputs):
-        if dist.get_rank() == victim:
-            kill_self() if how == "kill" else os.kill(os.getpid(), signal.SIGSTOP)
-        output.loss.backward()
+    store, lines, send = default_store(), Counter[str](), ring._Peer.send
+    assert store is not None
+
+    def found(text: str) -> dict[str, Any]:
+        return {"text": text, "seconds": time.time() - float(store.get("fault")), "lines": lines.total()}
+
+    def counting(peer: Any, message: dict[str, Any]) -> None:
+        lines["ring"] += 1
+        send(peer, message)
+
+    def end_with(record: logging.LogRecord) -> bool:
+        # Its host waits for the rank that stands still until the time limit of transfers, and others need its watcher.
+        if "does not answer" in record.getMessage():
+            threading.Timer(3.0, ended.end_with, [found(record.getMessage())]).start()
+        return True
+
+    logging.getLogger("penstock").addFilter(end_with)
+    try:
+        with mock.patch.object(ring._Peer, "send", counting):
+            for output in model(**inputs):
+                if dist.get_rank() == victim:
+                    store.set("fault", str(time.time()))
+                    kill_self() if how == "kill" else os.kill(os.getpid(), signal.SIGSTOP)
+                output.loss.backward()
+    except PipelineFailure as error:
+        return found(str(error))
     raise AssertionError("the step ended without the rank that was lost")

@@ -17,6 +17,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import wait
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -28,7 +29,7 @@ from penstock.runtime.failures.keys import in_thread
 
 LAZY = "TORCH_GLOO_LAZY_INIT"
 # How often a rank looks whether others are there, in seconds, at first and later.
-FIRST_PAUSE, LAST_PAUSE = 0.001, 0.05
+FIRST_PAUSE, LAST_PAUSE = 0.001, 0.25
 # Of so many ranks, `in_trees` has all pairs.
 ALL_IN_TREES = 5
 # Of the first message of a pair, and of one that nobody sends.
@@ -152,11 +153,9 @@ def contact(group: dist.ProcessGroup | None, peer: int) -> None:
 
     key = f"penstock/contact/{group.group_name}/{min(group.rank(), peer)}/{max(group.rank(), peer)}"
     await_ranks(dist.distributed_c10d._get_default_store(), key, group.rank(), [peer], check, None)
-    outcome, pause = in_thread(partial(_meet, group, {peer}), "penstock-connecting"), FIRST_PAUSE
-    while not outcome.done():
+    outcome = in_thread(partial(_meet, group, {peer}), "penstock-connecting")
+    while not wait([outcome], LAST_PAUSE).done:
         check()
-        time.sleep(pause)
-        pause = min(LAST_PAUSE, 2 * pause)
     outcome.result()
     connected.peers.add(peer)
 

@@ -10,7 +10,7 @@ import datetime
 import gc
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -144,24 +144,29 @@ class Groups:
                 p2p[boundary, downstream] = self._one_way(ranks, sides, downstream, f"boundary {boundary}")
         for number, other in enumerate(ranks):
             if other != holders[-1]:
-                results[number] = self._one_way(ranks, (other, holders[-1]), False, "results")
+                results[number] = self._one_way(ranks, (other, holders[-1]), False, "results", ranks)
         return p2p, results
 
     def _one_way(
-        self, ranks: tuple[int, ...], sides: tuple[int, int], downstream: bool, purpose: str
+        self,
+        ranks: tuple[int, ...],
+        sides: tuple[int, int],
+        downstream: bool,
+        purpose: str,
+        together: tuple[int, ...] = (),
     ) -> dist.ProcessGroup:
         """The group that carries messages one way between two `sides`, of a pipeline's `ranks`.
 
-        The two directions never share a group. NCCL has no tags and, in a group that was initialised eagerly, one
-        stream for all members: each boundary has groups of its own, of the two ranks that hold its sides. On gloo,
-        which tells boundaries apart by tag, the directions share a lock: while one thread sends, the thread that
-        receives spins on it, for milliseconds if cores are few. A gloo group has a thread that wakes a hundred times a
-        second, so all boundaries share, and the way down has no group of its own: it uses the one that has these ranks
-        for collectives and headers.
+        The two directions never share a group. NCCL has no tags: each boundary has groups of its own, of the two ranks
+        that hold its sides. Results, which one rank sends, share one of all ranks `together`, in which a pair of ranks
+        is connected by its first message. On gloo, which tells boundaries apart by tag, the directions share a lock:
+        while one thread sends, the thread that receives spins on it, for milliseconds if cores are few. A gloo group
+        has a thread that wakes a hundred times a second, so all boundaries share, and the way down has no group of its
+        own: it uses the one that has these ranks for collectives and headers.
         """
         way = "down" if downstream else "up"
         if self._device.type != "cpu":
-            return self._new(tuple(sorted(sides)), f"{purpose} {way}")
+            return self._new(together or tuple(sorted(sides)), f"{purpose} {way}")
         group = self._new(ranks, way, apart=not downstream)
         if self._rank in sides:
             self._peers[group] |= {*sides} - {self._rank}
@@ -171,8 +176,7 @@ class Groups:
         self, ranks: tuple[int, ...], purpose: str, control: bool = False, apart: bool = False
     ) -> dist.ProcessGroup:
         """A new group. Every rank of the world calls this with the same arguments in the same order; those outside only
-        count it, as torch names groups by their number. If torch's default group is bound to a device, groups are parts
-        of it, which takes all its ranks."""
+        count it, as torch names groups by their number."""
         device = torch.device("cpu") if control else self._device
         backend = transport(device)
         # One gloo group can serve several purposes of the same ranks, unless a separate one is wanted.
@@ -187,16 +191,27 @@ class Groups:
 
     def _of(self, ranks: tuple[int, ...], backend: str, timeout: datetime.timedelta | None) -> Any:
         self._check()
-        if self._rank not in ranks and not _is_bound():
+        if self._rank not in ranks:
             dist.distributed_c10d._world.group_count += 1
             return dist.GroupMember.NON_GROUP_MEMBER
-        with gloo.lazily() if backend == "gloo" else contextlib.nullcontext():
+        with _unbound(), gloo.lazily() if backend == "gloo" else contextlib.nullcontext():
             made = dist.new_group(list(ranks), backend=backend, timeout=timeout)
-        if self._rank in ranks:
-            self._mine.append(made)
-            if backend == "gloo":
-                gloo.note_new(made)
+        self._mine.append(made)
+        if backend == "gloo":
+            gloo.note_new(made)
         return made
+
+
+@contextlib.contextmanager
+def _unbound() -> Iterator[None]:
+    """Around the making of a group: where torch's default group is bound to a device, it does not become a part of
+    that, in which all ranks of the world would have to take part."""
+    world: Any = dist.group.WORLD
+    before, world.bound_device_id = world.bound_device_id, None
+    try:
+        yield
+    finally:
+        world.bound_device_id = before
 
 
 # -- ending groups: at once after a failure, in order otherwise ------------------------------------------------------
@@ -229,11 +244,6 @@ def abort_groups(groups: Sequence[dist.ProcessGroup]) -> None:
             backend.abort()
     if grouped is not None:
         grouped._group_end()
-
-
-def _is_bound() -> bool:
-    """Whether torch's default group is bound to a device: then it makes groups by splitting its communicator."""
-    return dist.group.WORLD is not None and dist.group.WORLD.bound_device_id is not None
 
 
 def _devices_of(group: dist.ProcessGroup) -> list[torch.device]:

@@ -38,7 +38,7 @@ class Inquiries:
     """The questions of this rank's watcher, one at a time.
 
     One rank asks for all that wait in a call, the lowest of them: the others give it the time to, and take its question
-    for theirs. It is answered directly, by those that take part in the call.
+    for theirs. It is answered directly, by those that take part in the call. If one does not answer, all are told.
     """
 
     def __init__(self, watch: Watching):
@@ -126,6 +126,8 @@ class Inquiries:
             board.fail(f"{said}; this can never end", suspects=())
         elif not told:
             logger.warning(said)
+            if silent:
+                self._watch.tell({"board": board.name, "said": said}, lasting=False)
         return bool(silent)
 
 

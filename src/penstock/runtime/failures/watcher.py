@@ -142,6 +142,8 @@ class Watch:
             for board in list(self._boards):
                 if board.name == news["board"] and "failure" in news:
                     board.hear(news["failure"])
+                elif board.name == news["board"] and "said" in news:
+                    logger.warning(news["said"])
                 elif board.name == news["board"]:
                     self._inquiries.answer(board, origin, news)
         self.notify()
