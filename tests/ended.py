@@ -24,7 +24,7 @@ from forked import Process, kill_group
 from launch import agent_store, free_port
 
 LIMIT = 10.0  # what is promised
-PATIENCE = 60.0  # for a whole run, on a busy machine
+PATIENCE, PATIENCE_EACH = 60.0, 3.0  # for a whole run, on a busy machine, and for each rank beyond eight
 ENDING = 20.0  # for a process, once it has said how it ended
 
 
@@ -124,7 +124,7 @@ def _meeting_place(by_hand: bool) -> Iterator[dict[str, str]]:
 
 def _collect(pipes: dict[Connection, int], processes: list[Process]) -> list[End]:
     found: dict[int, End] = {}
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + PATIENCE + PATIENCE_EACH * max(0, len(pipes) - 8)
     while len(found) < len(pipes) and (left := deadline - time.monotonic()) > 0:
         if len(found) and all(_stands_still(p) for rank, p in enumerate(processes) if rank not in found):
             return [found.get(rank, End("stands still", "", time.time())) for rank in pipes.values()]

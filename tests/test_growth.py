@@ -7,9 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from growth_ranks import form_and_step, run_counted
+from growth_ranks import form_and_step, groups_of_one, lines_of_a_wait, lose_one, run_counted
 from penstock.layout.layout import Layout
 from penstock.runtime.comm.bootstrap import allow_descriptors
+from pool import Pool
 
 WORLDS = (4, 8, 16, 32)
 # What a rank may have more when the world doubles: connections of the groups that broadcast, and questions for them.
@@ -36,6 +37,39 @@ def test_what_a_rank_asks_for_does_not_grow_with_the_world() -> None:
             most = first["held"]["descriptors"] + 1 + MORE_DESCRIPTORS * doublings
             assert mine["held"]["descriptors"] <= most, f"open files of rank {rank} of {world}"
         assert questions[world] <= questions[WORLDS[0]] + MORE_QUESTIONS * doublings, f"asked the store: {questions}"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_a_rank_makes_its_own_groups_only(pool: Pool, device: str) -> None:
+    """The last of a pipeline of eight stages, and one in the middle: the groups of an accelerator are counted alone."""
+    found = {
+        (world, rank): pool.run(1, groups_of_one, world, 8, rank, device, init=False)[0]
+        for world in (16, 128, 1024)
+        for rank in (7, 3)
+    }
+    for (world, rank), counts in found.items():
+        assert counts["new_group"] == found[16, rank]["new_group"] <= 10, f"rank {rank} of {world}"
+        assert counts["threads"] <= 16 and counts["connections"] <= 16 + 2 * world.bit_length(), (
+            f"rank {rank} of {world}"
+        )
+
+
+def test_one_rank_asks_for_all_that_wait_and_is_answered_alone() -> None:
+    ends, _ = run_counted(16, lines_of_a_wait, 15, 2.0, 8.0)
+    assert {end.kind for end in ends} == {"nothing"}, ends
+    assert 16 < sum(end.value for end in ends) <= 2 * 16
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "kind", "words"), [("kill", "killed", "was lost"), ("stop", "stands still", "does not")]
+)
+def test_a_rank_of_32_that_is_lost_is_named_by_all(how: str, kind: str, words: str) -> None:
+    ends, _ = run_counted(32, lose_one, 13, how, 0.5)
+    assert ends.pop(13).kind == kind
+    for end in ends:
+        assert end.kind == "nothing" and f"rank 13 {words}" in end.value["text"], end
+        assert end.value["seconds"] < 5.0
 
 
 def test_the_place_of_a_rank_is_found_among_unlike_pipelines() -> None:
