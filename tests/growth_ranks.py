@@ -161,7 +161,7 @@ def groups_of_one(world_size: int, num_stages: int, rank: int, device: str) -> C
         counts["new_group"] += 1
         return new_group(*args, **options)
 
-    def connecting(group: dist.ProcessGroup, peers: list[int]) -> None:
+    def connecting(group: dist.ProcessGroup, peers: set[int]) -> None:
         counts["connections"] += len(peers)
 
     dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=world_size)

@@ -9,7 +9,6 @@ import os
 import re
 import resource
 import sys
-import time
 import uuid
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -31,8 +30,6 @@ LAUNCHERS = (
     ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
 )
-# How often ranks look whether others have come, in seconds, at first.
-PAUSE = 0.005
 # Open files of a process besides the connections between ranks: its own, the store's, libraries' and data's.
 SPARE_DESCRIPTORS = 256
 
@@ -118,28 +115,17 @@ def agree_on_start(store: dist.Store, rank: int, world_size: int, limit: datetim
         return store.add(f"{where}/{mine}/here", 0) == world_size - 1
 
     if rank == 0:
-        if not _comes(all_have_come, limit):
+        if not gloo.comes(all_have_come, limit):
             late = [one for one in range(1, world_size) if not store.check([f"{where}/{mine}/{one}"])]
             raise TimeoutError(f"ranks {late} did not start within {limit}")
         return mine
     store.set(f"{where}/queue/{store.add(f'{where}/queue', 1)}", mine)
-    if not _comes(lambda: store.check([f"{where}/{mine}"]), limit):
+    if not gloo.comes(lambda: store.check([f"{where}/{mine}"]), limit):
         raise TimeoutError(f"rank 0 did not start within {limit}")
     start = store.get(f"{where}/{mine}").decode()
     store.set(f"{where}/{start}/{rank}", "here")
     store.add(f"{where}/{start}/here", 1)
     return start
-
-
-def _comes(it: Callable[[], bool], limit: datetime.timedelta) -> bool:
-    """Whether something comes within a limit. It is looked for the less often the longer it takes."""
-    begun = time.monotonic()
-    while not it():
-        waited = time.monotonic() - begun
-        if waited > limit.total_seconds():
-            return False
-        time.sleep(max(PAUSE, min(0.1 * waited, 1.0)))
-    return True
 
 
 def form_world(
@@ -190,7 +176,7 @@ def _meet(
 
     limit = timeout or dist.distributed_c10d.default_pg_timeout
 
-    def join(check: Callable[[], object] = lambda: None) -> None:
+    def join(check: Callable[[], object]) -> None:
         with gloo.lazily():
             dist.init_process_group(
                 backend(), store=dist.PrefixStore("default_pg", store), rank=rank, world_size=world_size,
@@ -205,7 +191,7 @@ def _meet(
 
     watch = watcher.start(store, rank, world_size, here)
     if watch is None:
-        join()
+        join(lambda: None)
         return
     board = FailureBoard(rank, "rendezvous", watch)
     doing = "setting up torch.distributed"

@@ -10,15 +10,14 @@ interpreter goes: ranks say in the store that they are there, and call only thos
 from __future__ import annotations
 
 import contextlib
-import datetime
 import os
 import sys
-import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import wait
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
 
 import torch
@@ -34,10 +33,7 @@ FIRST_PAUSE, LAST_PAUSE = 0.001, 0.25
 ALL_IN_TREES = 5
 # Of the first message of a pair, and of one that nobody sends.
 _FIRST_TAG, _NO_TAG = (1 << 30) - 2, (1 << 30) - 1
-_AT_ONCE = datetime.timedelta(milliseconds=1)
-
-_lock = threading.Lock()
-_num_lazily, _before = 0, ""
+_AT_ONCE = timedelta(milliseconds=1)
 
 
 @dataclass
@@ -54,22 +50,14 @@ _lazy: weakref.WeakKeyDictionary[dist.ProcessGroup, _Connections] = weakref.Weak
 @contextlib.contextmanager
 def lazily() -> Iterator[None]:
     """Around the making of groups: they connect no pair, where gloo's transport can do that."""
-    global _num_lazily, _before
     if not sys.platform.startswith("linux") or os.environ.get("GLOO_DEVICE_TRANSPORT", "TCP") != "TCP":
         yield
         return
-    with _lock:  # a thread that is left behind may be at it, too
-        if not _num_lazily:
-            _before = os.environ.get(LAZY, "0")
-        _num_lazily += 1
-        os.environ[LAZY] = "1"
+    before, os.environ[LAZY] = os.environ.get(LAZY, "0"), "1"
     try:
         yield
     finally:
-        with _lock:
-            _num_lazily -= 1
-            if not _num_lazily:
-                os.environ[LAZY] = _before
+        os.environ[LAZY] = before
 
 
 def beside(rank: int, size: int) -> set[int]:
@@ -89,35 +77,32 @@ def note_new(group: dist.ProcessGroup) -> None:
 
 
 def await_ranks(
-    store: dist.Store,
-    key: str,
-    rank: int,
-    peers: Iterable[int],
-    check: Callable[[], object],
-    timeout: datetime.timedelta | None,
+    store: dist.Store, key: str, rank: int, peers: set[int], check: Callable[[], object], limit: timedelta | None
 ) -> None:
-    """Say that this rank is there, and wait until `peers` have said so.
-
-    Args:
-        check: ends the wait by what it raises.
-
-    Raises:
-        DistStoreError: they have not come in time.
-    """
+    """Say that this rank is there, and wait until `peers` have. Raises DistStoreError if they do not come."""
+    if not peers:
+        return
     store.set(f"{key}/{rank}", "here")
-    begun, pause, peers = time.monotonic(), FIRST_PAUSE, [*peers]
-    while peers and not store.check([f"{key}/{peer}" for peer in peers]):
+    if not comes(lambda: store.check([f"{key}/{peer}" for peer in peers]), limit, check):
+        late = [peer for peer in peers if not store.check([f"{key}/{peer}"])]
+        raise dist.DistStoreError(f"ranks {late} did not come within {limit}")
+
+
+def comes(it: Callable[[], bool], limit: timedelta | None, check: Callable[[], object] = lambda: None) -> bool:
+    """Whether something comes within a limit; `check` ends the wait by what it raises. The longer it takes, the less
+    often it is looked for: each time is a question to the store."""
+    begun, pause = time.monotonic(), FIRST_PAUSE
+    while not it():
         check()
-        if timeout is not None and time.monotonic() - begun > timeout.total_seconds():
-            late = [peer for peer in peers if not store.check([f"{key}/{peer}"])]
-            raise dist.DistStoreError(f"ranks {late} did not come within {timeout}")
+        if limit is not None and time.monotonic() - begun > limit.total_seconds():
+            return False
         time.sleep(pause)
         pause = min(LAST_PAUSE, 2 * pause)
+    return True
 
 
-def connect(group: dist.ProcessGroup, peers: Iterable[int]) -> None:
+def connect(group: dist.ProcessGroup, peers: set[int]) -> None:
     """Exchange a first message with some ranks of a `note_new` group, by their numbers in it, which do it too."""
-    peers = {*peers}
     _lazy[group] = _Connections(peers, _meet(group, peers))
 
 
@@ -152,7 +137,7 @@ def contact(group: dist.ProcessGroup | None, peer: int) -> None:
             raise RuntimeError("Connection closed by peer")
 
     key = f"penstock/contact/{group.group_name}/{min(group.rank(), peer)}/{max(group.rank(), peer)}"
-    await_ranks(dist.distributed_c10d._get_default_store(), key, group.rank(), [peer], check, None)
+    await_ranks(dist.distributed_c10d._get_default_store(), key, group.rank(), {peer}, check, None)
     outcome = in_thread(partial(_meet, group, {peer}), "penstock-connecting")
     while not wait([outcome], LAST_PAUSE).done:
         check()

@@ -82,16 +82,12 @@ class Groups:
             if rank in ranks:
                 self.last_stages = group
         self.reduction = {ranks: self._new(ranks, "reduction") for ranks in sorted(set(reduction))}
-        self._connect()
-
-    def _connect(self) -> None:
-        near = set().union(*self._peers.values())
         key = f"penstock/groups/{dist.distributed_c10d._world.group_count}"
-        store, timeout = dist.distributed_c10d._get_default_store(), self._timeout or default_timeout(self._device)
-        gloo.await_ranks(store, key, self._rank, near, self._check, timeout)
+        near = set[int]().union(*self._peers.values())
+        gloo.await_ranks(dist.distributed_c10d._get_default_store(), key, rank, near, check, timeout)
         for made, peers in self._peers.items():
-            self._check()
-            gloo.connect(made, [dist.get_group_rank(made, peer) for peer in peers])
+            check()
+            gloo.connect(made, {dist.get_group_rank(made, peer) for peer in peers})
         self._peers.clear()
 
     def p2p_group(self, boundary: int, kind: Message) -> dist.ProcessGroup:
@@ -144,29 +140,23 @@ class Groups:
                 p2p[boundary, downstream] = self._one_way(ranks, sides, downstream, f"boundary {boundary}")
         for number, other in enumerate(ranks):
             if other != holders[-1]:
-                results[number] = self._one_way(ranks, (other, holders[-1]), False, "results", ranks)
+                results[number] = self._one_way(ranks, (other, holders[-1]), False, "results")
         return p2p, results
 
     def _one_way(
-        self,
-        ranks: tuple[int, ...],
-        sides: tuple[int, int],
-        downstream: bool,
-        purpose: str,
-        together: tuple[int, ...] = (),
+        self, ranks: tuple[int, ...], sides: tuple[int, int], downstream: bool, purpose: str
     ) -> dist.ProcessGroup:
         """The group that carries messages one way between two `sides`, of a pipeline's `ranks`.
 
         The two directions never share a group. NCCL has no tags: each boundary has groups of its own, of the two ranks
-        that hold its sides. Results, which one rank sends, share one of all ranks `together`, in which a pair of ranks
-        is connected by its first message. On gloo, which tells boundaries apart by tag, the directions share a lock:
-        while one thread sends, the thread that receives spins on it, for milliseconds if cores are few. A gloo group
-        has a thread that wakes a hundred times a second, so all boundaries share, and the way down has no group of its
-        own: it uses the one that has these ranks for collectives and headers.
+        that hold its sides, and results, which one rank sends, have one. On gloo, which tells boundaries apart by tag,
+        the directions share a lock: while one thread sends, the thread that receives spins on it, for milliseconds if
+        cores are few. A gloo group has a thread that wakes a hundred times a second, so all boundaries share, and the
+        way down has no group of its own: it uses the one that has these ranks for collectives and headers.
         """
         way = "down" if downstream else "up"
         if self._device.type != "cpu":
-            return self._new(together or tuple(sorted(sides)), f"{purpose} {way}")
+            return self._new(ranks if purpose == "results" else tuple(sorted(sides)), f"{purpose} {way}")
         group = self._new(ranks, way, apart=not downstream)
         if self._rank in sides:
             self._peers[group] |= {*sides} - {self._rank}
