@@ -17,6 +17,7 @@ WORLDS = (4, 8, 16, 32)
 MORE_DESCRIPTORS, MORE_QUESTIONS = 7, 40
 
 
+@pytest.mark.slow
 def test_what_a_rank_asks_for_does_not_grow_with_the_world() -> None:
     found, questions = {}, {}
     for world in WORLDS:
@@ -54,6 +55,7 @@ def test_a_rank_makes_its_own_groups_only(pool: Pool, device: str) -> None:
         )
 
 
+@pytest.mark.slow
 def test_one_rank_asks_for_all_that_wait_and_is_answered_alone() -> None:
     ends, _ = run_counted(16, lines_of_a_wait, 15, 2.0, 8.0)
     assert {end.kind for end in ends} == {"nothing"}, ends
@@ -62,7 +64,7 @@ def test_one_rank_asks_for_all_that_wait_and_is_answered_alone() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("how", "kind", "words"), [("kill", "killed", "was lost"), ("stop", "stands still", "does not")]
+    ("how", "kind", "words"), [("kill", "killed", "was lost"), ("stop", "stands still", "does not answer")]
 )
 def test_a_rank_of_32_that_is_lost_is_named_by_all(how: str, kind: str, words: str) -> None:
     ends, _ = run_counted(32, lose_one, 13, how, 0.5)
