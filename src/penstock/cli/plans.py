@@ -310,10 +310,12 @@ def fit(
     cluster = Cluster(classes, (), USUAL_INSIDE, USUAL_BETWEEN)
     fastest = _fastest([kind.name for kind in classes])
     subject = _model(model, inputs, microbatch, "float32")
+    sizes = f"{type(subject).__name__}{' in its default size' * model.isidentifier()}"
+    about = f"{sizes}, {sum(each.numel() for each in subject.parameters()) / 1e9:.3g} billion parameters"
     profiles = profiles_of(subject, _recipes(lora_rank), microbatch, length, fastest)
     found = ways(profiles, cluster, global_batch // microbatch)
     checkpointing = next((name for name in ENABLING if hasattr(subject, name)), "gradient checkpointing")
-    print(fit_text(found, global_batch, microbatch, None if inputs else length, checkpointing))
+    print(fit_text(found, about, global_batch, microbatch, None if inputs else length, checkpointing))
     if plot is not None:
         print(f"drawn to {draw_memory(found, plot)}")
 

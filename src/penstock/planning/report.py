@@ -62,10 +62,11 @@ def plans_table(plans: Sequence[Plan], equal: Plan | None, words: Sequence[str] 
 SHORT = ("weights", "grads", "Adam", "act.", "logits", "msgs")
 
 
-def fit_text(found: Sequence[Way], samples: int, microbatch: int, tokens: int | None, enable: str) -> str:
+def fit_text(found: Sequence[Way], about: str, samples: int, microbatch: int, tokens: int | None, enable: str) -> str:
     """The verdict, a row for each way, and the configuration of the best.
 
     Args:
+        about: the model and its size.
         samples: of a step.
         tokens: of a sample; None if it is no sequence of them.
         enable: the model's method that has activations recomputed.
@@ -75,7 +76,7 @@ def fit_text(found: Sequence[Way], samples: int, microbatch: int, tokens: int | 
         Column("way", no_wrap=True), Column("with"),
         *(Column(name, justify="right", no_wrap=True) for name in SHORT),
         Column("fits", justify="center"), Column("tok/s" if tokens else "samples/s", justify="right"),
-        title="The fullest device, in GB. ckpt: activations recomputed; chunk: loss_chunk_tokens",
+        title=f"{about}. The fullest device, in GB. ckpt: activations recomputed; chunk: loss_chunk_tokens",
         box=None, padding=(0, 1, 0, 0),
     )  # fmt: skip
     for way in found:
