@@ -25,6 +25,7 @@ from penstock.modeling.tensor_spec import TensorSpec
 from penstock.runtime.boundary.boundaries import Boundaries
 from penstock.runtime.boundary.p2p import TAGS_PER_CHANNEL, Message, P2PChannels
 from penstock.runtime.boundary.tensors import encode_header
+from penstock.runtime.comm import gloo, groups
 from penstock.runtime.comm.exchange import Ranks
 from penstock.runtime.comm.groups import Groups
 from penstock.runtime.comm.totals import StepFacts, Totals
@@ -117,12 +118,25 @@ class World:
             "broadcast": self.broadcast,
             "barrier": lambda group: self.all_reduce(torch.zeros(1), group=group),
         }
-        with mock.patch.multiple(dist, **replaced), mock.patch.object(Ranks, "exchange", exchange):
-            yield
+        nothing = dict.fromkeys(("await_ranks", "connect", "note_new"), lambda *_: None)
+        counted = dist.distributed_c10d._world
+        before, counted.group_count = counted.group_count, self.num_groups
+        try:
+            with (
+                mock.patch.multiple(dist, **replaced),
+                mock.patch.object(Ranks, "exchange", exchange),
+                mock.patch.multiple(gloo, **nothing),
+                mock.patch.object(dist.distributed_c10d, "_get_default_store", lambda: None),
+                mock.patch.object(groups, "_unbound", contextlib.nullcontext),
+            ):
+                yield
+        finally:
+            self.num_groups, counted.group_count = counted.group_count, before
 
     def new_group(self, ranks: Sequence[int], backend: str, timeout: Any) -> Group:
-        self.num_groups += 1
-        name = f"{backend} {self.num_groups} of {tuple(ranks)}"
+        """As torch does, named by the number of groups that this rank has made or counted."""
+        dist.distributed_c10d._world.group_count += 1
+        name = f"{backend} {dist.distributed_c10d._world.group_count} of {tuple(ranks)}"
         return Group(name, tuple(ranks), backend == "gloo", self.log, self.answers)
 
     def all_reduce(self, tensor: torch.Tensor, op: Any = None, group: Any = None, async_op: bool = False) -> Any:
