@@ -65,7 +65,7 @@ def made_batch(model: nn.Module, samples: int) -> dict[str, Any]:
     Raises ValueError if the model computes no loss from any that was tried.
     """
     generator = torch.Generator().manual_seed(0)
-    for inputs in dummy_inputs(model, samples, TOKENS):
+    for inputs in filter(None, dummy_inputs(model, samples, TOKENS)):
         drawn = _drawn(model, inputs, generator)
         for batch in ({**drawn, **labels} for labels in _labels(model, drawn)):
             try:

@@ -164,6 +164,8 @@ def _on_rank(
                 noise = without_noise(model.train())
                 samples = 2 * (configuration.num_microbatches or 4) + 1
                 inputs = batch() if callable(batch) else made_batch(model, samples) if batch is None else batch
+                if not isinstance(inputs, Mapping):
+                    raise TypeError(f"a batch is a mapping of the model's arguments, not a {type(inputs).__name__}")
                 model, inputs = in_double(model, inputs)
                 compared = Comparison(model, inputs, configuration, criterion, steps)
         except Exception as error:  # of the user's code, or the same on all ranks

@@ -266,7 +266,9 @@ def _model(
         nn.Module.to(model, kind)  # models of diffusers warn of it
     given = known_of(model).example_inputs
     if given is not None and microbatch not in {len(one) for one in given.values() if hasattr(one, "shape")}:
-        raise ValueError(f"the inputs are those of a microbatch, but none of them has {microbatch} samples")
+        raise ValueError(
+            f"the inputs are those of a microbatch, but none of them has {microbatch} samples: give --micro-batch-size"
+        )
     if rank is not None:
         adapt(model, rank)
     if quantization is not None:
@@ -311,7 +313,8 @@ def fit(
     fastest = _fastest([kind.name for kind in classes])
     subject = _model(model, inputs, microbatch, "float32")
     sizes = f"{type(subject).__name__}{' in its default size' * model.isidentifier()}"
-    about = f"{sizes}, {sum(each.numel() for each in subject.parameters()) / 1e9:.3g} billion parameters"
+    on = f"{devices} devices as fast as an A100" if devices.isdigit() else devices
+    about = f"{sizes}, {sum(each.numel() for each in subject.parameters()):,} parameters, estimated for {on}"
     profiles = profiles_of(subject, _recipes(lora_rank), microbatch, length, fastest)
     found = ways(profiles, cluster, global_batch // microbatch)
     checkpointing = next((name for name in ENABLING if hasattr(subject, name)), "gradient checkpointing")
