@@ -12,6 +12,7 @@ import penstock
 from families import FAMILIES
 from hetero import balanced
 from penstock.layout.pipelines import num_stages_on
+from penstock.modeling.graph.chunked_loss import ChunkedLossError
 from penstock.planning import memory
 from penstock.planning.cluster import Cluster, DeviceClass
 from penstock.planning.memory import Held, memory_of_ranks
@@ -168,3 +169,26 @@ def test_owners_are_those_of_the_run(pool: Pool) -> None:
     found = pool.run(3, states_of_optimizer, kept)
     assert [memory.optimizer for memory in plan.memory] == pytest.approx(found, rel=1e-3)
     assert sum(found) == sum(unit.optimizer for unit in profile.units)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "qwen2", "llama"])
+def test_a_tied_weight_is_held_once_where_both_its_units_are(family: str) -> None:
+    model = FAMILIES[family].build()
+    profile = profile_model(model, 1, 8)
+    whole = Held.together(profile.units)
+    assert whole.gradients == sum(parameter.nbytes for parameter in model.parameters())
+    assert whole.optimizer == 2 * whole.gradients and whole.weights >= whole.gradients
+    halves = [Held.together(part) for part in (profile.units[:2], profile.units[2:])]
+    head = model.get_output_embeddings().weight
+    tied = head is model.get_input_embeddings().weight
+    assert apart - whole.gradients == head.nbytes * tied
+    assert (
+        Held.together([Held.together(profile.units[:2]), Held.together(profile.units[2:])]).gradients == whole.gradients
+    )
+
+
+def test_chunks_of_logits_are_planned_only_where_training_takes_them() -> None:
+    gemma, llama = (FAMILIES[family].build() for family in ("gemma2", "llama"))
+    assert profile_model(llama, 1, 8, loss_chunk_tokens=4).units
+    with pytest.raises(ChunkedLossError, match="the logits are used by div"):
+        profile_model(gemma, 1, 8, loss_chunk_tokens=4)

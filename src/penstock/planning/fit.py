@@ -15,7 +15,7 @@ from penstock.planning.memory import MemoryEstimate, memory_of_ranks
 from penstock.planning.plan import Job, Plan
 from penstock.planning.planner import Infeasible, best_of, make_plans, shares_of
 from penstock.planning.profile import Profile, held_by_stages
-from penstock.planning.profiling import Followed, follow, profile_model
+from penstock.planning.profiling import Followed, chunked_head, follow, profile_model
 
 # Tokens of a chunk: few enough that logits are small beside a block, and enough that the head works at full speed.
 CHUNK = 1024
@@ -117,22 +117,23 @@ def profiles_of(
         NotImplementedError: the model cannot be split.
     """
     followed: dict[torch.dtype, Followed] = {}
+    chunks: tuple[int | None, ...] = (None, CHUNK)
     for recipe in recipes:
         nn.Module.to(model, recipe.dtype)  # models of diffusers warn of it
         if recipe.dtype not in followed:
             followed[recipe.dtype] = follow(model, microbatch, length)
+            try:
+                chunked_head(model, followed[recipe.dtype])
+            except ChunkedLossError:
+                chunks = (None,)
         changed = model
         if recipe.change is not None:
             recipe.change(changed := copy.deepcopy(model))
-        for chunk in (None, CHUNK):
-            try:
-                profile = profile_model(
-                    changed, microbatch, length, operations_per_second=operations_per_second,
-                    optimizer_states=recipe.states, loss_chunk_tokens=chunk, followed=followed[recipe.dtype],
-                )  # fmt: skip
-            except ChunkedLossError:
-                break
-            yield recipe, chunk, profile
+        for chunk in chunks:
+            yield recipe, chunk, profile_model(
+                changed, microbatch, length, operations_per_second=operations_per_second,
+                optimizer_states=recipe.states, loss_chunk_tokens=chunk, followed=followed[recipe.dtype],
+            )  # fmt: skip
 
 
 def _planned(jobs: Sequence[Job]) -> tuple[Plan | None, Plan | None, str]:

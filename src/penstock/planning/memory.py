@@ -50,6 +50,7 @@ class Held:
         sent: what goes to the stage above for a microbatch, a part of `kept`; as much comes back.
         output: of the model's output, what the caller holds until it is given the next one; a part of `kept` before.
         forwarding: as `working`, in a forward; None if that is the same.
+        tied: of weights that other units have, too, a name, and bytes in `weights` and in `gradients`.
     """
 
     weights: float = 0.0
@@ -63,6 +64,7 @@ class Held:
     sent: float = 0.0
     output: float = 0.0
     forwarding: float | None = None
+    tied: tuple[tuple[str, float, float], ...] = ()
 
     @property
     def state(self) -> float:
@@ -73,6 +75,11 @@ class Held:
         """Bytes with so many microbatches between their forward and the end of their backward."""
         return self.state + microbatches * self.kept + self.working
 
+    def tied_state(self) -> dict[str, tuple[float, float, float]]:
+        """Of each tied weight, what is held for it in weights, gradients and optimizer."""
+        states = self.optimizer / self.gradients if self.gradients else 0.0
+        return {name: (size, trained, trained * states) for name, size, trained in self.tied}
+
     @staticmethod
     def together(parts: Iterable[Held]) -> Held:
         """What units hold on one stage, given in forward order: only one of them works at a time.
@@ -80,10 +87,13 @@ class Held:
         In a backward the units above the one at work have let go of `kept`, or hold `deferred` in its place.
         """
         weights = gradients = optimizer = kept = working = deferred = splitting = output = forwarding = 0.0
+        tied: dict[str, tuple[str, float, float]] = {}
         for part in parts:
-            weights += part.weights
-            gradients += part.gradients
-            optimizer += part.optimizer
+            twice = [state for name, state in part.tied_state().items() if name in tied]
+            weights += part.weights - sum(state[0] for state in twice)
+            gradients += part.gradients - sum(state[1] for state in twice)
+            optimizer += part.optimizer - sum(state[2] for state in twice)
+            tied |= {one[0]: one for one in part.tied}
             own = part.working if part.splitting is None else part.splitting
             put_off = part.kept if part.deferred is None else part.deferred
             working = max(working - part.kept, part.working)
@@ -94,7 +104,7 @@ class Held:
             output = part.output
         return Held(
             weights=weights, gradients=gradients, optimizer=optimizer, kept=kept, working=working, deferred=deferred,
-            splitting=splitting, output=output, forwarding=forwarding,
+            splitting=splitting, output=output, forwarding=forwarding, tied=tuple(tied.values()),
         )  # fmt: skip
 
 

@@ -266,10 +266,7 @@ def memory_of_layout(job: Job, pipelines: Sequence[PlannedPipeline]) -> tuple[Me
 
 
 def _states_owned(job: Job, pipelines: Sequence[PlannedPipeline], memory: Sequence[MemoryEstimate]) -> list[float]:
-    """The bytes of optimizer state on each rank, if one of its holders keeps that of each parameter: the run's choice.
-
-    A tied weight is two here, of which each has an owner.
-    """
+    """The bytes of optimizer state on each rank, if one holder keeps that of each parameter: the run's choice."""
     firsts = accumulate((len(pipeline.devices) for pipeline in pipelines), initial=0)
     holders: list[list[int]] = [[] for _ in job.profile.units]
     for first, pipeline in zip(firsts, pipelines, strict=False):
@@ -278,9 +275,18 @@ def _states_owned(job: Job, pipelines: Sequence[PlannedPipeline], memory: Sequen
         )
         for own, rank in zip(holders, ranks, strict=True):
             own.append(first + rank)
-    parts, states = [], []
+    parts, states = list[Owned](), list[float]()
+    known: dict[str, int] = {}
     for own, unit in zip(holders, job.profile.units, strict=True):
-        for size in unit.sizes or (unit.gradients,):
+        sizes = list(unit.sizes or (unit.gradients,))
+        for name, _, trained in unit.tied:
+            if trained and name in known:  # one weight, which more ranks hold
+                index = known[name]
+                parts[index] = parts[index]._replace(holders=(tuple(sorted({*parts[index].holders[0], *own})),))
+                sizes.remove(trained)
+            elif trained:
+                known[name] = len(parts) + sizes.index(trained)
+        for size in sizes:
             parts.append(Owned((tuple(own),), BYTES_KEPT * size))
             states.append(unit.optimizer * size / unit.gradients if unit.gradients else 0.0)
     limits = [job.cluster.kind_of(device).memory for pipeline in pipelines for device in pipeline.devices]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from penstock.layout.partition import split_into
 from penstock.layout.template import end_modules
@@ -15,6 +16,8 @@ from penstock.planning.cluster import Link
 from penstock.planning.memory import Held
 
 FORMAT = "penstock profile 1"
+# What JSON has as lists, and of what.
+_LISTS: dict[str, Callable[[Any], Any]] = {"sizes": float, "tied": tuple}
 
 
 @dataclass(frozen=True)
@@ -109,7 +112,10 @@ class Profile:
             content = json.loads(Path(path).read_text(encoding="utf-8"))
             if content.pop("format") != FORMAT:
                 raise ValueError("another format")
-            units = tuple(UnitCost(**unit | {"sizes": tuple(unit.get("sizes", ()))}) for unit in content.pop("units"))
+            units = tuple(
+                UnitCost(**unit | {key: tuple(map(kind, unit.get(key, ()))) for key, kind in _LISTS.items()})
+                for unit in content.pop("units")
+            )
             inside, between = (Link(**link) if (link := content.pop(name)) else None for name in ("inside", "between"))
             return cls(units=units, inside=inside, between=between, **content)
         except (ValueError, KeyError, TypeError, AttributeError) as error:

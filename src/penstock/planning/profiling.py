@@ -5,6 +5,8 @@ Each kind of unit is run alone, see `unit_cost`: a model needs not fit the devic
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,10 +19,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from penstock.checking.check import BoundaryReport, boundary_before
 from penstock.modeling.graph.chunked_loss import head_unit, refuse_head
+from penstock.modeling.graph.dataflow import ReachedInside
 from penstock.modeling.graph.dummy_inputs import dtype_of, dummy_inputs
 from penstock.modeling.graph.plan import refusal
 from penstock.modeling.graph.shapes import OutputShape, ShapeFunctions, flatten
-from penstock.modeling.graph.units import traced_units
+from penstock.modeling.graph.trace import Untraceable
+from penstock.modeling.graph.units import trace_units, traced_units
 from penstock.modeling.instrumentation import known_of
 from penstock.modeling.weights.whole import tensors_of
 from penstock.nested import map_tensors
@@ -36,12 +40,14 @@ class Followed:
         calls: what each unit is called with.
         boundaries: behind each unit but the last.
         costs: of the units that were run; those of equal shapes cost the same.
+        inputs: what it was called with.
     """
 
     names: list[str]
     calls: dict[str, list[Call]]
     boundaries: list[BoundaryReport]
     costs: dict[Any, UnitCost]
+    inputs: Mapping[str, Any]
 
 
 def profile_model(
@@ -70,8 +76,11 @@ def profile_model(
     found = followed or follow(model, batch, length)
     names, head = found.names, None
     if loss_chunk_tokens is not None:
-        head = head_unit(model, {name: model.get_submodule(name) for name in names})
-        refuse_head(None if head is None else model.get_submodule(head), model)
+        head = chunked_head(model, found) if followed is None else _head_of(model, names)
+    users: dict[int, list[str]] = {}
+    for name in names:
+        for inner, one in model.get_submodule(name).named_parameters():
+            users.setdefault(id(one), []).append(f"{name}.{inner}")
     units = []
     for index, name in enumerate(names):
         module, is_last = model.get_submodule(name), index == len(names) - 1
@@ -97,6 +106,11 @@ def profile_model(
                 crossing=float(sum(crossing.num_bytes for crossing in boundary.crossing)) if boundary else 0.0,
                 joined=bool(boundary and boundary.reason),
                 sizes=sizes,
+                tied=tuple(
+                    (users[id(one)][0], float(one.nbytes), float(one.nbytes * one.requires_grad))
+                    for one in module.parameters()
+                    if len(users[id(one)]) > 1
+                ),
             )
         )
     where = "estimated" if device is None else str(device)
@@ -111,6 +125,21 @@ def profile_model(
     if loss_chunk_tokens is not None:
         about["loss_chunk_tokens"] = loss_chunk_tokens
     return Profile(type(model).__name__, tuple(units), device is not None, about)
+
+
+def _head_of(model: nn.Module, names: Sequence[str]) -> str | None:
+    return head_unit(model, {name: model.get_submodule(name) for name in names})
+
+
+def chunked_head(model: nn.Module, followed: Followed) -> str | None:
+    """The unit that makes the logits. Raises ChunkedLossError if these cannot be made in chunks."""
+    head = _head_of(model, followed.names)
+    refuse_head(None if head is None else model.get_submodule(head), model)
+    if "input_ids" in followed.inputs:
+        functions = ShapeFunctions({name: model.get_submodule(name) for name in followed.names})
+        with contextlib.suppress(Untraceable, ReachedInside, NotImplementedError):
+            trace_units(model, functions, {**followed.inputs, "labels": followed.inputs["input_ids"]}, head=head)
+    return head
 
 
 def follow(model: nn.Module, batch: int, length: int) -> Followed:
@@ -134,7 +163,7 @@ def follow(model: nn.Module, batch: int, length: int) -> Followed:
             continue
         assert isinstance(recorder, _Recorder)
         boundaries = [boundary_before(found, names, index) for index in range(1, len(names))]
-        return Followed(names, recorder.calls, boundaries, {})
+        return Followed(names, recorder.calls, boundaries, {}, inputs)
     if not isinstance(failure, NotImplementedError):
         failure = refusal(model, f"{type(failure).__name__}: {failure}")
     if known_of(model).example_inputs is None and not isinstance(model, PreTrainedModel):

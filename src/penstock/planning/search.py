@@ -155,6 +155,12 @@ class Chain:
         """For every run of parts: its seconds, its memory for each microbatch, and besides."""
         held = [Held.together(part) for part in parts]
         state = run_sums([one.state for one in held])
+        before_it: dict[str, int] = {}
+        for end, one in enumerate(held):
+            for name, sizes in one.tied_state().items():
+                if name in before_it:  # runs that have both parts hold it once
+                    state[: before_it[name] + 1, end + 1 :] -= sum(sizes)
+                before_it[name] = end
         kept = run_sums([one.kept for one in held])
         # See `Held.together`: what a part works with, when those above it have let go of what they kept.
         before = np.cumsum([one.kept for one in held])

@@ -133,11 +133,13 @@ def trace_units(
     functions: ShapeFunctions,
     inputs: Mapping[str, Any],
     inner_calls: Mapping[str, set[str]] | None = None,
+    head: str | None = None,
 ) -> Trace:
     """A trace with the units that have these shape functions. They are intercepted only meanwhile.
 
     Args:
         inner_calls: takes up, for each unit, the names of the modules inside it that the model's code calls directly.
+        head: the unit whose logits only a loss over chunks of tokens may use.
     """
     floating = floating_modules(model, functions.units)
     interceptor, hooks = Interceptor(), []
@@ -147,7 +149,7 @@ def trace_units(
                 hooks.append(child.register_forward_pre_hook(lambda *_, calls=calls, inner=inner: calls.add(inner)))
     try:
         with interceptor.installed({**functions.units, **floating}):
-            return trace(model, functions, set(floating), interceptor, inputs)
+            return trace(model, functions, set(floating), interceptor, inputs, head=head)
     finally:
         for hook in hooks:
             hook.remove()
