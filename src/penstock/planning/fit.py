@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -117,15 +118,15 @@ def profiles_of(
         NotImplementedError: the model cannot be split.
     """
     followed: dict[torch.dtype, Followed] = {}
-    chunks: tuple[int | None, ...] = (None, CHUNK)
+    chunks: tuple[int | None, ...] = (None,)
     for recipe in recipes:
         nn.Module.to(model, recipe.dtype)  # models of diffusers warn of it
         if recipe.dtype not in followed:
             followed[recipe.dtype] = follow(model, microbatch, length)
-            try:
-                chunked_head(model, followed[recipe.dtype])
-            except ChunkedLossError:
-                chunks = (None,)
+            if len(followed) == 1:
+                with contextlib.suppress(ChunkedLossError):
+                    chunked_head(model, followed[recipe.dtype])
+                    chunks = (None, CHUNK)
         changed = model
         if recipe.change is not None:
             recipe.change(changed := copy.deepcopy(model))
