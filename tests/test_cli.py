@@ -1,6 +1,7 @@
 """The command line: its figures against closed formulas, its files, and mistakes that end with one line."""
 
 import json
+import logging
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
@@ -339,7 +340,12 @@ def test_draw_writes_a_picture_and_a_trace_with_every_action(tmp_path: Path) -> 
         (["draw", "zb-v", "--stages-per-rank", "3"], "schedule 'zb-v' has 2 stages per rank"),
     ],
 )
-def test_mistakes_end_with_one_line_and_status_1(arguments: list[str], message: str) -> None:
+def test_mistakes_end_with_one_line_and_status_1(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+) -> None:
+    # As the console script does, before or after diffusers is imported.
+    monkeypatch.setenv("DIFFUSERS_VERBOSITY", "error")
+    logging.getLogger("diffusers").setLevel(logging.ERROR)
     result = run(*arguments)
     assert result.exit_code == 1
     assert result.stderr.startswith("error: ") and message in result.stderr
