@@ -53,7 +53,7 @@ class Tower(nn.Module):
         self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
         self.norm = nn.BatchNorm1d(16) if twist == "norm" else nn.Identity()
         self.memory = Memory()
-        self.twist, self.calls = twist, 0
+        self.twist, self.calls, self.kept = twist, 0, [torch.zeros(1), 0]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.norm(self.embed(x))
@@ -67,6 +67,9 @@ class Tower(nn.Module):
         if self.twist == "calls":
             self.calls += 1
             return x / self.calls
+        if self.twist == "kept":
+            self.kept[1] += 1
+            return x / self.kept[1]
         others = {
             "memory": lambda: self.memory(x),
             "centre": lambda: x - x.mean(0),
@@ -147,6 +150,7 @@ def test_a_module_of_ones_own_with_a_criterion_is_exact(schedule: str) -> None:
     ("twist", "reason"),
     [
         ("centre", "the samples of a batch depend on each other"),
+        ("kept", "a forward changes what the next one finds: kept."),
         ("memory", "a forward changes what the next one finds: memory.mean."),
         ("calls", "a forward changes what the next one finds: calls."),
         ("numpy", "random numbers outside of torch"),

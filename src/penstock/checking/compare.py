@@ -260,9 +260,10 @@ class Comparison:
         for name, gradient in ours.gradients.items():
             reference = theirs.gradients[name]
             wanted = None if reference is None else self._own(ours.model, name, reference)
-            one, other = (gradient, wanted) if gradient is not None else (wanted, None)
-            if one is not None:
-                found.append((_difference(one, torch.zeros_like(one) if other is None else other, scale), name))
+            if gradient is not None and wanted is not None:
+                found.append((_difference(gradient, wanted, scale), name))
+            elif any(each is not None and each.any() for each in (gradient, wanted)):
+                found.append((float("inf"), f"{name} ({'no gradient' if gradient is None else 'none unsplit'})"))
         return max(found, default=(0.0, ""))
 
     def _of_weights(self, ours: Any, theirs: nn.Module) -> tuple[float, str]:

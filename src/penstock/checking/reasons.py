@@ -17,7 +17,7 @@ from penstock.data.microbatch import split_batch
 from penstock.nested import named_tensors
 from penstock.random_state import all_restored, generators_in_use
 
-_PLAIN = (bool, int, float, str, bytes, list, tuple, dict, deque, type(None))
+_COMPARABLE = (torch.Tensor, bool, int, float, str, bytes, list, tuple, dict, deque, type(None))
 # Of nn.Module itself.
 _OF_MODULES = frozenset(vars(nn.Module())) - {"_buffers"}
 
@@ -112,9 +112,15 @@ def _changed(model: nn.Module, used: nn.Module) -> Iterator[str]:
 
 
 def _same(one: Any, other: Any) -> bool:
-    a, b = (list(named_tensors({"": each}).values()) for each in (one, other))
-    plain = isinstance(one, _PLAIN) and isinstance(other, _PLAIN) and not a
-    return len(a) == len(b) and _equal(a, b) and not (plain and repr(one) != repr(other))
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return _equal([one], [other])
+    if isinstance(one, (list, tuple, deque)) and isinstance(other, (list, tuple, deque)):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    if not (isinstance(one, _COMPARABLE) and isinstance(other, _COMPARABLE)):
+        return True
+    return type(one) is type(other) and (one == other or one != one)
 
 
 def _loss(

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from itertools import chain
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -398,8 +398,12 @@ def _refuse_changed(buffers: Iterable[_OutsideBuffer], flow: DataFlow) -> None:
             raise ChangedBuffer(name)
 
 
-# A buffer's name, whether checkpoints hold it, the registry it is in with its key there, and its values at first.
-_OutsideBuffer = tuple[str, bool, dict[str, Any], str, torch.Tensor]
+class _OutsideBuffer(NamedTuple):
+    name: str
+    is_saved: bool
+    registry: dict[str, Any]
+    key: str
+    before: torch.Tensor
 
 
 @contextmanager
@@ -424,7 +428,9 @@ def real_outside(model: nn.Module, functions: ShapeFunctions) -> Iterator[list[_
                     registry[name] = nn.Parameter(zeros, False) if isinstance(tensor, nn.Parameter) else zeros
                     if registry is module._buffers:
                         full = f"{prefix}.{name}" if prefix else name
-                        buffers.append((full, name not in module._non_persistent_buffers_set, registry, name, zeros))
+                        buffers.append(
+                            _OutsideBuffer(full, name not in module._non_persistent_buffers_set, registry, name, zeros)
+                        )
     try:
         yield buffers
     finally:
