@@ -39,8 +39,8 @@ class ReductionReport:
 
     Attributes:
         num_bytes: size of the gradients.
-        intervals: for each bucket, when it was launched and when its sum was complete (or was waited for, where no
-        more is known). seconds_waited: how long the step waited for them at its end.
+        intervals: for each bucket, when it was launched and when its sum was complete (on an accelerator: was waited
+        for). seconds_waited: how long the step waited for them at its end.
     """
 
     num_bytes: int
@@ -226,7 +226,7 @@ class GradientReducer:
         """Forget everything under way, so that nothing keeps a dead group's connections open."""
         self._groups = {}
         for bucket in self.buckets:
-            bucket.work = bucket._other = None
+            bucket.work = None
 
     def remove_hooks(self) -> None:
         """Remove the hooks from the parameters."""
@@ -273,7 +273,6 @@ class Bucket:
     launched_at: float = 0.0
     finished_at: float = 0.0
     _flat: torch.Tensor | None = None
-    _other: torch.Tensor | None = None
     _views: list[torch.Tensor] = field(default_factory=list)
     _absent: list[int] = field(default_factory=list)
 
@@ -323,11 +322,6 @@ class Bucket:
         on_cpu = flat.device.type == "cpu"
         alone = len(self.owners) == 1 and (not on_cpu or len(self.ranks) <= ALL_IN_TREES)
         owner = self.ranks.index(self.owners[0]) if alone else None
-        if owner is not None and on_cpu and len(self.ranks) == 2:
-            # Between two ranks gloo's reduce moves half as much again, and takes twice the processor's time.
-            self._other = torch.empty_like(real) if wanted else None
-            self.work = group.send([real], owner, 0) if self._other is None else group.recv([self._other], 1 - owner, 0)
-            return
         self.work = group.allreduce([real]) if owner is None else group.reduce(real, owner)
         if on_cpu:
             self.work.get_future().add_done_callback(lambda _: setattr(self, "finished_at", time.perf_counter()))
@@ -337,16 +331,11 @@ class Bucket:
         assert self.work is not None
         self.work.wait()
         self.work = None
-        if self.finished_at == self.launched_at:
-            self.finished_at = time.perf_counter()
         if self.owners and rank not in self.owners:
             self._absent = []
             self.release()
             return
         flat, views = self._buffer()
-        if self._other is not None:
-            (torch.view_as_real(flat) if flat.is_complex() else flat).add_(self._other)
-            self._other = None
         # Reading the flags waits for an accelerator; a rank that has every gradient need not read them.
         present = flat[len(flat) - len(views) :].tolist() if self._absent else []
         for index in self._absent:
