@@ -5,16 +5,18 @@ For checks only: each message is copied twice, and the ranks take turns on the c
 
 from __future__ import annotations
 
-import datetime
 import os
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-NAME = "shared_card"
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "emulated_gpu"))
+from host_group import HostGroup
 
 
 class Work(dist._Work):
@@ -43,12 +45,10 @@ class Work(dist._Work):
         return not self._kept or self._inner.is_completed()
 
 
-class SharedCard(dist.ProcessGroup):
+class SharedCard(HostGroup):
     """A group of ranks on one card."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: datetime.timedelta):
-        super().__init__(rank, size)
-        self._inner: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
+    backend = "shared_card"
 
     def send(self, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> Work:
         return self._carry(tensors, [], lambda copies: self._inner.send(_as_bytes(copies), peer, tag))
@@ -79,38 +79,8 @@ class SharedCard(dist.ProcessGroup):
         copies = [tensor.detach().cpu().contiguous() for tensor in inputs]
         return Work(call(copies), list(zip(outputs, copies, strict=False)), copies)
 
-    def size(self) -> int:
-        return self._inner.size()
-
-    def rank(self) -> int:
-        return self._inner.rank()
-
     def name(self) -> str:
         return "gloo"  # whose end it has, when a rank is lost
-
-    def getBackendName(self) -> str:
-        return NAME
-
-    @property
-    def _device_types(self) -> list[torch.device]:
-        return [torch.accelerator.current_accelerator()]
-
-    def _get_backend(self, device: torch.device) -> Any:
-        return self
-
-    def _set_group_name(self, name: str) -> None:
-        self._name = name
-
-    def _set_group_desc(self, desc: str) -> None:
-        self._desc = desc
-
-    @property
-    def group_name(self) -> str:
-        return self._name
-
-    @property
-    def group_desc(self) -> str:
-        return self._desc
 
     def shutdown(self) -> None:
         pass
@@ -122,12 +92,8 @@ def _as_bytes(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 def use_shared_card() -> None:
     """Make it the transport between accelerators, and let each rank count the card as its own."""
-
-    def create(store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> SharedCard:
-        return SharedCard(store, rank, size, timeout)
-
     kind = torch.accelerator.current_accelerator().type
-    dist.Backend.register_backend(NAME, create, devices=[kind])
+    SharedCard.register(kind)
     module = torch.get_device_module(kind)
     properties = module.get_device_properties
     module.get_device_properties = lambda device=None: _Own(properties(device))

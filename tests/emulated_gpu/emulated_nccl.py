@@ -8,7 +8,6 @@ aborted, and then without an error: what it should have brought is garbage.
 from __future__ import annotations
 
 import contextlib
-import datetime
 import itertools
 import threading
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from host_group import HostGroup
 
 TYPES = {
     torch.int8, torch.uint8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64,
@@ -67,14 +67,11 @@ def synchronize(device: Any = None) -> None:
         under_way[0].wait()
 
 
-class EmulatedNccl(dist.ProcessGroup):
+class EmulatedNccl(HostGroup):
     """One communicator."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: datetime.timedelta):
-        super().__init__(rank, size)
-        self.aborted = False
-        self._rank, self._size = rank, size
-        self._inner: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
+    backend = NAME
+    aborted = False
 
     # -- transfers -------------------------------------------------------------------------------------------------
 
@@ -103,40 +100,7 @@ class EmulatedNccl(dist.ProcessGroup):
         counts[what] = counts.get(what, 0) + 1
         return Work(self, call([_memory_of(tensor) for tensor in tensors]), tensors)
 
-    # -- the rest of a process group -------------------------------------------------------------------------------
-
-    def size(self) -> int:
-        return self._size
-
-    def rank(self) -> int:
-        return self._rank
-
-    def name(self) -> str:
-        return NAME
-
-    def getBackendName(self) -> str:
-        return NAME
-
-    @property
-    def _device_types(self) -> list[torch.device]:
-        return [torch.device("gpu")]
-
-    def _get_backend(self, device: torch.device) -> Any:
-        return self
-
-    def _set_group_name(self, name: str) -> None:
-        self._name = name
-
-    def _set_group_desc(self, desc: str) -> None:
-        self._desc = desc
-
-    @property
-    def group_name(self) -> str:
-        return self._name
-
-    @property
-    def group_desc(self) -> str:
-        return self._desc
+    # -- its end ------------------------------------------------------------------------------------------------------
 
     def abort(self) -> None:
         self.aborted = True
@@ -165,9 +129,5 @@ def register() -> None:
     """Make it the transport of tensors on "gpu"."""
     if NAME.upper() in dist.Backend._plugins:
         return
-
-    def create(store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> EmulatedNccl:
-        return EmulatedNccl(store, rank, size, timeout)
-
-    dist.Backend.register_backend(NAME, create, devices=["gpu"])
+    EmulatedNccl.register("gpu")
     torch.get_device_module("gpu").synchronize = synchronize
