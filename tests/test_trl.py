@@ -15,7 +15,7 @@ from families import FAMILIES, batch
 from penstock.data.packed import cut_packed, is_packed
 from penstock.integrations.trl import token_sums
 from pool import Pool
-from trainer_runs import differences, train_all
+from trainer_runs import differences, fine_tune, train_all
 from training import kept_in_double, parallelize, run_step
 
 TOLERANCE = 1e-8  # double precision, but TRL divides its counts in single
@@ -120,3 +120,14 @@ def test_the_fused_head_is_refused_with_what_to_write_instead(pool: Pool) -> Non
     for text, loss in pool.run(2, fused):
         assert 'Leave fused_lm_head out, and write "loss_chunk_tokens": 1024' in text
         assert float(loss) == pytest.approx(float(expected), abs=1e-6)
+
+
+def offloading(folder: Path) -> str:
+    with pytest.raises(ValueError, match="does not work over pipelines") as refused:
+        fine_tune(folder, packing=False, stages=2, activation_offloading=True)
+    return str(refused.value)
+
+
+def test_offloading_of_activations_is_refused_with_what_to_do_instead(pool: Pool, tmp_path: Path) -> None:
+    for text in pool.run(2, offloading, tmp_path, init=False):
+        assert "activation_offloading" in text and "torch.autograd.graph.save_on_cpu() around train()" in text
