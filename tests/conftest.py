@@ -39,6 +39,14 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(autouse=True)
+def environment_stays() -> Iterator[None]:
+    """A variable that a test leaves behind would keep all later ones from forks; see zygote.py."""
+    before = zygote.read_at_import(os.environ)
+    yield
+    assert zygote.read_at_import(os.environ) == before
+
+
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
     """The session's worker processes; see Pool.run."""

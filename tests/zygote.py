@@ -148,7 +148,7 @@ class Zygote:
     def __init__(self, listener: socket.socket, base_path: list[str]) -> None:
         self._listener = listener
         self._base_path = base_path
-        self._read_at_import = _read_at_import(os.environ)
+        self._read_at_import = read_at_import(os.environ)
         self._running: dict[int, socket.socket] = {}
         self._ends, self._wakeup = os.pipe()
         for end in (self._ends, self._wakeup):
@@ -190,7 +190,7 @@ class Zygote:
         except (OSError, struct.error):  # whoever asked has ended meanwhile
             connection.close()
             return None
-        if _read_at_import(variables) != self._read_at_import:
+        if read_at_import(variables) != self._read_at_import:
             process = REFUSED
         else:
             process = os.fork()
@@ -231,7 +231,7 @@ class Zygote:
             other.close()
 
 
-def _read_at_import(variables: Mapping[str, str]) -> dict[str, str]:
+def read_at_import(variables: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value for name, value in variables.items() if name.startswith(READ_AT_IMPORT) and name not in READ_LATER
     }

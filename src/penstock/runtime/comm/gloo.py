@@ -53,11 +53,14 @@ def lazily() -> Iterator[None]:
     if not sys.platform.startswith("linux") or os.environ.get("GLOO_DEVICE_TRANSPORT", "TCP") != "TCP":
         yield
         return
-    before, os.environ[LAZY] = os.environ.get(LAZY, "0"), "1"
+    before, os.environ[LAZY] = os.environ.get(LAZY), "1"
     try:
         yield
     finally:
-        os.environ[LAZY] = before
+        if before is None:
+            del os.environ[LAZY]
+        else:
+            os.environ[LAZY] = before
 
 
 def beside(rank: int, size: int) -> set[int]:
