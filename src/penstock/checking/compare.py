@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import inspect
+import math
+import operator
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,31 +20,27 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel
 
-from penstock.checking.reasons import reason_of_difference, taken
+from penstock.checking.reasons import near, reason_of_difference, taken
 from penstock.config import Configuration
-from penstock.data.batch import microbatches_of
-from penstock.data.media import MediaTokens
 from penstock.initialize import initialize
+from penstock.modeling.graph.dummy_inputs import dtype_of
 from penstock.modeling.graph.loss import Criterion, loss_by
 from penstock.modeling.stage.named_output import NamedOutput
 from penstock.nested import named_tensors
 from penstock.runtime.comm.exchange import Ranks
-from penstock.runtime.engine import DEFAULT_MICROBATCHES_PER_STAGE
 
-EXACT = "exact"
-ACCUMULATED = "exact against accumulation"
-NOT_TRIED = "not tried"
-REFUSED = "refused"
-DIFFERS = "differs"
-FAILED = "failed"
+EXACT, ACCUMULATED, NOT_TRIED = "exact", "exact against accumulation", "not tried"
+REFUSED, DIFFERS, FAILED = "refused", "differs", "failed"
 # Sums in another order, in the type the model runs in, relative to the largest entry.
 TOLERANCES = {torch.float64: 1e-8, torch.float32: 2e-4}
 # What the largest entry of the first gradient changes a weight by.
 FIRST_CHANGE = 0.01
 NEW_TOKENS = 4
 
+Named = Mapping[str, Any]
 # Parts of a batch, each with its share of the batch's loss; a single one for the whole batch at once.
-Pieces = Sequence[tuple[Mapping[str, Any], float]]
+Pieces = Sequence[tuple[Named, float]]
+Losses = Callable[[], Iterable[torch.Tensor]]  # of one step
 
 
 @dataclass(frozen=True)
@@ -51,12 +48,10 @@ class Row:
     """How one thing came out.
 
     Attributes:
-        what: `"loss"`, `"gradients"`, `"weights"`, `"evaluation"`, `"tokens"`, `"checkpoint"`; or `"training"`, which
-            then failed.
-        result: `EXACT`, `ACCUMULATED`, `NOT_TRIED`, `REFUSED`, `DIFFERS` or `FAILED`.
+        what: a row of the table in docs/verify.md; or `"training"`, which then failed.
         difference: the largest, relative to the largest entry; None where nothing was compared.
         where: the parameter, output or step that has it.
-        reason: why, but for `EXACT`.
+        reason: why it is not exact.
     """
 
     what: str
@@ -72,24 +67,35 @@ class Trained:
 
     model: Any
     pieces: Pieces
-    losses: list[float]
+    losses: dict[str, torch.Tensor]
     gradients: dict[str, torch.Tensor | None]
     rate: float
 
     @classmethod
-    def of(cls, model: nn.Module, pieces: Pieces, step: Callable[[], float], steps: int, rate: float = 0.0) -> Trained:
-        """Train with SGD and momentum. `step` accumulates gradients and returns the loss; 0 chooses a `rate`."""
-        losses, gradients, optimizer = [], {}, None
-        for _ in range(steps):
+    def of(
+        cls,
+        model: Any,
+        losses: Callable[[], Iterable[torch.Tensor]],
+        steps: int,
+        rate: float = 0.0,
+        pieces: Pieces = (),
+    ) -> Trained:
+        """Train with SGD and momentum; 0 chooses a `rate` by the first gradients."""
+        totals, gradients, optimizer = {}, {}, None
+        for number in range(1, steps + 1):
             model.zero_grad()
-            losses.append(step())
+            total = torch.zeros((), dtype=torch.float64)
+            for loss in losses():
+                loss.backward()
+                total += loss.detach()
+            totals[f"step {number}"] = total
             if optimizer is None:
                 named = model.named_parameters(remove_duplicate=False)
                 gradients = {name: None if each.grad is None else each.grad.clone() for name, each in named}
                 rate = rate or FIRST_CHANGE / _largest(gradients.values())
                 optimizer = torch.optim.SGD(model.parameters(), rate, momentum=0.9)
             optimizer.step()
-        return cls(model, pieces, losses, gradients, rate)
+        return cls(model, pieces, totals, gradients, rate)
 
 
 class Comparison:
@@ -106,17 +112,14 @@ class Comparison:
     def __init__(
         self,
         model: nn.Module,
-        inputs: Mapping[str, Any],
+        inputs: Named,
         configuration: Configuration,
         criterion: Criterion | None = None,
         steps: int = 1,
     ) -> None:
         self.initial, self.inputs, self.configuration = model, inputs, configuration
         self.criterion, self.steps = criterion, steps
-        self.warned: str | None = None
-        self._losses: Sequence[float] = ()
-        dtype = next(each.dtype for each in model.parameters() if each.is_floating_point())
-        self.tolerance = TOLERANCES[dtype]
+        self.tolerance = TOLERANCES[dtype_of(model)]
         self.whole = self._unsplit([(inputs, 1.0)])
 
     def rows(self, folder: Path | None = None) -> list[Row]:
@@ -126,31 +129,33 @@ class Comparison:
             folder: an empty one on all ranks, for a checkpoint.
         """
         model: Any = copy.deepcopy(self.initial)
-        own_module = not isinstance(model, PreTrainedModel)
-        example = taken(model, self.inputs) if own_module and not hasattr(model, "peft_config") else None
+        own_module = not isinstance(model, PreTrainedModel) and not hasattr(model, "peft_config")
+        example = taken(model, self.inputs) if own_module else None
         try:
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 initialize(model, self.configuration, self.criterion, example_inputs=example)
-                ours = Trained.of(model, (), lambda: self._step(model), self.steps, self.whole.rate)
+                losses = lambda: (output.loss for output in model(**self.inputs))  # noqa: E731
+                ours = Trained.of(model, losses, self.steps, self.whole.rate)
         except Exception as error:
             return [_failed("training", error)]
         said = [str(w.message) for w in caught if "accumulating over the same microbatches" in str(w.message)]
-        context = model.pipeline.context
+        self.model, context = model, model.pipeline.context
         ranks = Ranks(context.groups.world_control, context.board.guard)
         told = ranks.exchange(said, "comparing warnings")  # only the rank with the loss warns of it
-        self.warned = next((text.partition(": the run equals")[0] for texts in told for text in texts), None)
-        self._losses = ours.losses
-        rows = [
-            self._row("loss", lambda run: _of_losses(ours.losses, run.losses)),
-            self._row("gradients", lambda run: self._of_gradients(ours, run)),
-            self._row("weights", lambda run: self._of_weights(model, run.model)),
-        ]
+        self.warned = next((text.partition(": the run equals")[0] for texts in told for text in texts), "")
+        self.losses, scale, weights = ours.losses, FIRST_CHANGE / self.whole.rate, self._weights()
         tries: dict[str, Callable[[], Row | None]] = {
-            "evaluation": lambda: self._evaluation(model),
-            "tokens": lambda: self._tokens(model),
-            "checkpoint": lambda: None if folder is None else self._checkpoint(model, folder),
+            "loss": lambda: self._row("loss", ours.losses, lambda run: run.losses),
+            "gradients": lambda: self._row(
+                "gradients", ours.gradients, lambda run: self._own(ours.gradients, run.gradients), scale
+            ),
+            "weights": lambda: self._row("weights", weights, lambda run: self._own(weights, run.model.state_dict())),
+            "evaluation": self._evaluation,
+            "tokens": self._tokens,
+            "checkpoint": lambda: None if folder is None else self._checkpoint(folder),
         }
+        rows = []
         for what, attempt in tries.items():
             try:
                 rows += [row for row in [attempt()] if row is not None]
@@ -161,27 +166,12 @@ class Comparison:
             dist.barrier()
         return rows
 
-    def _step(self, model: Any) -> float:
-        total = 0.0
-        for output in model(**self.inputs):
-            output.loss.backward()
-            total += float(output.loss.detach())
-        return total
-
     def _unsplit(self, pieces: Pieces, rate: float = 0.0) -> Trained:
-        model: Any = copy.deepcopy(self.initial)
+        model = copy.deepcopy(self.initial)
+        losses = lambda: (self._loss(model, inputs) * share for inputs, share in pieces)  # noqa: E731
+        return Trained.of(model, losses, self.steps, rate, pieces)
 
-        def step() -> float:
-            total = 0.0
-            for inputs, share in pieces:
-                loss = self._loss(model, inputs) * share
-                loss.backward()
-                total += float(loss.detach())
-            return total
-
-        return Trained.of(model, pieces, step, self.steps, rate)
-
-    def _loss(self, model: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
+    def _loss(self, model: nn.Module, inputs: Named) -> torch.Tensor:
         loss = loss_by(self.criterion, model(**taken(model, inputs)), inputs)
         if loss is None:
             raise ValueError(f"the unsplit model computes no loss from {sorted(inputs)}: give labels, or a criterion")
@@ -189,44 +179,29 @@ class Comparison:
 
     @functools.cached_property
     def _accumulated(self) -> Trained:
-        """The unsplit model, accumulating over the microbatches that the pipeline has."""
-        stages = self.configuration.pipeline_parallel_size
-        parts, sizes = microbatches_of(
-            self.inputs,
-            getattr(self.initial, "main_input_name", None),
-            self.configuration.num_microbatches,
-            self.configuration.micro_batch_size,
-            DEFAULT_MICROBATCHES_PER_STAGE * int(stages),
-            MediaTokens.of(getattr(self.initial, "config", None)),
-            self.configuration.batch_dim or {},
-        )
-        return self._unsplit(list(zip(parts, self._shares(parts, sizes), strict=True)), self.whole.rate)
+        """The unsplit model, accumulating over the microbatches that the pipeline has.
 
-    def _shares(self, parts: Sequence[Mapping[str, Any]], sizes: Sequence[int]) -> list[float]:
-        """What the losses of microbatches are weighed by: samples, or tokens.
-
-        By what gives the whole batch's loss in evaluation, where no statistics of the batch are in the way; where the
-        loss itself is warned of, and nothing gives it, by what gives the pipeline's.
+        Their losses are weighed by samples, or by tokens: by what gives the whole batch's loss in evaluation, where no
+        statistics of the batch are in the way; where the loss itself is warned of, by what gives the pipeline's.
         """
+        parts, sizes = self.model.pipeline.microbatches(self.inputs)
         ids = [n for n, v in self.inputs.items() if isinstance(v, torch.Tensor) and v.dtype == torch.int64 and v.dim()]
-        labels = [[part[name][..., start:] for part in parts] for name in ids for start in (0, 1)]
-        weights = [list(sizes), *([int((part != -100).sum()) for part in each] for each in labels)]
-        kinds = [[each / sum(counts) for each in counts] for counts in weights if sum(counts)]
-        of_loss = self.warned is not None and "the loss of" in self.warned
+        counts = [[int((part[name][..., start:] != -100).sum()) for part in parts] for name in ids for start in (0, 1)]
+        kinds = [[each / sum(weights) for each in weights] for weights in [sizes, *counts] if sum(weights)]
+        of_loss = "the loss of" in self.warned
         model = copy.deepcopy(self.initial).train(of_loss)
         with torch.no_grad():
             losses = [float(self._loss(model, part)) for part in parts]
-            expected = self._losses[0] if of_loss else float(self._loss(model, self.inputs))
-        totals = [sum(loss * share for loss, share in zip(losses, shares, strict=True)) for shares in kinds]
-        best = min(range(len(kinds)), key=lambda index: abs(totals[index] - expected))
-        return kinds[best] if abs(totals[best] - expected) <= 1e-6 * max(1.0, abs(expected)) else kinds[0]
+            expected = float(self.losses["step 1"] if of_loss else self._loss(model, self.inputs))
+        shares = next((kind for kind in kinds if near(sum(map(operator.mul, kind, losses)), expected)), kinds[0])
+        return self._unsplit(list(zip(parts, shares, strict=True)), self.whole.rate)
 
-    def _row(self, what: str, compared: Callable[[Trained], tuple[float, str]]) -> Row:
-        difference, where = compared(self.whole)
+    def _row(self, what: str, ours: Named, theirs: Callable[[Trained], Named], scale: float | None = None) -> Row:
+        difference, where = _furthest(ours, theirs(self.whole), scale)
         if difference <= self.tolerance:
             return Row(what, EXACT, difference, where)
-        if self.warned is not None:
-            beside, at = compared(self._accumulated)
+        if self.warned:
+            beside, at = _furthest(ours, theirs(self._accumulated), scale)
             if beside <= self.tolerance:
                 return Row(what, ACCUMULATED, beside, at, self._reason_of_accumulation)
         return Row(what, DIFFERS, difference, where, self._why)
@@ -235,63 +210,40 @@ class Comparison:
     def _reason_of_accumulation(self) -> str:
         with torch.no_grad():
             model = copy.deepcopy(self.initial).eval()
-            parts = [float(self._loss(model, part)) for part, _ in self._accumulated.pieces]
-            whole = float(self._loss(model, self.inputs))
-        if "the loss of" in str(self.warned) and abs(sum(parts) - whole) <= 1e-6 * max(1.0, abs(whole)):
-            return f'{self.warned}. It is a sum: return the mean, or give the criterion an attribute reduction = "sum"'
-        return str(self.warned)
+            parts = sum(float(self._loss(model, part)) for part, _ in self._accumulated.pieces)
+            is_sum = "the loss of" in self.warned and near(parts, float(self._loss(model, self.inputs)))
+        advice = '. It is a sum: return the mean, or give the criterion an attribute reduction = "sum"'
+        return self.warned + (advice if is_sum else "")
 
     @functools.cached_property
     def _why(self) -> str:
         parts = [part for part, _ in self._accumulated.pieces]
         return reason_of_difference(self.initial, self.inputs, parts, self._loss)
 
-    def _own(self, model: Any, name: str, reference: torch.Tensor) -> torch.Tensor:
-        """What this rank holds of a weight of the unsplit model."""
-        sharding = model.pipeline.split.tensor_parallel
-        if sharding is None or name not in sharding.shards:
-            return reference
-        taken: torch.Tensor = sharding.shards[name].take(reference, sharding.index, sharding.size)
-        return taken
+    def _own(self, ours: Named, named: Named) -> Named:
+        """Of the unsplit model's tensors, what this rank holds, which are those of `ours`."""
+        own, sharding = {name: named[name] for name in ours if name in named}, self.model.pipeline.split.tensor_parallel
+        for name in own.keys() & (sharding.shards.keys() if sharding is not None else ()):
+            if own[name] is not None:
+                own[name] = sharding.shards[name].take(own[name], sharding.index, sharding.size)
+        return own
 
-    def _of_gradients(self, ours: Trained, theirs: Trained) -> tuple[float, str]:
-        """Where one has no gradient the other's is to be zero."""
-        scale, found = _largest(theirs.gradients.values()), []
-        for name, gradient in ours.gradients.items():
-            reference = theirs.gradients[name]
-            wanted = None if reference is None else self._own(ours.model, name, reference)
-            if gradient is not None and wanted is not None:
-                found.append((_difference(gradient, wanted, scale), name))
-            elif any(each is not None and each.any() for each in (gradient, wanted)):
-                found.append((float("inf"), f"{name} ({'no gradient' if gradient is None else 'none unsplit'})"))
-        return max(found, default=(0.0, ""))
+    def _weights(self) -> Named:
+        return {name: value for name, value in self.model.state_dict().items() if isinstance(value, torch.Tensor)}
 
-    def _of_weights(self, ours: Any, theirs: nn.Module) -> tuple[float, str]:
-        reference, found = theirs.state_dict(), []
-        for name, value in ours.state_dict().items():
-            if isinstance(value, torch.Tensor) and isinstance(reference.get(name), torch.Tensor):
-                found.append((_difference(value, self._own(ours, name, reference[name])), name))
-        return max(found, default=(0.0, ""))
-
-    def _evaluation(self, model: Any) -> Row:
-        model.eval()
+    def _evaluation(self) -> Row:
+        self.model.eval()
         with torch.no_grad():
-            output = model(**self.inputs)
+            output = self.model(**self.inputs)
         found = _outputs(output.original() if isinstance(output, NamedOutput) else output)
         if self.criterion is not None:
             found["loss"] = output.loss
-        row = self._row("evaluation", lambda run: _of_outputs(found, self._evaluated(run)))
-        if row.result == DIFFERS and "use_cache" in inspect.signature(self.initial.forward).parameters:
-            without = self._evaluated(self.whole, use_cache=False)
-            if _of_outputs(found, without)[0] <= self.tolerance:
-                why = "not so from the unsplit model with use_cache=False, which is how Penstock evaluates"
-                return Row(row.what, DIFFERS, row.difference, row.where, why)
-        return row
+        return self._row("evaluation", found, self._evaluated)
 
-    def _evaluated(self, run: Trained, **options: Any) -> dict[str, torch.Tensor]:
+    def _evaluated(self, run: Trained) -> Named:
         run.model.eval()
         with torch.no_grad():
-            found = _outputs(run.model(**taken(run.model, self.inputs), **options))
+            found = _outputs(run.model(**taken(run.model, self.inputs)))
             if len(run.pieces) > 1:  # a router's balance, say, is that of each microbatch
                 found = {name: value for name, value in found.items() if value.dim() or name == "loss"}
             if self.criterion is not None or "loss" in found:
@@ -299,93 +251,72 @@ class Comparison:
                 found["loss"] = torch.stack(losses).sum()
         return found
 
-    def _tokens(self, model: Any) -> Row | None:
-        """Greedy tokens, of a model of transformers that generates."""
+    def _tokens(self) -> Row | None:
+        """Greedy tokens, of a model of transformers that generates, for the first microbatch without padding, which
+        belongs on the left here, and no longer in all than what the model was trained with."""
         known: Any = self.initial
         if not isinstance(known, PreTrainedModel) or not known.can_generate():
             return None
-        model.eval()
-        given = {n: v for n, v in taken(known, self.inputs).items() if n != "labels" and "decoder" not in n}
-        media = MediaTokens.of(known.config)
-        prompt = microbatches_of(given, known.main_input_name, None, 2, media=media)[0][0]
-        # Without padding, which belongs on the left here, and no longer in all than what the model was trained with.
-        mask, ids = prompt.pop("attention_mask", None), prompt.get("input_ids")
+        self.model.eval()
+        part = taken(known, self.model.pipeline.microbatches(self.inputs)[0][0])
+        prompt = {name: value for name, value in part.items() if name != "labels" and "decoder" not in name}
+        ids, mask = prompt.get("input_ids"), prompt.get("attention_mask")
         if isinstance(ids, torch.Tensor) and ids.dim() == 2:
-            whole = torch.ones_like(ids) if mask is None or mask.shape != ids.shape else mask
-            kept = whole.bool().all(0).nonzero().flatten()
-            kept = kept[: max(1, min(len(kept), ids.shape[1] - NEW_TOKENS))]
-            for name in ("input_ids", "mm_token_type_ids", "token_type_ids"):
-                if name in prompt and prompt[name].shape == ids.shape:
-                    prompt[name] = prompt[name][:, kept]
-        elif mask is not None:
-            prompt["attention_mask"] = mask
+            whole = torch.ones_like(ids) if mask is None or mask.shape != ids.shape else prompt.pop("attention_mask")
+            kept = whole.bool().all(0).nonzero().flatten()[: max(1, ids.shape[1] - NEW_TOKENS)]
+            prompt = {n: v[:, kept] if getattr(v, "shape", None) == ids.shape else v for n, v in prompt.items()}
         options = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False}
         try:
             self.whole.model.eval().generate(**prompt, **options)
         except Exception as error:
             return Row("tokens", NOT_TRIED, reason=f"generate() does not run unsplit ({_short(error)})")
-        found = model.generate(**prompt, **options)
+        found = {"": self.model.generate(**prompt, **options)}
+        return self._row("tokens", found, lambda run: {"": run.model.eval().generate(**prompt, **options)})
 
-        def compared(run: Trained) -> tuple[float, str]:
-            expected = run.model.eval().generate(**prompt, **options)
-            return (0.0, "") if torch.equal(found, expected) else (1.0, "other tokens")
-
-        return self._row("tokens", compared)
-
-    def _checkpoint(self, model: Any, folder: Path) -> Row:
+    def _checkpoint(self, folder: Path) -> Row:
         """The weights of an ordinary checkpoint, read without Penstock: bit for bit those that were saved."""
-        if hasattr(model, "peft_config"):
+        if hasattr(self.model, "peft_config"):
             return Row("checkpoint", NOT_TRIED, reason="adapters are saved as PEFT's; load them with PEFT")
-        model.save_pretrained(os.fspath(folder))
+        self.model.save_pretrained(os.fspath(folder))
         if isinstance(self.initial, PreTrainedModel):
             again: nn.Module = type(self.initial).from_pretrained(folder, dtype=self.initial.dtype)
         else:
             again = copy.deepcopy(self.initial)
             again.load_state_dict(load_file(folder / "model.safetensors"))
-        difference, where = self._of_weights(model, again)
-        if difference == 0:
-            return Row("checkpoint", EXACT, difference)
-        return Row("checkpoint", DIFFERS, difference, where, self._why)
-
-
-def _of_losses(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, str]:
-    pairs = enumerate(zip(ours, theirs, strict=True), start=1)
-    return max(
-        (_difference(*torch.tensor([[a], [b]], dtype=torch.float64)), f"step {number} ({a:.6g}, unsplit {b:.6g})")
-        for number, (a, b) in pairs
-    )
+        weights = self._weights()
+        difference, where = _furthest(weights, self._own(weights, again.state_dict()))
+        exact = difference == 0
+        return Row("checkpoint", EXACT if exact else DIFFERS, difference, where, "" if exact else self._why)
 
 
 def _outputs(output: Any) -> dict[str, torch.Tensor]:
     """The tensors of an output by name, its loss as `loss`."""
-    loss, found = loss_by(None, output, {}), {}
-    for name, value in named_tensors({"output": output}).items():
-        found["loss" if value is loss else name.removeprefix("output.")] = value
-    return found
+    loss, named = loss_by(None, output, {}), named_tensors({"output": output})
+    return {"loss" if value is loss else name.removeprefix("output."): value for name, value in named.items()}
 
 
-def _of_outputs(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> tuple[float, str]:
-    missing = [(float("inf"), f"the output has no {name}") for name in theirs if name not in ours]
-    found = [(_difference(ours[name], reference), name) for name, reference in theirs.items() if name in ours]
-    return max(missing + found, default=(0.0, ""))
+def _furthest(ours: Named, theirs: Named, scale: float | None = None) -> tuple[float, str]:
+    """The largest difference, in parts of `scale` or of a tensor's largest entry above 1, and the name that has it."""
+    return max(((_difference(ours.get(name), each, scale), name) for name, each in theirs.items()), default=(0.0, ""))
 
 
-def _difference(ours: torch.Tensor, theirs: torch.Tensor, scale: float | None = None) -> float:
-    """The largest difference of two tensors, in parts of `scale` or of the largest entry above 1; infinite for unlike
-    shapes, 0 where both have one infinity, or no number."""
+def _difference(ours: torch.Tensor | None, theirs: torch.Tensor | None, scale: float | None) -> float:
+    """Infinite for unlike shapes; where one has none, the other is to be zero; 0 for one infinity, or no number, in
+    both."""
+    if ours is None or theirs is None:
+        return math.inf if any(each is not None and each.any() for each in (ours, theirs)) else 0.0
     if ours.shape != theirs.shape:
-        return float("inf")
-    if not ours.numel():
-        return 0.0
+        return math.inf
     same = (ours == theirs) | ((ours != ours) & (theirs != theirs))
     apart = torch.where(same, 0.0, (ours.detach().double() - theirs.detach().double()).abs())
-    return float(apart.nan_to_num(nan=float("inf")).max()) / (scale or max(1.0, _largest([theirs], 0.0)))
+    largest = float(apart.nan_to_num(nan=math.inf).max()) if apart.numel() else 0.0
+    return largest / (scale or max(1.0, _largest([theirs], 0.0)))
 
 
-def _largest(tensors: Any, default: float | None = None) -> float:
+def _largest(tensors: Iterable[torch.Tensor | None], default: float | None = None) -> float:
     """The largest finite absolute entry of all."""
-    entries = (each.detach().double().abs() for each in tensors if each is not None and each.numel())
-    largest = max((float(each[each.isfinite()].max()) for each in entries if each.isfinite().any()), default=0.0)
+    finite = (each.detach().double()[each.isfinite()].abs() for each in tensors if each is not None)
+    largest = max((float(each.max()) for each in finite if each.numel()), default=0.0)
     if largest or default is not None:
         return largest
     raise ValueError("the unsplit model has no gradients from this batch, so that there is nothing to compare")
@@ -398,4 +329,4 @@ def _failed(what: str, error: Exception) -> Row:
 
 
 def _short(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"[:300]
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:300]

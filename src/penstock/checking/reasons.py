@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 import random
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +16,6 @@ from penstock.data.microbatch import split_batch
 from penstock.nested import named_tensors
 from penstock.random_state import all_restored, generators_in_use
 
-_COMPARABLE = (torch.Tensor, bool, int, float, str, bytes, list, tuple, dict, deque, type(None))
 # Of nn.Module itself.
 _OF_MODULES = frozenset(vars(nn.Module())) - {"_buffers"}
 
@@ -42,27 +40,27 @@ def reason_of_difference(
         parts: the microbatches of `inputs`.
         loss_of: the loss of a forward.
     """
-    first, _ = _forward(model, inputs, 0, 0)
-    if not _equal(first, _forward(model, inputs, 0, 1)[0]):
+    first, used = _forward(model, inputs, 0, 0)
+    if not _same(first, _forward(model, inputs, 0, 1)[0]):
         return (
             "the forward draws random numbers outside of torch (random, numpy): each microbatch and each rank draws "
             "its own. Draw them with torch, whose generators Penstock seeds by step, microbatch and unit"
         )
-    if not _equal(first, _forward(model, inputs, 1, 0)[0]):
+    if not _same(first, _forward(model, inputs, 1, 0)[0]):
         return (
             "the forward draws random numbers in training that are no dropout, so that no two runs are alike: leave "
             "them out to compare it"
         )
-    changed = sorted(_changed(model, _forward(model, inputs, 0, 0)[1]))
-    if changed:
+    if changed := sorted(_changed(model, used)):
         names = ", ".join(changed[:3]) + (", ..." if len(changed) > 3 else "")
         return (
             f"a forward changes what the next one finds: {names}. Over stages it runs for each microbatch, so what it "
             "keeps is that of the last, or of all of them: change it in your loop, once in a step"
         )
     whole = _loss(model, inputs, loss_of)
-    losses = [_loss(model, part, loss_of) for part in parts]
-    if _near(sum(loss * share for loss, share in zip(losses, _by_samples(parts), strict=True)), whole):
+    sizes = [len(next(iter(named_tensors(part).values()))) for part in parts]
+    total = sum(_loss(model, part, loss_of) * size for part, size in zip(parts, sizes, strict=True))
+    if near(total / sum(sizes), whole):
         return "not found: this may be a defect of Penstock; please report it with this table"
     for dims in _other_dims(inputs):
         size = next(inputs[name].shape[dim] for name, dim in dims.items() if dim)
@@ -72,7 +70,7 @@ def reason_of_difference(
             total = sum(_loss(model, part, loss_of) * half / size for part, half in zip(split, halves, strict=True))
         except Exception:  # whatever a model's own code raises for a shape
             continue
-        if _near(total, whole):
+        if near(total, whole):
             return f"the samples are not along the first dimension: configure batch_dim={dims}"
     return (
         "the samples of a batch depend on each other (statistics over the batch, contrasts between samples): a "
@@ -91,11 +89,6 @@ def _forward(model: nn.Module, inputs: Mapping[str, Any], seed: int, other_seed:
     return list(named_tensors({"output": output}).values()), used
 
 
-def _equal(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
-    pairs = zip(one, other, strict=True)
-    return all(a.shape == b.shape and torch.allclose(a, b, equal_nan=True) for a, b in pairs)
-
-
 def _changed(model: nn.Module, used: nn.Module) -> Iterator[str]:
     """Names of what is not in `used` as it is in `model`. Batch normalisation is warned of by itself."""
     modules = dict(used.named_modules())
@@ -112,15 +105,13 @@ def _changed(model: nn.Module, used: nn.Module) -> Iterator[str]:
 
 
 def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return _equal([one], [other])
-    if isinstance(one, (list, tuple, deque)) and isinstance(other, (list, tuple, deque)):
-        return len(one) == len(other) and all(map(_same, one, other))
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
-    if not (isinstance(one, _COMPARABLE) and isinstance(other, _COMPARABLE)):
-        return True
-    return type(one) is type(other) and (one == other or one != one)
+    try:
+        torch.testing.assert_close(one, other, equal_nan=True)
+    except AssertionError:
+        return False
+    except (TypeError, ValueError):  # nothing that is compared, such as a function
+        return bool(one == other) if isinstance(one, (str, bytes)) else True
+    return True
 
 
 def _loss(
@@ -130,13 +121,8 @@ def _loss(
         return float(loss_of(copy.deepcopy(model), inputs))
 
 
-def _near(one: float, other: float) -> bool:
+def near(one: float, other: float) -> bool:
     return abs(one - other) <= 1e-6 * max(1.0, abs(other))
-
-
-def _by_samples(parts: Sequence[Mapping[str, Any]]) -> list[float]:
-    sizes = [len(next(iter(named_tensors(part).values()))) for part in parts]
-    return [size / sum(sizes) for size in sizes]
 
 
 def _other_dims(inputs: Mapping[str, Any]) -> Iterator[dict[str, int | None]]:

@@ -6,7 +6,7 @@ import datetime
 import math
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from penstock.checking.compare import ACCUMULATED, DIFFERS, EXACT, FAILED, NOT_T
 from penstock.checking.double import in_double, kept_in_double, without_noise
 from penstock.config import Configuration
 from penstock.initialize import ConfigLike
+from penstock.modeling.graph.dummy_inputs import dtype_of
 from penstock.modeling.graph.loss import Criterion
 from penstock.pictures.tables import wrapped
 from penstock.random_state import seeded
@@ -42,12 +43,7 @@ Batch = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Verification:
-    """What `verify` found.
-
-    Attributes:
-        about: the model, its stages and microbatches, and how it was run.
-        rows: what was compared.
-    """
+    """What `verify` found: about which model over which stages, and the rows of what was compared."""
 
     about: str
     rows: tuple[Row, ...]
@@ -59,11 +55,9 @@ class Verification:
 
     def data(self) -> dict[str, Any]:
         """The same for JSON."""
-        rows = [
-            asdict(row) | {"difference": row.difference if math.isfinite(row.difference or 0) else None}
-            for row in self.rows
-        ]
-        return {"about": self.about, "exact": self.exact, "rows": rows, "not_looked_at": NOT_LOOKED_AT}
+        finite = [row if math.isfinite(row.difference or 0) else replace(row, difference=None) for row in self.rows]
+        rows = {"rows": [asdict(row) for row in finite], "not_looked_at": NOT_LOOKED_AT}
+        return {"about": self.about, "exact": self.exact, **rows}
 
     def render(self) -> str:
         """The table as plain text."""
@@ -170,10 +164,10 @@ def _on_rank(
                 compared = Comparison(model, inputs, configuration, criterion, steps)
         except Exception as error:  # of the user's code, or the same on all ranks
             return f"the unsplit model does not run: {type(error).__name__}: {error}"
-        dtype = next(each.dtype for each in model.parameters() if each.is_floating_point())
         about = (
             f"{type(model).__name__}, {sum(each.numel() for each in model.parameters()):,} parameters, over "
             f"{configuration.pipeline_parallel_size} stages ({configuration.schedule}) beside itself unsplit; {steps} "
-            f"steps, {str(dtype).removeprefix('torch.')}{', dropout and the like set to zero' if noise else ''}"
+            f"steps, {str(dtype_of(model)).removeprefix('torch.')}"
+            f"{', dropout and the like set to zero' if noise else ''}"
         )
         return about, compared.rows(folder)
