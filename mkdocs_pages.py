@@ -11,6 +11,7 @@ import io
 import re
 import shlex
 from collections import Counter
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -25,12 +26,13 @@ MODELS = "benchmarks/results/models.md"  # of the results the one that is a page
 # A picture: the command that draws it, and what it shows. The option that names the file is added.
 PICTURE = re.compile(r"<!-- penstock (.+?): (.+?) -->")
 CSS = """.md-grid { max-width: 68rem; }
-.md-typeset table:not([class]) td:first-child code { white-space: nowrap; }
+.option { white-space: nowrap; }
 .md-typeset table code { word-break: normal; overflow-wrap: normal; }
 .md-typeset img { background: white; }
-.picture { overflow-x: auto; }
+.picture { display: block; overflow-x: auto; }
 .picture img { min-width: 40rem; }
 """
+OPTION = r'<span class="option">\g<0></span>'
 # In the order in which a user meets them; names that are not here follow.
 FIRST = (
     *("initialize", "from_pretrained", "from_config", "Configuration", "ConfigurationError", "PipelineModel"),
@@ -38,6 +40,10 @@ FIRST = (
     *("CheckpointError", "PipelineFailure", "HeterogeneousParallelPlugin", "Booster", "PipelineOptimizer"),
     *("PipelineTemplate", "Elastic", "register_tensor_parallel_plan", "TensorParallelPlan"),
 )
+ENGINE = """What a parallelised model runs on. `print(model.pipeline)` shows this rank's part and the last step.
+`device` is this rank's; `step_number` counts the training steps that were begun. Set on all ranks, `trace` and
+`trace_steps` record [a timeline](../logging.md#a-timeline-of-steps).
+"""
 API = """# Public API
 
 What is listed here keeps its meaning between minor versions. Everything else may change.
@@ -53,6 +59,8 @@ def on_config(config: Any) -> Any:
                 entry[title] = [page for page in pages if page in there]
                 there.difference_update(pages)
     there.discard("index.md")
+    reference = next(entry["Reference"] for entry in config.nav if "Reference" in entry)
+    reference.insert(1, {"Names": [page for page in api_pages() if page != "api.md"]})
     next(entry for entry in config.nav if "Guides" in entry)["Guides"] += sorted(there)
     return config
 
@@ -102,14 +110,17 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     markdown = PICTURE.sub(lambda found: f"![{found[2]}]({name_of(found[1])})", markdown)
     if page.file.src_uri in ELSEWHERE.values():
         return re.sub(r"\]\((?:docs/)", "](", markdown)
+    if page.file.src_uri.startswith("api/"):
+        return markdown
     if page.file.src_uri.startswith("benchmarks/"):
         return re.sub(r"\]\(\.\./\.\./docs/", "](../../", markdown)
     return re.sub(r"\]\(\.\./", "](", markdown)
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
-    """A picture by itself scrolls in a narrow window, instead of becoming too small to read."""
-    return re.sub(r"<p>(<img [^>]*>)</p>", r'<div class="picture">\1</div>', html)
+    """Pictures scroll in a narrow window, instead of becoming too small to read; options do not break at hyphens."""
+    html = re.sub("<img [^>]*>", r'<span class="picture">\g<0></span>', html)
+    return re.sub("(?<=<code>)[^<]*(?=</code>)", lambda code: re.sub(r"[\w-]*-[\w-]+", OPTION, code[0]), html)
 
 
 def lines_of_rooms() -> str:
@@ -125,6 +136,7 @@ def lines_of_rooms() -> str:
     return "\n".join(["| room | files | lines |", "|---|---|---|", *rows, total])
 
 
+@cache
 def api_pages() -> dict[str, str]:
     """A page of mkdocstrings for each public name, and one that lists them."""
     import penstock
@@ -149,12 +161,14 @@ def api_pages() -> dict[str, str]:
         for home in names:
             name = home.rpartition(".")[2]
             file = f"api/{title.rpartition('.')[2].partition(',')[0]}.{name}.md"
-            heading, options = name, ""
-            if name == "Engine":
-                heading, options = "model.pipeline", f"    options:\n      members: {_for_users()}\n"
-            elif name.startswith("PipelineTrainer"):  # its methods are the Trainer's
-                options = "    options:\n      members: false\n"
-            pages[file] = f"# {heading}\n\n::: {home}\n{options or '    options:'}\n      show_root_heading: false\n"
+            heading = "model.pipeline" if name == "Engine" else name
+            if name == "Engine":  # most of it serves the package
+                text = f"# {heading}\n\n{ENGINE}" + "".join(f"\n::: {home}.{member}\n" for member in _for_users())
+            else:
+                members = "false" if name.startswith("PipelineTrainer") else "null"  # its methods are the Trainer's
+                options = f"{{heading: {heading}, heading_level: 1, members: {members}}}"
+                text = f"::: {home}\n    options: {options}\n"
+            pages[file] = f"---\ntitle: {heading}\n---\n\n{text}"
             index.append(f"- [`{heading}`]({file})")
         index.append("")
     return pages | {"api.md": "\n".join(index)}
@@ -166,8 +180,9 @@ def _place(home: str) -> int:
 
 
 def _for_users() -> list[str]:
-    """What `model.pipeline` offers; read without importing torch."""
+    """What `model.pipeline` offers beside what the text says; read without importing torch."""
     text = (ROOT / "src/penstock/runtime/engine.py").read_text()
-    return [
+    names = [
         name for line in re.findall(r"^FOR_USERS \+?= (.*)$", text, re.MULTILINE) for name in ast.literal_eval(line)
     ]
+    return [name for name in names if f"`{name}`" not in ENGINE]

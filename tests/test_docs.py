@@ -30,7 +30,6 @@ from launch import ROOT
 from local_hub import local_hub
 from penstock.cli import app
 from penstock.config import Configuration
-from penstock.runtime import engine
 from penstock.schedule import schedule_names
 from pool import Pool
 
@@ -412,9 +411,8 @@ def test_the_reference_documents_every_parameter_and_has_one_error_a_row() -> No
         one = one.final_target if one.is_alias else one
         shown = not home.endswith(("PipelineTrainer", "PipelineTrainerMixin"))
         members = one.members.values() if one.is_class and shown else []
-        users = {*engine.FOR_USERS} if home.endswith("Engine") else None
-        for thing in [one, *(member for member in members if users is None or member.name in users)]:
-            if not (thing.is_class or thing.is_function) or thing.name.startswith("_") or (thing is one and users):
+        for thing in [one, *members]:
+            if not (thing.is_class or thing.is_function) or thing.name.startswith("_"):
                 continue
             text = thing.docstring.value if thing.docstring else ""
             names = {parameter.name for parameter in thing.parameters} - {"self", "cls", "args", "kwargs"}
