@@ -2,36 +2,50 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from penstock.checking.reasons import taken
 from penstock.modeling.randomness import NOISE
 from penstock.nested import map_tensors
 
 
-class kept_in_double(TorchFunctionMode):
-    """Keeps transformers from rounding double precision to single inside a model.
+@contextlib.contextmanager
+def kept_in_double() -> Iterator[None]:
+    """Keep transformers from rounding double precision to single inside a model.
 
     Its losses call `logits.float()` or `log_softmax(dtype=torch.float32)`, and some attentions
     `query.to(torch.float32)`, to *raise* half precision. Doubles they round, differently for a share of a mean than for
     the mean, and for one sample than for a batch of it, which would hide whether the pipeline itself is exact.
     """
+    rounding, converting = torch.Tensor.float, torch.Tensor.to
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        options = dict(kwargs or {})
-        if args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64:
-            to_single = function is torch.Tensor.to and args[1:] == (torch.float32,) and not options
-            if to_single or function is torch.Tensor.float:
-                return args[0]
-            if function in (nn.functional.softmax, nn.functional.log_softmax) and options.get("dtype") == torch.float32:
-                options["dtype"] = None
-        return function(*args, **options)
+    def keep(self: torch.Tensor, **options: Any) -> torch.Tensor:
+        return self if self.dtype == torch.float64 else rounding(self, **options)
+
+    def convert(self: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        raised = args == (torch.float32,) and not options and self.dtype == torch.float64
+        return self if raised else converting(self, *args, **options)
+
+    def normalising(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        @functools.wraps(original)
+        def normalise(input: torch.Tensor, *args: Any, dtype: Any = None, **options: Any) -> torch.Tensor:
+            dtype = None if input.dtype == torch.float64 and dtype == torch.float32 else dtype
+            return original(input, *args, dtype=dtype, **options)
+
+        return normalise
+
+    # No mode of torch: it would not be active in a backward, which may run a forward again.
+    functions: dict[str, Any] = {name: normalising(getattr(nn.functional, name)) for name in ("softmax", "log_softmax")}
+    with mock.patch.multiple(torch.Tensor, float=keep, to=convert), mock.patch.multiple(nn.functional, **functions):
+        yield
 
 
 def in_double(model: Any, inputs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
