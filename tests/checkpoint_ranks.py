@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.checkpoint import CheckpointRanks, SavingRank, from_parallelized, save_parallelized
+from penstock.checkpoint.load import from_parallelized
+from penstock.checkpoint.plan import CheckpointRanks, SavingRank
+from penstock.checkpoint.save import save_parallelized
 from penstock.modeling.graph.units import list_units
 from penstock.modeling.stage.split import SplitModel
 from stage_driver import cut

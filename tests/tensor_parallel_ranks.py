@@ -12,7 +12,7 @@ import transformers
 
 import penstock
 from families import FAMILIES, batch
-from penstock.checkpoint import CheckpointError
+from penstock.checkpoint.untrusted import CheckpointError
 from penstock.modeling.graph.units import list_units
 from penstock.modeling.stage.split import SplitModel
 from penstock.runtime.inputs import StepInputs

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import penstock
 from hetero import make_plugin, pad, samples
 from penstock import Booster, TensorParallelPlan
-from penstock.checkpoint import CheckpointError
+from penstock.checkpoint.untrusted import CheckpointError
 from penstock.runtime.comm.settings import BatchMismatch
 from tensor_parallel_ranks import (
     build,

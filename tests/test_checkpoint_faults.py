@@ -22,7 +22,8 @@ from checkpoint_ranks import (
     split_copies,
 )
 from families import FAMILIES
-from penstock.checkpoint import CheckpointError, files
+from penstock.checkpoint import files
+from penstock.checkpoint.untrusted import CheckpointError
 
 
 def build(family: str = "gpt2", seed: int = 0, **settings) -> torch.nn.Module:
@@ -234,7 +235,8 @@ def test_a_failure_just_before_the_commit_changes_nothing(saved, monkeypatch) ->
 
 def test_ranks_that_were_asked_for_different_things_all_raise(tmp_path) -> None:
     from checkpoint_ranks import on_ranks
-    from penstock.checkpoint import SavingRank, save_parallelized
+    from penstock.checkpoint.plan import SavingRank
+    from penstock.checkpoint.save import save_parallelized
 
     models = split_copies(build(), 2)
 

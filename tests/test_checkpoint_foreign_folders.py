@@ -20,18 +20,13 @@ import torch
 from audit import only_within
 from checkpoint_ranks import assert_hold_together, load, raised, save, scramble, split_copies, stages_of
 from families import FAMILIES
-from penstock.checkpoint import (
-    CheckpointError,
-    CheckpointRanks,
-    SavingRank,
-    TrainingState,
-    load_object,
-    load_ordinary,
-    load_training_state,
-    save_object,
-    save_parallelized,
-)
 from penstock.checkpoint.files import open_tensors
+from penstock.checkpoint.load import load_ordinary
+from penstock.checkpoint.plain_objects import load_object, save_object
+from penstock.checkpoint.plan import CheckpointRanks, SavingRank
+from penstock.checkpoint.save import save_parallelized
+from penstock.checkpoint.training_state import TrainingState, load_training_state
+from penstock.checkpoint.untrusted import CheckpointError
 
 STAGING = ".saving-" + "0" * 32
 FIRST = "pytorch_model_tp_0_pp_0.bin"

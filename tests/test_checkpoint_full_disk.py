@@ -17,7 +17,10 @@ import torch.distributed as dist
 import penstock
 from checkpoint_ranks import assert_hold_together, in_fork, load, raised, save, scramble, split_copies
 from families import FAMILIES
-from penstock.checkpoint import CheckpointError, CheckpointRanks, files, save_object
+from penstock.checkpoint import files
+from penstock.checkpoint.plain_objects import save_object
+from penstock.checkpoint.plan import CheckpointRanks
+from penstock.checkpoint.untrusted import CheckpointError
 from pool import Pool
 
 

@@ -10,9 +10,8 @@ from safetensors.torch import load_file
 
 from checkpoint_ranks import assert_holds, raised, save, scramble, split_copies
 from families import FAMILIES
-from penstock.checkpoint import SavingRank
-from penstock.checkpoint.merge import ModelFolder
-from penstock.checkpoint.save_pretrained import SaveOptions
+from penstock.checkpoint.folders import ModelFolder
+from penstock.checkpoint.plan import SaveOptions, SavingRank
 
 
 def build(family: str) -> torch.nn.Module:

@@ -18,7 +18,10 @@ from checkpoint_ranks import (
     split_copies,
 )
 from families import FAMILIES
-from penstock.checkpoint import CheckpointRanks, SavingRank, from_parallelized, reader, save_parallelized
+from penstock.checkpoint import reader
+from penstock.checkpoint.load import from_parallelized
+from penstock.checkpoint.plan import CheckpointRanks, SavingRank
+from penstock.checkpoint.save import save_parallelized
 
 
 def build(family: str) -> torch.nn.Module:

@@ -9,14 +9,11 @@ import torch
 
 from checkpoint_ranks import on_ranks, raised, save, scramble, split_copies, stages_of
 from families import FAMILIES
-from penstock.checkpoint import (
-    CheckpointError,
-    SavingRank,
-    TrainingState,
-    from_parallelized,
-    load_training_state,
-    save_parallelized,
-)
+from penstock.checkpoint.load import from_parallelized
+from penstock.checkpoint.plan import SavingRank
+from penstock.checkpoint.save import save_parallelized
+from penstock.checkpoint.training_state import TrainingState, load_training_state
+from penstock.checkpoint.untrusted import CheckpointError
 from penstock.modeling.stage.split import SplitModel
 
 OPTIMIZERS = {

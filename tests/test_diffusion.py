@@ -19,8 +19,8 @@ from torchao.quantization import Int8WeightOnlyConfig
 from typer.testing import CliRunner
 
 import penstock
-from penstock.checkpoint import CheckpointError
 from penstock.checkpoint.contents import merge_checkpoint
+from penstock.checkpoint.untrusted import CheckpointError
 from penstock.cli import app
 from penstock.integrations import diffusers as room
 from penstock.modeling.instrumentation import record_of

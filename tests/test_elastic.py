@@ -30,10 +30,9 @@ from penstock import (
     save_checkpoint,
 )
 from penstock import plugin as plugin_module
-from penstock.checkpoint import find_checkpoints
+from penstock.checkpoint.contents import find_checkpoints
 from penstock.elastic import membership as membership_module
-from penstock.elastic.agreement import agree
-from penstock.elastic.generations import Generations
+from penstock.elastic.generations import Generations, agree
 from penstock.elastic.membership import MemberRecord, Pulse
 from penstock.elastic.protocol import Decision, MemberReport
 from penstock.runtime.comm.bootstrap import leave_world

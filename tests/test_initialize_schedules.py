@@ -14,8 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import penstock
 from families import FAMILIES, batch
 from penstock import HeterogeneousParallelPlugin, PipelineTemplate
-from penstock.pictures.costs import Costs
-from penstock.pictures.simulate import simulate
+from penstock.pictures.simulate import Costs, simulate
 from penstock.schedule import build
 from penstock.schedule.generators import share_of_1f1b
 from pool import Pool

@@ -12,7 +12,7 @@ from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import Cache, LinearAttentionAndFullAttentionLayer
 
 from families import FAMILIES, batch
-from penstock.generation.stage_caches import StageCaches
+from penstock.generation.single_forwards import StageCaches
 from stage_driver import split, walk
 
 

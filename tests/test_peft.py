@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 import penstock
 from families import FAMILIES, batch
-from penstock.checkpoint import CheckpointError
+from penstock.checkpoint.untrusted import CheckpointError
 from pool import Pool
 from training import EXACT, assert_same_gradients, gradients_of, kept_in_double, parallelize, rows, run_step
 

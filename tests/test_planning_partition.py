@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.pictures.costs import Costs
+from penstock.pictures.simulate import Costs
 from penstock.planning import partition, split_microbatches
 from penstock.schedule import build, simulate
 

@@ -10,7 +10,7 @@ import transformers
 from families import FAMILIES
 from hetero import make_plugin, num_ranks, pad, samples
 from penstock import Booster
-from penstock.checkpoint import CheckpointError
+from penstock.checkpoint.untrusted import CheckpointError
 from pool import Pool
 
 NUMBER = 20  # two global batches of five microbatches of two

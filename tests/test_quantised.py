@@ -23,8 +23,8 @@ from trl import SFTConfig, SFTTrainer
 
 import penstock
 from families import batch
-from penstock.checkpoint import CheckpointError
 from penstock.checkpoint.tensors import bytes_of
+from penstock.checkpoint.untrusted import CheckpointError
 from penstock.integrations import outlines
 from penstock.integrations.packed_layers import mark_packed, tensors_inside
 from penstock.integrations.transformers import PipelineTrainer

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.pictures.events import TimedEvent, bubble_fractions, with_waits
+from penstock.pictures.timeline import TimedEvent, bubble_fractions, with_waits
 from penstock.planning import Reduction, simulate_layout
 from penstock.schedule import (
     Action,

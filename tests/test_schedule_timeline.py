@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.pictures.gantt import COLOURS
+from penstock.pictures.timeline import COLOURS
 from penstock.schedule import Costs, EventKind, TimedEvent, build, chrome_trace, gantt_svg, simulate, write_timeline
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -27,17 +27,14 @@ from audit import only_within
 from checkpoint_ranks import assert_hold_together, assert_holds, in_fork, on_ranks, raised, scramble, split_copies
 from families import FAMILIES
 from launch import run_python
-from penstock.checkpoint import (
-    CheckpointError,
-    SavingRank,
-    TrainingState,
-    files,
-    from_parallelized,
-    safetensors_file,
-    save_checkpoint,
-)
+from penstock.checkpoint import files, safetensors_file
 from penstock.checkpoint.contents import inspect_folder, merge_checkpoint
+from penstock.checkpoint.load import from_parallelized
+from penstock.checkpoint.plan import SavingRank
+from penstock.checkpoint.save import save_checkpoint
 from penstock.checkpoint.tensors import bytes_of
+from penstock.checkpoint.training_state import TrainingState
+from penstock.checkpoint.untrusted import CheckpointError
 from penstock.cli import app
 from pool import Pool
 from test_checkpoint_atomic import die_before_change, kill_everywhere

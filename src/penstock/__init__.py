@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from penstock.booster import Booster
     from penstock.checking.verify import verify
-    from penstock.checkpoint import CheckpointError
     from penstock.checkpoint.checkpoint_manager import CheckpointManager
     from penstock.checkpoint.training_checkpoints import Checkpoint, finish_saving, load_checkpoint, save_checkpoint
+    from penstock.checkpoint.untrusted import CheckpointError
     from penstock.config import Configuration, ConfigurationError
     from penstock.elastic.settings import Elastic
     from penstock.from_pretrained import from_config, from_pretrained
@@ -55,7 +55,7 @@ __all__ = [
 _HOMES = {
     "Booster": "penstock.booster",
     "Checkpoint": "penstock.checkpoint.training_checkpoints",
-    "CheckpointError": "penstock.checkpoint",
+    "CheckpointError": "penstock.checkpoint.untrusted",
     "CheckpointManager": "penstock.checkpoint.checkpoint_manager",
     "Configuration": "penstock.config",
     "ConfigurationError": "penstock.config",

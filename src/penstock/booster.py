@@ -26,8 +26,7 @@ from penstock.rooms import room
 from penstock.runtime.engine import Engine
 
 if TYPE_CHECKING:
-    from penstock.elastic.events import Change
-    from penstock.elastic.run import ElasticRun
+    from penstock.elastic.run import Change, ElasticRun
 
 PathLike = str | os.PathLike[str]
 
@@ -291,7 +290,7 @@ class Booster:
         pipeline = _checked(optimizer).pipeline
 
         def save() -> None:
-            room("optimizer_checkpoints").save_optimizer_state(optimizer, pipeline, checkpoint)
+            room("model_checkpoints").save_optimizer_state(optimizer, pipeline, checkpoint)
             pipeline.board.resume["optimizer"] = f"booster.load_optimizer(optimizer, {os.fspath(checkpoint)!r})"
 
         self._on_all_ranks(save)
@@ -309,11 +308,11 @@ class Booster:
         Raises:
             CheckpointError: the folder holds no optimizer state of this model.
         """
-        room("optimizer_checkpoints").load_optimizer_state(optimizer, _checked(optimizer).pipeline, checkpoint)
+        room("model_checkpoints").load_optimizer_state(optimizer, _checked(optimizer).pipeline, checkpoint)
 
     def save_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: PathLike) -> None:
         """Save the state of `lr_scheduler` to the file `checkpoint`. One rank writes it, as it is the same on all."""
-        room("optimizer_checkpoints").save_lr_scheduler(lr_scheduler, checkpoint)
+        room("model_checkpoints").save_lr_scheduler(lr_scheduler, checkpoint)
 
     def load_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: PathLike) -> None:
         """Load into `lr_scheduler` what `save_lr_scheduler` wrote to `checkpoint`.
@@ -321,7 +320,7 @@ class Booster:
         Raises:
             CheckpointError: the file cannot be read.
         """
-        room("optimizer_checkpoints").load_lr_scheduler(lr_scheduler, checkpoint)
+        room("model_checkpoints").load_lr_scheduler(lr_scheduler, checkpoint)
 
 
 def _pipeline_of(model: Any) -> Engine:

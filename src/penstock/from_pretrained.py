@@ -11,6 +11,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from penstock.config import SECTION, Configuration, ConfigurationError, take_keys
+from penstock.form import remember_example_inputs
 from penstock.initialize import ConfigLike, form_equal
 from penstock.layout.layout import Layout
 from penstock.modeling.adapters import base_of, is_peft_model
@@ -22,7 +23,6 @@ from penstock.pipeline_model import PipelineModel
 from penstock.rooms import room
 from penstock.runtime.comm.exchange import Ranks
 from penstock.runtime.comm.forming import forming
-from penstock.whole_model import remember_example_inputs
 
 # A model with this rank's weights, and what was found where they were loaded.
 Made = tuple[Any, StageLoadingInfo]

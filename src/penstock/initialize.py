@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from penstock.config import SECTION, Configuration, ConfigurationError
-from penstock.form import LayoutPlan, UnitsAndCosts, form, settled
+from penstock.form import LayoutPlan, UnitsAndCosts, check_whole_model, form, remember_example_inputs, settled
 from penstock.layout.layout import Layout
 from penstock.layout.partition import partition, split_into
 from penstock.layout.template import chosen_stages, split_stages
@@ -28,7 +28,6 @@ from penstock.runtime.comm.forming import forming
 from penstock.runtime.engine import DEFAULT_MICROBATCHES_PER_STAGE
 from penstock.runtime.failures.board import FailureBoard
 from penstock.schedule.generators import settle, share_of_1f1b
-from penstock.whole_model import check_whole_model, remember_example_inputs
 
 ConfigLike = Configuration | Mapping[str, Any] | str | os.PathLike[str]
 

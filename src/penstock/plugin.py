@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel
 
-from penstock.form import LayoutPlan, UnitsAndCosts, form, settled
+from penstock.form import LayoutPlan, UnitsAndCosts, check_whole_model, form, settled
 from penstock.layout.layout import Layout
 from penstock.layout.pipelines import (
     Microbatches,
@@ -43,7 +43,6 @@ from penstock.runtime.formation import parallelize
 from penstock.runtime.gradients.precision import LossScale
 from penstock.schedule.actions import Schedule, check_trains
 from penstock.schedule.generators import AUTO
-from penstock.whole_model import check_whole_model
 
 if TYPE_CHECKING:
     from penstock.data.loader import HeterogeneousDataLoader

@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from penstock.checkpoint import CheckpointError, find_checkpoints
+from penstock.checkpoint.contents import find_checkpoints
 from penstock.checkpoint.training_checkpoints import (
     Checkpoint,
     Participants,
@@ -21,6 +21,7 @@ from penstock.checkpoint.training_checkpoints import (
     load_checkpoint,
     save_checkpoint,
 )
+from penstock.checkpoint.untrusted import CheckpointError
 from penstock.data.loader import HeterogeneousDataLoader
 from penstock.modeling.adapters import base_of
 

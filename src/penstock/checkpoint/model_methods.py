@@ -1,25 +1,51 @@
-"""The methods of a parallelised model that save and load it."""
+"""The methods of a parallelised model, its optimizer and its scheduler that save and load them, and saving methods of a
+model's own class, which write the whole model in a format of theirs, on one rank.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from penstock.checkpoint.adapters import AdapterFolder, load_adapters
-from penstock.checkpoint.comm import CheckpointRanks
-from penstock.checkpoint.load import from_parallelized
-from penstock.checkpoint.ordinary import load_ordinary
-from penstock.checkpoint.plan import SavingRank
+from penstock.checkpoint.folders import AdapterFolder
+from penstock.checkpoint.load import from_parallelized, load_adapters, load_ordinary
+from penstock.checkpoint.plain_objects import load_object, restore_object, save_object, state_of
+from penstock.checkpoint.plan import (
+    CheckpointRanks,
+    Content,
+    FilePlan,
+    Folder,
+    SaveOptions,
+    SavingRank,
+    SavingReport,
+    each_file,
+    first_holders,
+    refuse_unsupported,
+    tell_reports,
+    writers_of,
+)
+from penstock.checkpoint.rank_files import TRAINING_VARIANT, RankFiles
 from penstock.checkpoint.save import Save, save_parallelized
-from penstock.checkpoint.save_pretrained import SaveOptions
+from penstock.checkpoint.tensors import tied_groups
+from penstock.checkpoint.training_state import TrainingState, load_training_state
 from penstock.modeling.adapters import base_of
-from penstock.modeling.instrumentation import original_class
+from penstock.modeling.instrumentation import absent_of, original_class, record_of
+from penstock.modeling.weights.whole import shards_of
+from penstock.optimizer import PipelineOptimizer
 from penstock.runtime.comm.rollcall import Call
 from penstock.runtime.engine import Engine
+from penstock.runtime.gradients.precision import LossScale
 
 Select = Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
 Write = Callable[[str, Mapping[str, torch.Tensor]], None]
@@ -120,3 +146,161 @@ def saving_rank(pipeline: Engine) -> SavingRank:
 def saving_ranks(pipeline: Engine) -> dict[str, Any]:
     """What every save is told of the ranks, by its names in `penstock.checkpoint`."""
     return {"place": saving_rank(pipeline), "world_comm": checkpoint_comm(pipeline)}
+
+
+def save_by_own_method(model: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a method of the model's own class that saves it, on one rank, where the model is whole meanwhile.
+
+    Returns:
+        what it returned; None on the other ranks.
+
+    Raises:
+        CheckpointError: it failed, or a rank cannot give its part.
+    """
+    place, world = saving_ranks(model.pipeline).values()
+    what, own, returned = f"save by {type(model).__name__}.{name}()", _WholeModel(model, SaveOptions()), list[Any]()
+
+    def report() -> SavingReport:
+        refuse_unsupported(model, merged=None)
+        return own.report(place, "")
+
+    def call(file: FilePlan, content: Content) -> None:
+        assert not isinstance(content, bytes)
+        for names in tied_groups(model):
+            content.update((name, content[names[0]]) for name in names if name in content and names[0] in content)
+        with _made_whole(model, content), _Alone(name):
+            returned.append(getattr(model, name)(*args, **kwargs))
+
+    with model.pipeline.saving():
+        reports = tell_reports(world, what, report)
+        world.together(f"running {name}() to {what}", lambda: each_file(own, reports, world, call))
+    return returned[0] if returned else None
+
+
+class _WholeModel(Folder):
+    """What the rank that leads lacks of the model, as if it were one file."""
+
+    def plan(self, reports: Sequence[SavingReport], rank: int) -> list[FilePlan]:
+        leader, shards = writers_of(reports)[0], shards_of(self.model)
+        sources = first_holders(reports, shards)
+        lacking = {name: one for name, one in sources.items() if one.ranks[0] != leader or name in shards}
+        return [FilePlan("the whole model", leader, lacking)]
+
+
+class _Alone(TorchDispatchMode):
+    """Inside, what ranks do together is refused: the others wait until this one is done."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = name
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            raise RuntimeError(
+                f"{self._name}() calls torch.distributed ({func.__name__}), but it runs on one rank alone, which has "
+                "the whole model meanwhile: leave out of it what ranks do together, such as a barrier"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _made_whole(model: nn.Module, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Inside, the model is whole: what it lacks as ghosts, or has in shards, has these values, by name; buffers, too.
+
+    Parameters are themselves, so that what is tied stays tied. The model's class is its own, without what is mixed in.
+    """
+    with ExitStack() as undo:
+        undo.callback(setattr, record_of(model), "tensor_parallel", record_of(model).tensor_parallel)
+        record_of(model).tensor_parallel = None
+        for full, value in values.items():
+            prefix, _, name = full.rpartition(".")
+            module = model.get_submodule(prefix)
+            absent = absent_of(module).get(name)
+            parameter = module._parameters.get(name) if absent is None else absent.tensor
+            is_parameter = isinstance(parameter, nn.Parameter)
+            if isinstance(parameter, nn.Parameter):
+                undo.callback(setattr, parameter, "data", parameter.data)
+                parameter.data, value = value, parameter
+            registry: dict[str, Any] = module._parameters if is_parameter else module._buffers
+            if name not in registry:
+                undo.callback(vars(module).__setitem__, name, vars(module).pop(name))
+                undo.callback(registry.pop, name)
+                registry[name] = value
+        undo.callback(setattr, model, "__class__", type(model))
+        model.__class__ = original_class(type(model))
+        yield
+
+
+PathLike = str | os.PathLike[str]
+
+
+def unwrapped(optimizer: Any) -> Optimizer | None:
+    """The optimizer inside this library's or accelerate's wrapper. Raises TypeError if there is none."""
+    inner = optimizer.unwrap() if isinstance(optimizer, PipelineOptimizer) else optimizer
+    inner = getattr(inner, "optimizer", inner)
+    if inner is not None and not isinstance(inner, Optimizer):
+        raise TypeError(f"optimizer must be a torch optimizer, got {type(optimizer).__name__}")
+    return inner
+
+
+@dataclass
+class LossScaleState:
+    """The state of float16's loss scale, which the engine of the optimizer uses as well."""
+
+    optimizer: PipelineOptimizer
+    scale: LossScale
+
+    @classmethod
+    def of(cls, optimizer: Any) -> LossScaleState | None:
+        """None if there is none."""
+        scale = optimizer.loss_scale if isinstance(optimizer, PipelineOptimizer) else None
+        return None if scale is None else cls(optimizer, scale)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.scale.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.scale.load_state_dict(state)
+        self.optimizer.pipeline.loss_scale = self.scale.scale
+
+
+def save_optimizer_state(optimizer: Any, pipeline: Engine, folder: PathLike) -> None:
+    """Write the state of an optimizer of this rank's stages, fp16's loss scale, and what decides the run's random
+    numbers: a file for each stage. Every rank calls it. Raises CheckpointError."""
+    scale, ranks = LossScaleState.of(optimizer), saving_ranks(pipeline)
+    extra = {} if scale is None else {"loss_scale": scale.state_dict()}
+    state = TrainingState(unwrapped(optimizer), step=pipeline.step_number, extra=extra)
+    with pipeline.saving(Call.SAVE_OPTIMIZER):
+        files = RankFiles(pipeline.split.model, SaveOptions(variant=TRAINING_VARIANT), state, with_model=False)
+        Save(files, folder, **ranks).run()
+
+
+def load_optimizer_state(optimizer: Any, pipeline: Engine, folder: PathLike) -> None:
+    """Load what `save_optimizer_state` wrote, from any layout. Raises CheckpointError."""
+    with pipeline.together(Call.LOAD_OPTIMIZER):
+        state = load_training_state(
+            pipeline.split.model,
+            folder,
+            TrainingState(unwrapped(optimizer)),
+            pipeline=pipeline.place.pipeline,
+            world_comm=checkpoint_comm(pipeline),
+            variant=TRAINING_VARIANT,
+        )
+    pipeline.step_number = state.step
+    if (scale := LossScaleState.of(optimizer)) is not None and "loss_scale" in state.extra:
+        restore_object(scale, state.extra["loss_scale"], f"the loss scale in {folder}")
+
+
+def save_lr_scheduler(lr_scheduler: LRScheduler, path: PathLike) -> None:
+    """See `Booster.save_lr_scheduler`."""
+    save_object(state_of(lr_scheduler), path, world_comm=_world())
+
+
+def load_lr_scheduler(lr_scheduler: LRScheduler, path: PathLike) -> None:
+    """See `Booster.load_lr_scheduler`."""
+    content = load_object(path, world_comm=_world())
+    restore_object(lr_scheduler, content, f"the scheduler's state in {path}")
+
+
+def _world() -> CheckpointRanks:
+    return CheckpointRanks(dist.group.WORLD if dist.is_initialized() else None)

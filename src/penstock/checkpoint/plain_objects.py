@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from .comm import CheckpointRanks
 from .files import flush_file, load_data, write_bytes, writing
+from .plan import CheckpointRanks
 from .untrusted import CheckpointError, describe, is_regular, refused_global, typed
 
 # Under which key the name of a scheduler's class stands beside its state.

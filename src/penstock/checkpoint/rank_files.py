@@ -13,11 +13,16 @@ import torch
 
 from penstock.modeling.weights.whole import shards_of
 
-from .files import write_bytes, write_tensors
-from .manifest import MODEL, SEPARATOR, STEMS, TRAINING, FileEntry, Manifest
-from .names import (
+from .files import Behind, write_bytes, write_tensors
+from .manifest import (
+    MODEL,
+    SEPARATOR,
     STAGED_INDEX,
     STAGED_MANIFEST,
+    STEMS,
+    TRAINING,
+    FileEntry,
+    Manifest,
     common_file_name,
     is_rank_file,
     manifest_name,
@@ -25,12 +30,21 @@ from .names import (
     weight_file_names,
 )
 from .optimizer_state import OptimizerState
-from .plan import Content, FilePlan, Folder, Holding, SavingRank, SavingReport, Source, writers_of
-from .safetensors_file import Behind
-from .save_pretrained import write_side_files
+from .plan import (
+    Content,
+    FilePlan,
+    Folder,
+    Holding,
+    SavingRank,
+    SavingReport,
+    Source,
+    TrainingReport,
+    write_side_files,
+    writers_of,
+)
 from .staging import Replacement, write_index
 from .tensors import TensorInfo, first_of_tied, held_state, of_run, tied_groups, to_cpu
-from .training_state import TrainingReport, TrainingState, collect_training_state, common_content, random_key
+from .training_state import TrainingState, collect_training_state, common_content, random_key
 from .untrusted import is_regular, kind_of
 
 logger = logging.getLogger(__name__)

@@ -15,13 +15,23 @@ from typing import Any, TypeVar
 from torch import nn
 
 from .background import HostMemory, PendingSave, leaving_word, word_name, words_of
-from .comm import CheckpointRanks
+from .files import Behind
+from .folders import ModelFolder
 from .manifest import FileEntry
-from .merge import ModelFolder
-from .plan import Content, FilePlan, Folder, SavingRank, SavingReport, each_file, tell_reports, writers_of
+from .plan import (
+    CheckpointRanks,
+    Content,
+    FilePlan,
+    Folder,
+    SaveOptions,
+    SavingRank,
+    SavingReport,
+    each_file,
+    refuse_unsupported,
+    tell_reports,
+    writers_of,
+)
 from .rank_files import RankFiles
-from .safetensors_file import Behind
-from .save_pretrained import SaveOptions, refuse_unsupported
 from .staging import commit, discard, prepare
 from .training_state import TrainingState
 from .untrusted import CheckpointError, typed

@@ -30,12 +30,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from .files import flush_file, flush_files, write_bytes, writing
-from .manifest import read_manifest
-from .names import (
+from .manifest import (
     STAGED_INDEX,
     STAGING,
     is_diffusers,
     is_shard,
+    read_manifest,
     variant_of_index,
     variant_of_manifest,
     weight_file_names,

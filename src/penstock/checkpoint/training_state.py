@@ -21,7 +21,6 @@ from torch.optim import Optimizer
 from penstock.modeling.weights.whole import tensor_parallel_place
 from penstock.random_state import capture_random_state, check_random_state, restore_random_state
 
-from .comm import CheckpointRanks
 from .files import load_data, plain_content
 from .manifest import SEPARATOR, TRAINING, Manifest, whole_manifest
 from .optimizer_state import (
@@ -33,6 +32,7 @@ from .optimizer_state import (
     written_elsewhere,
 )
 from .plain_objects import plain_data, restore_object, state_of
+from .plan import CheckpointRanks, TrainingReport
 from .reader import CheckpointReader, Resharding
 from .tensors import bytes_of
 from .untrusted import CheckpointError, Count, Place, damaged, open_plain, typed
@@ -68,16 +68,6 @@ class TrainingState:
     step: int = 0
     extra: Mapping[str, Any] = field(default_factory=dict)
     run: Run | None = None
-
-
-@dataclass(frozen=True)
-class TrainingReport:
-    """What a rank tells the others of its share; `random` are the bytes of its random generators' states."""
-
-    pipeline: int
-    random: Count
-    members: list[list[str]]
-    values: dict[str, dict[str, Any]]
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from transformers import PreTrainedModel
 
 from penstock.elastic.formations import Formations
 from penstock.elastic.generations import Generations
+from penstock.elastic.moving import SharedStates
 from penstock.elastic.protocol import Decision
 from penstock.elastic.run import ElasticRun
 from penstock.elastic.settings import Elastic
-from penstock.elastic.shared_states import SharedStates
 from penstock.layout.layout import Layout
 from penstock.layout.pipelines import check_templates
 from penstock.modeling.weights.whole import packed_weights

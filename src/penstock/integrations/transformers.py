@@ -23,10 +23,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.optimization import AdafactorSchedule
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 
-from penstock.checkpoint import TRAINING_VARIANT, restore_object
 from penstock.checkpoint.files import load_data
-from penstock.checkpoint.names import manifest_name
-from penstock.checkpoint.optimizer_methods import load_optimizer_state, save_optimizer_state
+from penstock.checkpoint.manifest import manifest_name
+from penstock.checkpoint.model_methods import load_optimizer_state, save_optimizer_state
+from penstock.checkpoint.plain_objects import restore_object
+from penstock.checkpoint.rank_files import TRAINING_VARIANT
 from penstock.config import Configuration
 from penstock.data.packed import LENGTHS, cut_packed, is_packed
 from penstock.initialize import ConfigLike, initialize

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.pictures.costs import Costs, StageCosts
+from penstock.pictures.simulate import Costs, StageCosts
 
 
 def lower_bound(

@@ -14,10 +14,9 @@ from rich.table import Column, Table
 
 from penstock.layout.announce import LENGTH, compact, ranks_of
 from penstock.layout.layout import Layout
-from penstock.pictures.costs import Costs
-from penstock.pictures.gantt import FAINT, gantt_svg, svg_head, svg_text
-from penstock.pictures.layout_simulation import LayoutSimulation, simulate_layout
+from penstock.pictures.simulate import Costs, LayoutSimulation, simulate_layout
 from penstock.pictures.tables import as_text
+from penstock.pictures.timeline import FAINT, gantt_svg, svg_head, svg_text
 from penstock.schedule.actions import Schedule
 
 # Colours of the pipelines, in turn; pale enough for dark letters.

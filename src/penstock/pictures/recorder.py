@@ -11,8 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from penstock.pictures.events import EventKind, TimedEvent, with_waits
-from penstock.pictures.timeline import write_timeline
+from penstock.pictures.timeline import EventKind, TimedEvent, with_waits, write_timeline
 from penstock.runtime.boundary.p2p import P2PChannels
 from penstock.runtime.comm.exchange import Ranks
 from penstock.runtime.context import RankContext

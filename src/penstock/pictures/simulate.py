@@ -1,13 +1,17 @@
-"""When everything happens: an event simulation of one pipeline, in time proportional to its number of actions."""
+"""When everything happens: what actions and messages cost, an event simulation of one pipeline in time proportional to
+its number of actions, and of a layout: pipelines side by side, then the reduction of their gradients.
+"""
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
-from penstock.pictures.costs import Costs, StageCosts
-from penstock.pictures.events import EventKind, TimedEvent
+from penstock.pictures.timeline import EventKind, TimedEvent
 from penstock.schedule.actions import Kind, Schedule, ScheduleError
 from penstock.schedule.validation import validate
 
@@ -207,3 +211,203 @@ def _routes(
         Kind.B: [None, *(route(Kind.B, stage, stage - 1) for stage in range(1, last + 1))],
         Kind.W: [None] * schedule.num_stages,
     }
+
+
+Number = float | Sequence[float]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Costs of one pipeline. Each is one number for all stages or boundaries, or one per stage or boundary.
+
+    A message takes ``message_bytes / bandwidth + latency`` seconds (the alpha-beta model). It occupies its link, one
+    per ordered pair of ranks, for the first part only: latency delays a message and not those behind it.
+
+    Attributes:
+        forward: seconds of an F, per stage.
+        backward: seconds of the input gradient, per stage.
+        weight: seconds of the weight gradient, per stage. A schedule that does not split the backward spends
+            ``backward + weight`` on its B, so the same costs serve every schedule.
+        latency: seconds, per boundary.
+        bandwidth: bytes per second, per boundary.
+        message_bytes: size of an activation, and of its gradient, per boundary.
+        activation_bytes: what a stage holds for one microbatch from its F to the end of its backward, per stage.
+    """
+
+    forward: Number = 1.0
+    backward: Number = 1.0
+    weight: Number = 1.0
+    latency: Number = 0.0
+    bandwidth: Number = math.inf
+    message_bytes: Number = 0.0
+    activation_bytes: Number = 0.0
+
+    @classmethod
+    def of_stages(cls, seconds: Iterable[Sequence[float]]) -> Costs:
+        """Costs without messages, from the seconds of F, B and W of each stage."""
+        forward, backward, weight = (tuple(column) for column in zip(*seconds, strict=True))
+        return cls(forward, backward, weight)
+
+    def per_stage(self, num_stages: int) -> StageCosts:
+        """These costs written out for every stage and boundary of a pipeline of `num_stages`.
+
+        Raises:
+            ValueError: a sequence of another length, a negative or undefined number, or a bandwidth of 0.
+        """
+        num_boundaries = num_stages - 1
+        bandwidth = _spread("bandwidth", self.bandwidth, num_boundaries, "boundaries")
+        if 0 in bandwidth:
+            raise ValueError("bandwidth must be above 0 bytes per second")
+        message_bytes = _spread("message_bytes", self.message_bytes, num_boundaries, "boundaries")
+        return StageCosts(
+            forward=_spread("forward", self.forward, num_stages, "stages"),
+            backward=_spread("backward", self.backward, num_stages, "stages"),
+            weight=_spread("weight", self.weight, num_stages, "stages"),
+            latency=_spread("latency", self.latency, num_boundaries, "boundaries"),
+            occupancy=tuple(size / rate for size, rate in zip(message_bytes, bandwidth, strict=True)),
+            activation_bytes=_spread("activation_bytes", self.activation_bytes, num_stages, "stages"),
+        )
+
+
+@dataclass(frozen=True)
+class StageCosts:
+    """`Costs` for a given number of stages; `occupancy` is how long a message over a boundary keeps its link."""
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    weight: tuple[float, ...]
+    latency: tuple[float, ...]
+    occupancy: tuple[float, ...]
+    activation_bytes: tuple[float, ...]
+
+
+def divide_over_stages(per_rank: Sequence[float], schedule: Schedule) -> list[float]:
+    """Costs of one stage each, from costs `per_rank` of everything a rank holds: its stages in `schedule` share them
+    equally.
+
+    Compares schedules with a different number of stages per rank on the same work.
+
+    Raises:
+        ValueError: not one number per rank.
+    """
+    if len(per_rank) != schedule.num_ranks:
+        raise ValueError(
+            f"schedule {schedule.name!r} has {schedule.num_ranks} ranks but {len(per_rank)} costs were given"
+        )
+    return [per_rank[rank] / len(schedule.stages_of(rank)) for rank in schedule.stage_to_rank]
+
+
+def _spread(name: str, value: Number, length: int, of_what: str) -> tuple[float, ...]:
+    values = tuple(value) if isinstance(value, Sequence) else (value,) * length
+    if len(values) != length:
+        raise ValueError(f"{name} has {len(values)} numbers for {length} {of_what}")
+    if any(math.isnan(number) or number < 0 for number in values):
+        raise ValueError(f"{name} must not be negative, but is {value}")
+    return values
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """One sum of gradients between pipelines.
+
+    Attributes:
+        seconds: how long it takes once all holders have their gradients.
+        holders: (pipeline, stage) of all who take part.
+    """
+
+    seconds: float
+    holders: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class LayoutSimulation:
+    """How the pipelines of a layout run.
+
+    Attributes:
+        pipelines: each on its own, its ranks counted from 0.
+        first_ranks: the rank, in the whole layout, of each pipeline's rank 0.
+        reduction_spans: start and end of each reduction, in seconds, in the order given.
+        reductions: what was reduced.
+    """
+
+    pipelines: tuple[Simulation, ...]
+    first_ranks: tuple[int, ...]
+    reduction_spans: tuple[tuple[float, float], ...]
+    reductions: tuple[Reduction, ...]
+
+    @property
+    def makespan(self) -> float:
+        """Seconds until every pipeline and reduction has ended."""
+        return max(*(pipeline.makespan for pipeline in self.pipelines), *(end for _, end in self.reduction_spans), 0.0)
+
+    @property
+    def bubble(self) -> tuple[float, ...]:
+        """Share of the step without compute, per rank of the layout."""
+        makespan = self.makespan
+        return tuple(
+            1 - busy / makespan if makespan > 0 else 0.0 for pipeline in self.pipelines for busy in pipeline.busy
+        )
+
+    @cached_property
+    def events(self) -> tuple[TimedEvent, ...]:
+        """Actions and reductions, with the ranks of the layout."""
+        events = [
+            TimedEvent(first + event.rank, event.kind, event.start, event.end, event.stage, event.microbatch)
+            for pipeline, first in zip(self.pipelines, self.first_ranks, strict=True)
+            for event in pipeline.events
+        ]
+        for reduction, (start, end) in zip(self.reductions, self.reduction_spans, strict=True):
+            for pipeline_index, stage in reduction.holders:
+                rank = self.first_ranks[pipeline_index] + self.pipelines[pipeline_index].schedule.stage_to_rank[stage]
+                events.append(TimedEvent(rank, EventKind.REDUCTION, start, end, stage))
+        return tuple(events)
+
+
+def simulate_layout(
+    pipelines: Sequence[tuple[Schedule, Costs]], reductions: Sequence[Reduction] = ()
+) -> LayoutSimulation:
+    """Run all `pipelines` at once, and each reduction when its holders have their gradients.
+
+    A rank takes part in one reduction at a time, in the order of `reductions`, beside its compute.
+
+    Raises:
+        ScheduleError: a schedule cannot run to its end.
+        ValueError: no pipeline, or costs that do not fit a schedule.
+    """
+    if not pipelines:
+        raise ValueError("a layout has at least 1 pipeline")
+    # Equal pipelines, which are the same objects, are simulated once.
+    once = {(id(schedule), id(costs)): (schedule, costs) for schedule, costs in pipelines}
+    simulated = {key: simulate(*pair) for key, pair in once.items()}
+    simulations = tuple(simulated[id(schedule), id(costs)] for schedule, costs in pipelines)
+    sizes = (schedule.num_ranks for schedule, _ in pipelines)
+    first_ranks = tuple(accumulate(sizes, initial=0))[:-1]
+    ready_of = {key: gradients_ready(simulation) for key, simulation in simulated.items()} if reductions else {}
+    ready = [ready_of.get((id(schedule), id(costs)), {}) for schedule, costs in pipelines]
+    network_free: dict[int, float] = {}
+    spans = []
+    for reduction in reductions:
+        ranks = [first_ranks[p] + simulations[p].schedule.stage_to_rank[stage] for p, stage in reduction.holders]
+        start = max(
+            *(ready[p][stage] for p, stage in reduction.holders),
+            *(network_free.get(rank, 0.0) for rank in ranks),
+        )
+        end = start + reduction.seconds
+        network_free.update(dict.fromkeys(ranks, end))
+        spans.append((start, end))
+    return LayoutSimulation(simulations, first_ranks, tuple(spans), tuple(reductions))
+
+
+def gradients_ready(simulation: Simulation) -> dict[int, float]:
+    """For each stage, when its last gradient is complete."""
+    schedule = simulation.schedule
+    ready: dict[int, float] = {}
+    for rank, (actions, starts) in enumerate(zip(schedule.actions, simulation.starts, strict=True)):
+        missing = set(schedule.stages_of(rank))
+        for action, start in zip(reversed(actions), reversed(starts), strict=True):
+            if action.kind is not Kind.F and action.stage in missing:
+                missing.remove(action.stage)
+                ready[action.stage] = start + simulation.durations[action.kind][action.stage]
+                if not missing:
+                    break
+    return ready

@@ -2,7 +2,7 @@
 
 from penstock.layout.layout import Layout, PipelineLayout
 from penstock.layout.partition import Partition, partition, split_microbatches
-from penstock.pictures.layout_simulation import LayoutSimulation, Reduction, simulate_layout
+from penstock.pictures.simulate import LayoutSimulation, Reduction, simulate_layout
 
 __all__ = [
     "Layout",

@@ -7,9 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 
 from penstock.layout.partition import partition, split_into, split_microbatches
-from penstock.pictures.costs import Costs
-from penstock.pictures.layout_simulation import gradients_ready
-from penstock.pictures.simulate import simulate
+from penstock.pictures.simulate import Costs, gradients_ready, simulate
 from penstock.planning.cluster import Link
 from penstock.planning.memory import Held, memory_of_ranks
 from penstock.planning.plan import Job, Plan, PlannedPipeline, costs_of, evaluate, place, schedule_of

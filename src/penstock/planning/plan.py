@@ -9,8 +9,7 @@ from functools import cached_property, lru_cache
 from itertools import accumulate, groupby, pairwise
 from typing import Literal
 
-from penstock.pictures.costs import Costs
-from penstock.pictures.layout_simulation import LayoutSimulation, Reduction, simulate_layout
+from penstock.pictures.simulate import Costs, LayoutSimulation, Reduction, simulate_layout
 from penstock.planning.cluster import Cluster
 from penstock.planning.memory import Held, MemoryEstimate, memory_of_ranks
 from penstock.planning.profile import Profile, UnitCost, held_by_stages, seconds_of, sums

@@ -1,4 +1,5 @@
-"""One ordinary checkpoint from the ranks of a pipeline: which files it has, who assembles each, and writing them.
+"""Ordinary folders from the ranks of a pipeline, as transformers and PEFT write them: which files one has, who
+assembles each, and writing them.
 
 The plan is decided on meta tensors from names, shapes and dtypes, by every rank for itself and alike.
 """
@@ -21,17 +22,25 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from penstock.modeling.graph.dataflow import DataFlow, Given
+from penstock.modeling.placeholders.ghosts import shown_whole
 from penstock.modeling.weights.names import unit_of
 from penstock.modeling.weights.whole import packed_weights, shards_of, whole_state
 
-from .files import write_tensors
-from .manifest import FileEntry
-from .names import EXTENSIONS, STAGED_INDEX, is_shard, weight_file_names
-from .plan import Content, FilePlan, Folder, SavingRank, SavingReport, Source, first_holders, writers_of
-from .safetensors_file import Behind
-from .save_pretrained import write_side_files
+from .files import Behind, flush_file, write_tensors, writing
+from .manifest import ADAPTER, EXTENSIONS, STAGED_INDEX, FileEntry, is_shard, weight_file_names
+from .plan import (
+    Content,
+    FilePlan,
+    Folder,
+    SavingRank,
+    SavingReport,
+    Source,
+    first_holders,
+    write_side_files,
+    writers_of,
+)
 from .staging import Replacement, write_index
-from .tensors import DTYPES, first_of_tied, tied_groups, to_cpu
+from .tensors import DTYPES, first_of_tied, outline, tied_groups, to_cpu
 from .untrusted import is_regular, kind_of
 
 
@@ -194,3 +203,49 @@ def followed(inputs: Mapping[str, torch.Tensor]) -> Iterator[Callable[[torch.Ten
         for name, tensor in inputs.items():
             flow.mark(tensor, (Given(name),))
         yield lambda tensor: frozenset(one.name for one in flow.sources(tensor) if isinstance(one, Given))
+
+
+State = Mapping[str, torch.Tensor]
+
+
+@dataclass
+class AdapterFolder(Folder):
+    """The folder of one adapter, `options.variant`, of a model.
+
+    Attributes:
+        select: gives what the adapter's file holds, from the state of the whole model, also of meta tensors.
+        write_files: writes the files into a folder, given those tensors of the model's state that `select` reads.
+    """
+
+    model: PreTrainedModel
+    select: Callable[[State], State]
+    write_files: Callable[[str, State], None]
+
+    def lead(self, folder: str) -> tuple[list[str], list[str]]:
+        state = {name: outline(tensor) for name, tensor in whole_state(self.model).items()}
+        with shown_whole(self.model), followed(state) as origin_of:
+            origins = [origin_of(tensor) for tensor in self.select(state).values()]
+        needed = frozenset[str]().union(*origins)
+        return [], [name for name in state if name in needed]
+
+    def plan(self, reports: Sequence[SavingReport], rank: int) -> list[FilePlan]:
+        leader = writers_of(reports)[0]
+        sources = first_holders(reports, names=reports[leader].names)
+        return [FilePlan(f"{ADAPTER} of {self.options.variant}", leader, sources)]
+
+    def write(self, file: FilePlan, content: Content, folder: str, behind: Behind) -> None:
+        assert not isinstance(content, bytes)
+        with writing(folder, file.name, sum(tensor.nbytes for tensor in content.values())):
+            with shown_whole(self.model):
+                self.write_files(folder, to_cpu(content))
+            for name in os.listdir(folder):
+                flush_file(os.path.join(folder, name))
+
+    def replacement(self, directory: str, folder: str, entries: Mapping[str, FileEntry]) -> Replacement:
+        """The configuration is put in place before the weights. Weights in the format that would be read first go."""
+        written = sorted(os.listdir(folder))
+        weights = [name for name in written if name.startswith(ADAPTER)]
+        first, second = (f"{ADAPTER}{extension}" for extension in EXTENSIONS)
+        hides = second in written and first not in written and kind_of(os.path.join(directory, first)) is not None
+        others = [name for name in written if name not in weights]
+        return Replacement(others, {name: name for name in weights}, hiding=[first] if hides else [])
