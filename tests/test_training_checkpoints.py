@@ -27,7 +27,7 @@ from audit import only_within
 from checkpoint_ranks import assert_hold_together, assert_holds, in_fork, on_ranks, raised, scramble, split_copies
 from families import FAMILIES
 from launch import run_python
-from penstock.checkpoint import files, safetensors_file
+from penstock.checkpoint import files
 from penstock.checkpoint.contents import inspect_folder, merge_checkpoint
 from penstock.checkpoint.load import from_parallelized
 from penstock.checkpoint.plan import SavingRank
@@ -276,10 +276,10 @@ def test_the_files_are_those_of_safetensors_and_the_sums_those_of_the_tensors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every dtype of the format, no dimension and no element, and tensors of several pieces."""
-    monkeypatch.setattr(safetensors_file, "_CHUNK", 1000)
-    monkeypatch.setattr(safetensors_file, "_FLUSHED", 3000)
+    monkeypatch.setattr(files, "_CHUNK", 1000)
+    monkeypatch.setattr(files, "_FLUSHED", 3000)
     tensors = {"none": torch.empty(0, 3), "one": torch.tensor(2.5, dtype=torch.bfloat16), "ü": torch.arange(2500)}
-    for dtype in safetensors_file.DTYPES:
+    for dtype in files.DTYPES:
         tensors[f"of {dtype}"] = torch.arange(-8, 9).abs().to(torch.float32).to(dtype)
     path = tmp_path / "file.safetensors"
     sums = files.write_tensors(str(path), tensors)
