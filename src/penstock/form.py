@@ -159,13 +159,8 @@ def check_whole_model(model: Any, caller: str, used_names: Collection[str]) -> N
 
 
 def remember_example_inputs(model: nn.Module, example_inputs: Any) -> None:
-    """Find the units of `model` with these inputs from now on.
-
-    Args:
-        example_inputs: the arguments of a forward: by name in a mapping, by position in a tuple or list, or a tensor or
-            data class alone.
-            None leaves them to be guessed.
-    """
+    """Find the units of `model` with these inputs from now on. `example_inputs`: the arguments of a forward: by name in
+    a mapping, by position in a tuple or list, or a tensor or data class alone. None leaves them to be guessed."""
     if example_inputs is None:
         return
     if isinstance(example_inputs, torch.Tensor) or is_record(example_inputs):

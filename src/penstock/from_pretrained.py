@@ -141,12 +141,8 @@ def _make_in_stages(
     criterion: Criterion | None,
     example_inputs: Any,
 ) -> Any:
-    """A model whose weights are made where they are held.
-
-    Args:
-        make: of the units of each stage, the stages that this rank holds, and how tensor parallelism shards the whole
-            model's weights, gives the model with this rank's weights.
-    """
+    """A model whose weights are made where they are held. `make`: of the units of each stage, the stages that this rank
+    holds, and how tensor parallelism shards the whole model's weights, gives the model with this rank's weights."""
     with forming(configuration.time_limit) as board:
         skeleton = make_skeleton()
         remember_example_inputs(skeleton, example_inputs)

@@ -87,10 +87,7 @@ def seeded(*entropy: int) -> Iterator[None]:
 
 def capture_random_state() -> dict[str, Any]:
     """The states of Python's, numpy's and torch's generators (of the CPU, and of the current GPU once it is in use).
-
-    Returns:
-        plain data and tensors, which can be loaded from a file without running code.
-    """
+    Returns plain data and tensors, which can be loaded from a file without running code."""
     _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     state: dict[str, Any] = {
         "python": random.getstate(),

@@ -65,11 +65,8 @@ def newest_checkpoint(folder: str | os.PathLike[str]) -> str:
 
 
 def inspect_folder(folder: str | os.PathLike[str], values: bool = True) -> list[dict[str, Any]]:
-    """What each checkpoint in a folder holds, the newest first; plain data, see `inspect_checkpoint`.
-
-    Raises:
-        CheckpointError: there is no such folder, or nothing in it.
-    """
+    """What each checkpoint in a folder holds, the newest first; plain data, see `inspect_checkpoint`. Raises
+    CheckpointError: there is no such folder, or nothing in it."""
     found = find_checkpoints(folder)
     if not found:
         raise CheckpointError(f"{os.path.abspath(folder)} holds no checkpoint")
@@ -82,11 +79,8 @@ def inspect_folder(folder: str | os.PathLike[str], values: bool = True) -> list[
 
 
 def inspect_checkpoint(path: str, values: bool = True) -> dict[str, Any]:
-    """What a checkpoint holds, as plain data.
-
-    Args:
-        values: compare every value with its checksum, which reads all files. Otherwise only sizes are compared.
-    """
+    """What a checkpoint holds, as plain data. `values`: compare every value with its checksum, which reads all files.
+    Otherwise only sizes are compared."""
     manifest = whole_manifest(path)
     reader = CheckpointReader(path, manifest, MODEL)
     with closing(reader):

@@ -335,18 +335,9 @@ class Behind:
 def write_safetensors(
     path: str, tensors: Mapping[str, torch.Tensor], behind: Behind, told: Told, metadata: Mapping[str, str]
 ) -> dict[str, int]:
-    """Write tensors to a file that is not there yet. It is on disk when `behind` is left.
-
-    Args:
-        tensors: contiguous, on the CPU. Not to be changed until then.
-        metadata: what else the file says.
-
-    Returns:
-        the CRC-32 of each tensor's bytes, which are there then, too.
-
-    Raises:
-        ValueError: the format has no such dtype. OSError: it cannot be written.
-    """
+    """Write tensors to a file that is not there yet. It is on disk when `behind` is left. `tensors`: contiguous, on the
+    CPU. Not to be changed until then. `metadata`: what else the file says. Returns the CRC-32 of each tensor's bytes,
+    which are there then, too. Raises ValueError: the format has no such dtype. OSError: it cannot be written."""
     # Larger elements first, as in safetensors: so every tensor begins at a multiple of its element's size.
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     sums: dict[str, int] = {}

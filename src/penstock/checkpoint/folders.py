@@ -46,13 +46,9 @@ from .untrusted import is_regular, kind_of
 
 @dataclass
 class ModelFolder(Folder):
-    """The folder that `save_pretrained` writes for the unsplit model.
-
-    Attributes:
-        files: names of the files of weights.
-        index: says which of them holds which tensor; None if there is one.
-        metadata: what a library that packs weights has to say of them in the files.
-    """
+    """The folder that `save_pretrained` writes for the unsplit model. `files`: names of the files of weights. `index`:
+    says which of them holds which tensor; None if there is one. `metadata`: what a library that packs weights has to
+    say of them in the files."""
 
     files: list[str] = field(default_factory=list, init=False)
     index: dict[str, Any] | None = field(default=None, init=False)
@@ -71,11 +67,8 @@ class ModelFolder(Folder):
 
     def plan(self, reports: Sequence[SavingReport], rank: int) -> list[FilePlan]:
         """Plan the checkpoint that `save_pretrained` would write for the unsplit model. Each file is assembled by the
-        rank that holds most of it already.
-
-        Raises:
-            RuntimeError: from transformers, if weights are tied that the model does not declare as tied.
-        """
+        rank that holds most of it already. Raises RuntimeError: from transformers, if weights are tied that the model
+        does not declare as tied."""
         model, options = self.model, self.options
         told: list[dict[str, str]] = [json.loads(report.names[0]) for report in reports if report.names]
         self.metadata = {name: text for one in told for name, text in one.items()}
@@ -210,12 +203,9 @@ State = Mapping[str, torch.Tensor]
 
 @dataclass
 class AdapterFolder(Folder):
-    """The folder of one adapter, `options.variant`, of a model.
-
-    Attributes:
-        select: gives what the adapter's file holds, from the state of the whole model, also of meta tensors.
-        write_files: writes the files into a folder, given those tensors of the model's state that `select` reads.
-    """
+    """The folder of one adapter, `options.variant`, of a model. `select`: gives what the adapter's file holds, from the
+    state of the whole model, also of meta tensors. `write_files`: writes the files into a folder, given those tensors
+    of the model's state that `select` reads."""
 
     model: PreTrainedModel
     select: Callable[[State], State]

@@ -85,11 +85,8 @@ class TrainingReport:
 
 @dataclass(frozen=True)
 class SavingReport:
-    """What a rank tells the others before the writing starts.
-
-    Attributes:
-        names: what its kind of save wants to know; of a rank of another pipeline what it writes nevertheless.
-    """
+    """What a rank tells the others before the writing starts. `names`: what its kind of save wants to know; of a rank
+    of another pipeline what it writes nevertheless."""
 
     place: SavingRank
     names: list[str] = field(default_factory=list)
@@ -144,12 +141,7 @@ Content = dict[str, torch.Tensor] | bytes
 
 @dataclass
 class Folder:
-    """A kind of save.
-
-    Attributes:
-        given: what this rank holds, by name.
-        sides: names of the small files beside the weights.
-    """
+    """A kind of save. `given`: what this rank holds, by name. `sides`: names of the small files beside the weights."""
 
     model: nn.Module
     options: SaveOptions
@@ -308,12 +300,8 @@ class SaveOptions:
         """Read the keyword arguments of a call.
 
         `is_main_process`, `token` and `save_peft_format` are accepted and change nothing: the layout decides who
-        writes, nothing is uploaded, and adapters are refused anyway.
-
-        Raises:
-            TypeError: an argument is unknown.
-            ValueError: an argument has a value that cannot be honoured.
-        """
+        writes, nothing is uploaded, and adapters are refused anyway. Raises TypeError: an argument is unknown.
+        ValueError: an argument has a value that cannot be honoured."""
         values = {name: value for name, value in arguments.items() if name not in _WITHOUT_EFFECT}
         if values.pop("push_to_hub", False):
             raise ValueError(
@@ -340,12 +328,7 @@ _WITHOUT_EFFECT = frozenset({"is_main_process", "token", "save_peft_format"})
 
 def refuse_unsupported(model: nn.Module, merged: SaveOptions | None) -> None:
     """Raise for a quantised model that is not to be merged into one folder, or that transformers does not save so.
-
-    Args:
-        merged: how it is written into one folder; None for other kinds of saves.
-
-    Raises:
-        CheckpointError: says what to do.
+    `merged`: how it is written into one folder; None for other kinds of saves. Raises CheckpointError: says what to do.
     """
     quantizer, diffusers = getattr(model, "hf_quantizer", None), of_diffusers(type(model))
     torchao = quantizer is not None and quantizer.quantization_config.quant_method == "torchao"
@@ -395,12 +378,9 @@ def _name_the_others(doing: str, peers: Sequence[int]) -> Iterator[None]:
 
 
 class CheckpointRanks(Ranks):
-    """Ranks of which all raise CheckpointError if one fails: it names that rank and the cause.
-
-    Args:
-        group: whose backend carries CPU tensors (gloo); None for a rank on its own.
-        guard: how a lost rank is told and named. Without it a CheckpointError says which ranks it can have been.
-    """
+    """Ranks of which all raise CheckpointError if one fails: it names that rank and the cause. `group`: whose backend
+    carries CPU tensors (gloo); None for a rank on its own. `guard`: how a lost rank is told and named. Without it a
+    CheckpointError says which ranks it can have been."""
 
     def __init__(self, group: dist.ProcessGroup | None = None, guard: Guard = _name_the_others) -> None:
         super().__init__(group, guard)

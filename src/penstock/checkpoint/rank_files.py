@@ -56,12 +56,8 @@ TRAINING_VARIANT = "training"
 @dataclass
 class RankFiles(Folder):
     """A parallel checkpoint: each rank that writes has a file of its weights, and one of its optimizer's state. Of that
-    ranks of other pipelines write what only they keep.
-
-    Attributes:
-        once: what several ranks hold is written by the first of them only, and plain transformers shall find the
-            weights as well. A tensor-parallel model's files have no index.
-    """
+    ranks of other pipelines write what only they keep. `once`: what several ranks hold is written by the first of them
+    only, and plain transformers shall find the weights as well. A tensor-parallel model's files have no index."""
 
     training_state: TrainingState | None = None
     with_model: bool = True

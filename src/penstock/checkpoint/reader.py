@@ -53,14 +53,8 @@ def saved_sharding(manifest: Manifest, name: str, shape: Sequence[int], count: i
 
 class CheckpointReader:
     """The tensors of one part of a checkpoint, in the files of all ranks of the saving run, which open when needed.
-
-    Args:
-        part: `manifest.MODEL` or `manifest.TRAINING`.
-        place: this rank's index in its tensor-parallel group, and the group's size.
-
-    Attributes:
-        locations: of each tensor, by each of its names; of a sharded one where the first shard is.
-    """
+    `part`: `manifest.MODEL` or `manifest.TRAINING`. `place`: this rank's index in its tensor-parallel group, and the
+    group's size. `locations`: of each tensor, by each of its names; of a sharded one where the first shard is."""
 
     def __init__(self, directory: str, manifest: Manifest, part: str, place: tuple[int, int] = (0, 1)) -> None:
         self._directory = directory

@@ -31,12 +31,8 @@ STATES = 2
 
 
 class Formations:
-    """The pipelines that a model can be placed on.
-
-    Args:
-        model: a whole one; what is needed of it is read now.
-        sharded: whether not all that hold a parameter have its optimizer's state.
-    """
+    """The pipelines that a model can be placed on. `model`: a whole one; what is needed of it is read now. `sharded`:
+    whether not all that hold a parameter have its optimizer's state."""
 
     def __init__(
         self,
@@ -109,12 +105,8 @@ class Formations:
     def following(
         self, view: View, now: Decision, membership: Membership, checkpoint: Callable[[], tuple[int, str] | None]
     ) -> Decision:
-        """The generation after `now`, by what the member that decides sees.
-
-        Args:
-            checkpoint: finds step and path of one to go back to, if nobody has some part of the model, or some member
-                is on its way back.
-        """
+        """The generation after `now`, by what the member that decides sees. `checkpoint`: finds step and path of one to
+        go back to, if nobody has some part of the model, or some member is on its way back."""
         reports, step, calls, dropped = successor(view)
         joining = [report.member for report in reports if report.new]
         going_on = [report for report in reports if not report.new]
@@ -149,11 +141,8 @@ class Formations:
         step: int = 0,
         checkpoint: Callable[[], tuple[int, str] | None] = lambda: None,
     ) -> Decision:
-        """The pipelines of the members that go on, by their reports, and of those that come new.
-
-        Args:
-            before: the generation that ends, None at the beginning of a run.
-        """
+        """The pipelines of the members that go on, by their reports, and of those that come new. `before`: the
+        generation that ends, None at the beginning of a run."""
         started = time.monotonic()
         held = {report.member: report.held for report in reports} | dict.fromkeys(joining, ())
         devices = self._devices(list(held), record)

@@ -92,10 +92,7 @@ class Generations:
 
     def enter(self) -> Decision:
         """Wait until this member is part of a generation, the first one or a later one, and meet its other members.
-
-        Raises:
-            RuntimeError: the run has ended. ValueError: the run refuses this process.
-        """
+        Raises RuntimeError: the run has ended. ValueError: the run refuses this process."""
         self.now = latest(self.membership.meeting) or self._begin()
         if self.number not in self.now.members:
             self.now = self._join(self.now)
@@ -211,13 +208,8 @@ class Generations:
 
     def end(self, report: MemberReport, announce: bool = True) -> Decision:
         """End the present generation with this member's last word in it, and agree with the others on the next one.
-
-        Args:
-            announce: whether the others need to be told that the generation ends.
-
-        Raises:
-            LeftOut: this member is not part of it.
-        """
+        `announce`: whether the others need to be told that the generation ends. Raises LeftOut: this member is not part
+        of it."""
         self.membership.unwatch()
         before = self.now
         following = agree(
@@ -315,12 +307,8 @@ class LeftOut(RuntimeError):
 
 
 def agree(membership: Membership, now: Decision, report: MemberReport, plan: Plan, announce: bool) -> Decision:
-    """End a generation and return the next one.
-
-    Args:
-        plan: makes the next generation, on the member that decides.
-        announce: whether the others need to be told that the generation ends.
-    """
+    """End a generation and return the next one. `plan`: makes the next generation, on the member that decides.
+    `announce`: whether the others need to be told that the generation ends."""
     meeting, pulse = membership.meeting, membership.pulse
     pulse.forget()
     me, decided = membership.id, None

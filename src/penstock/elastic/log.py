@@ -15,13 +15,9 @@ from typing import Any
 
 @dataclass
 class LoggedCall:
-    """Something that all ranks do.
-
-    Attributes:
-        trains: whether it makes gradients, which are lost with the layout.
-        local: whether a rank does it without the others; otherwise it ends on none before all have begun it.
-        stale: whether the run went back to a checkpoint before it was done, so that it is not done any more.
-    """
+    """Something that all ranks do. `trains`: whether it makes gradients, which are lost with the layout. `local`:
+    whether a rank does it without the others; otherwise it ends on none before all have begun it. `stale`: whether the
+    run went back to a checkpoint before it was done, so that it is not done any more."""
 
     run: Callable[[], Any]
     trains: bool
@@ -30,12 +26,9 @@ class LoggedCall:
 
 
 class Log:
-    """The calls since the last update, as far as they may have to be repeated.
-
-    Attributes:
-        calls: those that may have to be repeated, by their numbers: the last one, which others may not have completed,
-            and those whose gradients are not dropped everywhere.
-    """
+    """The calls since the last update, as far as they may have to be repeated. `calls`: those that may have to be
+    repeated, by their numbers: the last one, which others may not have completed, and those whose gradients are not
+    dropped everywhere."""
 
     def __init__(self) -> None:
         self.num_calls = 0
@@ -82,11 +75,8 @@ class Log:
         self.num_calls, self.calls, self._drops = len(kept), dict(enumerate(kept)), [(0, next_step)]
 
     def to_repeat(self, calls: int, dropped: int, drop: Callable[[], None]) -> tuple[list[LoggedCall], int]:
-        """What this rank repeats, and the number of the training step with which it begins.
-
-        Args:
-            calls, dropped: how many calls all ranks have completed, and of how many they have dropped the gradients.
-        """
+        """What this rank repeats, and the number of the training step with which it begins. `calls`, `dropped`: how
+        many calls all ranks have completed, and of how many they have dropped the gradients."""
         kept = {n: one for n, one in self.calls.items() if n >= calls or (one.trains and n >= dropped)}
         before = [one for number, one in kept.items() if number < self.dropped]
         after = [one for number, one in kept.items() if number >= self.dropped]

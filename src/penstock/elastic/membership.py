@@ -41,13 +41,9 @@ def tell(meeting: Meeting) -> None:
 
 @dataclass(frozen=True)
 class MemberRecord(Told):
-    """What a member says about itself when it joins.
-
-    Attributes:
-        group, shard: members of one group share stages, each with a shard of their weights.
-        facts: a digest of its model and settings, which must be everybody's.
-        machine, process: tell whether it has ended, to those on the same machine.
-    """
+    """What a member says about itself when it joins. `group`, `shard`: members of one group share stages, each with a
+    shard of their weights. `facts`: a digest of its model and settings, which must be everybody's. `machine`,
+    `process`: tell whether it has ended, to those on the same machine."""
 
     member: int
     group: str
@@ -145,14 +141,8 @@ class Pulse:
 
 
 class Membership:
-    """This process's membership in the run.
-
-    Args:
-        hang: seconds of silence after which a member is lost, whatever its connections say.
-
-    Attributes:
-        asked: how many requests to change the members are known here.
-    """
+    """This process's membership in the run. `hang`: seconds of silence after which a member is lost, whatever its
+    connections say. `asked`: how many requests to change the members are known here."""
 
     def __init__(self, meeting: Meeting, hang: float, group: str, shard: int, facts: str) -> None:
         self.meeting = meeting

@@ -40,13 +40,9 @@ class _Told(NamedTuple):
 def from_live_ranks(optimizer: Optimizer | None = None, *, also: Callable[[Engine], None] | None = None) -> Values:
     """What fills in newly held values from ranks that have them, point to point, spread over all that do.
 
-    Args:
-        optimizer: of the model's parameters, or what wraps one. Its state moves along; parameters that it does not know
-            join its first group, and the state of those that are held no longer is dropped, once every rank has what it
-            needs.
-
-    The function it returns raises RuntimeError, on every rank, if nobody has a value that somebody needs.
-    """
+    The function it returns raises RuntimeError, on every rank, if nobody has a value that somebody needs. `optimizer`:
+    of the model's parameters, or what wraps one. Its state moves along; parameters that it does not know join its first
+    group, and the state of those that are held no longer is dropped, once every rank has what it needs."""
 
     def fill(engine: Engine, taken: Mapping[str, torch.Tensor], had: MutableMapping[str, torch.Tensor]) -> None:
         own = getattr(optimizer, "optim", optimizer)
@@ -204,10 +200,7 @@ class _Transfers:
         arrived: Callable[[], object],
     ) -> None:
         """Receive a tensor, and a parameter's state, which an optimizer keeps beside it or on the CPU (a step number).
-
-        Args:
-            arrived: called once all of it is here. Until then the state is not in `state` either: a rank may be lost.
-        """
+        `arrived`: called once all of it is here. Until then the state is not in `state` either: a rank may be lost."""
         values = {
             key: value.empty(torch.device("cpu") if value.shape == () else tensor.device)
             if isinstance(value, TensorSpec)
@@ -256,11 +249,8 @@ class _Transfers:
 
 
 class SharedStates:
-    """The optimizer of a run, and objects whose states a process that joins is given.
-
-    Attributes:
-        objects: by name; see `register`.
-    """
+    """The optimizer of a run, and objects whose states a process that joins is given. `objects`: by name; see
+    `register`."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer

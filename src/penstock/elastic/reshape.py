@@ -23,12 +23,8 @@ Stages = tuple[tuple[str, ...], ...]
 
 @dataclass(frozen=True)
 class Shape:
-    """A pipeline on so many devices.
-
-    Attributes:
-        stage_to_rank: which of the pipeline's devices holds each stage.
-        slowest, total: seconds of a microbatch on the device that has most to do, and on all.
-    """
+    """A pipeline on so many devices. `stage_to_rank`: which of the pipeline's devices holds each stage. `slowest`,
+    `total`: seconds of a microbatch on the device that has most to do, and on all."""
 
     stages: Stages
     stage_to_rank: tuple[int, ...]
@@ -68,11 +64,8 @@ def best_shapes(
     memory: float,
     stage_to_rank: Mapping[int, Sequence[int]],
 ) -> dict[int, Shape]:
-    """For each number of devices that can hold the model, the best pipeline on so many equal ones.
-
-    Args:
-        memory: bytes of each device.
-        stage_to_rank: for each number of devices its stages' devices, under the schedule that the run has.
+    """For each number of devices that can hold the model, the best pipeline on so many equal ones. `memory`: bytes of
+    each device. `stage_to_rank`: for each number of devices its stages' devices, under the schedule that the run has.
     """
     parts = profile.parts()
     seconds = {unit.name: unit.seconds for unit in profile.units}
@@ -93,12 +86,8 @@ def best_shapes(
 
 @dataclass(frozen=True)
 class Formation:
-    """Pipelines on devices.
-
-    Attributes:
-        devices: which device is at each rank, as an index into what `choose` was given.
-        moved: bytes of state that devices receive.
-    """
+    """Pipelines on devices. `devices`: which device is at each rank, as an index into what `choose` was given. `moved`:
+    bytes of state that devices receive."""
 
     shapes: tuple[Shape, ...]
     microbatches: tuple[int, ...]

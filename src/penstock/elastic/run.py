@@ -138,12 +138,8 @@ class ElasticRun:
             return result
 
     def do(self, work: Callable[[], Any], stale: Callable[[], Any] | None = None) -> Any:
-        """Do something without gradients on all ranks, again after a rank was lost. See `perform`.
-
-        Args:
-            stale: is done in place of `work` if the run went back to a checkpoint meanwhile; by default that is an
-                error.
-        """
+        """Do something without gradients on all ranks, again after a rank was lost. See `perform`. `stale`: is done in
+        place of `work` if the run went back to a checkpoint meanwhile; by default that is an error."""
         if self.performing:
             return work()
         restored = self.num_restored
@@ -162,11 +158,8 @@ class ElasticRun:
         return self._perform(call)
 
     def load(self, load: Callable[[], int | None]) -> None:
-        """Load all values on all ranks, again after a rank was lost.
-
-        Args:
-            load: returns the step of what it has loaded; None if nothing has changed.
-        """
+        """Load all values on all ranks, again after a rank was lost. `load`: returns the step of what it has loaded;
+        None if nothing has changed."""
 
         def work() -> None:
             self._restoring = True
@@ -178,11 +171,8 @@ class ElasticRun:
         self._begin_log()
 
     def commit(self, prepare: Callable[[], Callable[[], Any]]) -> Any:
-        """Make an update on all ranks or on none.
-
-        Args:
-            prepare: does what needs other ranks, and returns the update, which needs none but for `after_update`.
-        """
+        """Make an update on all ranks or on none. `prepare`: does what needs other ranks, and returns the update, which
+        needs none but for `after_update`."""
         before = self._num_updates
         while self._num_updates == before:
             try:

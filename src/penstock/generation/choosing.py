@@ -24,14 +24,8 @@ AGREEING_CRITERIA = (MaxLengthCriteria, EosTokenCriteria, StopStringCriteria)
 
 
 class Choosing:
-    """How tokens are chosen in one generate().
-
-    Args:
-        watched: whether more than the tokens is looked at, or may be.
-
-    Attributes:
-        config: of the generation, once transformers has prepared it.
-    """
+    """How tokens are chosen in one generate(). `watched`: whether more than the tokens is looked at, or may be.
+    `config`: of the generation, once transformers has prepared it."""
 
     def __init__(self, model: Any, decoding: Decoding, watched: bool) -> None:
         self.config: GenerationConfig | None = None
@@ -110,11 +104,8 @@ class AfterTokens(StoppingCriteriaList):
 class RowsOfBatch(TorchFunctionMode):
     """While active, torch.multinomial over some rows of a batch draws what it would give these rows in the batch.
 
-    It draws for the whole batch from generators of its own, which begin where the process's are.
-
-    Args:
-        start, stop, total: of the samples. There may be several rows for each.
-    """
+    It draws for the whole batch from generators of its own, which begin where the process's are. `start`, `stop`,
+    `total`: of the samples. There may be several rows for each."""
 
     def __init__(self, start: int, stop: int, total: int, device: torch.device) -> None:
         super().__init__()

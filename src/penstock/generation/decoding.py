@@ -66,12 +66,9 @@ def _new(engine: Engine) -> Decoding:
 
 @dataclass
 class Group:
-    """The state of one group of a batch while it is decoded.
-
-    Attributes:
-        tokens_only: whether the rank of the last stage alone chooses tokens from logits; the others get the tokens.
-        token: the tokens that were or will be chosen after the last forward, until they are there.
-    """
+    """The state of one group of a batch while it is decoded. `tokens_only`: whether the rank of the last stage alone
+    chooses tokens from logits; the others get the tokens. `token`: the tokens that were or will be chosen after the
+    last forward, until they are there."""
 
     tokens_only: bool = False
     token: TensorSpec | None = None
@@ -330,11 +327,8 @@ class Decoding:
         self._compared.add(plan.digest)
 
     def tokens(self, chosen: torch.Tensor) -> torch.Tensor:
-        """After a forward with `tokens_only`: the tokens that the rank of the last stage has chosen.
-
-        Args:
-            chosen: these tokens there, shape (samples,); of no meaning on other ranks.
-        """
+        """After a forward with `tokens_only`: the tokens that the rank of the last stage has chosen. `chosen`: these
+        tokens there, shape (samples,); of no meaning on other ranks."""
         group = self.group
         if self.chooses:
             self._give(chosen)

@@ -94,12 +94,9 @@ def generate(
 def evaluate_with_cache(model: Any, inputs: Mapping[str, Any], criterion: Criterion | None) -> Any:
     """An evaluation with a cache of keys and values: the whole batch in one forward, without gradients.
 
-    All ranks of the pipeline call this together, with equal inputs.
-
-    Returns:
-        The model's output, on every rank. Of the cache in it, each rank has the layers of its own stages, and for the
-        others entries of the right length: it may be passed to the next call.
-    """
+    All ranks of the pipeline call this together, with equal inputs. Returns the model's output, on every rank. Of the
+    cache in it, each rank has the layers of its own stages, and for the others entries of the right length: it may be
+    passed to the next call."""
     engine = model.pipeline
     if not isinstance(model, PreTrainedModel):
         raise NotImplementedError(
@@ -162,12 +159,9 @@ class Unheard(BaseStreamer):
 
 @contextmanager
 def _streaming(arguments: dict[str, Any], given: tuple[bool, bool], everywhere: bool) -> Iterator[None]:
-    """Inside, the streamer of the first rank that was given one streams, or all do.
-
-    Args:
-        arguments: of generate(); the streamer among them is replaced where it is not to stream.
-        given: whether a rank of the pipeline was given a streamer, and whether this is the first of them.
-    """
+    """Inside, the streamer of the first rank that was given one streams, or all do. `arguments`: of generate(); the
+    streamer among them is replaced where it is not to stream. `given`: whether a rank of the pipeline was given a
+    streamer, and whether this is the first of them."""
     any_given, first = given
     own: Any = arguments.get("streamer")
     streams = own is not None and (first or everywhere)
@@ -204,14 +198,8 @@ def _refuse(arguments: Mapping[str, Any], model: nn.Module) -> None:
 def _compare(
     arguments: Mapping[str, Any], options: Mapping[str, Any], decoding: Decoding, called: str = "generate()"
 ) -> tuple[tuple[bool, bool], bool]:
-    """Compare the ranks' arguments.
-
-    Returns:
-        Whether a rank was given a streamer and this rank is the first of these; whether one was given criteria.
-
-    Raises:
-        ValueError: they were given different arguments; on every rank.
-    """
+    """Compare the ranks' arguments. Returns whether a rank was given a streamer and this rank is the first of these;
+    whether one was given criteria. Raises ValueError: they were given different arguments; on every rank."""
     described = {name: _described(value) for name, value in arguments.items() if name not in INDIVIDUAL_ARGUMENTS}
     streams, stops = arguments.get("streamer") is not None, bool(arguments.get("stopping_criteria"))
     every = decoding.gather([fingerprint({**described, **options}), int(streams), int(stops)])

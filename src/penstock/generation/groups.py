@@ -76,12 +76,9 @@ def obstacle(arguments: Mapping[str, Any], model: Any, training: bool) -> str | 
 
 
 def number_of_groups(wanted: Any, arguments: Mapping[str, Any], model: Any, watching: str | None) -> tuple[int, int]:
-    """In how many groups a batch is decoded, and its size; says once in the log why it is only one.
-
-    Args:
-        wanted: "auto" for as many as there are ranks in the pipeline, if the batch is large enough.
-        watching: why more than the tokens is looked at; None if it is not.
-    """
+    """In how many groups a batch is decoded, and its size; says once in the log why it is only one. `wanted`: "auto"
+    for as many as there are ranks in the pipeline, if the batch is large enough. `watching`: why more than the tokens
+    is looked at; None if it is not."""
     if wanted != "auto" and (not isinstance(wanted, int) or wanted is True or wanted < 1):
         raise ValueError(f'generation_groups must be "auto" or a positive number of groups, got {wanted!r}')
     pipeline = model.pipeline

@@ -30,12 +30,8 @@ MAX_REMEMBERED = 4096
 
 @dataclass(eq=False, slots=True)
 class Expected:
-    """A message whose receive was requested.
-
-    Attributes:
-        key, family: its kind; see `Series`.
-        buffers: what it is received into, once its receives are posted.
-    """
+    """A message whose receive was requested. `key`, `family`: its kind; see `Series`. `buffers`: what it is received
+    into, once its receives are posted."""
 
     count: int
     key: Hashable | None

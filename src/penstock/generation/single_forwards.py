@@ -28,11 +28,8 @@ from penstock.runtime.labels import label
 
 @dataclass(frozen=True)
 class Forward:
-    """A forward that has begun, or a part of it with some of its samples.
-
-    Attributes:
-        key, family: what decides what crosses the boundaries; see `Series`.
-    """
+    """A forward that has begun, or a part of it with some of its samples. `key`, `family`: what decides what crosses
+    the boundaries; see `Series`."""
 
     plan: ForwardPlan
     inputs: Mapping[str, Any]
@@ -47,11 +44,8 @@ class Forward:
 
 
 class SingleForwards:
-    """Runs single forwards over the stages of one rank.
-
-    Attributes:
-        seed: of the dropout of the last forward; None before the first one of a generation.
-    """
+    """Runs single forwards over the stages of one rank. `seed`: of the dropout of the last forward; None before the
+    first one of a generation."""
 
     def __init__(self, context: RankContext, split: SplitModel, channels: P2PChannels) -> None:
         self.seed: int | None = None
@@ -91,11 +85,8 @@ class SingleForwards:
             begun.incoming[stage] = series.expect(count, begun.key, begun.family)
 
     def run(self, begun: Forward, call: Callable[..., Any] | None) -> Any:
-        """Run the model's forward, or `call`, on this rank's stages.
-
-        Returns:
-            The model's output, in which only the values of the last stage are right.
-        """
+        """Run the model's forward, or `call`, on this rank's stages. Returns the model's output, in which only the
+        values of the last stage are right."""
         plan, inputs, seed = begun.plan, begun.inputs, self._next_seed()
         caches = StageCaches(plan, self._own_stages, inputs) if len(self._own_stages) > 1 else None
         output = None
@@ -197,11 +188,8 @@ class StageCaches:
 
     Such a rank walks the model once for each of its stages, but every walk lengthens all layers of the cache: its own
     ones with keys and values, the others so that lengths are right. So each walk is given a view in which only those
-    layers are real that shall outlive it; afterwards the views are put together again.
-
-    Args:
-        inputs: arguments of the forward, of which at most one is a cache.
-    """
+    layers are real that shall outlive it; afterwards the views are put together again. `inputs`: arguments of the
+    forward, of which at most one is a cache."""
 
     def __init__(self, plan: ForwardPlan, stages: Sequence[int], inputs: Mapping[str, Any]) -> None:
         self._inputs = inputs

@@ -24,14 +24,8 @@ class Stopped(BaseException):
 
 
 class Turns:
-    """Whose turn it is.
-
-    Args:
-        begins: called on its thread whenever a loop's turn begins.
-
-    Attributes:
-        error: what ended the first loop that failed, or all of them.
-    """
+    """Whose turn it is. `begins`: called on its thread whenever a loop's turn begins. `error`: what ended the first
+    loop that failed, or all of them."""
 
     def __init__(self, count: int, begins: Callable[[], None]) -> None:
         self.current = 0
@@ -55,11 +49,8 @@ class Turns:
         self, loops: Sequence[Callable[[], T]], device: torch.device, interrupted: Callable[[BaseException], Any]
     ) -> list[T]:
         """Run all loops, the first one in this thread; return their results in order, or raise the first error.
-
-        Args:
-            interrupted: called with what a signal raises in this thread, also in another loop's turn; must end whatever
-                that loop waits for.
-        """
+        `interrupted`: called with what a signal raises in this thread, also in another loop's turn; must end whatever
+        that loop waits for."""
         results: list[Any] = [None] * len(loops)
         settings = _ThreadSettings(device)
 

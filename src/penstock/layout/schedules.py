@@ -31,11 +31,8 @@ def check_schedule(schedule: Schedules) -> None:
 def schedule_maker(template: StageTemplate, schedule: Schedules) -> Callable[[int], Schedule]:
     """What makes a template's schedule for any number of microbatches. It tells the template's ranks, too.
 
-    A template of one stage takes one rank under any named schedule.
-
-    Args:
-        schedule: of all templates, or a dict with one for each.
-    """
+    A template of one stage takes one rank under any named schedule. `schedule`: of all templates, or a dict with one
+    for each."""
     if isinstance(schedule, Mapping):
         if template not in schedule:
             raise ValueError(f"schedule has no key {template!r}: give one for every template")

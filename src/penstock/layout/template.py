@@ -118,10 +118,7 @@ def end_modules(modules: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def chosen_stages(units: Sequence[str], stages: Sequence[Sequence[str]]) -> list[list[str]]:
     """The units of each stage, from the modules of each. A module that holds several units stands for all of them.
-
-    Args:
-        stages: for each stage the names of its modules, in forward order.
-    """
+    `stages`: for each stage the names of its modules, in forward order."""
     placed: list[list[str]] = []
     for index, names in enumerate(stages):
         placed.append([unit for name in names for unit in _units_of(name, units, f"stages[{index}]")])

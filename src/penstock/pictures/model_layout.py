@@ -33,11 +33,8 @@ def describe_layout(
     microbatch_size: int,
     costs: Sequence[float] | None = None,
 ) -> LayoutDescription:
-    """What a layout looks like for a whole model, with its parameters and costs.
-
-    Args:
-        costs: of each unit of the layout; None estimates them.
-    """
+    """What a layout looks like for a whole model, with its parameters and costs. `costs`: of each unit of the layout;
+    None estimates them."""
     sizes = [stage_sizes(model, pipeline.stages) for pipeline in layout.pipelines]
     costs = unit_costs(model, layout.units) if costs is None else costs
     by_unit = dict(zip(layout.units, costs, strict=True))

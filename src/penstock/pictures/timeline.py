@@ -47,11 +47,8 @@ class TimedEvent:
 
 def with_waits(events: Iterable[TimedEvent], shortest: float = 0.0) -> list[TimedEvent]:
     """`events` by rank and time, with a wait wherever a rank has nothing to do until its next or the last event of all.
-
-    Args:
-        events: any order. A reduction runs beside the compute, so it does not end a wait.
-        shortest: seconds; shorter gaps are no wait but the cost of going from one action to the next.
-    """
+    `events`: any order. A reduction runs beside the compute, so it does not end a wait. `shortest`: seconds; shorter
+    gaps are no wait but the cost of going from one action to the next."""
     everything = sorted(events, key=lambda event: (event.rank, event.start, event.end))
     if not everything:
         return []

@@ -237,11 +237,8 @@ def within_window(
 @dataclass(frozen=True, slots=True)
 class Posts:
     """Which receives a rank posts when it has come to an action: each `Step` is the one that will use the message.
-
-    Attributes:
-        inside: in the backward of the rank's top stage, when the caller has been given the loss and has called
-            `backward()`.
-    """
+    `inside`: in the backward of the rank's top stage, when the caller has been given the loss and has called
+    `backward()`."""
 
     before: tuple[Step, ...] = ()
     inside: tuple[Step, ...] = ()

@@ -106,10 +106,7 @@ def _check_channels(schedule: Schedule) -> None:
 
 def check_rendezvous(operations: Sequence[Iterable[Operation]]) -> None:
     """Run compute and communication with every send and receive blocking until the other side has reached it.
-
-    Args:
-        operations: per rank, what `insert_communication` returns, or another placement of the transfers.
-    """
+    `operations`: per rank, what `insert_communication` returns, or another placement of the transfers."""
     to_do = [deque(rank_operations) for rank_operations in operations]
     moving = deque(range(len(to_do)))  # ranks that may be able to go on
     while moving:
