@@ -400,10 +400,7 @@ def loss_tensor(pipeline: Engine, loss: float) -> torch.Tensor:
 
 
 def attach(
-    model: Model,
-    pipeline: Engine,
-    configuration: Configuration | None = None,
-    criterion: Criterion | None = None,
+    model: Model, pipeline: Engine, configuration: Configuration | None = None, criterion: Criterion | None = None
 ) -> Model:
     """Make `model` a PipelineModel driven by `pipeline`: the same object, its class a subclass with the same name."""
     if pipeline.rank == 0:

@@ -20,13 +20,7 @@ from transformers import PreTrainedModel
 
 from penstock.form import LayoutPlan, UnitsAndCosts, check_whole_model, form, settled
 from penstock.layout.layout import Layout
-from penstock.layout.pipelines import (
-    Microbatches,
-    Schedules,
-    check_microbatches,
-    check_ranks,
-    check_templates,
-)
+from penstock.layout.pipelines import Microbatches, Schedules, check_microbatches, check_ranks, check_templates
 from penstock.modeling.adapters import base_of, is_peft_model
 from penstock.modeling.graph.loss import Criterion
 from penstock.optimizer import PipelineOptimizer

@@ -53,11 +53,7 @@ _SHOWN = 5
 
 
 def from_parallelized(
-    model: Model,
-    directory: str | os.PathLike[str],
-    *,
-    world_comm: CheckpointRanks,
-    variant: str | None = None,
+    model: Model, directory: str | os.PathLike[str], *, world_comm: CheckpointRanks, variant: str | None = None
 ) -> Model:
     """Load what `save_parallelized` wrote, on any layout, into the parameters and buffers that a model has here.
 

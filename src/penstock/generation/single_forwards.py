@@ -149,10 +149,7 @@ def _shapes(inputs: Mapping[str, Any]) -> Iterator[Hashable]:
         elif isinstance(value, Cache):
             yield name, type(value), past_length(value), _limits(value)
         elif value is not None:
-            yield (
-                name,
-                *((x.shape, x.dtype) if isinstance(x, torch.Tensor) else x for x in pytree.tree_leaves(value)),
-            )
+            yield (name, *((x.shape, x.dtype) if isinstance(x, torch.Tensor) else x for x in pytree.tree_leaves(value)))
 
 
 def _family(plan: ForwardPlan, inputs: Mapping[str, Any]) -> Hashable | None:

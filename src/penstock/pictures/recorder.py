@@ -33,11 +33,7 @@ class Recorder:
         self._began: float | None = None
 
     def recording(
-        self,
-        step: Generator[Any, None, None],
-        path: str | os.PathLike[str] | None,
-        number: int,
-        goes_on: bool = False,
+        self, step: Generator[Any, None, None], path: str | os.PathLike[str] | None, number: int, goes_on: bool = False
     ) -> Generator[Any, None, None]:
         """Run `step`, the training step `number`, and record it.
 

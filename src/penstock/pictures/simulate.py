@@ -389,8 +389,7 @@ def simulate_layout(
     for reduction in reductions:
         ranks = [first_ranks[p] + simulations[p].schedule.stage_to_rank[stage] for p, stage in reduction.holders]
         start = max(
-            *(ready[p][stage] for p, stage in reduction.holders),
-            *(network_free.get(rank, 0.0) for rank in ranks),
+            *(ready[p][stage] for p, stage in reduction.holders), *(network_free.get(rank, 0.0) for rank in ranks)
         )
         end = start + reduction.seconds
         network_free.update(dict.fromkeys(ranks, end))

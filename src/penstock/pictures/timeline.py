@@ -118,7 +118,7 @@ def write_timeline(events: Iterable[TimedEvent], path: str | Path, title: str = 
 def chrome_trace(events: Iterable[TimedEvent], title: str = "") -> str:
     """`events` with a `title` as JSON (Trace Event Format): one track per rank, and one below it for its reductions."""
     records: list[dict[str, object]] = [
-        {"name": "process_name", "ph": "M", "pid": 0, "args": {"name": title or "pipeline"}},
+        {"name": "process_name", "ph": "M", "pid": 0, "args": {"name": title or "pipeline"}}
     ]
     tracks: dict[int, str] = {}
     for event in events:

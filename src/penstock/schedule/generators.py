@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import accumulate, islice
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate, islice, product
 from typing import Any
 
 from penstock.schedule.actions import Action, Kind, Schedule
-from penstock.schedule.v_schedules import v_half, zb_v
 
 # What `initialize` and the plugin settle by the model, see `settle`; where no model is at hand it is 1F1B.
 AUTO = "auto"
@@ -174,6 +175,176 @@ def _alternate(forwards: Iterator[Action], backwards: Iterator[Action], warm_up:
         if (forward := next(forwards, None)) is not None:
             yield forward
         yield backward
+
+
+# -- V-shaped ----------------------------------------------------------------------------------------------------------
+
+# Schedules whose chain goes down the ranks and back up, so that each rank holds stage r and stage 2p - 1 - r. They are
+# built as in Qi et al. 2024, "Pipeline Parallelism with Controllable Memory" (arXiv 2405.15362): lay out one microbatch
+# (a building block), repeat it at a fixed interval, and squeeze. The block decides the memory: what a rank holds for
+# the length of a block, it holds (length / interval) times at once.
+
+# Time of F, B and W for one stage is one unit each (their ratio in the paper), and a rank runs them for two stages.
+INTERVAL = 6
+
+
+@dataclass(frozen=True)
+class Hops:
+    """Time from one rank to the next on each of a microbatch's four passes over the ranks, in units of one action."""
+
+    forward_down: int
+    forward_up: int
+    backward_down: int
+    backward_up: int
+
+
+def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
+    """No bubble but the entry if F = B = W: m * 6 + (p - 1) units; at most p microbatches live, as in 1F1B.
+
+    Qi et al. 2024, "Zero Bubble Pipeline Parallelism" (arXiv 2401.10241, the section on ZB-V). A rank that would wait
+    in the warm-up takes further microbatches instead, which costs nothing at unit times and leaves slack where F, B
+    and W differ or messages are late: 1 to 3 % of the step.
+    """
+    live_limit = 2 * num_ranks
+    # One pair stays free, so that the way up of a microbatch is never kept from starting by later ones.
+    return _v_schedule("zb-v", num_ranks, num_microbatches, Hops(3, 3, 3, 3), live_limit, early_limit=live_limit - 1)
+
+
+def v_half(num_ranks: int, num_microbatches: int) -> Schedule:
+    """At most (p + 2) // 2 microbatches live, half of 1F1B's; at most half of its bubble: 3 (p - 1) units if F = B = W.
+
+    V-Half of "Pipeline Parallelism with Controllable Memory".
+    """
+    live_limit = 2 * ((num_ranks + 2) // 2)
+    return _v_schedule("v-half", num_ranks, num_microbatches, Hops(2, 1, 2, 1), live_limit, early_limit=0)
+
+
+def _v_schedule(
+    name: str, num_ranks: int, num_microbatches: int, hops: Hops, live_limit: int, early_limit: int
+) -> Schedule:
+    """The block with `hops`, repeated and squeezed. Limits count (stage, microbatch) pairs: two are a microbatch."""
+    num_stages = 2 * num_ranks
+    orders = []
+    for rank, block in enumerate(_building_block(num_ranks, hops)):
+        above = num_stages - 1 - rank
+        passes = sorted(zip(block, ((Kind.F, rank), (Kind.F, above), (Kind.B, above), (Kind.B, rank)), strict=True))
+        # In every interval each pass has one microbatch, later passes an earlier one.
+        first, *_ = passes[0]
+        phases = sorted(((time - first) % INTERVAL, (time - first) // INTERVAL, what) for time, what in passes)
+        latest = max(delay for _, delay, _ in phases)
+        orders.append(
+            [
+                Action(*what, interval - delay)
+                for interval in range(num_microbatches + latest)
+                for _, delay, what in phases
+                if 0 <= interval - delay < num_microbatches
+            ]
+        )
+    stage_to_rank = tuple(min(stage, num_stages - 1 - stage) for stage in range(num_stages))
+    actions = _squeeze(orders, num_stages, live_limit, early_limit)
+    return Schedule(name, num_stages, num_microbatches, stage_to_rank, actions, True)
+
+
+@lru_cache(maxsize=256)
+def _building_block(num_ranks: int, hops: Hops) -> tuple[tuple[int, int, int, int], ...]:
+    """Per rank, when one microbatch is there on its four passes: F down, F up, B down, B up.
+
+    The turns at either end take the shortest times with which no rank ever has two actions at once when the block is
+    repeated at the interval. Of equally short ones, those with the longest turn from F to B: that slack keeps the
+    steady state from stalling where F, B and W differ.
+    """
+    last = num_ranks - 1
+    for turns in sorted(product(range(1, INTERVAL + 1), repeat=3), key=lambda turns: (sum(turns), -turns[1])):
+        forward_up = hops.forward_down * last + turns[0]
+        backward_down = forward_up + hops.forward_up * last + turns[1]
+        backward_up = backward_down + hops.backward_down * last + turns[2]
+
+        def passes(rank: int, ups: tuple[int, int, int] = (forward_up, backward_down, backward_up)) -> tuple:
+            return (
+                hops.forward_down * rank,
+                ups[0] + hops.forward_up * (last - rank),
+                ups[1] + hops.backward_down * rank,
+                ups[2] + hops.backward_up * (last - rank),
+            )
+
+        # Times repeat after so many ranks.
+        if all(len({time % INTERVAL for time in passes(rank)}) == 4 for rank in range(min(num_ranks, INTERVAL))):
+            return tuple(passes(rank) for rank in range(num_ranks))
+    raise ValueError(f"{hops} collide on {num_ranks} ranks whatever the turns")
+
+
+def _squeeze(
+    orders: list[list[Action]], num_stages: int, live_limit: int, early_limit: int
+) -> tuple[tuple[Action, ...], ...]:
+    """Run each rank's F and B in order, one action per unit of time, as early as they can.
+
+    An F waits while the rank holds `live_limit` (stage, microbatch) pairs that have no W yet. A rank that would wait
+    takes its next F on the way down out of turn if it holds fewer than `early_limit`, and else a W that was put off:
+    the latest, whose tensors are still in the caches.
+    """
+    last = num_stages - 1
+    forward, weight = Kind.F, Kind.W
+    num_microbatches = sum(action[0] is forward and action[1] == 0 for action in orders[0])
+    # How many microbatches have come to an F and a B of each stage, and how many F have run. Each stage takes them in
+    # order, so an action has its input if its microbatch is below the number. A rank's own order has F before B, so
+    # the input from the neighbour decides.
+    come_forward, come_backward = [0] * num_stages, [0] * num_stages
+    come_forward[0] = num_microbatches
+    forwards = [0] * num_stages
+    waiting = [[*order[::-1]] for order in orders]  # the next one last
+    deferred: list[list[Action]] = [[] for _ in orders]
+    live = [0] * len(orders)
+    result: list[list[Action]] = [[] for _ in orders]
+    unfinished = list(range(len(orders)))
+    while unfinished:
+        chosen = []
+        for rank in unfinished:
+            order = waiting[rank]
+            if order:
+                kind, stage, microbatch = action = order[-1]
+                if kind is forward:
+                    if microbatch < come_forward[stage] and live[rank] < live_limit:
+                        chosen.append((rank, action))
+                        continue
+                elif microbatch < come_backward[stage]:
+                    chosen.append((rank, action))
+                    continue
+            # Out of turn: the F on the way down are those of stage `rank`.
+            if forwards[rank] < come_forward[rank] and live[rank] < early_limit:
+                chosen.append((rank, Action(forward, rank, forwards[rank])))
+            elif deferred[rank]:
+                chosen.append((rank, deferred[rank][-1]))
+        if not chosen:
+            raise ValueError(f"{live_limit} live pairs of stage and microbatch per rank are too few for this order")
+        for rank, action in chosen:
+            kind, stage, microbatch = action
+            result[rank].append(action)
+            order = waiting[rank]
+            if kind is weight:
+                deferred[rank].pop()
+                live[rank] -= 1
+                if not order and not deferred[rank]:
+                    unfinished.remove(rank)
+                continue
+            place = len(order) - 1
+            while order[place] != action:  # at or near the end
+                place -= 1
+            del order[place]
+            if kind is forward:
+                live[rank] += 1
+                forwards[stage] += 1
+                if stage == last:
+                    come_backward[last] += 1
+                else:
+                    come_forward[stage + 1] += 1
+            else:
+                deferred[rank].append(Action(weight, stage, microbatch))
+                if stage:
+                    come_backward[stage - 1] += 1
+    return tuple(tuple(actions) for actions in result)
+
+
+# -- all of them -------------------------------------------------------------------------------------------------------
 
 
 # name: (generator, its own stages per rank, whether it takes another number as a third argument)
