@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import re
-import uuid
 from typing import Any
 
 import torch
@@ -14,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from .files import flush_file, load_data, write_bytes, writing
 from .plan import CheckpointRanks
-from .untrusted import CheckpointError, describe, is_regular, refused_global, typed
+from .untrusted import CheckpointError, describe, refused_global, typed
 
 # Under which key the name of a scheduler's class stands beside its state.
 _CLASS = "scheduler_class"
@@ -75,10 +73,11 @@ def save_object(content: Any, path: str | os.PathLike[str], *, world_comm: Check
             return
         data = plain_data(content, "it")
         folder, name = os.path.split(path)
+        draft = os.path.join(folder, f".{name}.saving")
         with writing(path, "plain data", len(data)):
             os.makedirs(folder, exist_ok=True)
-            # Nobody can have placed a link to another file under this name.
-            draft = os.path.join(folder, f".{name}.saving-{uuid.uuid4().hex}")
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(draft)  # of a save that was killed
             try:
                 write_bytes(draft, data)
                 flush_file(draft)
@@ -88,7 +87,6 @@ def save_object(content: Any, path: str | os.PathLike[str], *, world_comm: Check
                     os.remove(draft)
                 raise
             flush_file(folder)
-        _remove_drafts(folder, name)
 
     world_comm.together(f"writing the file to save {path}", write, f"what was in {path} before is intact")
 
@@ -106,12 +104,3 @@ def load_object(path: str | os.PathLike[str], *, world_comm: CheckpointRanks) ->
 
     world_comm.together(f"reading the file to load {path}", read)
     return found[0]
-
-
-def _remove_drafts(folder: str, name: str) -> None:
-    """Tidy up behind killed saves."""
-    pattern = re.compile(re.escape(f".{name}.saving-") + r"[0-9a-f]{32}")
-    for draft in os.listdir(folder):
-        if pattern.fullmatch(draft) and is_regular(os.path.join(folder, draft)):
-            with contextlib.suppress(OSError):
-                os.remove(os.path.join(folder, draft))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
-from penstock.pictures.simulate import Costs, StageCosts
+from penstock.pictures.simulate import Costs
 
 
 def lower_bound(
@@ -26,79 +27,36 @@ def lower_bound(
     Raises:
         ValueError: costs that do not fit the number of stages.
     """
-    problem = _Problem(stage_to_rank, costs.per_stage(len(stage_to_rank)), splits_backward)
-    one_microbatch = problem.rest_from_forward[0]
-    ranks = (problem.rank_bound(rank, num_microbatches) for rank in set(stage_to_rank))
-    links = (problem.link_bound(link, num_microbatches) for link in problem.links())
-    return max(one_microbatch, *ranks, *links)
-
-
-class _Problem:
-    """Shortest times along the chain of stages, in seconds."""
-
-    def __init__(self, stage_to_rank: Sequence[int], costs: StageCosts, splits_backward: bool) -> None:
-        self.stage_to_rank = stage_to_rank
-        self.costs = costs
-        self.splits_backward = splits_backward
-        self.num_stages = len(stage_to_rank)
-        self.last = self.num_stages - 1
-        weight = costs.weight
-        self.backward = [b if splits_backward else b + w for b, w in zip(costs.backward, weight, strict=True)]
-        # What must follow the end of a B: its own W, and the B below.
-        self.rest_after_backward = [weight[0] if splits_backward else 0.0]
-        for stage in range(1, self.num_stages):
-            below = self._hop(stage - 1) + self.backward[stage - 1] + self.rest_after_backward[-1]
-            self.rest_after_backward.append(max(weight[stage], below) if splits_backward else below)
-        # The time from the start of an F to the end of the step.
-        self.rest_from_forward = [0.0] * self.num_stages
-        rest = self.backward[self.last] + self.rest_after_backward[self.last]
-        for stage in range(self.last, -1, -1):
-            rest += costs.forward[stage] + (self._hop(stage) if stage < self.last else 0.0)
-            self.rest_from_forward[stage] = rest
-        # The earliest start of an F, and end of a B.
-        self.earliest_forward = [0.0]
-        for stage in range(self.last):
-            self.earliest_forward.append(self.earliest_forward[-1] + costs.forward[stage] + self._hop(stage))
-        self.earliest_gradient = [0.0] * self.num_stages
-        earliest = self.earliest_forward[self.last] + costs.forward[self.last]
-        for stage in range(self.last, -1, -1):
-            earliest += self.backward[stage] + (self._hop(stage) if stage < self.last else 0.0)
-            self.earliest_gradient[stage] = earliest
-
-    def _is_link(self, boundary: int) -> bool:
-        return self.stage_to_rank[boundary] != self.stage_to_rank[boundary + 1]
-
-    def _hop(self, boundary: int) -> float:
-        return self.costs.occupancy[boundary] + self.costs.latency[boundary] if self._is_link(boundary) else 0.0
-
-    def rank_bound(self, rank: int, num_microbatches: int) -> float:
-        stages = [stage for stage in range(self.num_stages) if self.stage_to_rank[stage] == rank]
-        work = sum(self.costs.forward[s] + self.costs.backward[s] + self.costs.weight[s] for s in stages)
+    num_stages = len(stage_to_rank)
+    given = costs.per_stage(num_stages)
+    backward, weight = given.backward, given.weight
+    if not splits_backward:
+        backward, weight = tuple(b + w for b, w in zip(backward, weight, strict=True)), (0.0,) * num_stages
+    # The actions of one microbatch, F up the stages and B down: their stages and seconds, and between each and the next
+    # the link, the seconds for which a message keeps it, and the latency.
+    stages = [*range(num_stages), *reversed(range(num_stages))]
+    seconds = [*given.forward, *reversed(backward)]
+    hops: list[tuple[tuple[int, int], float, float]] = []
+    for source, target in pairwise(stages):
+        link, boundary = (stage_to_rank[source], stage_to_rank[target]), min(source, target)
+        goes = link[0] != link[1]
+        hops.append((link, given.occupancy[boundary], given.latency[boundary]) if goes else (link, 0.0, 0.0))
+    # The earliest start of each action, and what must follow its end: the W of its own, and the action after it.
+    starts = list(accumulate((own + hop[1] + hop[2] for own, hop in zip(seconds, hops, strict=False)), initial=0.0))
+    rests = [weight[0]]
+    for place in reversed(range(len(hops))):
+        own_weight = weight[stages[place]] if place >= num_stages else 0.0
+        rests.insert(0, max(own_weight, hops[place][1] + hops[place][2] + seconds[place + 1] + rests[0]))
+    bounds = [seconds[0] + rests[0]]
+    for rank in set(stage_to_rank):
+        own = [stage for stage in range(num_stages) if stage_to_rank[stage] == rank]
+        work = sum(given.forward[stage] + backward[stage] + weight[stage] for stage in own)
         # A rank that splits its backward may end with a W, which nothing waits for.
-        after = 0.0 if self.splits_backward else self.rest_after_backward[stages[0]]
-        return self.earliest_forward[stages[0]] + num_microbatches * work + after
-
-    def links(self) -> set[tuple[int, int]]:
-        pairs = {
-            (self.stage_to_rank[boundary], self.stage_to_rank[boundary + 1])
-            for boundary in range(self.last)
-            if self._is_link(boundary)
-        }
-        return pairs | {(target, source) for source, target in pairs}
-
-    def link_bound(self, link: tuple[int, int], num_microbatches: int) -> float:
-        occupied = 0.0
-        before, after = [], []
-        for boundary in range(self.last):
-            lower, upper = self.stage_to_rank[boundary], self.stage_to_rank[boundary + 1]
-            if link == (lower, upper):
-                occupied += self.costs.occupancy[boundary]
-                before.append(self.earliest_forward[boundary] + self.costs.forward[boundary])
-                after.append(self.costs.latency[boundary] + self.rest_from_forward[boundary + 1])
-            if link == (upper, lower):
-                occupied += self.costs.occupancy[boundary]
-                before.append(self.earliest_gradient[boundary + 1])
-                after.append(
-                    self.costs.latency[boundary] + self.backward[boundary] + self.rest_after_backward[boundary]
-                )
-        return min(before) + num_microbatches * occupied + min(after)
+        after = 0.0 if splits_backward else rests[-1 - own[0]]
+        bounds.append(starts[own[0]] + num_microbatches * work + after)
+    for link in {hop[0] for hop in hops if hop[0][0] != hop[0][1]}:
+        places = [place for place, hop in enumerate(hops) if hop[0] == link]
+        before = min(starts[place] + seconds[place] for place in places)
+        after = min(hops[place][2] + seconds[place + 1] + rests[place + 1] for place in places)
+        bounds.append(before + num_microbatches * sum(hops[place][1] for place in places) + after)
+    return max(bounds)
