@@ -196,18 +196,10 @@ def _are_names(value: object) -> bool:
     return isinstance(value, list | tuple) and len(value) > 0 and all(isinstance(name, str) for name in value)
 
 
-def _are_stages(value: object) -> bool:
-    return isinstance(value, list | tuple) and len(value) > 0 and all(map(_are_names, value))
-
-
 def _are_dims(value: object) -> bool:
     if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
         return False
     return all(dim is None or (_is_integer(dim) and dim >= 0) for dim in value.values())
-
-
-def _is_trace_file(value: object) -> bool:
-    return isinstance(value, str) and value.endswith((".svg", ".json"))
 
 
 def _plain(value: Any) -> Any:
@@ -226,7 +218,10 @@ _ALLOWED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "num_microbatches": (_is_positive_integer, "a positive integer or null"),
     "batch_dim": (_are_dims, "a dict with a dimension, counted from 0, or null for each input that it names"),
     "loss_chunk_tokens": (_is_positive_integer, "a positive integer or null"),
-    "stages": (_are_stages, "a list with a list of names for each stage, none of them empty"),
+    "stages": (
+        lambda value: isinstance(value, list | tuple) and len(value) > 0 and all(map(_are_names, value)),
+        "a list with a list of names for each stage, none of them empty",
+    ),
     "split_points": (_are_names, "a list of names, not empty"),
     "sharded_optimizer": (
         lambda value: isinstance(value, bool) or _is_positive_integer(value),
@@ -234,7 +229,10 @@ _ALLOWED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "patience": (_is_positive_number, "a positive number of seconds"),
     "timeout": (_is_positive_number, "a positive number of seconds, or null"),
-    "trace": (_is_trace_file, "the path of an .svg or .json file, or null"),
+    "trace": (
+        lambda value: isinstance(value, str) and value.endswith((".svg", ".json")),
+        "the path of an .svg or .json file, or null",
+    ),
     "trace_steps": (_is_range, "the first and the last step, such as [10, 12], or null"),
 }
 

@@ -102,10 +102,8 @@ class PipelineOptimizer(Optimizer):
 
     def clip_grad_by_value(self, clip_value: float) -> None:
         """Clip every element of the gradients to [-clip_value, clip_value]."""
-        self._together(partial(self._clip_by_value, clip_value), local=True)
-
-    def _clip_by_value(self, clip_value: float) -> None:
-        torch.nn.utils.clip_grad_value_([p for group in self.param_groups for p in group["params"]], clip_value)
+        clip = torch.nn.utils.clip_grad_value_
+        self._together(lambda: clip([p for g in self.param_groups for p in g["params"]], clip_value), local=True)
 
     def _together(self, change: Callable[[], Any], local: bool = False) -> Any:
         """Change the gradients; the change is repeated if they are computed again."""

@@ -60,7 +60,7 @@ def save_model(
 ) -> None:
     """See `PipelineModel.save_parallelized`; `own_save` is the model class's own `save_pretrained`."""
     pipeline = model.pipeline
-    if merge and _has_injected(model):
+    if merge and getattr(model, "_hf_peft_config_loaded", False):  # adapters of transformers' `add_adapter`
         _save_injected(model, directory, own_save, arguments)
         return
     ranks = saving_ranks(pipeline)
@@ -116,11 +116,6 @@ def load_parallelized(model: Any, directory: str | os.PathLike[str], variant: st
     comm = checkpoint_comm(model.pipeline)
     with model.pipeline.together(Call.LOAD):
         from_parallelized(base_of(model), directory, world_comm=comm, variant=variant)
-
-
-def _has_injected(model: Any) -> bool:
-    """Whether a model has adapters of transformers' `add_adapter`."""
-    return getattr(model, "_hf_peft_config_loaded", False)
 
 
 def checkpoint_comm(pipeline: Engine) -> CheckpointRanks:

@@ -88,7 +88,7 @@ class ElasticRun:
         self._redo_from = 0.0
         engine.run = self
         engine.on_board = generations.on_board
-        generations.checkpoint = self._newest_checkpoint
+        generations.checkpoint = lambda: None if self.last_resort is None else self.last_resort.newest()
         generations.formed()
         self._begin_log()
 
@@ -308,9 +308,6 @@ class ElasticRun:
             failed_at or started,
             seconds,
         )
-
-    def _newest_checkpoint(self) -> tuple[int, str] | None:
-        return None if self.last_resort is None else self.last_resort.newest()
 
     def _settle(self, following: Decision) -> None:
         """Make the last update, if another survivor has made it; otherwise forget its gradients."""

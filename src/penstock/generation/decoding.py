@@ -145,7 +145,8 @@ class Decoding:
         except BaseException as error:
             # An exchange that failed has closed the pipeline already.
             if self._board.failed is None:
-                if isinstance(error, Exception) and self._all_stopped_here():
+                stopped = f"generation/{self._num_sessions}", str(self.exchanges), self.ranks  # all of them here?
+                if isinstance(error, Exception) and self._board.agree(*stopped):
                     self._settle()
                 else:
                     self._board.abort(f"{type(error).__name__}: {error}")
@@ -248,9 +249,6 @@ class Decoding:
                 self._results.give([torch.zeros(spec.shape, dtype=spec.dtype, device=self._device)], specs=[spec])
             self._results.drain()
             self._channels.flush()
-
-    def _all_stopped_here(self) -> bool:
-        return self._board.agree(f"generation/{self._num_sessions}", str(self.exchanges), self.ranks)
 
     @contextmanager
     def _one_random_state(self) -> Iterator[None]:
