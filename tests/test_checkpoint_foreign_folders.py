@@ -22,10 +22,9 @@ from checkpoint_ranks import assert_hold_together, load, raised, save, scramble,
 from families import FAMILIES
 from penstock.checkpoint.files import open_tensors
 from penstock.checkpoint.load import load_ordinary
-from penstock.checkpoint.plain_objects import load_object, save_object
 from penstock.checkpoint.plan import CheckpointRanks, SavingRank
 from penstock.checkpoint.save import save_parallelized
-from penstock.checkpoint.training_state import TrainingState, load_training_state
+from penstock.checkpoint.training_state import TrainingState, load_object, load_training_state, save_object
 from penstock.checkpoint.untrusted import CheckpointError
 
 STAGING = ".saving-" + "0" * 32

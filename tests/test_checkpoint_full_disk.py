@@ -18,8 +18,8 @@ import penstock
 from checkpoint_ranks import assert_hold_together, in_fork, load, raised, save, scramble, split_copies
 from families import FAMILIES
 from penstock.checkpoint import files
-from penstock.checkpoint.plain_objects import save_object
 from penstock.checkpoint.plan import CheckpointRanks
+from penstock.checkpoint.training_state import save_object
 from penstock.checkpoint.untrusted import CheckpointError
 from pool import Pool
 

@@ -28,9 +28,8 @@ from checkpoint_ranks import save_alone, scramble, split_copies, stages_of
 from families import FAMILIES
 from penstock.checkpoint.contents import inspect_folder, merge_checkpoint
 from penstock.checkpoint.load import from_parallelized, load_ordinary
-from penstock.checkpoint.plain_objects import load_object
 from penstock.checkpoint.plan import CheckpointRanks
-from penstock.checkpoint.training_state import TrainingState, load_training_state
+from penstock.checkpoint.training_state import TrainingState, load_object, load_training_state
 from penstock.checkpoint.untrusted import CheckpointError
 
 SCALE = int(os.environ.get("PENSTOCK_FUZZ", "1"))

@@ -14,10 +14,9 @@ from families import FAMILIES
 from penstock import PipelineFailure
 from penstock.checkpoint import files
 from penstock.checkpoint.load import from_parallelized
-from penstock.checkpoint.plain_objects import save_object
 from penstock.checkpoint.plan import CheckpointRanks, SavingRank
 from penstock.checkpoint.save import save_parallelized
-from penstock.checkpoint.training_state import TrainingState, load_training_state
+from penstock.checkpoint.training_state import TrainingState, load_training_state, save_object
 from penstock.checkpoint.untrusted import CheckpointError
 from pool import Pool, WorkerDied
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from penstock.elastic.log import Log, LoggedCall
+from penstock.elastic.protocol import Log, LoggedCall
 
 # What a program is made of: a training step, clipping on each rank, a save, and dropped gradients.
 TRAIN, CLIP, SAVE, DROP = "train", "clip", "save", "drop"

@@ -18,9 +18,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from penstock.checkpoint.folders import AdapterFolder
+from penstock.checkpoint.folders import TRAINING_VARIANT, AdapterFolder, RankFiles
 from penstock.checkpoint.load import from_parallelized, load_adapters, load_ordinary
-from penstock.checkpoint.plain_objects import load_object, restore_object, save_object, state_of
 from penstock.checkpoint.plan import (
     CheckpointRanks,
     Content,
@@ -35,10 +34,16 @@ from penstock.checkpoint.plan import (
     tell_reports,
     writers_of,
 )
-from penstock.checkpoint.rank_files import TRAINING_VARIANT, RankFiles
 from penstock.checkpoint.save import Save, save_parallelized
 from penstock.checkpoint.tensors import tied_groups
-from penstock.checkpoint.training_state import TrainingState, load_training_state
+from penstock.checkpoint.training_state import (
+    TrainingState,
+    load_object,
+    load_training_state,
+    restore_object,
+    save_object,
+    state_of,
+)
 from penstock.modeling.adapters import base_of
 from penstock.modeling.instrumentation import absent_of, original_class, record_of
 from penstock.modeling.weights.whole import shards_of

@@ -16,11 +16,11 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
-from penstock.checkpoint.background import HostMemory, PendingSave
 from penstock.checkpoint.contents import find_checkpoints, remove_older, step_folder
 from penstock.checkpoint.load import WeightsLoad
 from penstock.checkpoint.model_methods import LossScaleState, checkpoint_comm, saving_rank, unwrapped
 from penstock.checkpoint.plan import CheckpointRanks, SavingRank
+from penstock.checkpoint.save import HostMemory, PendingSave
 from penstock.checkpoint.save import save_checkpoint as save_to
 from penstock.checkpoint.training_state import LOSS_SCALE, Run, TrainingState, TrainingStateLoad
 from penstock.checkpoint.untrusted import CheckpointError

@@ -11,8 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Column, Table
 
-from penstock.pictures.bounds import lower_bound
-from penstock.pictures.simulate import Costs, divide_over_stages
+from penstock.pictures.simulate import Costs, divide_over_stages, lower_bound
 from penstock.pictures.simulate import simulate as simulate_schedule
 from penstock.pictures.tables import wrapped
 from penstock.pictures.timeline import write_timeline

@@ -18,10 +18,9 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from penstock.elastic.generations import Generations, LeftOut, RunEnded
-from penstock.elastic.log import Log, LoggedCall
 from penstock.elastic.meeting import STORE_ERRORS
 from penstock.elastic.moving import SharedStates, from_elsewhere, hand_over
-from penstock.elastic.protocol import Decision, MemberReport
+from penstock.elastic.protocol import Decision, Log, LoggedCall, MemberReport
 from penstock.layout.layout import Layout
 from penstock.modeling.weights.names import unit_of
 from penstock.runtime.comm.bootstrap import leave_world

@@ -26,9 +26,8 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache
 
-from penstock.generation.prefill import Prefill
 from penstock.generation.series import Expected, series_of_results
-from penstock.generation.single_forwards import SingleForwards
+from penstock.generation.single_forwards import Prefill, SingleForwards
 from penstock.generation.turns import Stopped, Turns
 from penstock.modeling.graph.plan import ForwardPlan, refusal
 from penstock.modeling.stage.split import SplitModel

@@ -24,10 +24,10 @@ from transformers.optimization import AdafactorSchedule
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 
 from penstock.checkpoint.files import load_data
+from penstock.checkpoint.folders import TRAINING_VARIANT
 from penstock.checkpoint.manifest import manifest_name
 from penstock.checkpoint.model_methods import load_optimizer_state, save_optimizer_state
-from penstock.checkpoint.plain_objects import restore_object
-from penstock.checkpoint.rank_files import TRAINING_VARIANT
+from penstock.checkpoint.training_state import restore_object
 from penstock.config import Configuration
 from penstock.data.packed import LENGTHS, cut_packed, is_packed
 from penstock.initialize import ConfigLike, initialize

@@ -56,7 +56,7 @@ _HOMES = {
     "chrome_trace": "penstock.pictures.timeline",
     "divide_over_stages": "penstock.pictures.simulate",
     "gantt_svg": "penstock.pictures.timeline",
-    "lower_bound": "penstock.pictures.bounds",
+    "lower_bound": "penstock.pictures.simulate",
     "simulate": "penstock.pictures.simulate",
     "write_timeline": "penstock.pictures.timeline",
 }
