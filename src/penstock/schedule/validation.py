@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from itertools import islice
+from functools import partial
+from itertools import islice, takewhile
+from operator import attrgetter, ne
 
 from penstock.schedule.actions import Action, Kind, Schedule, ScheduleError
 from penstock.schedule.communication import Blocked, Operation, Transfer, insert_communication
@@ -70,7 +72,7 @@ def _check_every_action_once(schedule: Schedule) -> None:
         ]
         for fault, found in faults:
             if found:
-                in_order = sorted(found, key=_sort_key)
+                in_order = sorted(found, key=attrgetter("microbatch", "stage", "kind.value"))
                 raise ScheduleError(f"rank {rank} {fault} {_some(in_order)}")
 
 
@@ -135,7 +137,8 @@ def _meets(transfer: Transfer, at_peer: deque[Operation]) -> bool:
 
 
 def _describe_block(schedule: Schedule, blocked: Blocked) -> str:
-    done = _completed_before(schedule, blocked)
+    ended = [takewhile(partial(ne, head), row) for row, head in zip(schedule.actions, blocked.heads, strict=True)]
+    done = {action for row in ended for action in row}
     lines = []
     for rank, head in enumerate(blocked.heads):
         if head is None:
@@ -145,20 +148,6 @@ def _describe_block(schedule: Schedule, blocked: Blocked) -> str:
             waits = " and ".join(f"{needed} of rank {schedule.stage_to_rank[needed.stage]}" for needed in missing)
             lines.append(f"rank {rank} is blocked at {head}, which needs {waits}")
     return "schedule deadlocks: " + "; ".join(lines)
-
-
-def _completed_before(schedule: Schedule, blocked: Blocked) -> set[Action]:
-    done: set[Action] = set()
-    for actions, head in zip(schedule.actions, blocked.heads, strict=True):
-        for action in actions:
-            if action == head:
-                break
-            done.add(action)
-    return done
-
-
-def _sort_key(action: Action) -> tuple[int, int, str]:
-    return action.microbatch, action.stage, action.kind.value
 
 
 def _some(items: Sequence[object]) -> str:
