@@ -60,12 +60,9 @@ def from_parallelized(
     A rank reads the tensors it holds and no others. Every rank calls this. Raises CheckpointError: on all ranks: a file
     is missing, truncated or not the one that was saved, or the checkpoint is of another class, or of a model with other
     names or shapes. No rank's model has changed then."""
-    load = WeightsLoad(model, directory, variant)
-    try:
+    with contextlib.closing(WeightsLoad(model, directory, variant)) as load:
         world_comm.together(f"checking the files to load {load.directory}", load.check)
         world_comm.together(f"copying the weights to load {load.directory}", load.apply)
-    finally:
-        load.close()
     return model
 
 

@@ -150,14 +150,11 @@ def load_training_state(
     otherwise those of a pipeline continue as its first rank's, or the first of all if there was no such pipeline.
     Raises CheckpointError: a file is missing, truncated or foreign, the optimizer's groups are not the saved ones, or
     something of its state cannot be sharded for another tensor-parallel size."""
-    load = TrainingStateLoad(model, directory, state, world_comm, pipeline, variant)
-    try:
+    with contextlib.closing(TrainingStateLoad(model, directory, state, world_comm, pipeline, variant)) as load:
         load.check_together()
         with load.undone_if_it_fails():
             world_comm.together(f"restoring the training state to load {load.directory}", load.apply)
-    finally:
-        load.close()
-    return load.result()
+        return load.result()
 
 
 class TrainingStateLoad:
