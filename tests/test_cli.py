@@ -24,6 +24,7 @@ from launch import run_python
 from penstock import PipelineTemplate
 from penstock.checking.check import BoundaryReport, BoundaryValue, Report, UnitReport
 from penstock.cli import app
+from penstock.cli.models import waiting
 from penstock.config import Configuration
 from penstock.layout.announce import compact
 from penstock.schedule import build, schedule_names
@@ -274,6 +275,19 @@ def test_the_package_is_a_command_and_a_hub_that_cannot_be_reached_is_an_error_a
     assert result.returncode == 1
     # And nothing else: no attempts, no notes of what transformers imports.
     assert result.stderr.startswith("error: We couldn't connect to 'http://127.0.0.1:9'"), result.stderr
+
+
+@pytest.mark.parametrize("notebook", [False, True])
+def test_a_spinner_turns_in_terminals_but_not_in_the_output_of_a_cell(
+    notebook: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    if notebook:
+        monkeypatch.setenv("JPY_PARENT_PID", "1")
+    with waiting("planning"):
+        pass
+    written = capsys.readouterr()
+    assert written.out == "" and ("planning ..." in written.err) != notebook
 
 
 def test_plans_that_look_the_same_say_in_what_they_differ() -> None:

@@ -300,6 +300,7 @@ def test_the_command_takes_a_script_and_its_status_is_for_ci(tmp_path: Path) -> 
     assert good.exit_code == 0, good.output
     data = json.loads(good.output)
     assert data["exact"] and [row["what"] for row in data["rows"]] == list(ALL)
+    assert "over 2 stages (1f1b)" in data["about"]  # what "auto" has chosen
     bad = run("verify", f"{script}:centred", *options)
     assert bad.exit_code == 1 and "the samples of a batch depend on each other" in " ".join(bad.output.split())
     assert run("verify", f"{script}:Absent", *options).exit_code == 1

@@ -120,6 +120,7 @@ class Comparison:
         self.initial, self.inputs, self.configuration = model, inputs, configuration
         self.criterion, self.steps = criterion, steps
         self.tolerance = TOLERANCES[dtype_of(model)]
+        self.schedule = configuration.schedule  # its name, once it is chosen
         self.whole = self._unsplit([(inputs, 1.0)])
 
     def rows(self, folder: Path | None = None) -> list[Row]:
@@ -135,6 +136,7 @@ class Comparison:
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 initialize(model, self.configuration, self.criterion, example_inputs=example)
+                self.schedule = model.pipeline.make_schedule(1).name
                 losses = lambda: (output.loss for output in model(**self.inputs))  # noqa: E731
                 ours = Trained.of(model, losses, self.steps, self.whole.rate)
         except Exception as error:

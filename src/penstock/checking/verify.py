@@ -164,10 +164,11 @@ def _on_rank(
                 compared = Comparison(model, inputs, configuration, criterion, steps)
         except Exception as error:  # of the user's code, or the same on all ranks
             return f"the unsplit model does not run: {type(error).__name__}: {error}"
+        rows = compared.rows(folder)
         about = (
             f"{type(model).__name__}, {sum(each.numel() for each in model.parameters()):,} parameters, over "
-            f"{configuration.pipeline_parallel_size} stages ({configuration.schedule}) beside itself unsplit; {steps} "
+            f"{configuration.pipeline_parallel_size} stages ({compared.schedule}) beside itself unsplit; {steps} "
             f"steps, {str(dtype_of(model)).removeprefix('torch.')}"
             f"{', dropout and the like set to zero' if noise else ''}"
         )
-        return about, compared.rows(folder)
+        return about, rows

@@ -128,7 +128,8 @@ def verify(
 def waiting(text: str) -> Iterator[None]:
     """A spinner on stderr while something is made, if that is a terminal. Nothing may be printed meanwhile."""
     console = Console(stderr=True)
-    with console.status(f"{text} ...") if console.is_terminal else nullcontext():
+    turns = console.is_terminal and "JPY_PARENT_PID" not in os.environ  # a notebook's cell keeps every frame
+    with console.status(f"{text} ...") if turns else nullcontext():
         yield
 
 

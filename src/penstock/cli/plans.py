@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli.models import Model, subject_of
+from penstock.cli.models import Model, subject_of, waiting
 from penstock.schedule.generators import AUTO, schedule_names
 
 if TYPE_CHECKING:
@@ -69,13 +69,14 @@ def describe(
 
     Example: penstock describe GPT2LMHeadModel --pipelines 1x2,3x6 --plot layout.svg
     """
-    from penstock.checking.check import build_on_meta
-    from penstock.layout.pipelines import parse_pipelines
-    from penstock.pictures.model_layout import describe_pipelines
+    with waiting("following the model"):
+        from penstock.checking.check import build_on_meta
+        from penstock.layout.pipelines import parse_pipelines
+        from penstock.pictures.model_layout import describe_pipelines
 
-    found = subject_of(model)
-    whole = build_on_meta(found) if isinstance(found, str | type) else found
-    description = describe_pipelines(whole, parse_pipelines(pipelines), microbatch_size, schedule)
+        found = subject_of(model)
+        whole = build_on_meta(found) if isinstance(found, str | type) else found
+        description = describe_pipelines(whole, parse_pipelines(pipelines), microbatch_size, schedule)
     print(json.dumps(description.data(), indent=1) if as_json else description)
     if plot is not None:
         path = description.write_svg(plot)
@@ -119,12 +120,13 @@ def profile(
         rank = torch.distributed.get_rank()
         inside, between = measure_links()
     if rank == 0:
-        where = torch.device(device) if device else local_device()
-        found = profile_model(
-            _model(model, inputs, batch, dtype), batch, length, device=where, optimizer_states=_states(optimizer),
-            loss_chunk_tokens=loss_chunk_tokens,
-        )  # fmt: skip
-        found = replace(found, inside=inside, between=between)
+        with waiting("measuring"):
+            where = torch.device(device) if device else local_device()
+            found = profile_model(
+                _model(model, inputs, batch, dtype), batch, length, device=where, optimizer_states=_states(optimizer),
+                loss_chunk_tokens=loss_chunk_tokens,
+            )  # fmt: skip
+            found = replace(found, inside=inside, between=between)
         seconds = sum(unit.seconds for unit in found.units)
         text = (
             f"{found.model}: {len(found.units)} units, {seconds:.4g} s for a microbatch on {where}, "
@@ -186,43 +188,44 @@ def plan(
 
     Example: penstock plan GPT2LMHeadModel --devices 5 --memory 8GB --global-batch-size 64
     """
-    from penstock.pictures.timeline import write_timeline
-    from penstock.planning.cluster import parse_devices
-    from penstock.planning.planner import best_of, equal_pipelines, shares_of
-    from penstock.planning.profile import Profile
-    from penstock.planning.profiling import profile_model
-    from penstock.planning.report import plan_data, plans_table
+    with waiting("planning"):
+        from penstock.pictures.timeline import write_timeline
+        from penstock.planning.cluster import parse_devices
+        from penstock.planning.planner import best_of, equal_pipelines, shares_of
+        from penstock.planning.profile import Profile
+        from penstock.planning.profiling import profile_model
+        from penstock.planning.report import plan_data, plans_table
 
-    classes = parse_devices(devices, memory, speed)
-    if checkpointing not in CHECKPOINTING:
-        raise ValueError(f"--checkpointing must be one of {', '.join(CHECKPOINTING)}, but is {checkpointing!r}")
-    if profile is not None:
-        if quantization or lora_rank or loss_chunk_tokens:
-            raise ValueError(
-                f"{profile} says what the model is: give --quantization, --lora-rank and --loss-chunk-tokens to an "
-                "estimate, without --profile, or --loss-chunk-tokens to `penstock profile`"
-            )
-        found = Profile.read(profile)
-        if found.about.get("microbatch", microbatch) != microbatch:
-            raise ValueError(
-                f"{profile} was measured with microbatches of {found.about['microbatch']}: give --microbatch-size "
-                f"{found.about['microbatch']}, or measure again"
-            )
-    else:
-        found = profile_model(
-            _model(model, inputs, microbatch, dtype, quantization, lora_rank), microbatch, length,
-            operations_per_second=_fastest([kind.name for kind in classes]), optimizer_states=_states(optimizer),
-            loss_chunk_tokens=loss_chunk_tokens,
-        )  # fmt: skip
-    job = _job(found, classes, nodes, global_batch, microbatch, copies, schedule)
-    shares = [*shares_of(job), 0] if sharded_optimizer else [0]
-    ways: Any = product(CHECKPOINTING[checkpointing], shares)
-    plans, words = best_of([replace(job, checkpointing=how, sharded=share) for how, share in ways], most)
-    job = plans[0].job
-    if job.checkpointing == "stages":
-        job = replace(job, checkpointing=True)
-    bests = [equal_pipelines(job, name) for name in dict.fromkeys(plan.schedule_names for plan in plans)]
-    equal = min((best for best in bests if best is not None), key=lambda best: best.seconds, default=None)
+        classes = parse_devices(devices, memory, speed)
+        if checkpointing not in CHECKPOINTING:
+            raise ValueError(f"--checkpointing must be one of {', '.join(CHECKPOINTING)}, but is {checkpointing!r}")
+        if profile is not None:
+            if quantization or lora_rank or loss_chunk_tokens:
+                raise ValueError(
+                    f"{profile} says what the model is: give --quantization, --lora-rank and --loss-chunk-tokens to an "
+                    "estimate, without --profile, or --loss-chunk-tokens to `penstock profile`"
+                )
+            found = Profile.read(profile)
+            if found.about.get("microbatch", microbatch) != microbatch:
+                raise ValueError(
+                    f"{profile} was measured with microbatches of {found.about['microbatch']}: give --microbatch-size "
+                    f"{found.about['microbatch']}, or measure again"
+                )
+        else:
+            found = profile_model(
+                _model(model, inputs, microbatch, dtype, quantization, lora_rank), microbatch, length,
+                operations_per_second=_fastest([kind.name for kind in classes]), optimizer_states=_states(optimizer),
+                loss_chunk_tokens=loss_chunk_tokens,
+            )  # fmt: skip
+        job = _job(found, classes, nodes, global_batch, microbatch, copies, schedule)
+        shares = [*shares_of(job), 0] if sharded_optimizer else [0]
+        ways: Any = product(CHECKPOINTING[checkpointing], shares)
+        plans, words = best_of([replace(job, checkpointing=how, sharded=share) for how, share in ways], most)
+        job = plans[0].job
+        if job.checkpointing == "stages":
+            job = replace(job, checkpointing=True)
+        bests = [equal_pipelines(job, name) for name in dict.fromkeys(plan.schedule_names for plan in plans)]
+        equal = min((best for best in bests if best is not None), key=lambda best: best.seconds, default=None)
     print(
         json.dumps([plan_data(one, equal) for one in plans], indent=1) if as_json else plans_table(plans, equal, words)
     )
@@ -302,22 +305,25 @@ def fit(
 
     Example: penstock fit LlamaForCausalLM --devices 3090:3 --length 2048 --lora-rank 16
     """
-    from penstock.planning.cluster import USUAL_BETWEEN, USUAL_INSIDE, Cluster, parse_devices
-    from penstock.planning.fit import profiles_of, ways
-    from penstock.planning.report import draw_memory, fit_text
+    with waiting("following the model"):
+        from penstock.planning.cluster import USUAL_BETWEEN, USUAL_INSIDE, Cluster, parse_devices
+        from penstock.planning.fit import profiles_of, ways
+        from penstock.planning.report import draw_memory, fit_text
 
-    classes = parse_devices(devices, memory)
-    if global_batch % microbatch:
-        raise ValueError(f"a global batch of {global_batch} samples is no whole number of microbatches of {microbatch}")
-    cluster = Cluster(classes, (), USUAL_INSIDE, USUAL_BETWEEN)
-    fastest = _fastest([kind.name for kind in classes])
-    subject = _model(model, inputs, microbatch, "float32")
-    sizes = f"{type(subject).__name__}{' in its default size' * model.isidentifier()}"
-    on = f"{devices} devices as fast as an A100" if devices.isdigit() else devices
-    about = f"{sizes}, {sum(each.numel() for each in subject.parameters()):,} parameters, estimated for {on}"
-    profiles = profiles_of(subject, _recipes(lora_rank), microbatch, length, fastest)
-    found = ways(profiles, cluster, global_batch // microbatch)
-    checkpointing = next((name for name in ENABLING if hasattr(subject, name)), "gradient checkpointing")
+        classes = parse_devices(devices, memory)
+        if global_batch % microbatch:
+            raise ValueError(
+                f"a global batch of {global_batch} samples is no whole number of microbatches of {microbatch}"
+            )
+        cluster = Cluster(classes, (), USUAL_INSIDE, USUAL_BETWEEN)
+        fastest = _fastest([kind.name for kind in classes])
+        subject = _model(model, inputs, microbatch, "float32")
+        sizes = f"{type(subject).__name__}{' in its default size' * model.isidentifier()}"
+        on = f"{devices} devices as fast as an A100" if devices.isdigit() else devices
+        about = f"{sizes}, {sum(each.numel() for each in subject.parameters()):,} parameters, estimated for {on}"
+        profiles = profiles_of(subject, _recipes(lora_rank), microbatch, length, fastest)
+        found = ways(profiles, cluster, global_batch // microbatch)
+        checkpointing = next((name for name in ENABLING if hasattr(subject, name)), "gradient checkpointing")
     print(fit_text(found, about, global_batch, microbatch, None if inputs else length, checkpointing))
     if plot is not None:
         print(f"drawn to {draw_memory(found, plot)}")
