@@ -29,11 +29,9 @@ NOT_LOOKED_AT = "whether it is exact over stages, which penstock verify says"
 
 @dataclass(frozen=True)
 class UnitReport:
-    """One unit.
+    """A unit by its name in a pipeline template, and its class.
 
     Attributes:
-        name: its name, as in a pipeline template.
-        kind: its class.
         parameters: elements of its parameters; a tied one counts at each holder.
         cost: its relative cost, 1.0 on average.
     """
@@ -55,6 +53,10 @@ class BoundaryValue:
     @property
     def num_bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
+
+    def data(self) -> dict[str, Any]:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return {"value": self.origin, "dtype": dtype, "shape": list(self.shape), "bytes": self.num_bytes}
 
     def __str__(self) -> str:
         return f"{self.origin} {str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
@@ -104,28 +106,14 @@ class Report:
 
     def data(self) -> dict[str, Any]:
         """The report for JSON."""
-        return {
-            "model": self.model,
-            "splittable": self.splittable,
-            "reason": self.reason,
+        about = {"model": self.model, "splittable": self.splittable, "reason": self.reason}
+        return about | {
             "parameters": self.parameters,
             "inputs": {name: list(shape) for name, shape in self.inputs},
             "units": [asdict(unit) for unit in self.units],
             "boundaries": [
-                {
-                    "after": boundary.before,
-                    "reason": boundary.reason,
-                    "crossing": [
-                        {
-                            "value": value.origin,
-                            "dtype": str(value.dtype).removeprefix("torch."),
-                            "shape": list(value.shape),
-                            "bytes": value.num_bytes,
-                        }
-                        for value in boundary.crossing
-                    ],
-                }
-                for boundary in self.boundaries
+                {"after": each.before, "reason": each.reason, "crossing": [value.data() for value in each.crossing]}
+                for each in self.boundaries
             ],
             "tied": [list(names) for names in self.ties],
             "on_every_stage": list(self.everywhere),
@@ -169,8 +157,9 @@ class Report:
             below = None if boundary is None else boundary.in_words()
             if groups and _follows(groups[-1][0][-1], unit):
                 before, alike = groups[-1]
-                if _generic(below, unit) == _generic(alike, before[-1] if len(before) == 1 else None):
-                    groups[-1] = [*before, unit], _generic(alike, before[-1] if len(before) == 1 else None)
+                alike = _generic(alike, before[-1] if len(before) == 1 else None)
+                if _generic(below, unit) == alike:
+                    groups[-1] = [*before, unit], alike
                     continue
             groups.append(([unit], below))
         return groups

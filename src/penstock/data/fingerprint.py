@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import hashlib
 import math
 import zlib
 from collections.abc import Mapping
@@ -17,9 +17,6 @@ from penstock.nested import is_record, items_of
 WHOLE_BYTES = 1 << 16
 SAMPLED_ELEMENTS = 2048
 
-MASK_64 = (1 << 64) - 1
-MULTIPLIER = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, the increment of splitmix64
-
 
 def fingerprint(inputs: Mapping[str, Any]) -> int:
     """Return a 63-bit digest of a batch, the same in every process that holds an equal batch.
@@ -32,42 +29,31 @@ def fingerprint(inputs: Mapping[str, Any]) -> int:
     The ranks of one pipeline compare it to notice that they were given different batches. It is no protection against
     a batch made to collide.
     """
-    total = 0
-    # One tensor is often two inputs, the token ids and the labels. Kept with its digest: an identity is a value's own
-    # only while that lives, and a mapping may make its values as they are asked for.
-    known: dict[int, tuple[Any, int]] = {}
-    for name, value in inputs.items():
-        if id(value) not in known:
-            known[id(value)] = value, _value_digest(value)
-        digest = known[id(value)][1]
-        # A sum, so that the order of the names does not matter.
-        total += _mix(_text_digest(str(name)) ^ digest)
-    return _mix(total) >> 1
+    told = repr(_told(inputs)).encode("utf-8", "surrogatepass")
+    return int.from_bytes(hashlib.blake2b(told, digest_size=8).digest(), "little") >> 1
 
 
-def _value_digest(value: Any) -> int:
+def _told(value: Any) -> Any:
+    """Plain data that prints alike in every process for equal values."""
     if isinstance(value, torch.Tensor):
-        return (_description_digest("tensor", str(value.dtype), value.shape) + _content_digest(value)) & MASK_64
+        return "tensor", str(value.dtype), tuple(value.shape), _checksum(value)
     if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
-        return _text_digest(f"{type(value).__name__}:{value!r}")
+        return value
     if isinstance(value, Mapping):
-        return fingerprint(value)
+        items = list(value.items())
+        told = {key: _told(each) for key, each in {id(each): each for _, each in items}.items()}  # labels are often ids
+        return "mapping", sorted(((str(name), told[id(each)]) for name, each in items), key=lambda entry: entry[0])
     if is_record(value):
-        return fingerprint(dict(items_of(value) or ()))
+        return _told(dict(items_of(value) or ()))
     if isinstance(value, (tuple, list)):
-        total = len(value)
-        for part in value:
-            total = _mix(total + _value_digest(part))
-        return total
+        return [_told(part) for part in value]
     if isinstance(value, np.ndarray) and value.dtype != object:
-        array = np.ascontiguousarray(value)
-        content = zlib.crc32(array.reshape(-1).view(np.uint8).data) if array.nbytes <= WHOLE_BYTES else 0
-        return (_description_digest("array", str(array.dtype), array.shape) + content) & MASK_64
-    # No repr: it may hold an address, which differs between processes.
-    return _text_digest(type(value).__qualname__)
+        content = value.tobytes() if value.nbytes <= WHOLE_BYTES else b""
+        return "array", str(value.dtype), value.shape, zlib.crc32(content)
+    return type(value).__qualname__, "object"  # no repr: it may hold an address, which differs between processes
 
 
-def _content_digest(tensor: torch.Tensor) -> int:
+def _checksum(tensor: torch.Tensor) -> int:
     plain = type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter
     if not plain or not tensor.is_cpu or tensor.layout != torch.strided or tensor.is_complex():
         return 0
@@ -79,22 +65,3 @@ def _content_digest(tensor: torch.Tensor) -> int:
             stride += 1
         tensor = tensor.detach().reshape(-1)[::stride]
     return zlib.crc32(tensor.detach().reshape(-1).contiguous().view(torch.uint8).numpy().data)
-
-
-def _mix(number: int) -> int:
-    """The finaliser of splitmix64 (Steele, Lea, Flood 2014): every input bit reaches every output bit."""
-    number = (number + MULTIPLIER) & MASK_64
-    number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & MASK_64
-    number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & MASK_64
-    return number ^ (number >> 31)
-
-
-@functools.lru_cache(maxsize=4096)
-def _text_digest(text: str) -> int:
-    data = text.encode("utf-8", "surrogatepass")
-    return (zlib.crc32(data) << 32) | zlib.adler32(data)
-
-
-@functools.lru_cache(maxsize=4096)
-def _description_digest(kind: str, dtype: str, shape: tuple[int, ...]) -> int:
-    return _mix(_text_digest(f"{kind}:{dtype}:{tuple(shape)}"))

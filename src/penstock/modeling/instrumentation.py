@@ -22,37 +22,25 @@ _ATTRIBUTE = "_penstock"
 
 @dataclass
 class Record:
-    """What Penstock knows about one module; kept in the module's `_penstock` attribute.
-
-    Attributes:
-        intercepted: how the module is intercepted, None if it is not.
-        absent: what the module lacks as a ghost, by name; None if it is no ghost.
-        by_heads: of which arguments a tensor-parallel attention takes its own heads, with the dimension of the heads.
-        aliases: of a whole model, the names of each of its parameters before it was split.
-        shards: of a whole model that was made in shards, these, by name, until `TensorParallel.apply` takes them.
-        configuration: of a whole model, what `initialize()` was asked for.
-        criterion: of a whole model, what gives its loss; None for the model's own.
-        stand_in: of a whole model, what its optimizer is given on a rank that has nothing to train.
-        saver: of a whole model, what writes its checkpoints in the background.
-        copied_from: of a copy of a parallelised model, what runs the original; the copy has no engine until it is used.
-        example_inputs: of a whole model, arguments of a forward, with which its units are found.
-    """
+    """What Penstock knows about one module; kept in the module's `_penstock` attribute."""
 
     intercepted: Intercepted | None = None
-    absent: dict[str, Absent] | None = None
+    absent: dict[str, Absent] | None = None  # what the module lacks as a ghost, by name; None if it is no ghost
     packed: Any = None
     region: Any = None
+    # Of which arguments a tensor-parallel attention takes its own heads, with the dimension of the heads.
     by_heads: dict[str, int] = field(default_factory=dict)
+    # The others are a whole model's. The names of each of its parameters before it was split:
     aliases: list[tuple[str, ...]] = field(default_factory=list)
     tensor_parallel: Any = None
-    shards: dict[str, torch.Tensor] = field(default_factory=dict)
+    shards: dict[str, torch.Tensor] = field(default_factory=dict)  # until `TensorParallel.apply` takes them
     engine: Any = None
-    configuration: Any = None
-    criterion: Any = None
-    stand_in: nn.Parameter | None = None
-    saver: Any = None
-    example_inputs: Any = None
-    copied_from: Any = None
+    configuration: Any = None  # what `initialize()` was asked for
+    criterion: Any = None  # what gives its loss; None for the model's own
+    stand_in: nn.Parameter | None = None  # for the optimizer of a rank that has nothing to train
+    saver: Any = None  # writes its checkpoints in the background
+    example_inputs: Any = None  # of a forward, with which its units are found
+    copied_from: Any = None  # of a copy, what runs the original; the copy has no engine until it is used
 
     def __reduce__(self) -> Any:
         # Copies and pickles of a module are not intercepted, and nothing runs them.
@@ -181,12 +169,8 @@ class Handler(Protocol):
 
 
 class Interceptor:
-    """Intercepts the calls of some modules of one model for the handler that is active, if any.
-
-    Attributes:
-        converted: whether one of them was given another type since somebody reset this.
-        moved: likewise, whether one of them was moved to another device.
-    """
+    """Intercepts the calls of some modules of one model for the handler that is active, if any. `converted` and
+    `moved`: whether one was given another type or device since somebody reset this."""
 
     __slots__ = ("converted", "handler", "moved")
 
@@ -280,10 +264,7 @@ class _InterceptedModule:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles of an intercepted module are plain modules of the model's own class."""
-        state: dict[str, Any] = {
-            **self.__dict__,
-            "_compiled_call_impl": None,
-        }  # which no copy can have, see torch's own
+        state = {**self.__dict__, "_compiled_call_impl": None}  # which no copy can have, see torch's own
         return _new_module, (original_class(type(self)),), state
 
 

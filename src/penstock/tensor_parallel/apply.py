@@ -30,9 +30,6 @@ from penstock.tensor_parallel.region import Collectives, Region
 class TensorParallel:
     """The sharding of one model over a tensor-parallel group. Made from the whole model, alike on every rank.
 
-    Args:
-        model: a whole model, one with ghosts, or one on the meta device; it is left as it is until `apply`.
-
     Attributes:
         shards: of every parameter of the unsplit model that is sharded, by each of its names, how.
         partial: names of whole parameters that are used on shards, so that each rank has a part of their gradient.

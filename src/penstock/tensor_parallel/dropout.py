@@ -30,9 +30,7 @@ class ShardedDropout(TorchFunctionMode):
         super().__init__()
         self._region = region
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._region.inside:
             if func is functional.dropout:

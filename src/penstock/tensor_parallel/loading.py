@@ -13,6 +13,7 @@ import os
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -46,11 +47,7 @@ class ShardKeeper:
         self._whole = torch.empty(0)
 
     def watch(self, parameter: nn.Parameter, sharding: Sharding, value: torch.Tensor | None = None) -> None:
-        """Keep a shard of `parameter`, a meta tensor.
-
-        Args:
-            value: what it has already, whole; None if it will be written.
-        """
+        """Keep a shard of `parameter`, a meta tensor, with its whole `value`; None if it will be written."""
         if value is None:
             kept = torch.empty(sharding.shape(parameter.shape, self._count), dtype=parameter.dtype)
         else:
@@ -75,11 +72,8 @@ class ShardKeeper:
         return watched.kept
 
     def whole(self, tensor: torch.Tensor, overwritten: bool) -> torch.Tensor | None:
-        """Memory to write to in place of `tensor`, a watched weight or a view of one; None if it is neither.
-
-        Args:
-            overwritten: whether all of `tensor` will be written, whatever was there.
-        """
+        """Memory to write to in place of `tensor`, a watched weight or a view of one, of which maybe all will be
+        `overwritten`; None if it is neither."""
         watched = self._watched.get(_storage(tensor)) if tensor.is_meta else None
         if watched is None:
             return None
@@ -127,11 +121,7 @@ def _storage(tensor: torch.Tensor) -> int:
 class ShardLoading:
     """How one rank loads its shards of those of the weights `names` that are sharded: each is read whole, in its turn.
 
-    Attributes:
-        keeper: has the shards.
-
-    Raises:
-        ValueError: a weight has not the shape that `tensor_parallel` was made for.
+    Raises ValueError if a weight has not the shape that `tensor_parallel` was made for.
     """
 
     def __init__(self, model: PreTrainedModel, names: Collection[str], tensor_parallel: Any) -> None:
@@ -170,12 +160,8 @@ class ShardLoading:
             part = self._shards[name].take(value, self._tensor_parallel.index, self._tensor_parallel.size)
             self.keeper.keep(parameter, self._shards[name], part)
 
-        core_model_loading.set_param_for_module = set_shard
-        try:
-            with _reading_in_turn():
-                yield
-        finally:
-            core_model_loading.set_param_for_module = original
+        with _reading_in_turn(), mock.patch.object(core_model_loading, "set_param_for_module", set_shard):
+            yield
 
     def initialise_later(self, model: PreTrainedModel, names: Collection[str]) -> set[str]:
         """Prepare the sharded ones of `names`, which the checkpoint lacks, for their initialisation. Returns them."""
@@ -225,8 +211,7 @@ def _renewed(model: nn.Module, name: str, dtype: torch.dtype | None = None) -> n
 
 @contextlib.contextmanager
 def _reading_in_turn() -> Iterator[None]:
-    """Inside, transformers reads each tensor when its turn has come: ahead, in threads, it would hold many whole
-    ones."""
+    """Inside, transformers reads each tensor in its turn: ahead, in threads, it would hold many whole ones."""
     name = "HF_DEACTIVATE_ASYNC_LOAD"
     before = os.environ.get(name)
     os.environ[name] = "1"

@@ -60,9 +60,7 @@ class _ShardedCrossEntropy(TorchFunctionMode):
         super().__init__()
         self._region = region
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is functional.cross_entropy:
             return sharded_cross_entropy(self._region, *args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))

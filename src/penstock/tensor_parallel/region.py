@@ -19,11 +19,7 @@ from penstock.runtime.failures.board import FailureBoard
 
 
 class Collectives:
-    """What the ranks of a stage exchange within its layers; counts what that takes.
-
-    Attributes:
-        num_sums, num_gathers: collectives so far. num_bytes: size of the tensors summed and gathered.
-    """
+    """What the ranks of a stage exchange within its layers; counts collectives, and bytes of the tensors in them."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, board: FailureBoard):
         self._group: dist.ProcessGroup | None = group

@@ -34,11 +34,7 @@ class ChunkedLogits(torch.Tensor):
 
     @classmethod
     def of(cls, head: nn.Module, call: Callable[..., Any], hidden: torch.Tensor, tokens: int) -> ChunkedLogits:
-        """What `call(hidden)` would return, of which `tokens` are made at once.
-
-        Args:
-            head: the module that it calls.
-        """
+        """What `call(hidden)`, which calls the module `head`, would return, of which `tokens` are made at once."""
         with torch.no_grad():
             one = call(hidden.detach().flatten(0, -2)[:1])
         logits = torch.zeros((), dtype=one.dtype, device=one.device).expand(*hidden.shape[:-1], one.shape[-1])
@@ -111,16 +107,8 @@ class ChunkedLogits(torch.Tensor):
 
 # What logits may be asked, and what may be done with them.
 _ASKS = {
-    "size",
-    "dim",
-    "numel",
-    "is_floating_point",
-    "untyped_storage",
-    "__len__",
-    "is_contiguous",
-    "stride",
-    "ndimension",
-}
+    "size", "dim", "numel", "is_floating_point", "untyped_storage", "__len__", "is_contiguous", "stride", "ndimension",
+}  # fmt: skip
 _MOVES = {
     "view", "reshape", "flatten", "contiguous", "float", "double", "to", "type", "__getitem__", "detach", "unsqueeze",
     "squeeze",

@@ -104,9 +104,7 @@ def _active_share(config: Any) -> float:
 class _Traffic(TorchDispatchMode):
     """Counts the elements that operations write."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements = 0
+    elements = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))

@@ -26,12 +26,8 @@ MOST_ELEMENTS = 1 << 18
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """One tensor that one call of a unit returns.
-
-    Attributes:
-        call: which call of the unit in the forward, counted from 0.
-        leaf: which leaf of its output, counted from 0, or the name of a side output (`"router_logits.0"`).
-    """
+    """One tensor that one call of a unit, counted from 0 in the forward, returns: the leaf of its output, counted from
+    0, or the name of a side output (`"router_logits.0"`)."""
 
     unit: str
     call: int
@@ -94,8 +90,7 @@ class DataFlow(TorchDispatchMode):
         controls: for every time a marked value decided what Python does next, what `position()` returned then, and
             the value's sources.
         asks_inputs: whether values of the arguments alone were asked for.
-        written: values that were changed in place after their unit returned them.
-        written_inputs: arguments of the forward that were changed in place.
+        written, written_inputs: values, after their unit returned them, and arguments that were changed in place.
         branches_on_loss: whether the result of a loss function decided what Python does next.
     """
 
@@ -223,9 +218,7 @@ class DataFlow(TorchDispatchMode):
                 mode.__enter__()
             self.paused = before
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.paused:
             return func(*args, **kwargs)
@@ -311,9 +304,7 @@ class ReadObserver(TorchFunctionMode):
         self._observers = observers
         flow.observer = self
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not self._flow.paused and func in _READS:
             self._flow.note_control(self._flow.sources(args[0]))

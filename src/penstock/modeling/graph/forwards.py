@@ -29,11 +29,10 @@ MOST_KINDS = 64
 
 @dataclass(eq=False)
 class TracedForward:
-    """A kind of forward.
+    """A kind of forward, followed; knows nothing of stages.
 
     Attributes:
         entry: name of the function that is run, `"forward"` for the model itself.
-        trace: what it does with the units; knows nothing of stages.
         defaults: arguments that Penstock adds to the caller's (`use_cache=False`).
         sizes: the first dimension of each tensor that it was followed with.
         fixed: whether its calls of units are known not to depend on these.
@@ -176,13 +175,7 @@ class Forwards:
         criterion: Criterion | None = None,
         in_chunks: bool = False,
     ) -> TracedForward:
-        """Follow a forward without computing it.
-
-        Args:
-            inputs: the arguments of the forward, and those that only the criterion takes.
-            criterion: what gives the loss in place of the output's own.
-            in_chunks: whether head and loss run over chunks of tokens.
-        """
+        """Follow a forward without computing it; the arguments are those of `SplitModel.plan`."""
         asked = "use_cache" in inputs or inputs.get("past_key_values") is not None
         # No cache of keys and values unless the caller asks for one: no stage could return it as a whole.
         silent = call is None and not asked and "use_cache" in self._signature.parameters

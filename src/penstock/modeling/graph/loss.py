@@ -24,20 +24,11 @@ from penstock.nested import named_tensors
 # Functions whose mean leaves out ignored targets; the mean of all others is over every element.
 CLASS_LOSSES = (functional.cross_entropy, functional.nll_loss)
 ELEMENT_LOSSES = (
-    functional.mse_loss,
-    functional.l1_loss,
-    functional.smooth_l1_loss,
-    functional.huber_loss,
-    functional.binary_cross_entropy,
-    functional.binary_cross_entropy_with_logits,
-    functional.kl_div,
-    functional.soft_margin_loss,
-    functional.multilabel_soft_margin_loss,
-    functional.cosine_embedding_loss,
-    functional.margin_ranking_loss,
-    functional.triplet_margin_loss,
-    functional.ctc_loss,
-)
+    functional.mse_loss, functional.l1_loss, functional.smooth_l1_loss, functional.huber_loss,
+    functional.binary_cross_entropy, functional.binary_cross_entropy_with_logits, functional.kl_div,
+    functional.soft_margin_loss, functional.multilabel_soft_margin_loss, functional.cosine_embedding_loss,
+    functional.margin_ranking_loss, functional.triplet_margin_loss, functional.ctc_loss,
+)  # fmt: skip
 LOSS_FUNCTIONS = (*CLASS_LOSSES, *ELEMENT_LOSSES)
 
 # (model output, the microbatch's inputs) -> that microbatch's own mean loss, or its sum
@@ -72,25 +63,18 @@ def loss_by(criterion: Criterion | None, output: Any, inputs: Mapping[str, Any])
 class LossTerm:
     """One mean that enters the loss.
 
-    Attributes:
-        kind: `"tokens"` (valid elements of an input), `"positions"` (elements that point into the sequence),
-            `"samples"`, or `"sum"` (no mean: the caller has given the divisor, `num_items_in_batch`).
-        input: the argument that is counted.
-        start, stop: the part of its last dimension that is counted; `start=1` for shifted (causal) labels.
-        ignore_index: elements equal to it are not counted; if None, negative ones are not.
-        mask: an argument of the same shape; elements where it is not 1 are not counted.
-        limit: for `"positions"`, the argument whose second dimension bounds them.
-        calls: positions, among the forward's loss functions, of those with this mean.
+    Its `kind` is `"tokens"` (valid elements of an input), `"positions"` (elements that point into the sequence),
+    `"samples"`, or `"sum"` (no mean: the caller has given the divisor, `num_items_in_batch`).
     """
 
     kind: str
-    input: str | None = None
-    start: int = 0
+    input: str | None = None  # the argument that is counted
+    start: int = 0  # of its last dimension; 1 for shifted (causal) labels
     stop: int | None = None
-    ignore_index: int | None = None
-    mask: str | None = None
-    limit: str | None = None
-    calls: tuple[int, ...] = ()
+    ignore_index: int | None = None  # elements equal to it are not counted; if None, negative ones are not
+    mask: str | None = None  # an argument of the same shape; elements where it is not 1 are not counted
+    limit: str | None = None  # for `"positions"`, the argument whose second dimension bounds them
+    calls: tuple[int, ...] = ()  # positions, among the forward's loss functions, of those with this mean
 
     def count(self, inputs: Mapping[str, Any], num_samples: int | None = None) -> int | torch.Tensor:
         """The number of elements in the mean for these inputs (1 for a sum): shape () where it depends on values."""
@@ -151,11 +135,7 @@ class LossRule:
         return tuple(term.count(inputs, num_samples) for term in self.counted)
 
     def shares(self, counts: Sequence[int], totals: Sequence[int]) -> tuple[float, ...]:
-        """This microbatch's share of each of the batch's means, see `counted`.
-
-        Args:
-            totals: of the whole batch, over all microbatches and pipelines.
-        """
+        """This microbatch's share of each of the batch's means, see `counted`, with `totals` over all pipelines."""
         return tuple(
             1.0 if term.kind == "sum" else (count / total if total else 0.0)
             for term, count, total in zip(self.counted, counts, totals, strict=True)
@@ -178,12 +158,8 @@ class LossRule:
         return max(shares) if self.rest is None else shares[-1]
 
     def scale(self, loss: torch.Tensor, shares: Sequence[float], connected: Any) -> torch.Tensor:
-        """The share of a loss that was computed under `weighing`.
-
-        Args:
-            loss: the microbatch's loss; NaN where nothing was counted.
-            connected: outputs of the same forward; a zero share keeps its place in the autograd graph through them.
-        """
+        """The share of a loss computed under `weighing`; it is NaN where nothing was counted. A zero share keeps its
+        place in the autograd graph through `connected`, outputs of the same forward."""
         share = self._base(shares)
         return loss * share if share else zero_loss(loss, connected)
 
@@ -239,9 +215,7 @@ class _Weighing(TorchFunctionMode):
         self._weights = weights
         self._calls = 0
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func not in LOSS_FUNCTIONS:
             return result
@@ -271,10 +245,6 @@ def _is_scalar(value: Any) -> bool:
 
 
 def set_loss(output: ModelOutput, loss: torch.Tensor) -> None:
-    """Set the loss of an output.
-
-    `output.loss = loss` does the same, but looks through the class's fields twice, and this is done for every
-    microbatch.
-    """
+    """`output.loss = loss`, which would look through the class's fields twice, in every microbatch."""
     output.__dict__["loss"] = loss
     OrderedDict.__setitem__(output, "loss", loss)

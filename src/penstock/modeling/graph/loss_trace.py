@@ -39,11 +39,7 @@ def label_placeholder(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 class LossTrace:
-    """Records the loss functions of one traced forward.
-
-    Attributes:
-        in_chunks: whether one of them was of logits that are made a chunk at a time.
-    """
+    """Records the loss functions of one traced forward; `in_chunks`, whether one of them was of `ChunkedLogits`."""
 
     def __init__(self, inputs: Mapping[str, Any], flow: DataFlow, batch_dim: Mapping[str, int | None]) -> None:
         self.in_chunks = False
@@ -76,10 +72,7 @@ class LossTrace:
             (self._sums if bound.arguments.get("reduction") == "sum" else self._means).append(result)
 
     def rule(self, loss: torch.Tensor, output: Any, reduction: str | None = None) -> LossRule:
-        """The rule for a model's loss; `output` is what the model returned.
-
-        `reduction` is what its maker says of it: "sum", or `NUM_ITEMS`.
-        """
+        """The rule for the loss of an output; `reduction` is what its maker says of it: "sum", or `NUM_ITEMS`."""
         sources = self._flow.sources(loss)
         rule = self._rule(sources)
         # A mean by torch's loss functions that nothing was divided by is no sum over items.
@@ -180,11 +173,8 @@ class LossTrace:
         return LossTerm("samples"), f"{label} compares with targets that are made from {', '.join(given)}"
 
     def _explains(self, term: LossTerm, target: torch.Tensor, selected: bool) -> bool:
-        """Whether `target` is the part of the input that `term` counts, possibly padded at its end.
-
-        Args:
-            selected: whether it has only the elements that the term's mask selects.
-        """
+        """Whether `target` is the part of the input that `term` counts, possibly padded at its end; of that, if
+        `selected`, only what the term's mask selects."""
         assert term.input is not None
         ignored = -1 if term.ignore_index is None else term.ignore_index
         tensor = self._inputs[term.input]

@@ -19,12 +19,8 @@ from penstock.modeling.tensor_spec import TensorSpec
 
 @dataclass(frozen=True, slots=True)
 class PlannedCall:
-    """One planned call of a unit.
-
-    Attributes:
-        index: which call of this unit in the forward, counted from 0.
-        like_input: leaves of the output that have the shape and dtype of its first argument.
-    """
+    """One planned call of a unit, of which it is number `index` from 0; the leaves `like_input` of its output have the
+    shape and dtype of its first argument."""
 
     unit: str
     index: int
@@ -39,9 +35,8 @@ class ForwardPlan(ForwardFacts):
 
     Attributes:
         entry: name of the function that is run, `"forward"` for the model itself.
-        calls: all unit calls, in the order in which they happen.
-        boundaries: for each boundary the values that cross it, in the order in which they travel; `boundaries[i]` are
-            those between stage i and i + 1.
+        boundaries: the values that cross each, in the order in which they travel; `boundaries[i]` are those between
+            stage i and i + 1.
         controlled: whether the code after the last unit of every other stage takes a path that depends on values of
             the last stage, so that the others must leave the forward early.
         defaults: arguments that Penstock adds to the caller's (`use_cache=False`).
@@ -68,11 +63,7 @@ def make_plan(
     entry: str = "forward",
     defaults: tuple[tuple[str, Any], ...] = (),
 ) -> ForwardPlan:
-    """Place the calls of a trace on stages.
-
-    Args:
-        stage_of: the stage of each unit; floating modules need none, they run where their latest input is.
-    """
+    """Place the calls of a trace on the stages of their units; floating modules run where their latest input is."""
     calls = _placed(trace, stage_of)
     stages = {(call.unit, call.index): call.stage for call in calls}
     last_calls = [-1] * num_stages
@@ -173,45 +164,29 @@ def _refuse_control(trace: Trace, stages: Mapping[tuple[str, int], int], last_ca
 
 @dataclass(frozen=True, slots=True)
 class StageCall:
-    """What a stage does at one unit call.
-
-    Attributes:
-        last: whether the stage is done after this call.
-        sends: (leaf, position among the values to send, copy) of outputs for the next stage; `copy`
-            where the model's code will change the output in place.
-        side_sends: (list, number of the entry, position among the values to send, copy) of side outputs for it.
-        received: {leaf: (position among the values received, copy)}.
-        known: whether every tensor that the call returns was received, or else, where the call also makes entries in
-            mappings, is like its first argument, and none is written to.
-        writable: whether placeholders must bear being written to.
-        seeds: keys of the random state for the unit, and for the code after it.
-    """
+    """What a stage does at one unit call. Values are copied where the model's code will change them in place."""
 
     call: PlannedCall
     own: bool
-    last: bool
-    sends: tuple[tuple[int, int, bool], ...]
-    side_sends: tuple[tuple[str, int, int, bool], ...]
-    received: dict[int | str, tuple[int, bool]]
+    last: bool  # the stage is done after this call
+    sends: tuple[tuple[int, int, bool], ...]  # leaf of the output, position among the values to send, copy
+    side_sends: tuple[tuple[str, int, int, bool], ...]  # list and number of a side output, position, copy
+    received: dict[int | str, tuple[int, bool]]  # {leaf: (position among the values received, copy)}
+    # Every tensor that the call returns was received, or else, where the call also makes entries in mappings, is like
+    # its first argument, and none is written to.
     known: bool
-    writable: bool
-    seeds: tuple[int, int]
+    writable: bool  # placeholders must bear being written to
+    seeds: tuple[int, int]  # keys of the random state for the unit, and for the code after it
 
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """What one stage does in a forward, worked out once, so that running it looks nothing up.
-
-    Attributes:
-        relayed: (position among the values received, position among the values to send) of what passes through.
-        num_sent: how many values cross the stage's outgoing boundary.
-        idle: whether the stage runs no unit and returns no output, so that its forward need not run at all.
-    """
+    """What one stage does in a forward, worked out once, so that running it looks nothing up."""
 
     calls: tuple[StageCall, ...]
-    relayed: tuple[tuple[int, int], ...]
+    relayed: tuple[tuple[int, int], ...]  # positions among the values received and sent of what passes through
     num_sent: int
-    idle: bool
+    idle: bool  # the stage runs no unit and returns no output, so that its forward need not run at all
 
 
 def make_stage_plan(plan: ForwardPlan, stage: int) -> StagePlan:

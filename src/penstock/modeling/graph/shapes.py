@@ -23,32 +23,23 @@ from penstock.modeling.tensor_spec import TensorSpec
 # Output shapes are remembered per unit and argument shapes; the memory is emptied when it grows beyond this.
 MAX_REMEMBERED = 4096
 
-
 # Stands for a tensor where shape and dtype do not matter.
 SOME_TENSOR = TensorSpec((), torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """One entry that a call appends to a side output.
-
-    Attributes:
-        leaf: the output leaf it is (an index), its own name (`"router_logits.0"`), or None where None is appended.
-        shape: its shape, None with `leaf` None.
-    """
+    """One entry that a call appends to a side output."""
 
     key: str
-    leaf: int | str | None
+    leaf: int | str | None  # of the output (an index), its own name (`"router_logits.0"`), or None is appended
     shape: TensorSpec | None
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """An entry that a call makes in a mapping among its arguments, for later calls: keys and values to share, say.
-
-    Attributes:
-        position: of the mapping among the leaves of the arguments.
-    """
+    """An entry that a call makes in the mapping at a `position` among the leaves of its arguments, for later calls:
+    keys and values to share, say."""
 
     position: int
     key: Any
@@ -57,28 +48,17 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class OutputShape:
-    """The structure of what a unit's call returns.
+    """The structure of what a unit's call returns."""
 
-    Attributes:
-        leaves: for each leaf of the output, and then of the entries in `stored`, a `TensorSpec`, or the leaf itself if
-            it is no tensor.
-        captured: side outputs in the order in which they are appended.
-        cache: what the call does to a cache among its arguments, None if nothing.
-        written: indices of the argument leaves that the call changes in place.
-        assumed: whether a part of the unit has no meta kernel and was taken for shape-preserving, so that the unit's
-            owner must check the real shapes.
-        known: indices of the argument leaves on whose values the shapes depend.
-        stored: entries that the call makes in mappings among its arguments.
-    """
-
+    # Of the output, and then of the entries in `stored`: a `TensorSpec`, or the leaf itself if it is no tensor.
     leaves: tuple[Any, ...]
     spec: pytree.TreeSpec
-    captured: tuple[Captured, ...] = ()
-    cache: CacheGrowth | None = None
-    written: tuple[int, ...] = ()
-    assumed: bool = False
-    known: tuple[int, ...] = ()
-    stored: tuple[Stored, ...] = ()
+    captured: tuple[Captured, ...] = ()  # in the order in which they are appended
+    cache: CacheGrowth | None = None  # what the call does to a cache among its arguments
+    written: tuple[int, ...] = ()  # indices of the argument leaves that the call changes in place
+    assumed: bool = False  # a part was taken for shape-preserving: the unit's owner must check the real shapes
+    known: tuple[int, ...] = ()  # indices of the argument leaves on whose values the shapes depend
+    stored: tuple[Stored, ...] = ()  # entries that the call makes in mappings among its arguments
 
     def unflatten(self, leaves: Sequence[Any], given: Sequence[Any]) -> Any:
         """What the call returns, of all `leaves`; those of `stored` go into the mappings among the leaves `given`."""
@@ -124,11 +104,7 @@ def flatten(tree: Any) -> tuple[list[Any], pytree.TreeSpec]:
 
 
 class ShapeFunctions:
-    """The shape functions of a model's units.
-
-    Args:
-        units: name and module of each unit. Owned units and ghosts are treated alike, so that every rank finds the
-            same shapes.
+    """The shape functions of a model's units, owned or ghosts alike: every rank finds the same shapes.
 
     Attributes:
         around: entered with the unit's name around each run of a copy, if set.

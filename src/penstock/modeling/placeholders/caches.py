@@ -20,28 +20,17 @@ from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
 
 @dataclass(frozen=True, slots=True)
 class CacheGrowth:
-    """What a call of a unit does to the cache among its arguments, by their shapes alone.
+    """What a call of a unit does to the cache among its arguments, by their shapes alone."""
 
-    Attributes:
-        layers: indices of the layers that it lengthens by its tokens.
-        state_layers: indices of those whose convolution's or recurrence's state it begins or carries on.
-        indexed: indices of those to whose indexer it gives keys of its tokens.
-        samples: the dimension of samples of the call's first tensor argument; the next one is that of tokens.
-        per_token: how many entries that dimension has for each token.
-    """
-
-    layers: tuple[int, ...]
-    state_layers: tuple[int, ...]
-    indexed: tuple[int, ...]
-    samples: int
-    per_token: int
+    layers: tuple[int, ...]  # that it lengthens by its tokens
+    state_layers: tuple[int, ...]  # whose convolution's or recurrence's state it begins or carries on
+    indexed: tuple[int, ...]  # to whose indexer it gives keys of its tokens
+    samples: int  # the dimension of samples of the call's first tensor argument; the next one is that of tokens
+    per_token: int  # how many entries that dimension has for each token
 
     def apply(self, arguments: Sequence[Any], device: torch.device | None = None) -> None:
         """Let the cache among a call's arguments know what the call does to it, when another stage makes the call.
-
-        Args:
-            device: where the tokens' entries live if the first tensor is a meta tensor.
-        """
+        Entries live on `device` if the first tensor is a meta tensor."""
         cache = next((each for each in arguments if isinstance(each, Cache)), None)
         if cache is None:
             return
@@ -70,19 +59,12 @@ class CacheGrowth:
 
 @dataclass(frozen=True)
 class CacheUse:
-    """What one call of a unit does with a cache.
+    """What one call of a unit does with a cache, by indices of layers."""
 
-    Attributes:
-        lengthened: indices of the layers that get further keys and values.
-        indexed: indices of those that get further keys of an indexer, which chooses what is attended to.
-        given: samples and tokens of the keys that were last given.
-        states: on the meta device, the layers whose convolution's or recurrence's state goes on, by index.
-    """
-
-    lengthened: list[int] = field(default_factory=list)
-    indexed: list[int] = field(default_factory=list)
-    given: list[int] = field(default_factory=list)
-    states: dict[int, Any] = field(default_factory=dict)
+    lengthened: list[int] = field(default_factory=list)  # get further keys and values
+    indexed: list[int] = field(default_factory=list)  # get keys of an indexer, which chooses what is attended to
+    given: list[int] = field(default_factory=list)  # samples and tokens of the keys that were last given
+    states: dict[int, Any] = field(default_factory=dict)  # layers with a state that goes on, on the meta device
 
     def growth(self, leaves: Sequence[Any]) -> CacheGrowth | None:
         """What a call with these leaves of arguments has done to the cache; None if nothing."""
@@ -233,11 +215,7 @@ def shape_cache(real: Cache, use: CacheUse, begun: Mapping[int, Any], batch: int
 
 
 def note_use(cache: Cache, layers: Collection[int]) -> None:
-    """Record that a module which could not be run uses its layer of a cache in the usual way.
-
-    Args:
-        layers: the indices of its layers, of which there should be one.
-    """
+    """Record that a module which could not be run uses its layer (there should be one) of a cache in the usual way."""
     if not isinstance(cache, ShapeCache) or len(layers) != 1:
         raise NotImplementedError("its code uses the cache of keys and values in a way that cannot be followed")
     index = next(iter(layers))

@@ -187,12 +187,7 @@ def is_ghost(module: nn.Module) -> bool:
 
 
 def stripped_tensors(module: nn.Module, kind: str = "parameter") -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and meta tensors of what `strip` took out of `module` and the modules below it.
-
-    Args:
-        module: any module; names are relative to it, as in `named_parameters()`.
-        kind: `"parameter"`, `"buffer"` (persistent) or `"temporary"` (buffers that no checkpoint holds).
-    """
+    """Names, relative to `module`, and meta tensors of what of a kind (see `Absent`) `strip` took out of it."""
     for prefix, child in module.named_modules(remove_duplicate=False):
         for name, absent in absent_of(child).items():
             held = name in child._parameters or name in child._buffers
@@ -202,13 +197,8 @@ def stripped_tensors(module: nn.Module, kind: str = "parameter") -> Iterator[tup
 
 @contextmanager
 def shown_whole(model: nn.Module, themselves: bool = False) -> Iterator[None]:
-    """Inside, the parameters and buffers of ghosts are in the model again, as meta tensors.
-
-    For code that asks for names and shapes only, such as that of `state_dict()`.
-
-    Args:
-        themselves: show the parameters themselves, which may be without storage, for code that sets `requires_grad`.
-    """
+    """Inside, the parameters and buffers of ghosts are in the model again, as meta tensors: for code that asks for
+    names and shapes only, as `state_dict()`. Or the parameters themselves, maybe without storage."""
     shown: list[tuple[dict[str, Any], str]] = []
     for child in model.modules():
         for name, absent in absent_of(child).items():

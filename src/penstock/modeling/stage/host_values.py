@@ -56,9 +56,7 @@ class HostValues(TorchFunctionMode):
         """Suspend it: a unit has many operations of its own, computed from weights."""
         return _pop_mode_temporarily() if _get_current_function_mode() is self else contextlib.nullcontext()
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name in READS and len(args) == 1:

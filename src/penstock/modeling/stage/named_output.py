@@ -22,15 +22,10 @@ from penstock.modeling.graph.loss import loss_of, set_loss
 
 @dataclass(frozen=True)
 class Form:
-    """How the fields of a `NamedOutput` make up what the module returned.
+    """How the fields of a `NamedOutput` make up what the module returned."""
 
-    Attributes:
-        kind: a dictionary's, dataclass's or named tuple's class; None if the whole output is the field "output".
-        names: of the fields, also of those that are None.
-    """
-
-    kind: type | None
-    names: tuple[str, ...]
+    kind: type | None  # a dictionary's, dataclass's or named tuple's class; None if it is the field "output"
+    names: tuple[str, ...]  # also of fields that are None
 
 
 @dataclass(init=False, repr=False)

@@ -79,10 +79,7 @@ def shapes_of(output: Mapping[str, Any]) -> Shapes:
 
 
 def _merge(
-    values: Sequence[Any],
-    sizes: Sequence[int],
-    larger: Callable[[Sequence[Any]], Any],
-    path: tuple[Any, ...],
+    values: Sequence[Any], sizes: Sequence[int], larger: Callable[[Sequence[Any]], Any], path: tuple[Any, ...]
 ) -> Any:
     first = values[0]
     if isinstance(first, torch.Tensor):

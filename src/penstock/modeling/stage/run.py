@@ -30,13 +30,8 @@ class StageDone(BaseException):
 
 
 class StageRun:
-    """Handles the unit calls of one forward of one stage.
-
-    Args:
-        early_exit: whether to leave the forward after the stage's last unit.
-        hand_over: takes the values for the next stage as soon as they are there, before the forward goes on.
-        host_values: what is active in the code between units, and not inside of them.
-    """
+    """Handles the unit calls of one forward of one stage, see `SplitModel.walk`; `host_values` are active in the code
+    between units, and not inside of them."""
 
     def __init__(
         self,

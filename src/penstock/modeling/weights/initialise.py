@@ -74,11 +74,7 @@ def resolve_model_class(config: PretrainedConfig, model_class: type | None = Non
 
 
 def meta_model(model_class: type[PreTrainedModel], config: PretrainedConfig, **kwargs: Any) -> PreTrainedModel:
-    """The whole model without memory: every tensor is a meta tensor, tied weights are tied. To choose stages with.
-
-    Args:
-        kwargs: as for `model_class._from_config`, for example `dtype`.
-    """
+    """The whole model without memory: every tensor is a meta tensor, tied weights are tied. To choose stages with."""
     with torch.device("meta"), initialization.meta_device_safe_creation_ops():
         return model_class._from_config(copy.deepcopy(config), **kwargs)
 
@@ -138,7 +134,6 @@ def init_stage(
 
 
 _DETERMINISTIC = frozenset({"constant_", "ones_", "zeros_", "eye_", "dirac_"})
-
 # Random operations of which the shape says how many numbers they draw.
 _DRAWN_BY_SHAPE = DRAWN_IN_PLACE.union(
     ("rand", "rand_like", "randn", "randn_like", "randint", "randint_like", "randperm", "normal", "bernoulli"),
@@ -154,9 +149,7 @@ class _DrawForMeta(TorchDispatchMode):
         self._scratch = scratch
         self._keeper = keeper
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._keeper is not None and self._keeper.write(func, args, kwargs):
             return args[0]
@@ -201,11 +194,8 @@ def _draw_into(scratch: Scratch, keeper: Any, function: Callable[..., Any], rand
 
 @contextlib.contextmanager
 def drawing_for_meta(keeper: Any = None) -> Iterator[None]:
-    """Inside, initialising a meta tensor draws from the CPU's generator what initialising a real one would.
-
-    Args:
-        keeper: of the meta tensors that it watches, shards are kept.
-    """
+    """Inside, initialising a meta tensor draws from the CPU's generator what initialising a real one would. Of those
+    that `keeper` watches, shards are kept."""
     functions: dict[str, Any] = initialization.TORCH_INIT_FUNCTIONS
     modules = [sys.modules[name] for name in initialization.TORCH_MODULES_TO_PATCH if name in sys.modules]
     scratch = Scratch()
@@ -224,11 +214,7 @@ def drawing_for_meta(keeper: Any = None) -> Iterator[None]:
 
 
 class Numbering:
-    """Parameters by the order in which they were registered.
-
-    Attributes:
-        places: for each number, the module and the name it was registered under.
-    """
+    """Parameters by the order in which they were registered; `places`, the module and the name of each."""
 
     def __init__(self) -> None:
         self.places: list[tuple[nn.Module, str]] = []
@@ -255,9 +241,7 @@ class Numbering:
 
 @contextlib.contextmanager
 def numbering_parameters(
-    keep: Collection[int] | None = None,
-    sharded: Mapping[int, Sharding] | None = None,
-    keeper: Any = None,
+    keep: Collection[int] | None = None, sharded: Mapping[int, Sharding] | None = None, keeper: Any = None
 ) -> Iterator[Numbering]:
     """Inside, parameters are numbered as they are registered.
 

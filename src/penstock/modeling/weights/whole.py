@@ -109,11 +109,7 @@ class Sharding:
 
 
 def leave_shards(model: nn.Module, shard_of: Callable[[nn.Parameter], torch.Tensor | None]) -> None:
-    """Leave shards of a model's meta tensors of whole shape where `TensorParallel.apply` finds them.
-
-    Args:
-        shard_of: gives that of a parameter, or None.
-    """
+    """Leave the shards that `shard_of` has of a model's meta tensors of whole shape for `TensorParallel.apply`."""
     parameters = model.named_parameters(remove_duplicate=False)
     record_of(model).shards = {name: part for name, each in parameters if (part := shard_of(each)) is not None}
 
