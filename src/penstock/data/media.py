@@ -118,12 +118,8 @@ def rows_of_media(inputs: Mapping[str, Any], media: MediaTokens) -> dict[str, li
 def _shares_that_fit(
     counts: Sequence[int], weights: Sequence[float] | None, number: int, runs: Sequence[int]
 ) -> Iterator[list[int]]:
-    """Possible numbers of images for each sample, the most certain first.
-
-    Args:
-        weights: of each image, in proportion to which it may have placeholders; None if unknown.
-        runs: of each sample, how many times its placeholders begin anew.
-    """
+    """Possible numbers of images for each sample, the most certain first: by `weights` in proportion to which images
+    may have placeholders, if known; equal ones; by the `runs` of placeholders that each sample has."""
     for guess in (weights, [1.0] * number):
         if guess is not None and (shares := _in_proportion(counts, guess)) is not None:
             yield shares

@@ -22,28 +22,16 @@ IN_A_LIST = re.compile(r"\.\d+\.")
 # Where to read the batch size when the model's own main input is absent (an encoder-decoder model continued from
 # `encoder_outputs` has only decoder inputs), most telling first.
 MAIN_INPUTS = (
-    "input_ids",
-    "inputs_embeds",
-    "pixel_values",
-    "input_features",
-    "input_values",
-    "decoder_input_ids",
+    "input_ids", "inputs_embeds", "pixel_values", "input_features", "input_values", "decoder_input_ids",
     "decoder_inputs_embeds",
-)
+)  # fmt: skip
 
 # Inputs of transformers models whose dim 0 is a length, a layer or a count: never split, even where it happens to equal
 # the batch size.
-WITHOUT_BATCH = frozenset(
-    {
-        "cache_position",
-        "cross_attn_head_mask",
-        "cu_seq_lens_k",
-        "cu_seq_lens_q",
-        "decoder_head_mask",
-        "head_mask",
-        "num_items_in_batch",
-    }
-)
+WITHOUT_BATCH = frozenset((
+    "cache_position", "cross_attn_head_mask", "cu_seq_lens_k", "cu_seq_lens_q", "decoder_head_mask", "head_mask",
+    "num_items_in_batch",
+))  # fmt: skip
 
 # Inputs named like this hold one row per sample. A wrong size is an error, because handing the whole tensor to every
 # microbatch would train on the wrong rows. The second group may also hold one row for all samples.

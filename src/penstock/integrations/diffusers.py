@@ -22,9 +22,8 @@ from penstock.pipeline_model import PipelineModel
 _REFUSED = ("offload_state_dict", "parallel_config", "use_flashpack", "ignore_mismatched_sizes")
 # What changes the layers of a model of which this rank has a part.
 _REFUSED_METHODS = (
-    *("add_adapter", "delete_adapters", "fuse_lora", "load_lora_adapter", "save_attn_procs"),
-    *("unfuse_lora", "unload_lora"),
-)
+    "add_adapter", "delete_adapters", "fuse_lora", "load_lora_adapter", "save_attn_procs", "unfuse_lora", "unload_lora",
+)  # fmt: skip
 
 
 class PipelineDiffusionModel(PipelineModel):
@@ -52,9 +51,8 @@ class PipelineDiffusionModel(PipelineModel):
         start = f"{prefix}." if prefix else ""
         about = {start + key: value for key, value in known[adapter_name].to_dict().items()}
 
-        def select(state: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-            selected: Mapping[str, torch.Tensor] = get_peft_model_state_dict(self, dict(state), adapter_name)
-            return selected
+        def select(state: Mapping[str, torch.Tensor]) -> Any:
+            return get_peft_model_state_dict(self, dict(state), adapter_name)
 
         def write(folder: str, state: Mapping[str, torch.Tensor]) -> None:
             tensors = {start + key: one.float() if upcast_before_saving else one for key, one in select(state).items()}
@@ -91,9 +89,7 @@ def class_of(path_or_name: str, model_class: Any, **kwargs: Any) -> type:
         name = diffusers.FluxTransformer2DModel.load_config(path_or_name, **kwargs)["_class_name"]  # any class reads it
         found = getattr(diffusers, name, type(None))
         if not issubclass(found, diffusers.ModelMixin):
-            raise ValueError(
-                f"{path_or_name} is of the class {name}, which is no model of diffusers: pass model_class="
-            )
+            raise ValueError(f"{path_or_name} is of the class {name}, none of diffusers' models: pass model_class=")
     return found
 
 
@@ -112,11 +108,8 @@ def load_stage(
     adapt: Callable[[Any], Any] | None = None,
     **kwargs: Any,
 ) -> tuple[Any, StageLoadingInfo]:
-    """As `penstock.modeling.weights.load.load_stage`, through the `from_pretrained` of a class of diffusers.
-
-    Raises:
-        ValueError: the checkpoint lacks a weight of the model; and what `from_pretrained` raises.
-    """
+    """As `modeling.weights.load.load_stage`, through the `from_pretrained` of a class of diffusers. Raises ValueError
+    if the checkpoint lacks a weight of the model."""
     stage_class = _stage_class(kind, lambda names: held_names(names, stages, local_stages))
     model, info = stage_class.from_pretrained(path_or_name, output_loading_info=True, **_arguments(kwargs))
     model.__class__ = kind

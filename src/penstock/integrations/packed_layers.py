@@ -23,11 +23,8 @@ METHODS = frozenset({"bitsandbytes", "quanto", "torchao"})
 
 
 def mark_packed(model: Model) -> Model:
-    """Mark the layers of a model that have packed weights. Returns the model.
-
-    Raises:
-        NotImplementedError: what has packed weights is not known here, or is to be trained; says what to do.
-    """
+    """Mark the layers of a model that have packed weights. Returns the model. Raises NotImplementedError if what has
+    packed weights is not known here, or is to be trained."""
     if (method := quantization_method(model)) not in (None, *METHODS):
         raise NotImplementedError(
             f"this {type(model).__name__} is quantised by {method}, whose layers are not known here: use "
@@ -35,7 +32,7 @@ def mark_packed(model: Model) -> Model:
         )
     for name, module in model.named_modules() if isinstance(model, nn.Module) else ():
         own = [*module._parameters.values(), *(absent.tensor for absent in absent_of(module).values())]
-        packed = [one for one in own if one is not None and _is_known(type(one))]
+        packed = [one for one in own if one is not None and _library_of(one) in LIBRARIES]
         if not packed and not hasattr(module, "weight_qtype"):  # optimum's layers pack their weights last
             continue
         inside, outside = getattr(module, "in_features", None), getattr(module, "out_features", None)
@@ -60,8 +57,8 @@ def quantization_method(model: Any) -> str | None:
     return None if method is None else str(getattr(method, "value", method))
 
 
-def _is_known(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] in LIBRARIES
+def _library_of(value: Any) -> str:
+    return type(value).__module__.partition(".")[0]
 
 
 def tensors_inside(parameter: torch.Tensor) -> list[torch.Tensor]:
@@ -77,11 +74,11 @@ def tensors_inside(parameter: torch.Tensor) -> list[torch.Tensor]:
 
 def _tensors_in(value: Any) -> list[torch.Tensor]:
     """The tensors among what a library has attached to an object, or in objects of its own there."""
-    found, package = [], type(value).__module__.partition(".")[0]
+    found = []
     for inner in vars(value).values():
         if isinstance(inner, torch.Tensor):
             found.append(inner)
-        elif type(inner).__module__.partition(".")[0] == package and not isinstance(inner, nn.Module):
+        elif _library_of(inner) == _library_of(value) and not isinstance(inner, nn.Module):
             found += _tensors_in(inner) if hasattr(inner, "__dict__") else []
     return found
 
@@ -100,15 +97,11 @@ class PackedLayer:
 
     def stand_in(self, layer: nn.Module) -> nn.Module:
         """What takes the layer's place in a copy on the meta device."""
-        weight, bias = (getattr(layer, name, None) for name in ("weight", "bias"))
-        outlines = [
-            None if one is None else torch.empty(one.shape, dtype=one.dtype, device="meta") for one in (weight, bias)
-        ]
+        tensors = (getattr(layer, name, None) for name in ("weight", "bias"))
+        outlines = [None if t is None else torch.empty(t.shape, dtype=t.dtype, device="meta") for t in tensors]
         return Unpacking(self.in_features, self.out_features, *outlines)
 
-    def inside(self, parameter: torch.Tensor) -> list[torch.Tensor]:
-        """The tensors that one of its parameters consists of, for replicas to start alike."""
-        return tensors_inside(parameter)
+    inside = staticmethod(tensors_inside)  # for replicas to start alike
 
     def release(self, value: Any) -> None:
         """Let go of the tensors that the library has attached to a layer or a weight, or to objects of its own there.
@@ -119,7 +112,7 @@ class PackedLayer:
             if isinstance(inner, torch.Tensor):
                 if not inner.is_meta:
                     vars(value)[name] = torch.empty(0, dtype=inner.dtype)
-            elif _is_known(type(inner)) and not isinstance(inner, nn.Module) and hasattr(inner, "__dict__"):
+            elif _library_of(inner) in LIBRARIES and not isinstance(inner, nn.Module) and hasattr(inner, "__dict__"):
                 self.release(inner)
         if isinstance(value, torch.Tensor) and not hasattr(value, "__tensor_flatten__"):
             value.data = torch.empty(0, dtype=value.dtype, device=value.device)

@@ -12,9 +12,10 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Literal, TypeVar, cast
+from unittest import mock
 
 import torch
 from peft import PeftModel, get_peft_model_state_dict
@@ -203,18 +204,12 @@ class PipelinePeftModel(PipelineModel, PeftModel):
 @contextmanager
 def _unmerged_ghosts(model: torch.nn.Module) -> Iterator[None]:
     """Inside, layers of other stages are unloaded without merging: their weights are not here."""
-    layers = [
-        module
-        for module in model.modules()
-        if is_adapter_layer(module) and hasattr(module, "merge") and any(map(is_ghost, module.modules()))
-    ]
-    for layer in layers:
-        layer.__dict__["merge"] = lambda *args, **kwargs: None
-    try:
-        yield
-    finally:
+    layers = [one for one in model.modules() if is_adapter_layer(one) and hasattr(one, "merge")]
+    with ExitStack() as undo:
         for layer in layers:
-            del layer.__dict__["merge"]
+            if any(map(is_ghost, layer.modules())):
+                undo.enter_context(mock.patch.object(layer, "merge", lambda *args, **kwargs: None))
+        yield
 
 
 def _embeddings_are_tied(model: Any) -> bool:
@@ -247,14 +242,8 @@ def refuse_peft(model: PeftModel) -> None:
 
 
 def initialize_peft(model: PeftModel, parallelize: Callable[[PreTrainedModel], T]) -> T:
-    """Parallelise the transformers model inside `model`, which is a `PipelineModel` then.
-
-    Args:
-        parallelize: parallelises a transformers model in place. What it returns is returned.
-
-    Raises:
-        what `parallelize` raises.
-    """
+    """Let `parallelize` parallelise the transformers model inside `model` in place, which is a `PipelineModel` then.
+    Returns and raises what it does."""
     refuse_peft(model)
     base = model.get_base_model()
     if isinstance(base, PipelineModel) and not isinstance(model, PipelineModel):

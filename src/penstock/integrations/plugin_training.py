@@ -66,12 +66,7 @@ class CountingBooster(Booster):
 
 
 class PluginTraining:
-    """What a Trainer does differently when its `parallelism` is a plugin.
-
-    Args:
-        trainer: a PipelineTrainer, of which the arguments are known.
-        plugin: with its pipelines set, or with `elastic=`.
-    """
+    """What a Trainer does differently when its `parallelism` is a plugin."""
 
     def __init__(self, trainer: Any, plugin: HeterogeneousParallelPlugin) -> None:
         self.trainer = trainer
@@ -125,9 +120,7 @@ class PluginTraining:
             dataset = trainer._remove_unused_columns(dataset, description="training")
         else:
             collate = trainer._get_collator_with_removed_columns(collate, description="training")
-        workers = {}
-        if args.dataloader_num_workers:
-            workers = {"prefetch_factor": args.dataloader_prefetch_factor}
+        workers = {"prefetch_factor": args.dataloader_prefetch_factor} if args.dataloader_num_workers else {}
         self._loader = self.plugin.prepare_dataloader(
             dataset,
             shuffle=args.train_sampling_strategy == "random",

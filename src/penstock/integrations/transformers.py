@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 if importlib.util.find_spec("accelerate") is None:
     raise ImportError(
@@ -61,7 +62,6 @@ REFUSED_IF_SET = {
     "fsdp": "leave it out: the pipelines take its place",
     "parallelism_config": "use parallelism=... of the Trainer",
 }
-
 
 # What TRL's trainers other than SFTTrainer do in their `compute_loss`, and what to do instead.
 RUNS_THE_MODEL = (
@@ -176,10 +176,9 @@ class PipelineTrainerMixin(Trainer):
     def _refuse_own_losses(self) -> None:
         """A `compute_loss` of the user's would not be called in training."""
         for kind in type(self).__mro__:
-            if kind in (PipelineTrainerMixin, Trainer) or "compute_loss" not in vars(kind):
+            # SFTTrainer's adds metrics to the model's own loss; see TokenMetrics.
+            if kind in (PipelineTrainerMixin, Trainer) or "compute_loss" not in vars(kind) or is_sft_class(kind):
                 continue
-            if is_sft_class(kind):
-                continue  # adds metrics to the model's own loss; see TokenMetrics
             instead = RUNS_THE_MODEL if kind.__module__.startswith("trl.") else "use compute_loss_func"
             raise _not_over_pipelines(f"{kind.__name__}.compute_loss", instead)
 
@@ -246,11 +245,7 @@ class PipelineTrainerMixin(Trainer):
         self._surviving(partial(super().save_model, *args, **kwargs))
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> str:
-        """Refused.
-
-        Raises:
-            NotImplementedError: says what to do.
-        """
+        """Refused by a NotImplementedError that says what to do."""
         raise NotImplementedError(
             "push_to_hub() of a PipelineTrainer: call trainer.save_model(folder) on every rank, and then "
             "huggingface_hub.upload_folder(repo_id=..., folder_path=folder) on one"
@@ -339,15 +334,9 @@ class PipelineTrainerMixin(Trainer):
         with self._alone():
             return super().prediction_step(*args, **kwargs)
 
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _alone(self) -> AbstractContextManager[Any]:
         """Inside, the Trainer counts the labels of this pipeline's batches alone."""
-        together = self.args.average_tokens_across_devices
-        self.args.average_tokens_across_devices = False
-        try:
-            yield
-        finally:
-            self.args.average_tokens_across_devices = together
+        return mock.patch.object(self.args, "average_tokens_across_devices", False)
 
     @property
     def _criterion(self) -> Criterion | None:
@@ -356,11 +345,8 @@ class PipelineTrainerMixin(Trainer):
         return self._own_loss if own else None
 
     def _with_number(self, inputs: Mapping[str, Any], number: torch.Tensor | int | None) -> Mapping[str, Any]:
-        """The inputs of a training step with the number of labels that its loss is divided by, if it is known.
-
-        Raises:
-            ValueError: it is not, but the loss is not the model's own.
-        """
+        """The inputs of a training step with the number of labels that its loss is divided by, if it is known. Raises
+        ValueError if it is not, but the loss is not the model's own."""
         if number is not None:
             inputs = {**inputs, NUM_ITEMS: torch.as_tensor(number)}
         if self._criterion is not None and not (NUM_ITEMS in inputs and "labels" in inputs):
@@ -409,11 +395,8 @@ class PipelineTrainerMixin(Trainer):
             super()._save_rng_state(output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Load the weights of this rank's stages; the folder may be of any number of stages, or of a plain Trainer.
-
-        With a plugin they are loaded when the pipelines stand, see `_init_training_state`.
-        """
-        if self._plugin is None:
+        """Load the weights of this rank's stages; the folder may be of any number of stages, or of a plain Trainer."""
+        if self._plugin is None:  # which loads them when the pipelines stand, see `_init_training_state`
             self._load_weights(resume_from_checkpoint)
 
     def _load_weights(self, folder: str) -> None:

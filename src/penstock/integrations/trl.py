@@ -39,12 +39,7 @@ def weigh_routers(trainer: Any) -> None:
 
 class TokenMetrics:
     """The figures of one batch of a pipeline: `entropy`, `mean_token_accuracy`, `num_tokens`, and `aux_loss` of a
-    mixture of experts.
-
-    Args:
-        trainer: an SFTTrainer whose model is parallelised.
-        inputs: the pipeline's batch.
-    """
+    mixture of experts."""
 
     def __init__(self, trainer: Any, inputs: Mapping[str, Any]):
         self._trainer = trainer

@@ -7,7 +7,6 @@ that is made of it has a row for each sample by its size alone, such as by a sli
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from itertools import zip_longest
 from typing import Any
 
@@ -28,14 +27,9 @@ Operation = tuple[str, list[torch.Size], list[torch.Size]]
 
 
 def inputs_without_samples(model: nn.Module, dims: BatchDims) -> dict[str, None]:
-    """`batch_dim` of those of a model's example inputs that have no samples although inputs of such names have.
-
-    Empty if the operations say otherwise, or there is no forward on the meta device. A batch with such inputs is
-    refused then.
-
-    Args:
-        dims: of some inputs, the dimension that has the samples, as the user says.
-    """
+    """`batch_dim` of those of a model's example inputs that have no samples although inputs of such names have, beside
+    `dims`, what the user says. Empty if the operations say otherwise, or there is no forward on the meta device: a
+    batch with such inputs is refused then."""
     given = known_of(model).example_inputs or {}
     rows = {name: rows_of(name, value, dims) for name, value in named_tensors(given).items()}
     like_ids = [name for name in rows if name.endswith(ROWS_PER_SAMPLE_OR_ONE)]
@@ -55,8 +49,12 @@ def inputs_without_samples(model: nn.Module, dims: BatchDims) -> dict[str, None]
 
     try:
         batch_size_of(given, dims=every)
-        copy = meta_placeholder(model)
-        both = [_operations(copy, repeated(times)) for times in (2, 4)]
+        copy, both = meta_placeholder(model), []
+        for times in (2, 4):
+            with torch.no_grad(), torch.device("meta"), _Noting() as noting:
+                noting.operations = []
+                copy(**repeated(times))
+            both.append(noting.operations)
     except Exception:  # whatever the model's code says of tensors without values
         return {}
     pairs = zip_longest(*both, fillvalue=("", [], []))
@@ -77,16 +75,8 @@ def _alike(one: Operation, other: Operation) -> bool:
     return not made or taken or one[0] in _REPEAT
 
 
-def _operations(copy: nn.Module, inputs: Mapping[str, Any]) -> list[Operation]:
-    with torch.no_grad(), torch.device("meta"), _Noting() as noting:
-        copy(**inputs)
-    return noting.operations
-
-
 class _Noting(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.operations: list[Operation] = []
+    operations: list[Operation]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))

@@ -17,14 +17,10 @@ from penstock.tensor_parallel.layers import COLUMN, EXPERTS, GATHERED, ROW, ROW_
 
 
 class Style(NamedTuple):
-    """The ways in which a plan may shard a layer.
+    """The ways in which a plan may shard a layer."""
 
-    Attributes:
-        along: how its weight is sharded: by `"out"` or `"in"` features, by `"rows"` or `"columns"` of a
-            table, or not (`""`); `"part"`: it is whole, but used on shards, so that each rank has a part of its
-            gradient.
-    """
-
+    # How its weight is sharded: by `"out"` or `"in"` features, by `"rows"` or `"columns"` of a table, or not (`""`);
+    # `"part"`: it is whole, but used on shards, so that each rank has a part of its gradient.
     along: str = ""
     layer: type | None = None
     blocks: int = 1
