@@ -25,19 +25,12 @@ COPIES = 6
 
 
 def build(subject: type | PretrainedConfig | str, layers: int | None, ranks: int, trust_remote_code: bool) -> nn.Module:
-    """The model that `penstock check` would look at, with weights: a checkpoint's, if it has any, or random ones.
-
-    Args:
-        layers: makes it with so many layers only.
-        ranks: processes that will hold it.
-
-    Raises ValueError if this machine has not the memory to compare it.
-    """
+    """The model that `penstock check` would look at, with a checkpoint's weights, if it has any, or random ones; with
+    so many `layers` only. Raises ValueError if this machine has not the memory to compare it on `ranks` processes."""
     shape: Any = build_on_meta(subject, trust_remote_code)
     config = shape.config
     if layers is not None:
-        text = config.get_text_config()
-        for part in (config, text):
+        for part in (config, config.get_text_config()):
             for name in ("num_hidden_layers", "num_decoder_layers", "encoder_layers", "decoder_layers"):
                 if isinstance(getattr(part, name, None), int):
                     setattr(part, name, min(layers, getattr(part, name)))
@@ -53,10 +46,8 @@ def build(subject: type | PretrainedConfig | str, layers: int | None, ranks: int
         )
     kind: Any = type(shape)
     if isinstance(subject, str) and any(file.suffix in (".safetensors", ".bin") for file in Path(subject).glob("*")):
-        model: nn.Module = kind.from_pretrained(subject, config=config, trust_remote_code=trust_remote_code)
-    else:
-        model = kind(config)
-    return model
+        return kind.from_pretrained(subject, config=config, trust_remote_code=trust_remote_code)
+    return kind(config)
 
 
 def made_batch(model: nn.Module, samples: int) -> dict[str, Any]:
@@ -81,7 +72,7 @@ def _drawn(model: Any, inputs: Mapping[str, Any], generator: torch.Generator) ->
     """`inputs` with random values, and in each second sample some padding."""
     config = getattr(model, "config", None)
     vocabulary = getattr(config.get_text_config(), "vocab_size", None) if config is not None else None
-    drawn = {}
+    drawn = dict(inputs)
     for name, value in inputs.items():
         if value.is_floating_point():
             drawn[name] = torch.randn(value.shape, generator=generator, dtype=value.dtype)
@@ -92,8 +83,6 @@ def _drawn(model: Any, inputs: Mapping[str, Any], generator: torch.Generator) ->
             drawn[name] = value.clone()
             for sample in range(1, len(value), 2):
                 drawn[name][sample, value.shape[1] - 1 - sample % (value.shape[1] // 2) :] = 0
-        else:
-            drawn[name] = value
     return drawn
 
 
@@ -109,9 +98,7 @@ def _labels(model: nn.Module, inputs: Mapping[str, Any]) -> Iterator[dict[str, t
         padding = mask == 0 if mask is not None and mask.shape == ids.shape else torch.zeros_like(ids).bool()
         tokens = [ids.masked_fill(padding, -100), torch.zeros_like(ids)]
         # A model with a head for tokens has labels for tokens.
-        head = or_none(getattr(model, "get_output_embeddings", None))
-        guesses = guesses + tokens if head is None else tokens
-    yield from (
-        {name: guess} for name in ("labels", "label", "next_sentence_label") for guess in guesses if name in parameters
-    )
+        guesses = tokens if or_none(getattr(model, "get_output_embeddings", None)) is not None else guesses + tokens
+    names = [name for name in ("labels", "label", "next_sentence_label") if name in parameters]
+    yield from ({name: guess} for name in names for guess in guesses)
     yield {}  # its forward may return a loss by itself

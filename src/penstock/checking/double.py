@@ -54,11 +54,8 @@ def in_double(model: Any, inputs: Mapping[str, Any]) -> tuple[Any, dict[str, Any
     Raises ValueError if the model's weights cannot be converted, as packed ones cannot.
     """
     for dtype in (torch.float64, torch.float32):
-
-        def converted(_: str, tensor: torch.Tensor, dtype: torch.dtype = dtype) -> torch.Tensor:
-            return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-        batch = {name: map_tensors(converted, name, value) for name, value in inputs.items()}
+        to = lambda _, tensor, dtype=dtype: tensor.to(dtype) if tensor.is_floating_point() else tensor  # noqa: E731
+        batch = {name: map_tensors(to, name, value) for name, value in inputs.items()}
         try:
             made = copy.deepcopy(model).to(dtype)
             if dtype == torch.float64 and hasattr(made, "config"):

@@ -124,18 +124,17 @@ def verify(
     outcomes = [found[rank] for rank in sorted(found)]
     if isinstance(outcomes[0], str):
         raise ValueError(outcomes[0])
-    return Verification(outcomes[0][0], worst([rows for _, rows in outcomes]))
+    return Verification(outcomes[0][0], worst([row for _, rows in outcomes for row in rows]))
 
 
-def worst(ranks: list[list[Row]]) -> tuple[Row, ...]:
+def worst(rows: list[Row]) -> tuple[Row, ...]:
     """Of what the ranks say of one thing, the worst."""
-    names = dict.fromkeys(row.what for rows in ranks for row in rows)
-    each = {name: [row for rows in ranks for row in rows if row.what == name] for name in names}
 
     def weight(row: Row) -> tuple[int, float, bool]:  # what only heard of another rank's error says less
         return _RESULTS.index(row.result), row.difference or 0, not row.reason.startswith("PipelineFailure")
 
-    return tuple(max(rows, key=weight) for rows in each.values())
+    names = dict.fromkeys(row.what for row in rows)
+    return tuple(max((row for row in rows if row.what == name), key=weight) for name in names)
 
 
 def _on_rank(
