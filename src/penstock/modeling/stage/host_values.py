@@ -10,12 +10,14 @@ otherwise, and what is not known is asked of the device as ever.
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
+from torch.utils import _pytree as pytree
 
 # Operations of whose results the values are the same on any device. Integers and booleans only, see `_follow`.
 PURE = frozenset((
@@ -37,13 +39,13 @@ class HostValues(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        # By the tensor's identity, which is its own while the weak reference says so.
-        self._known: dict[int, tuple[weakref.ref[torch.Tensor], _Expression]] = {}
+        # By the tensor's identity, which is its own while the weak reference says so: its version, and its values.
+        self._known: dict[int, tuple[weakref.ref[torch.Tensor], int, Callable[[], torch.Tensor]]] = {}
 
     def know(self, tensor: torch.Tensor, host: torch.Tensor) -> None:
         """Tell that `host`, a CPU tensor that nobody changes, has the values of `tensor`, which is on a device."""
         if not tensor.is_inference():
-            self._remember(tensor, _Expression(None, None, tensor._version, host))
+            self._remember(tensor, lambda: host)
 
     def know_all(self, inputs: Mapping[str, Any], host: Mapping[str, Any]) -> None:
         """Call `know` for all tensors of a batch that have a copy on the host under their name."""
@@ -60,82 +62,46 @@ class HostValues(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name in READS and len(args) == 1:
-            known = self._expression_of(args[0])
-            return func(*args, **kwargs) if known is None else func(known.value(), **kwargs)
+            value = self._value_of(args[0])
+            return func(*args, **kwargs) if value is None else func(value(), **kwargs)
         result = func(*args, **kwargs)
         if name in PURE and isinstance(result, torch.Tensor) and not result.is_cpu:
             self._follow(func, args, kwargs, result)
         return result
 
-    def _follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: torch.Tensor) -> None:
+    def _follow(self, func: Any, args: Any, kwargs: Any, result: torch.Tensor) -> None:
         # Sums of fractions depend on the device.
         if result.is_floating_point() or result.is_complex() or result.is_inference() or "out" in kwargs:
             return
         if any(result is argument for argument in args):
             return
-        try:
-            noted = _mapped(self._noted, (args, kwargs))
-        except _UnknownError:
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        values = [self._value_of(leaf) for leaf in leaves]
+        if any(value is None and isinstance(leaf, torch.Tensor) for value, leaf in zip(values, leaves, strict=True)):
             return
-        self._remember(result, _Expression(func, noted, result._version))
+        # The tensors themselves are not kept alive.
+        others = [None if value else _on_host(leaf) for value, leaf in zip(values, leaves, strict=True)]
 
-    def _remember(self, tensor: torch.Tensor, expression: _Expression) -> None:
+        @functools.cache
+        def value() -> torch.Tensor:
+            given = [known() if known else other for known, other in zip(values, others, strict=True)]
+            host_args, host_kwargs = pytree.tree_unflatten(given, structure)
+            found: torch.Tensor = func(*host_args, **host_kwargs)
+            return found
+
+        self._remember(result, value)
+
+    def _remember(self, tensor: torch.Tensor, value: Callable[[], torch.Tensor]) -> None:
         key, known = id(tensor), self._known
-        known[key] = weakref.ref(tensor, lambda _: known.pop(key, None)), expression
+        known[key] = weakref.ref(tensor, lambda _: known.pop(key, None)), tensor._version, value
 
-    def _expression_of(self, tensor: Any) -> _Expression | None:
-        """The expression of a tensor, if the tensor was not changed in place since."""
-        if not isinstance(tensor, torch.Tensor) or tensor.is_cpu:
+    def _value_of(self, tensor: Any) -> Callable[[], torch.Tensor] | None:
+        """What computes the values of a tensor on the host, if that is known and it was not changed in place since."""
+        if not isinstance(tensor, torch.Tensor) or tensor.is_cpu or id(tensor) not in self._known:
             return None
-        reference, expression = self._known.get(id(tensor), (None, None))
-        if reference is None or expression is None or reference() is not tensor:
-            return None
-        return expression if expression.version == tensor._version else None
-
-    def _noted(self, argument: Any) -> Any:
-        """An argument as an expression keeps it. Raises _UnknownError for a tensor that is not known."""
-        known = self._expression_of(argument)
-        if known is None and isinstance(argument, torch.Tensor):
-            raise _UnknownError
-        return argument if known is None else known
+        reference, version, value = self._known[id(tensor)]
+        return value if reference() is tensor and version == tensor._version else None
 
 
-class _Expression:
-    """A tensor as it would be computed on the host. `version` is that of the device's tensor it stands for."""
-
-    __slots__ = ("_arguments", "_function", "_value", "version")
-
-    def __init__(self, function: Callable[..., Any] | None, arguments: Any, version: int, value: Any = None) -> None:
-        self._function = function
-        self._arguments = arguments
-        self._value = value
-        self.version = version
-
-    def value(self) -> torch.Tensor:
-        if self._function is not None:
-            args, kwargs = _mapped(_on_host, self._arguments)
-            self._value = self._function(*args, **kwargs)
-            self._function = self._arguments = None
-        found: torch.Tensor = self._value
-        return found
-
-
-class _UnknownError(Exception):
-    """A tensor of which the host has no copy."""
-
-
-def _on_host(argument: Any) -> Any:
-    """A kept argument as the function on the host takes it."""
-    if isinstance(argument, _Expression):
-        return argument.value()
-    return torch.device("cpu") if isinstance(argument, torch.device) else argument
-
-
-def _mapped(function: Callable[[Any], Any], argument: Any) -> Any:
-    """`argument` with the results of a function in place of all that tuples, lists and dictionaries in it hold."""
-    if isinstance(argument, (tuple, list)):
-        kind = tuple if isinstance(argument, tuple) else list
-        return kind(_mapped(function, each) for each in argument)
-    if isinstance(argument, dict):
-        return {name: _mapped(function, value) for name, value in argument.items()}
-    return function(argument)
+def _on_host(leaf: Any) -> Any:
+    return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
