@@ -45,20 +45,13 @@ Losses = Callable[[], Iterable[torch.Tensor]]  # of one step
 
 @dataclass(frozen=True)
 class Row:
-    """How one thing came out.
+    """How one thing came out."""
 
-    Attributes:
-        what: a row of the table in docs/verify.md; or `"training"`, which then failed.
-        difference: the largest, relative to the largest entry; None where nothing was compared.
-        where: the parameter, output or step that has it.
-        reason: why it is not exact.
-    """
-
-    what: str
+    what: str  # a row of the table in docs/verify.md; or "training", which then failed
     result: str
-    difference: float | None = None
-    where: str = ""
-    reason: str = ""
+    difference: float | None = None  # the largest, relative to the largest entry; None where nothing was compared
+    where: str = ""  # the parameter, output or step that has it
+    reason: str = ""  # why it is not exact
 
 
 @dataclass
@@ -101,12 +94,7 @@ class Trained:
 class Comparison:
     """A model parallelised on the ranks of this job, beside the same model unsplit on each of them.
 
-    Args:
-        model: whole, without noise, in training; left alone.
-        inputs: a batch.
-        steps: of training.
-
-    Raises whatever the unsplit model raises.
+    It is given whole, without noise, in training, and left alone. Raises whatever the unsplit model raises.
     """
 
     def __init__(
@@ -124,11 +112,7 @@ class Comparison:
         self.whole = self._unsplit([(inputs, 1.0)])
 
     def rows(self, folder: Path | None = None) -> list[Row]:
-        """What came out. Every rank calls it.
-
-        Args:
-            folder: an empty one on all ranks, for a checkpoint.
-        """
+        """What came out. Every rank calls it; `folder`, an empty one, is for a checkpoint."""
         model: Any = copy.deepcopy(self.initial)
         own_module = not isinstance(model, PreTrainedModel) and not hasattr(model, "peft_config")
         example = taken(model, self.inputs) if own_module else None
@@ -219,8 +203,7 @@ class Comparison:
 
     @functools.cached_property
     def _why(self) -> str:
-        parts = [part for part, _ in self._accumulated.pieces]
-        return reason_of_difference(self.initial, self.inputs, parts, self._loss)
+        return reason_of_difference(self.initial, self.inputs, self._accumulated.pieces, self._loss)
 
     def _own(self, ours: Named, named: Named) -> Named:
         """Of the unsplit model's tensors, what this rank holds, which are those of `ours`."""

@@ -17,7 +17,8 @@ from penstock.nested import named_tensors
 from penstock.random_state import all_restored, generators_in_use
 
 # Of nn.Module itself.
-_OF_MODULES = frozenset(vars(nn.Module())) - {"_buffers"}
+_OF_MODULES = frozenset(vars(nn.Module()))
+LossOf = Callable[[nn.Module, Mapping[str, Any]], torch.Tensor]
 
 
 def taken(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -31,15 +32,11 @@ def taken(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
 def reason_of_difference(
     model: nn.Module,
     inputs: Mapping[str, Any],
-    parts: Sequence[Mapping[str, Any]],
-    loss_of: Callable[[nn.Module, Mapping[str, Any]], torch.Tensor],
+    pieces: Sequence[tuple[Mapping[str, Any], float]],
+    loss_of: LossOf,
 ) -> str:
-    """Why training `model` on `inputs` in microbatches differs, in words, with what to do. `model` is left alone.
-
-    Args:
-        parts: the microbatches of `inputs`.
-        loss_of: the loss of a forward.
-    """
+    """Why training `model` on `inputs` in microbatches, `pieces` with their shares, differs, in words, with what to
+    do. `model` is left alone."""
     first, used = _forward(model, inputs, 0, 0)
     if not _same(first, _forward(model, inputs, 0, 1)[0]):
         return (
@@ -58,9 +55,7 @@ def reason_of_difference(
             "keeps is that of the last, or of all of them: change it in your loop, once in a step"
         )
     whole = _loss(model, inputs, loss_of)
-    sizes = [len(next(iter(named_tensors(part).values()))) for part in parts]
-    total = sum(_loss(model, part, loss_of) * size for part, size in zip(parts, sizes, strict=True))
-    if near(total / sum(sizes), whole):
+    if near(sum(_loss(model, part, loss_of) * share for part, share in pieces), whole):
         return "not found: this may be a defect of Penstock; please report it with this table"
     for dims in _other_dims(inputs):
         size = next(inputs[name].shape[dim] for name, dim in dims.items() if dim)
@@ -95,10 +90,8 @@ def _changed(model: nn.Module, used: nn.Module) -> Iterator[str]:
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._NormBase):
             continue
-        before, after = (
-            {**each._buffers, **{k: v for k, v in vars(each).items() if k not in _OF_MODULES and k != "_buffers"}}
-            for each in (module, modules[name])
-        )
+        pair = [{**vars(each), **each._buffers} for each in (module, modules[name])]
+        before, after = ({k: v for k, v in each.items() if k not in _OF_MODULES} for each in pair)
         for key in before.keys() | after.keys():
             if not _same(before.get(key), after.get(key)):
                 yield f"{name}.{key}" if name else key
@@ -114,9 +107,7 @@ def _same(one: Any, other: Any) -> bool:
     return True
 
 
-def _loss(
-    model: nn.Module, inputs: Mapping[str, Any], loss_of: Callable[[nn.Module, Mapping[str, Any]], torch.Tensor]
-) -> float:
+def _loss(model: nn.Module, inputs: Mapping[str, Any], loss_of: LossOf) -> float:
     with torch.no_grad():
         return float(loss_of(copy.deepcopy(model), inputs))
 
