@@ -89,7 +89,9 @@ def class_of(path_or_name: str, model_class: Any, **kwargs: Any) -> type:
         name = diffusers.FluxTransformer2DModel.load_config(path_or_name, **kwargs)["_class_name"]  # any class reads it
         found = getattr(diffusers, name, type(None))
         if not issubclass(found, diffusers.ModelMixin):
-            raise ValueError(f"{path_or_name} is of the class {name}, none of diffusers' models: pass model_class=")
+            raise ValueError(
+                f"{path_or_name} is of the class {name}, which is no model of diffusers: pass model_class="
+            )
     return found
 
 
