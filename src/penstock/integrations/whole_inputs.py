@@ -50,10 +50,10 @@ def inputs_without_samples(model: nn.Module, dims: BatchDims) -> dict[str, None]
     try:
         batch_size_of(given, dims=every)
         copy, both = meta_placeholder(model), []
-        for times in (2, 4):
+        for inputs in (repeated(2), repeated(4)):
             with torch.no_grad(), torch.device("meta"), _Noting() as noting:
                 noting.operations = []
-                copy(**repeated(times))
+                copy(**inputs)
             both.append(noting.operations)
     except Exception:  # whatever the model's code says of tensors without values
         return {}
