@@ -174,7 +174,7 @@ def _form(
     require_layout(layout, board)
     make_schedule(1)  # what the maker refuses, it refuses before anything is made
     held, shared = holders_of(split, layout)
-    context = _meet(layout, device, board, shared, engine.timeout)
+    context = _meet(layout, device, board, shared, engine.timeout, engine.with_owners is not None)
     groups, board.patience = context.groups, engine.patience
     if split.tensor_parallel is not None:
         assert groups.tensor_parallel is not None
@@ -199,12 +199,13 @@ def _meet(
     board: FailureBoard,
     shared: set[tuple[int, ...]],
     timeout: datetime.timedelta | None,
+    broadcasts: bool,
 ) -> RankContext:
     """Make the process groups; `shared` are the sets of ranks that hold something together."""
     rank, interrupts = dist.get_rank(), Interrupts()
     with board.guard("making process groups", range(layout.world_size)):
         groups = interruptible(
-            partial(Groups, layout, rank, device, shared, timeout, board.refuse_if_failed),
+            partial(Groups, layout, rank, device, shared, timeout, board.refuse_if_failed, broadcasts),
             board,
             timeout or default_timeout(device),
         )

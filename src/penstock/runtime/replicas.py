@@ -22,7 +22,10 @@ def copy_from_first_holders(held: Sequence[HeldParameter], model: torch.nn.Modul
     with torch.no_grad():
         for bucket in make_buckets([(tensor, one.ranks) for one in held for tensor in inside[one.parameter]]):
             flat = torch.cat([parameter.detach().reshape(-1) for parameter in bucket.parameters])
-            dist.broadcast(flat.view(torch.uint8), bucket.ranks[0], group=groups.reduction[bucket.ranks])
+            if dist.get_rank() != bucket.ranks[0]:
+                flat.zero_()
+            # A sum goes round, where a broadcast would need connections of its own.
+            dist.all_reduce(flat.view(torch.uint8), group=groups.reduction[bucket.ranks])
             pieces = flat.split([parameter.numel() for parameter in bucket.parameters])
             for parameter, piece in zip(bucket.parameters, pieces, strict=True):
                 parameter.copy_(piece.view(parameter.shape))

@@ -185,9 +185,8 @@ def _meet(
         world = dist.group.WORLD
         if world is not None and is_gloo(world, torch.device("cpu")):
             gloo.note_new(world)
-            near = gloo.in_trees(rank, world_size)
-            gloo.await_ranks(store, "penstock/world", rank, near, check, limit)
-            gloo.connect(world, near)
+            gloo.await_ranks(store, "penstock/world", rank, world_size, check, limit)
+            gloo.connect(world, gloo.in_trees(rank, world_size))
 
     watch = watcher.start(store, rank, world_size, here)
     if watch is None:

@@ -80,14 +80,13 @@ def note_new(group: dist.ProcessGroup) -> None:
 
 
 def await_ranks(
-    store: dist.Store, key: str, rank: int, peers: set[int], check: Callable[[], object], limit: timedelta | None
+    store: dist.Store, key: str, rank: int, size: int, check: Callable[[], object], limit: timedelta | None
 ) -> None:
-    """Say that this rank is there, and wait until `peers` have. Raises DistStoreError if they do not come."""
-    if not peers:
-        return
+    """Say that this rank is there, and wait until `size` ranks have. Raises DistStoreError if they do not come."""
     store.set(f"{key}/{rank}", "here")
-    if not comes(lambda: store.check([f"{key}/{peer}" for peer in peers]), limit, check):
-        late = [peer for peer in peers if not store.check([f"{key}/{peer}"])]
+    store.add(f"{key}/count", 1)
+    if not comes(lambda: store.add(f"{key}/count", 0) >= size, limit, check):
+        late = [one for one in range(size) if not store.check([f"{key}/{one}"])]
         raise dist.DistStoreError(f"ranks {late} did not come within {limit}")
 
 
@@ -140,7 +139,7 @@ def contact(group: dist.ProcessGroup | None, peer: int) -> None:
             raise RuntimeError("Connection closed by peer")
 
     key = f"penstock/contact/{group.group_name}/{min(group.rank(), peer)}/{max(group.rank(), peer)}"
-    await_ranks(dist.distributed_c10d._get_default_store(), key, group.rank(), {peer}, check, None)
+    await_ranks(dist.distributed_c10d._get_default_store(), key, group.rank(), 2, check, None)
     outcome = in_thread(partial(_meet, group, {peer}), "penstock-connecting")
     while not wait([outcome], LAST_PAUSE).done:
         check()

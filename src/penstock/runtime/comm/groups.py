@@ -32,7 +32,7 @@ class Groups:
     `tensor_parallel` joins the ranks that share this rank's stages (None if there is only this one); `model_parallel`
     and `model_parallel_control` are all ranks of the pipeline. `timeout` is how long a transfer may take; by default as
     in torch's default group. `check` is called before each group is made: what it raises ends the construction, as
-    ranks that have given up must make no groups in the world that comes next.
+    ranks that have given up must make no groups in the world that comes next. `broadcasts`: over those of `reduction`.
     """
 
     def __init__(
@@ -43,8 +43,10 @@ class Groups:
         reduction: Iterable[tuple[int, ...]],
         timeout: datetime.timedelta | None = None,
         check: Callable[[], None] = lambda: None,
+        broadcasts: bool = False,
     ):
         self._check = check
+        self._broadcast = ("pipeline", "reduction") if broadcasts else ("pipeline",)
         self._rank = rank
         self._device = device
         self._timeout = timeout
@@ -83,8 +85,9 @@ class Groups:
                 self.last_stages = group
         self.reduction = {ranks: self._new(ranks, "reduction") for ranks in sorted(set(reduction))}
         key = f"penstock/groups/{dist.distributed_c10d._world.group_count}"
-        near = set[int]().union(*self._peers.values())
-        gloo.await_ranks(dist.distributed_c10d._get_default_store(), key, rank, near, check, timeout)
+        if self._peers and layout.world_size > 1:
+            store = dist.distributed_c10d._get_default_store()
+            gloo.await_ranks(store, key, rank, layout.world_size, check, timeout)
         for made, peers in self._peers.items():
             check()
             gloo.connect(made, {dist.get_group_rank(made, peer) for peer in peers})
@@ -175,7 +178,7 @@ class Groups:
             self._made[key] = self._of(ranks, backend, self._timeout or default_timeout(device))
         made = self._made[key]
         if backend == "gloo" and self._rank in ranks:
-            near = gloo.beside if purpose == "world" else gloo.in_trees
+            near = gloo.in_trees if purpose in self._broadcast else gloo.beside
             self._peers[made] |= {ranks[number] for number in near(ranks.index(self._rank), len(ranks))}
         return made
 
