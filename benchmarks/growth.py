@@ -49,7 +49,8 @@ def count(world: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
     found = {
         "store: operations of a rank, mean": asked["operations"] / world,
         "store: bytes of a rank, mean": asked["bytes"] / world,
-        "store: connections of its host": asked["connections"],
+        "store: connections that its host was asked for": asked["connections"],
+        "store: connections of its host, at rest": asked["held"],
         "open files of a rank, most": most("held", "descriptors"),
         "threads of a rank, most": most("held", "threads"),
         "groups that a rank makes": most("forming", "new_group"),
@@ -59,21 +60,20 @@ def count(world: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
     }
     ends, _ = run_counted(world, lines_of_a_wait, world - 1, 2.0, 8.0)
     found["lines of a wait, all ranks"] = sum(values(ends))
-    losses = [lose(world, how, patience) for how, patience in (("kill", 10.0), ("stop", 0.5))]
+    losses = [lose(world, how) for how in ("kill", "stop")]
     found |= {f"lines of a loss ({lost['how']}), all ranks": lost["lines"] for lost in losses}
     return found, losses
 
 
-def lose(world: int, how: str, patience: float) -> dict[str, Any]:
+def lose(world: int, how: str) -> dict[str, Any]:
     """How many of the others name a rank that is killed or stopped, within how many seconds, by how many lines."""
     victim = world // 2
-    ends, _ = run_counted(world, lose_one, victim, how, patience)
+    ends, _ = run_counted(world, lose_one, victim, how)
     told = values(ends, "killed" if how == "kill" else "stands still")
     words = f"rank {victim} was lost" if how == "kill" else f"rank {victim} does not answer"
     return {
         "ranks": world,
         "how": how,
-        "patience": patience,
         "named by": sum(words in each["text"] for each in told),
         "others": len(told),
         "seconds": round(max(each["seconds"] for each in told), 2),
@@ -110,11 +110,9 @@ def report(path: Path, content: Mapping[str, Any]) -> None:
     ]
     lines += ["", f"One rank of {ONE_OF:,} (the last of a pipeline of {STAGES} stages), by its groups alone:", ""]
     lines += table_of(["device", "groups", "gloo connections", "open files", "threads"], rows)
-    rows = [
-        [str(each[name]) for name in ("ranks", "how", "patience", "named by", "seconds")] for each in content["lost"]
-    ]
+    rows = [[str(each[name]) for name in ("ranks", "how", "named by", "seconds")] for each in content["lost"]]
     lines += ["", "A rank is killed, or stands still (SIGSTOP), in the fourth step; the others name it:", ""]
-    lines += table_of(["ranks", "how", "`patience`", "named by", "seconds until the last one"], rows)
+    lines += table_of(["ranks", "how", "named by", "seconds until the last one"], rows)
     write_result(path, "What grows with the number of ranks", "counts on a machine in use", lines, content)
 
 
@@ -133,7 +131,7 @@ def main() -> None:
         for device, name in (("CPU, gloo", "cpu"), ("accelerator, NCCL counted by fake groups", "cuda:0"))
     }
     if options.crowd:
-        losses = [lose(options.crowd, "kill", 10.0)]
+        losses = [lose(options.crowd, "kill")]
         content["lost"] = [one for one in content["lost"] if one["ranks"] != options.crowd] + losses
     for world in () if options.crowd else options.worlds:
         content["counts"][str(world)], losses = count(world)

@@ -20,6 +20,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # registers the backend
+from torch.distributed.distributed_c10d import _get_default_store
 from torch.utils import _pytree as pytree
 
 import ended
@@ -31,17 +32,19 @@ from penstock.runtime.comm import groups
 from penstock.runtime.comm.bootstrap import default_store
 from penstock.runtime.failures import ring
 from penstock.runtime.failures.board import PipelineFailure
+from penstock.runtime.failures.keys import IDLE_SECONDS
 from training import parallelize, rows, run_step
 
 TRANSPORT = ("allreduce", "allgather", "broadcast", "send", "recv")
 # Python of a step that could look at every rank or pipeline.
 COMPARING = ("settings.py", "layout.py", "frozen.py", "parts.py")
 STAGES = 2
+AT_REST = "penstock/at rest"
 
 
 class CountingProxy:
-    """Between the ranks and their store: counts their connections, what they send, which is one piece for each
-    question, and all bytes.
+    """Between the ranks and their store: counts their connections, in all and those held when a rank says `AT_REST`,
+    what they send, which is one piece for each question, and all bytes.
 
     Attributes:
         port: where the ranks find it.
@@ -56,11 +59,13 @@ class CountingProxy:
     def _serve(self) -> None:
         poll = selectors.DefaultSelector()
         poll.register(self._listener, selectors.EVENT_READ)
+        held = 0
         while True:
             for key, _ in poll.select():
                 if key.data is None:
                     caller, _ = self._listener.accept()
                     self.counts["connections"] += 1
+                    held += 1
                     store = socket.create_connection(("127.0.0.1", self._store.port))
                     for one, other, asks in ((caller, store, True), (store, caller, False)):
                         one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -73,9 +78,12 @@ class CountingProxy:
                     other.sendall(piece)
                 except OSError:
                     piece = b""
+                if asks and AT_REST.encode() in piece:
+                    self.counts["held"] = held
                 self.counts["bytes"] += len(piece)
                 self.counts["operations"] += asks and bool(piece)
                 if not piece:
+                    held -= asks
                     poll.unregister(key.fileobj)
                     key.fileobj.close()
                     with suppress(OSError):
@@ -144,6 +152,11 @@ def form_and_step() -> dict[str, Counter[str]]:
     run_step(model, inputs)
     with counted(step), python_calls(step):
         run_step(model, inputs)
+    dist.barrier()
+    time.sleep(2 * IDLE_SECONDS)
+    if dist.get_rank() == 0:
+        _get_default_store().set(AT_REST, "")
+    dist.barrier()
     held["descriptors"], held["threads"] = _descriptors() - before, len(os.listdir("/proc/self/task"))
     held["groups"] = len(dist.distributed_c10d._world.pg_map)
     return {"forming": forming, "held": held, "step": step}
@@ -207,10 +220,10 @@ def lines_of_a_wait(slow: int, patience: float, seconds: float) -> int:
     return lines.total()
 
 
-def lose_one(victim: int, how: str, patience: float = 10.0) -> dict[str, Any]:
+def lose_one(victim: int, how: str) -> dict[str, Any]:
     """Three steps; then one rank is killed or stopped inside a step: what this rank says of it, after how many seconds,
     and the lines that it sent to the watchers of others."""
-    model = parallelize(FAMILIES["gpt2"].build(), STAGES, num_microbatches=2, patience=patience)
+    model = parallelize(FAMILIES["gpt2"].build(), STAGES, num_microbatches=2)
     inputs = rows(batch("causal", 2 * model.data_parallel_size), model.data_parallel_rank, model.data_parallel_size)
     for _ in range(3):
         run_step(model, inputs)

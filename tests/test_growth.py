@@ -37,6 +37,7 @@ def test_what_a_rank_asks_for_does_not_grow_with_the_world() -> None:
                 assert mine["forming"][name] == first["forming"][name], f"{name} while rank {rank} of {world} formed"
             most = first["held"]["descriptors"] + 1 + MORE_DESCRIPTORS * doublings
             assert mine["held"]["descriptors"] <= most, f"open files of rank {rank} of {world}"
+        assert asked["held"] <= world + 4, "connections of the store's host"
         assert questions[world] <= questions[WORLDS[0]] + MORE_QUESTIONS * doublings, f"asked the store: {questions}"
 
 
@@ -67,7 +68,7 @@ def test_one_rank_asks_for_all_that_wait_and_is_answered_alone() -> None:
     ("how", "kind", "words"), [("kill", "killed", "was lost"), ("stop", "stands still", "does not answer")]
 )
 def test_a_rank_of_32_that_is_lost_is_named_by_all(how: str, kind: str, words: str) -> None:
-    ends, _ = run_counted(32, lose_one, 13, how, 0.5)
+    ends, _ = run_counted(32, lose_one, 13, how)
     assert ends.pop(13).kind == kind
     for end in ends:
         assert end.kind == "nothing" and f"rank 13 {words}" in end.value["text"], end

@@ -93,6 +93,10 @@ class Watching(Protocol):
     def address(self) -> dict[str, Any]:
         """Where another rank can `tell_one` this one."""
 
+    @property
+    def next_is_stopped(self) -> bool:
+        """Whether the next rank's process is known to be stopped."""
+
     def tell(self, news: dict[str, Any], lasting: bool = True) -> None:
         """Tell the other ranks; what is `lasting` also those that are connected later."""
 

@@ -38,7 +38,8 @@ class Inquiries:
     """The questions of this rank's watcher, one at a time.
 
     One rank asks for all that wait in a call, the lowest of them: the others give it the time to, and take its question
-    for theirs. It is answered directly, by those that take part in the call. If one does not answer, all are told.
+    for theirs. It is answered directly, by those that take part in the call. If one does not answer, all are told. The
+    rank before one that has been stopped asks at once.
     """
 
     def __init__(self, watch: Watching):
@@ -60,12 +61,11 @@ class Inquiries:
             if self._asking is board:
                 self._asking = None
         elif self._asking is board and now - self._asked_at >= ANSWER_SECONDS + SECONDS_EACH * self._watch.world_size:
-            self._asking = None
-            if self._conclude(board, now - wait.since, wait.told):
-                wait.ask_at = now + TRUST * board.patience
-            wait.told = True
-        elif self._asking is None and now >= wait.ask_at:
-            wait.ask_at = math.inf
+            self._asking, waited = None, now - wait.since
+            silent = self._conclude(board, waited, wait.told)
+            if silent or waited >= board.patience:
+                wait.told, wait.ask_at = True, now + TRUST * board.patience if silent else math.inf
+        elif self._asking is None and (now >= wait.ask_at or (self._watch.next_is_stopped and not wait.told)):
             self._answers = {}
             self._asking, self._asked_at = board, now
             self._question += 1
@@ -124,7 +124,7 @@ class Inquiries:
         said = "; ".join([*here, *there[:8]]) + ": every rank of a pipeline must make the same calls"
         if impossible or gone:
             board.fail(f"{said}; this can never end", suspects=())
-        elif not told:
+        elif not told and (silent or waited >= board.patience):
             logger.warning(said)
             if silent:
                 self._watch.tell({"board": board.name, "said": said}, lasting=False)

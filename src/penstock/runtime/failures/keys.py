@@ -7,11 +7,13 @@ timeouts are kept by the process that is asked.
 from __future__ import annotations
 
 import copy
+import socket
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from functools import partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, Self, TypeVar
 
 import torch.distributed as dist
@@ -19,6 +21,9 @@ import torch.distributed as dist
 from penstock.runtime.threads import start_thread
 
 T = TypeVar("T")
+
+# After so long without a question a connection of one's own is closed.
+IDLE_SECONDS = 2.0
 
 
 class Unanswered(dist.DistNetworkError):
@@ -30,26 +35,31 @@ class Keys:
 
     Every method raises `Unanswered` if there is no answer within `seconds`, and at once while an earlier question is
     without one; other errors are the store's.
+
+    Args:
+        own: a clone of the store, which is asked in its place; closed while there are no questions.
+
+    Attributes:
+        host: the host that has the store; None if no single one has it.
     """
 
-    def __init__(self, store: dist.Store, seconds: float, prefix: str = "") -> None:
-        self.seconds = seconds
-        self._whole, self._prefix = store, prefix
-        self.store = dist.PrefixStore(prefix, store) if prefix else store
-        self._asking = _Asking()
+    def __init__(self, store: dist.Store, seconds: float, prefix: str = "", own: dist.Store | None = None) -> None:
+        self.seconds, self._prefix = seconds, prefix
+        whole: Any = store
+        while isinstance(whole, dist.PrefixStore):
+            whole = whole.underlying_store
+        self.host: str | None = whole.host if isinstance(whole, dist.TCPStore) else None
+        self._client = _Client(store, own, None if self.host is None or own is None else (self.host, whole.port))
+        self._asking = _Asking(self._client)
 
     @property
-    def host(self) -> str | None:
-        """The host that has the store; None if no single one has it."""
-        store: Any = self._whole
-        while isinstance(store, dist.PrefixStore):
-            store = store.underlying_store
-        return store.host if isinstance(store, dist.TCPStore) else None
+    def store(self) -> dist.Store:
+        store = self._client.store()
+        return dist.PrefixStore(self._prefix, store) if self._prefix else store
 
     def within(self, prefix: str) -> Self:
         part = copy.copy(self)
         part._prefix = "/".join(filter(None, (self._prefix, prefix)))
-        part.store = dist.PrefixStore(part._prefix, self._whole)
         return part
 
     def put(self, key: str, value: str) -> None:
@@ -81,19 +91,44 @@ class Keys:
         raise Unanswered(f"the store has not answered for {self.seconds:g} s: its process stands still")
 
 
+@dataclass
+class _Client:
+    """A store, or a clone that is asked in its place; which is made again, if it has been closed, by its `place`."""
+
+    shared: Any
+    own: dist.Store | None
+    place: tuple[str, int] | None
+
+    def store(self) -> dist.Store:
+        if self.place is not None and self.own is None:
+            try:  # torch would call for long where nobody listens
+                socket.create_connection(self.place, IDLE_SECONDS).close()
+            except OSError as error:
+                raise dist.DistNetworkError(f"the store is gone: {error}") from None
+            self.own = self.shared.clone()
+        return self.shared if self.own is None else self.own
+
+
 class _Asking:
     """A thread that puts the questions to one store, for all its parts. It ends with them."""
 
-    def __init__(self) -> None:
+    def __init__(self, client: _Client) -> None:
         # The latest question that was not answered in time.
         self.unanswered: Future[Any] | None = None
         self.questions: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         weakref.finalize(self, self.questions.put, None)
-        start_thread(_do_all, self.questions, name="penstock-store")
+        start_thread(_do_all, self.questions, client, name="penstock-store")
 
 
-def _do_all(calls: SimpleQueue[Callable[[], None] | None]) -> None:
-    while (call := calls.get()) is not None:
+def _do_all(calls: SimpleQueue[Callable[[], None] | None], client: _Client) -> None:
+    while True:
+        try:
+            call = calls.get(timeout=None if client.own is None or client.place is None else IDLE_SECONDS)
+        except Empty:
+            client.own = None
+            continue
+        if call is None:
+            return
         call()
         del call  # with what it holds
 

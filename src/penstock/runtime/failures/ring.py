@@ -149,6 +149,12 @@ class Ring:
             known = {peer.rank for peer in self._peers if peer.confirmed} | self._gone
         return {self._next, self._before} <= known
 
+    @property
+    def next_is_stopped(self) -> bool:
+        """Whether the process of the next rank has been stopped (SIGSTOP), if it is on this machine."""
+        address = json.loads(self._address or "{}")
+        return _state(address.get("machine", ""), address.get("process", 0)) == "T"
+
     def tell(self, news: dict[str, Any], lasting: bool = True) -> None:
         """Send news round the ring. This rank is not told.
 
@@ -404,15 +410,18 @@ def machine() -> str:
 
 def has_ended(where: str, process: int) -> bool:
     """Whether a process on a `machine()` runs no more, as far as can be told from here."""
+    return _state(where, process) in ("Z", "X")  # Z is one that has ended but was not waited for
+
+
+def _state(where: str, process: int) -> str:
     if not where or where != machine():
-        return False
+        return ""
     try:
-        # The state follows the name in brackets: Z is a process that has ended but was not waited for.
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]  # after the name in brackets
     except FileNotFoundError:
-        return True
+        return "X"
     except OSError:
-        return False
+        return ""
 
 
 def _let_go_in_child() -> None:

@@ -60,7 +60,7 @@ class Watch:
         # Whether a job is about to be formed, for which it goes on.
         self.expecting = True
         # A separate client: one that waits for a key blocks other threads.
-        self.keys = Keys(_own_client(store), STORE_SECONDS)
+        self.keys = Keys(store, STORE_SECONDS, own=_own_client(store))
         self._ring = Ring(
             self.keys, rank, world_size, "127.0.0.1" if here else self.keys.host,
             on_news=self._hear, on_lost=self._lose, on_left=self._see_off,
@@ -78,6 +78,10 @@ class Watch:
     @property
     def address(self) -> dict[str, Any]:
         return self._ring.address
+
+    @property
+    def next_is_stopped(self) -> bool:
+        return self._ring.next_is_stopped
 
     def tell(self, news: dict[str, Any], lasting: bool = True) -> None:
         """Tell the other ranks; what is `lasting` also those that are connected later."""
@@ -183,7 +187,7 @@ _watch: Watch | None = None
 _undo: contextlib.ExitStack = contextlib.ExitStack()
 
 
-def _own_client(store: Any) -> dist.Store:  # torch's stubs know neither of these methods
+def _own_client(store: Any) -> dist.Store | None:  # torch's stubs know neither of these methods
     before = store.timeout
     try:
         store.set_timeout(CONNECT)
@@ -195,7 +199,7 @@ def _own_client(store: Any) -> dist.Store:  # torch's stubs know neither of thes
             CONNECT.total_seconds(),
             in_one_line(error),
         )
-        return store
+        return None
     finally:
         store.set_timeout(before)
 
