@@ -37,12 +37,8 @@ def share_changes(
     groups: Groups,
     speaks: bool,
 ) -> None:
-    """Give all holders of some parameters the changes that any of them made. All holders call this together.
-
-    Args:
-        holders: the ranks that hold each, in an order all ranks share.
-        speaks: whether this rank's changes count: pipelines change the same, so that one of them speaks.
-    """
+    """Give all `holders` of some parameters, in an order all ranks share, the changes that any of them made. All call
+    this together; pipelines change the same, so that one of them `speaks`."""
     for parameter, ranks in holders.items():
         group, value = groups.reduction[ranks], parameter.detach()
         speaker = speaks and not torch.equal(value, before[parameter])

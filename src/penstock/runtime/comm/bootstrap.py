@@ -98,12 +98,9 @@ def all_here(world_size: int) -> bool:
 def agree_on_start(store: dist.Store, rank: int, world_size: int, limit: datetime.timedelta) -> str:
     """A name that the ranks of this start of the job have in common, and those of an earlier one have not.
 
-    torchrun keeps its store when it starts a job again, with all that the ranks before have left in it: addresses, for
-    example, at which nobody listens any more. Every rank leaves a name of its own in a queue, which rank 0 answers with
-    its own until all ranks have heard it. What lies there from earlier starts is answered too, and read by nobody.
-
-    Raises:
-        TimeoutError: a rank did not come.
+    torchrun keeps its store when it starts a job again, with all that the ranks before have left in it, such as
+    addresses. Every rank leaves a name of its own in a queue, which rank 0 answers with its own until all ranks have
+    heard it. What lies there from earlier starts is answered too, and read by nobody.
     """
     mine, where, answered = uuid.uuid4().hex, "penstock/start", 0
 
@@ -135,15 +132,8 @@ def form_world(
     timeout: datetime.timedelta,
     on_board: Callable[[FailureBoard], object],
 ) -> None:
-    """Give up torch's default process group, if there is one, and make a new one with the ranks that meet in `store`.
-
-    Args:
-        timeout: how long they may take to meet.
-        on_board: is given the board on which failures of their meeting are.
-
-    Raises:
-        PipelineFailure: a rank was lost meanwhile.
-    """
+    """Give up torch's default process group, if there is one, and make a new one with the ranks that meet in `store`;
+    `on_board` is given the board on which failures of their meeting are."""
     leave_world()
     # The counter by which torch names groups must agree on all ranks; an attempt that failed has advanced it.
     dist.distributed_c10d._world.group_count = 0

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import datetime
 import os
-import time
 
 import torch
 import torch.distributed as dist
 
+from penstock.runtime.comm.gloo import await_ranks
 from penstock.runtime.failures.board import FailureBoard, ranks_in_words
-
-# Between two looks at the store, seconds.
-_PAUSE = 0.02
 
 # The part of a device's memory that a run may use; `planning.cluster.USABLE` for the devices that it knows by name.
 USABLE = 0.9
@@ -71,31 +68,24 @@ def use_local_device() -> None:
 
 
 def refuse_shared_devices(store: dist.Store | None, board: FailureBoard) -> None:
-    """Compare the physical devices of all ranks. Every rank calls this, before any communication between devices.
-
-    Raises:
-        RuntimeError: on every rank, if two of them compute on the same device.
-    """
+    """Every rank calls this, before any communication between devices. Raises RuntimeError, on every rank, if two of
+    them compute on the same physical device."""
     device, world_size = local_device(), dist.get_world_size()
     if device.type == "cpu" or store is None or world_size == 1:
         return
-    ours = dist.PrefixStore(f"penstock/{board.name}/devices", store)
+    ours, rank = dist.PrefixStore(f"penstock/{board.name}/devices", store), dist.get_rank()
     properties = torch.get_device_module(device).get_device_properties(device.index)
-    ours.set(str(dist.get_rank()), str(getattr(properties, "uuid", "")))
-    keys = [str(rank) for rank in range(world_size)]
-    while not ours.check(keys):
-        board.check()
-        time.sleep(_PAUSE)
-    users: dict[str, list[int]] = {}
-    for rank, key in enumerate(keys):
-        users.setdefault(ours.get(key).decode(), []).append(rank)
-    for name, ranks in users.items():
-        if name and len(ranks) > 1:
-            raise RuntimeError(
-                f"{ranks_in_words(ranks)} compute on the same GPU ({name}), but each rank needs its own: start one "
-                "process for each GPU, and let the launcher set LOCAL_RANK or show each process its own "
-                "(CUDA_VISIBLE_DEVICES)"
-            )
+    name = str(getattr(properties, "uuid", ""))
+    # The first to ask for a device has it.
+    first = int(ours.compare_set(f"of {name}", "", str(rank))) if name else rank
+    if first != rank:
+        ours.set("shared", f"{ranks_in_words([first, rank])} compute on the same GPU ({name})")
+    await_ranks(ours, "asked", rank, world_size, board.check, None)
+    if ours.check(["shared"]):
+        raise RuntimeError(
+            f"{ours.get('shared').decode()}, but each rank needs its own: start one process for each GPU, and let the "
+            "launcher set LOCAL_RANK or show each process its own (CUDA_VISIBLE_DEVICES)"
+        )
 
 
 def default_timeout(device: torch.device) -> datetime.timedelta | None:

@@ -48,17 +48,10 @@ class OnceLost:
 
 
 class Ranks:
-    """The ranks of a process group. All of them make every call, except `send` and `receive`.
+    """The ranks of a process group, None for a rank on its own. All of them make every call, except `send` and
+    `receive`. A `guard` tells and names a lost rank, such as a board's. `ranks` are global, in the group's order.
 
     It refers to the group, which closes only when nobody does: make it where it is used.
-
-    Args:
-        group: None for a rank on its own.
-        guard: how a lost rank is told and named, such as a board's.
-
-    Attributes:
-        rank, size: in the group.
-        ranks: the global ranks, in the group's order.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, guard: Guard) -> None:
@@ -70,26 +63,13 @@ class Ranks:
         self._guard = guard if isinstance(guard, OnceLost) else OnceLost(guard)
 
     def exchange(self, mine: Plain, doing: str) -> list[Plain]:
-        """Every rank's plain data, in the group's order.
-
-        Args:
-            doing: what for, in the error of a rank that has lost another.
-
-        Raises:
-            TypeError: it is not plain. What the guard raises: a rank was lost.
-        """
+        """Every rank's plain data, in the group's order. `doing` says what for, in the error of a rank that has lost
+        another. Raises TypeError if it is not plain."""
         return self._exchange(_encoded(mine), doing)
 
     def together(self, doing: str, work: Callable[[], T], unchanged: str = "") -> list[T]:
-        """Do `work` on every rank and return every rank's result, plain data; if it fails anywhere, all raise.
-
-        Args:
-            doing: what it does, as in "planning".
-            unchanged: what is as it was if it failed, for the message.
-
-        Raises:
-            what failed here, or RuntimeError if it failed on other ranks only: names them, and why.
-        """
+        """Do `work` on every rank and return every rank's result, plain data. If it fails anywhere, all raise: what
+        failed here, or a RuntimeError that names the others, and why; and says what is `unchanged`."""
         failure: BaseException | None = None
         try:
             said = _encoded([work(), None])
@@ -121,14 +101,8 @@ class Ranks:
         return self.exchange(mine, doing)
 
     def alike(self, mine: Plain, doing: str, words: Callable[[Plain, Plain, int], str]) -> None:
-        """Compare plain data over all ranks; see `differing`.
-
-        Args:
-            words: what to say of the first rank's and another's, which is that of a global rank.
-
-        Raises:
-            ValueError: a rank's is not the first rank's; the same on every rank.
-        """
+        """Compare plain data over all ranks; see `differing`. Raises ValueError, the same on every rank, if a rank's is
+        not the first rank's: what `words` say of both, and of whose the other is."""
         every = self.differing(mine, doing) or []
         for rank, theirs in zip(self.ranks, every, strict=False):
             if theirs != every[0]:

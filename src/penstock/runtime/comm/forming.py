@@ -52,11 +52,11 @@ def facts_of(model: nn.Module) -> dict[str, Any]:
 def forming(
     timeout: datetime.timedelta | None = None, on_board: Callable[[FailureBoard], object] = lambda board: None
 ) -> Iterator[FailureBoard]:
-    """Around all that ranks do together until a pipeline stands; gives the board on which its failures will be.
+    """Around all that ranks do together until a pipeline stands; gives the board on which its failures will be, to
+    `on_board` first of all.
 
-    torch.distributed is initialised from the environment unless it is already. From here on a rank that is lost is an
-    error on every rank. The board is the pipeline's; without one, after an error, it is given up here. `timeout` is
-    that of torch's default process group, if it is initialised here. `on_board` is given the board first of all.
+    torch.distributed is initialised from the environment, with `timeout`, unless it is already. From here on a rank
+    that is lost is an error on every rank. After an error the board is given up here.
     """
     ensure_process_group(timeout)
     board = job_board()
@@ -164,15 +164,9 @@ def _told(value: Any) -> str:
 
 
 def shared_progress(groups: Groups, seed: int | None, step_number: int) -> tuple[int | None, int, int]:
-    """How far the run is: its dropout's seed and the number of training steps begun, the same on all ranks.
-
-    Args:
-        seed, step_number: this rank's; None for the seed on a rank that has not been part of the run.
-
-    Returns:
-        The first rank that has been part of the run, None if no rank has, the seed and the number of steps. The seed of
-        a new run is that of rank 0's generator, so that a user's manual_seed decides the run's dropout.
-    """
+    """How far the run is: the first rank that has been part of it, None if no rank has (its `seed` is None), the seed
+    of its dropout and the number of training steps begun. The seed of a new run is that of rank 0's generator, so that
+    a user's manual_seed decides the run's dropout."""
     fresh = torch.initial_seed() & ((1 << 62) - 1)
     mine = torch.tensor([seed is not None, fresh if seed is None else seed, step_number], dtype=torch.int64)
     every = [torch.empty_like(mine) for _ in range(dist.get_world_size(groups.world_control))]
@@ -184,11 +178,8 @@ def shared_progress(groups: Groups, seed: int | None, step_number: int) -> tuple
 
 
 def adopt_random_state(first_rank: int, group: dist.ProcessGroup, device: torch.device) -> torch.Tensor | None:
-    """Go on from torch's random state on `first_rank`, for models on `device`; every rank of `group` calls this.
-
-    Returns:
-        This rank's state before, for `set_states`; None if it was the same.
-    """
+    """Go on from torch's random state on `first_rank`, for models on `device`; every rank of `group` calls this. Gives
+    this rank's state before, for `set_states`; None if it was the same."""
     generators = generators_of(device)
     own = states_of(generators)
     # A sum goes round, where a broadcast would need connections of its own.

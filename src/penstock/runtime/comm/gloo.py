@@ -124,11 +124,8 @@ def _meet(group: dist.ProcessGroup, peers: set[int]) -> dist.Work | None:
 
 
 def contact(group: dist.ProcessGroup | None, peer: int) -> None:
-    """Be connected to a rank of a group, which calls this too, before both send or receive.
-
-    Raises:
-        RuntimeError: a job of this process has failed meanwhile.
-    """
+    """Be connected to a rank of a group, which calls this too, before both send or receive. Raises RuntimeError if a
+    job of this process has failed meanwhile."""
     connected = None if group is None else _lazy.get(group)
     if group is None or connected is None or peer in connected.peers:
         return

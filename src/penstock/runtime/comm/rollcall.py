@@ -100,12 +100,8 @@ class RollCall:
     def begin(
         self, call: Call, facts: Sequence[int] = (), everyone: bool = True, shared: Summary | None = None
     ) -> Pending:
-        """Say that this rank is about to make `call`; `facts` are numbers to hand to the others.
-
-        Args:
-            everyone: whether all pipelines make this call, or this one alone.
-            shared: what must be the same in all pipelines; by default nothing. See `Answers.alike`.
-        """
+        """Say that this rank is about to make `call`, as all pipelines do (`everyone`) or this one alone; `facts` are
+        numbers to hand to the others, `shared` what must be the same in all pipelines (see `Answers.alike`)."""
         assert len(facts) <= MAX_FACTS, "all roll calls have one length"
         return Pending(self, call, [*facts, *[0] * (MAX_FACTS - len(facts))], everyone, shared)
 
@@ -163,12 +159,8 @@ class Pending:
         self._comparing = self._maximum(self._me()) if alone else None
 
     def wait(self) -> Answers:
-        """What the ranks say, once all of them make this call.
-
-        Raises:
-            CallMismatch: they do not, on every rank.
-            whatever the handler of a signal raises that came meanwhile, if the others do something else.
-        """
+        """What the ranks say, once all of them make this call. If they do not, raises CallMismatch on every rank, or
+        whatever the handler of a signal raises that came meanwhile."""
         deadline: float | None = None
         while True:
             said = self._me()

@@ -67,15 +67,8 @@ class Settings(NamedTuple):
 
     @staticmethod
     def compare(said: Mapping[int, Sequence[int]], layout: Layout) -> bool:
-        """Compare the facts of all ranks.
-
-        Returns:
-            Whether the same parameters are frozen everywhere; which differ is not in these numbers. True if not all
-            ranks of the layout are here, as nothing is trained then.
-
-        Raises:
-            BatchMismatch, SettingsMismatch: something else differs; on every rank.
-        """
+        """Whether the same parameters are frozen everywhere, or not all ranks are here, as nothing is trained then.
+        Raises BatchMismatch or SettingsMismatch, on every rank, if something else differs."""
         every = {rank: Settings(*facts) for rank, facts in said.items()}
         pipelines = [pipeline for pipeline in layout.pipelines if pipeline.first_rank in every]
         for pipeline in pipelines:
@@ -114,11 +107,7 @@ def _frozen_in(pipeline: PipelineLayout, every: Mapping[int, Settings]) -> set[t
 
 
 def compare_plans(checksums: Mapping[int, int]) -> None:
-    """Raise SettingsMismatch, on every rank, if ranks of one pipeline planned different forwards.
-
-    Args:
-        checksums: of each rank's plan or plans.
-    """
+    """Raise SettingsMismatch, on every rank, if ranks of one pipeline planned different forwards, by checksums."""
     if len(set(checksums.values())) > 1:
         raise SettingsMismatch(
             "the ranks of a pipeline followed the model's forward in different ways: "
@@ -131,11 +120,8 @@ def compare_plans(checksums: Mapping[int, int]) -> None:
 
 
 def states_of_stages(said: Mapping[int, Sequence[int]], context: RankContext, training: bool) -> list[Hashable]:
-    """For each stage of this pipeline, what decides types and gradient flags of the values it sends; see `Boundaries`.
-
-    These are autocast, which is the same everywhere, and what is trainable, and of which type, in all stages up to this
-    one.
-    """
+    """For each stage of this pipeline, what decides types and gradient flags of the values it sends (see `Boundaries`):
+    autocast, which is the same everywhere, and what is trainable, and of which type, in all stages up to this one."""
     states: list[Hashable] = []
     trainable: tuple[int, ...] = ()
     for stage in range(context.pipeline.num_stages):
@@ -176,14 +162,12 @@ def settings_in_words(values: Mapping[int, int]) -> str:
 
 def bits_of(number: float) -> int:
     """The bits of a float as an integer, for the roll call."""
-    bits: int = struct.unpack("<q", struct.pack("<d", number))[0]
-    return bits
+    return int(struct.unpack("<q", struct.pack("<d", number))[0])
 
 
 def number_of(bits: int) -> float:
     """The float whose bits these are."""
-    number: float = struct.unpack("<d", struct.pack("<q", bits))[0]
-    return number
+    return float(struct.unpack("<d", struct.pack("<q", bits))[0])
 
 
 _training = attrgetter("training")

@@ -53,13 +53,8 @@ class Totals:
         self._counts_work: dist.Work | None = None
 
     def start_counts(self, counts: Sequence[int]) -> None:
-        """Begin to sum the numbers of terms in the loss's means; `finish_counts` gives those of the global batch.
-
-        Both are called on the pipelines' last stages only.
-
-        Args:
-            counts: this pipeline's; empty if it has no microbatch, and then so is the result.
-        """
+        """Begin to sum the numbers of terms in the loss's means, empty if this pipeline has no microbatch, as is the
+        result then; `finish_counts` gives those of the global batch. Both are called on last stages only."""
         # A pipeline without a microbatch does not know how many means there are.
         if self._several and len(counts) > MAX_LOSS_TERMS:
             raise ValueError(
@@ -90,12 +85,9 @@ class Totals:
         return self._context.board.guard("counting the loss's terms", ranks)
 
     def start(self, loss: torch.Tensor, mine: StepFacts = NO_FACTS) -> None:
-        """Begin to sum `loss` over the pipelines, and what all ranks have found; `finish` gives both.
-
-        Args:
-            loss: this pipeline's share of the global batch's loss, shape (), float64. Only the last stage's counts. On
-                an accelerator it is summed there, and no host waits for it.
-        """
+        """Begin to sum `loss` over the pipelines, and what all ranks have found; `finish` gives both. The loss is this
+        pipeline's share of the global batch's, shape (), float64. Only the last stage's counts. On an accelerator it is
+        summed there, and no host waits for it."""
         value = float(loss) if self._on_host and self._speaks else 0.0
         if not self._speaks:
             mine = mine._replace(num_samples=0, num_tokens=0)

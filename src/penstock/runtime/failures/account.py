@@ -82,38 +82,16 @@ class Endings:
 
 
 class Watching(Protocol):
-    """What a failure board and its inquiries need of this process's watcher."""
+    """This process's `watcher.Watch`, as failure boards and their inquiries use it."""
 
     rank: int
     world_size: int
     endings: Endings
     keys: Any
+    ring: Any
 
-    @property
-    def address(self) -> dict[str, Any]:
-        """Where another rank can `tell_one` this one."""
-
-    @property
-    def next_is_stopped(self) -> bool:
-        """Whether the next rank's process is known to be stopped."""
-
-    def tell(self, news: dict[str, Any], lasting: bool = True) -> None:
-        """Tell the other ranks; what is `lasting` also those that are connected later."""
-
-    def tell_one(self, address: dict[str, Any], news: dict[str, Any]) -> None:
-        """Tell the rank that has this address, in another thread."""
-
-    def wait(self, known: Callable[[], bool], seconds: float) -> bool:
-        """Wait up to `seconds` until `known()`."""
-
-    def hold(self) -> None:
-        """Go on at least until `release`."""
-
-    def release(self) -> None:
-        """End a `hold`."""
-
-    def add(self, board: Any) -> None:
-        """Tell `board` of failures."""
-
-    def remove(self, board: Any) -> None:
-        """Stop telling `board`."""
+    def wait(self, known: Callable[[], bool], seconds: float) -> bool: ...
+    def hold(self) -> None: ...
+    def release(self) -> None: ...
+    def add(self, board: Any) -> None: ...
+    def remove(self, board: Any) -> None: ...

@@ -146,10 +146,7 @@ class FailureBoard:
 
     def abort(self, cause: str, *, suspects: Sequence[int] | None = None) -> PipelineFailure:
         """Record `cause` unless an earlier failure is known, end it all on every rank, and return the error to raise.
-
-        `suspects` are the ranks to blame when it is not this one: one of them closed a connection. None at all if no
-        single rank is to blame.
-        """
+        `suspects` are the ranks to blame when it is not this one; empty if no single rank is."""
         self.fail(cause, suspects=[self._rank] if suspects is None else suspects)
         return self._settled()
 
@@ -160,7 +157,7 @@ class FailureBoard:
                 self._first = self._record(Account(list(suspects), cause, self._rank, time.time()))
                 self._compose()
                 if self._watch is not None:
-                    self._watch.tell({"failure": self._first, "board": self.name})
+                    self._watch.ring.tell({"failure": self._first, "board": self.name})
         self._end()
 
     def hear(self, told: Sequence[Any]) -> None:
@@ -189,10 +186,8 @@ class FailureBoard:
 
     @contextlib.contextmanager
     def guard(self, doing: str, peers: Sequence[int] = ()) -> Iterator[None]:
-        """Communication with `peers`, who wait for this rank: an error in here is an error on every rank.
-
-        A transport's becomes a PipelineFailure that names who is gone. Any other is this rank's own.
-        """
+        """Communication with `peers`, who wait for this rank: an error in here is an error on every rank. A transport's
+        becomes a PipelineFailure that names who is gone. Any other is this rank's own."""
         try:
             with self.position.doing(doing):
                 if self.failed is not None:
@@ -208,9 +203,7 @@ class FailureBoard:
     @contextlib.contextmanager
     def call(self, name: str, *, world: bool) -> Iterator[None]:
         """Around a call of the library in which all ranks of this pipeline take part, or of all pipelines (`world`).
-
-        A transport's error becomes a PipelineFailure; what else is raised in here is left to the caller.
-        """
+        A transport's error becomes a PipelineFailure; what else is raised in here is left to the caller."""
         self.check()
         with self.position.call(name, world=world):
             try:
@@ -223,10 +216,8 @@ class FailureBoard:
                 raise self.lost_connection(f"in {name}", () if world else list(self.mates), error) from None
 
     def lost_connection(self, doing: str, peers: Sequence[int], error: Exception) -> Exception:
-        """What to raise for an error in the middle of `doing` something with `peers`.
-
-        A PipelineFailure if the transport broke or the job has failed, `error` itself if that is this rank's own.
-        """
+        """What to raise for an error in the middle of `doing` something with `peers`: a PipelineFailure if a transport
+        broke or the job has failed, `error` itself if that is this rank's own."""
         if self.failed is not None:
             return self._settled()
         if not is_transport_error(error):

@@ -13,6 +13,7 @@ from typing import Any
 from penstock.runtime.failures.account import Watching
 from penstock.runtime.failures.board import FailureBoard
 from penstock.runtime.failures.position import CallRecord, difference
+from penstock.runtime.threads import start_thread
 
 logger = logging.getLogger("penstock")
 
@@ -65,15 +66,15 @@ class Inquiries:
             silent = self._conclude(board, waited, wait.told)
             if silent or waited >= board.patience:
                 wait.told, wait.ask_at = True, now + TRUST * board.patience if silent else math.inf
-        elif self._asking is None and (now >= wait.ask_at or (self._watch.next_is_stopped and not wait.told)):
+        elif self._asking is None and (now >= wait.ask_at or (self._watch.ring.next_is_stopped and not wait.told)):
             self._answers = {}
             self._asking, self._asked_at = board, now
             self._question += 1
             question = {
-                "where": self._question, "board": board.name, "to": self._watch.address,
+                "where": self._question, "board": board.name, "to": self._watch.ring.address,
                 "call": _call(board.position.report()),
             }  # fmt: skip
-            self._watch.tell(question, lasting=False)
+            self._watch.ring.tell(question, lasting=False)
 
     def answer(self, board: FailureBoard, origin: int, question: dict[str, Any]) -> None:
         """Tell a rank that asks where this one is, if that is of use to it."""
@@ -81,7 +82,8 @@ class Inquiries:
         if call.world_number is None and origin not in board.mates:
             return
         mine["pipeline"] = min(board.mates, default=self._watch.rank)
-        self._watch.tell_one(question["to"], {"at": mine, "question": question["where"]})
+        answer = {"at": mine, "question": question["where"]}
+        start_thread(self._watch.ring.tell_one, question["to"], answer, name="penstock-answer")
         if mine["waits"] and _is_same(call, _call(mine)):
             self._waits.setdefault(board, _Wait()).ask_at = time.monotonic() + TRUST * board.patience
             if self._asking is board and origin < self._watch.rank:
@@ -127,7 +129,7 @@ class Inquiries:
         elif not told and (silent or waited >= board.patience):
             logger.warning(said)
             if silent:
-                self._watch.tell({"board": board.name, "said": said}, lasting=False)
+                self._watch.ring.tell({"board": board.name, "said": said}, lasting=False)
         return bool(silent)
 
 

@@ -130,11 +130,7 @@ class Position:
 
     def report(self) -> dict[str, Any]:
         """What other ranks are told."""
-        return {
-            "words": self.words(),
-            "waits": self.waits(),
-            "calls": list(self._calls),
-        }
+        return {"words": self.words(), "waits": self.waits(), "calls": list(self._calls)}
 
     def _program_line(self) -> str:
         """The innermost line of the host's that is neither ours nor torch's."""
@@ -148,11 +144,8 @@ class Position:
 
 
 def difference(one: dict[str, Any], other: dict[str, Any], same_pipeline: bool) -> tuple[str, str] | None:
-    """The first calls at one place in which two ranks differ, of those that both remember; None if there is none.
-
-    Args:
-        same_pipeline: whether they must make all calls alike, or those of the whole world only.
-    """
+    """The first calls at one place in which two ranks differ, of those that both remember; None if there is none. Ranks
+    of one pipeline must make all calls alike, others those of the whole world only."""
     ours, theirs = _numbered(one, same_pipeline), _numbered(other, same_pipeline)
     for number in sorted(ours.keys() & theirs.keys()):
         if ours[number] != theirs[number]:

@@ -156,11 +156,7 @@ class Ring:
         return _state(address.get("machine", ""), address.get("process", 0)) == "T"
 
     def tell(self, news: dict[str, Any], lasting: bool = True) -> None:
-        """Send news round the ring. This rank is not told.
-
-        Args:
-            lasting: whether it is of use to a neighbour that is connected later.
-        """
+        """Send news round the ring; what is `lasting` also to a neighbour that is connected later."""
         with self._lock:
             self._num_told += 1
             identity = (self._rank, self._num_told)

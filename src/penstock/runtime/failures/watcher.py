@@ -61,7 +61,7 @@ class Watch:
         self.expecting = True
         # A separate client: one that waits for a key blocks other threads.
         self.keys = Keys(store, STORE_SECONDS, own=_own_client(store))
-        self._ring = Ring(
+        self.ring = Ring(
             self.keys, rank, world_size, "127.0.0.1" if here else self.keys.host,
             on_news=self._hear, on_lost=self._lose, on_left=self._see_off,
         )  # fmt: skip
@@ -75,27 +75,11 @@ class Watch:
     def remove(self, board: FailureBoard) -> None:
         self._boards.discard(board)
 
-    @property
-    def address(self) -> dict[str, Any]:
-        return self._ring.address
-
-    @property
-    def next_is_stopped(self) -> bool:
-        return self._ring.next_is_stopped
-
-    def tell(self, news: dict[str, Any], lasting: bool = True) -> None:
-        """Tell the other ranks; what is `lasting` also those that are connected later."""
-        self._ring.tell(news, lasting)
-
-    def tell_one(self, address: dict[str, Any], news: dict[str, Any]) -> None:
-        """Tell the rank that has this address, in another thread."""
-        start_thread(self._ring.tell_one, address, news, name="penstock-answer")
-
     def ends_with(self, error: BaseException) -> None:
         """Tell the other ranks that `error` is ending this process."""
         text = "".join(traceback.format_exception_only(error)).strip()
         words = self.endings.words[self.rank] = text[:LONGEST_WORDS]
-        self.tell({"words": words})
+        self.ring.tell({"words": words})
 
     def wait(self, known: Callable[[], bool], seconds: float) -> bool:
         """Wait up to `seconds` until `known()`."""
@@ -118,7 +102,7 @@ class Watch:
 
     def close(self, leave: bool = True) -> None:
         """End the thread and close the connections."""
-        self._ring.stop(leave)
+        self.ring.stop(leave)
         if threading.current_thread() is not self._thread:
             self._thread.join(2 * TICK_SECONDS + NEWS_SECONDS)
 
@@ -126,9 +110,9 @@ class Watch:
 
     def _serve(self) -> None:
         try:
-            self._ring.serve(self._tick, TICK_SECONDS)
+            self.ring.serve(self._tick, TICK_SECONDS)
         finally:
-            self._ring.close()
+            self.ring.close()
             # Its connection goes with it.
             del self.keys
 
@@ -158,13 +142,13 @@ class Watch:
             return
         self.endings.lost.add(rank)
         if first:
-            self.tell({"lost": rank})
+            self.ring.tell({"lost": rank})
         self._tell_boards()
 
     def _see_off(self, rank: int, first: bool = True) -> None:
         self.endings.left.add(rank)
         if first:
-            self.tell({"left": rank})
+            self.ring.tell({"left": rank})
 
     def _tell_boards(self) -> None:
         for board in list(self._boards):
@@ -173,7 +157,7 @@ class Watch:
 
     def _tick(self) -> None:
         for board in list(self._boards):
-            if not self._ring.complete:
+            if not self.ring.complete:
                 board.look_up()
             if board.failed is None:
                 self._inquiries.look_after(board)
@@ -205,12 +189,8 @@ def _own_client(store: Any) -> dist.Store | None:  # torch's stubs know neither 
 
 
 def start(store: dist.Store | None, rank: int, world_size: int, here: bool = False) -> Watch | None:
-    """Begin to watch the other ranks of a world that meets in `store`; None if there is nobody to watch.
-
-    `here` says that all of them are on this machine.
-
-    The watch is to be held (`Watch.hold`) by those who need it, and closes with the last of them.
-    """
+    """Begin to watch the other ranks of a world that meets in `store`, all of them on this machine if they are `here`;
+    None if there is nobody to watch. The watch closes with the last of those who hold it (`Watch.hold`)."""
     global _watch
     with _lock:
         world = dist.group.WORLD if dist.is_initialized() else None
@@ -290,13 +270,8 @@ def hear_of_errors(watch: Watch) -> None:
 def interruptible(call: Callable[[], T], board: FailureBoard, limit: datetime.timedelta | None) -> T:
     """Do `call`, which waits for other ranks where nothing can wake it, such as torch's rendezvous.
 
-    It runs in a thread of its own, which is left behind, until the call's own time limit, if the job fails meanwhile.
-
-    Args:
-        limit: the call's own time limit. From then on the store must answer.
-
-    Raises:
-        what `call` raises; PipelineFailure if the job failed first; Unanswered.
+    It runs in a thread of its own, which is left behind if the job fails meanwhile (PipelineFailure), until the call's
+    own time `limit`. From then on the store must answer.
     """
     watch = _watch
     if watch is None:
