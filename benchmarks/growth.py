@@ -48,7 +48,9 @@ def count(world: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
 
     found = {
         "store: operations of a rank, mean": asked["operations"] / world,
+        **{f"of these {name}'s": asked[f"operations of {name}"] / world for name in ("gloo", "Penstock", "torch")},
         "store: bytes of a rank, mean": asked["bytes"] / world,
+        **{f"of these bytes {name}'s": asked[f"bytes of {name}"] / world for name in ("gloo", "Penstock", "torch")},
         "store: connections that its host was asked for": asked["connections"],
         "store: connections of its host, at rest": asked["held"],
         "open files of a rank, most": most("held", "descriptors"),
@@ -75,6 +77,7 @@ def lose(world: int, how: str) -> dict[str, Any]:
         "ranks": world,
         "how": how,
         "named by": sum(words in each["text"] for each in told),
+        "told otherwise": [each["text"] for each in told if words not in each["text"]],
         "others": len(told),
         "seconds": round(max(each["seconds"] for each in told), 2),
         "lines": sum(each["lines"] for each in told),

@@ -42,9 +42,13 @@ STAGES = 2
 AT_REST = "penstock/at rest"
 
 
+# Whose a question to the store is, by what is in its key.
+OWNERS = {b"//cpu//": "gloo", b"penstock": "Penstock", b"is there an answer": "Penstock", b"": "torch"}
+
+
 class CountingProxy:
     """Between the ranks and their store: counts their connections, in all and those held when a rank says `AT_REST`,
-    what they send, which is one piece for each question, and all bytes.
+    what they send, which is one piece for each question, and all bytes; these also by whose they are.
 
     Attributes:
         port: where the ranks find it.
@@ -67,21 +71,25 @@ class CountingProxy:
                     self.counts["connections"] += 1
                     held += 1
                     store = socket.create_connection(("127.0.0.1", self._store.port))
+                    owner = ["torch"]  # of the latest question
                     for one, other, asks in ((caller, store, True), (store, caller, False)):
                         one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                        poll.register(one, selectors.EVENT_READ, (other, asks))
+                        poll.register(one, selectors.EVENT_READ, (other, asks, owner))
                     continue
                 assert isinstance(key.fileobj, socket.socket)
-                other, asks = key.data
+                other, asks, owner = key.data
                 try:
                     piece = key.fileobj.recv(1 << 16)
                     other.sendall(piece)
                 except OSError:
                     piece = b""
-                if asks and AT_REST.encode() in piece:
-                    self.counts["held"] = held
-                self.counts["bytes"] += len(piece)
-                self.counts["operations"] += asks and bool(piece)
+                if asks:
+                    owner[0] = next(name for mark, name in OWNERS.items() if mark in piece)
+                    if AT_REST.encode() in piece:
+                        self.counts["held"] = held
+                for whose in ("", f" of {owner[0]}"):
+                    self.counts[f"bytes{whose}"] += len(piece)
+                    self.counts[f"operations{whose}"] += asks and bool(piece)
                 if not piece:
                     held -= asks
                     poll.unregister(key.fileobj)

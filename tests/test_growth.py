@@ -14,7 +14,7 @@ from pool import Pool
 
 WORLDS = (4, 8, 16, 32)
 # What a rank may have more when the world doubles: connections of the groups that broadcast, and questions for them.
-MORE_DESCRIPTORS, MORE_QUESTIONS = 7, 40
+MORE_DESCRIPTORS, MORE_QUESTIONS = 3, 25
 
 
 @pytest.mark.slow
