@@ -23,6 +23,7 @@ def test_what_a_rank_asks_for_does_not_grow_with_the_world() -> None:
     for world in WORLDS:
         ends, asked = run_counted(world, form_and_step)
         assert {end.kind for end in ends} == {"nothing"}, ends
+        assert asked["held"] <= world + 4, f"connections of the store's host with {world} ranks"
         found[world], questions[world] = [end.value for end in ends], asked["operations"] / world
     few = found[WORLDS[0]]
     assert few[0]["forming"]["allreduce"] and few[0]["step"]["allgather"] and few[0]["step"]["python calls"], "counted"
@@ -37,7 +38,6 @@ def test_what_a_rank_asks_for_does_not_grow_with_the_world() -> None:
                 assert mine["forming"][name] == first["forming"][name], f"{name} while rank {rank} of {world} formed"
             most = first["held"]["descriptors"] + 1 + MORE_DESCRIPTORS * doublings
             assert mine["held"]["descriptors"] <= most, f"open files of rank {rank} of {world}"
-        assert asked["held"] <= world + 4, "connections of the store's host"
         assert questions[world] <= questions[WORLDS[0]] + MORE_QUESTIONS * doublings, f"asked the store: {questions}"
 
 

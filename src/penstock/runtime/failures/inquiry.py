@@ -114,13 +114,13 @@ class Inquiries:
         ]  # fmt: skip
         gone = [other for other in sorted(self._watch.endings.left) if other in asked and other not in others]
         here = [f"rank {rank} has waited {waited:.0f} s in {mine['words']}"]
-        there = [
+        silent = [other for other in asked if other not in others and other not in gone and other != rank]
+        there = [f"rank {other} does not answer" for other in silent]
+        there += [f"rank {other} has ended its program" for other in gone]
+        there += [
             f"rank {other} is in {theirs['words']}" for other, theirs in others.items()
             if other in impossible or not (theirs["waits"] and theirs["words"] == mine["words"])
         ]  # fmt: skip
-        there += [f"rank {other} has ended its program" for other in gone]
-        silent = [other for other in asked if other not in others and other not in gone and other != rank]
-        there += [f"rank {other} does not answer" for other in silent]
         if not there:
             there = ["all other ranks wait there too"]
         said = "; ".join([*here, *there[:8]]) + ": every rank of a pipeline must make the same calls"
