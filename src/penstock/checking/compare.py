@@ -282,7 +282,10 @@ def _outputs(output: Any) -> dict[str, torch.Tensor]:
 
 def _furthest(ours: Named, theirs: Named, scale: float | None = None) -> tuple[float, str]:
     """The largest difference, in parts of `scale` or of a tensor's largest entry above 1, and the name that has it."""
-    return max(((_difference(ours.get(name), each, scale), name) for name, each in theirs.items()), default=(0.0, ""))
+    found = (
+        (_difference(ours[name], each, scale) if name in ours else math.inf, name) for name, each in theirs.items()
+    )
+    return max(found, default=(0.0, ""))
 
 
 def _difference(ours: torch.Tensor | None, theirs: torch.Tensor | None, scale: float | None) -> float:
