@@ -25,8 +25,8 @@ class StepReport:
         seconds: duration, with the loop's body.
         bubble: share of it this rank spent waiting for other stages; None on an accelerator, whose host does not wait.
         num_microbatches: microbatches of this pipeline.
-        num_samples, num_tokens: of the global batch, over all pipelines, padding counted. A token is an element of
-            `input_ids`, or a position of `inputs_embeds`; 0 where the model is given neither.
+        num_samples: of the global batch, over all pipelines.
+        num_tokens: of these, padding counted: elements of `input_ids`, or positions of `inputs_embeds`; 0 without both.
         reduction: what gradient reduction took; None under `no_sync` or where nothing is shared.
     """
 
