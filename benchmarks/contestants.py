@@ -7,7 +7,11 @@ for all.
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -117,7 +121,8 @@ def fully_sharded(arguments: dict[str, Any]) -> Step:
     return step
 
 
-def penstock_pipeline(arguments: dict[str, Any]) -> Step:
+def penstock_pipeline(arguments: dict[str, Any], made: list[Any] | None = None) -> Step:
+    """A step of a pipeline, whose model is put into `made`."""
     import penstock
 
     section = {
@@ -127,7 +132,29 @@ def penstock_pipeline(arguments: dict[str, Any]) -> Step:
         "trace": arguments.get("trace"),
     }
     model = penstock.initialize(build(arguments), {"model_parallelism": section})
+    if made is not None:
+        made.append(model)
     return penstock_step(model, tokens(arguments))
+
+
+def saved_and_loaded(arguments: dict[str, Any]) -> Step:
+    """A checkpoint of two stages with the optimizer's state, written and read again."""
+    import penstock
+
+    step = penstock_pipeline({**arguments, "schedule": "1f1b"}, made := [])
+    optimizer = torch.optim.Adam(made[0].parameters(), lr=0.0)
+    step()
+    optimizer.step()
+    folder = Path(tempfile.gettempdir()) / f"checkpoint_of_port_{os.environ['MASTER_PORT']}"
+
+    def save_and_load() -> Figures:
+        state = {"model": made[0], "optimizer": optimizer}
+        penstock.save_checkpoint(folder, step=1, keep_last=1, **state)
+        penstock.load_checkpoint(folder, **state)
+        return {"loss": 0.0}
+
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return save_and_load
 
 
 def one_stage_pipelines(arguments: dict[str, Any]) -> Step:
@@ -236,6 +263,7 @@ KINDS = {
     "ddp": data_parallel,
     "fsdp": fully_sharded,
     "penstock": penstock_pipeline,
+    "checkpoint": saved_and_loaded,
     "one-stage pipelines": one_stage_pipelines,
     "torch": torch_pipeline,
     "deepspeed": deepspeed_pipeline,

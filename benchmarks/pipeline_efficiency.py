@@ -61,11 +61,20 @@ def real_compute(rounds: int, steps: int, contestants: Collection[str], file: st
     to_torch_1f1b = {name: ratio_of(results["torch Schedule1F1B"], runs, "seconds") for name, runs in results.items()}
     ran = [name for name in results if name.startswith("torch") and not math.isnan(to_torch_1f1b[name])]
     best_torch = max(ran, key=to_torch_1f1b.__getitem__, default="torch Schedule1F1B")
-    columns = ("", "seconds a step", "min - max", "efficiency", "speed to torch's 1F1B", "to torch's best", "loss")
+    columns = (
+        "",
+        "seconds a step",
+        "min - max",
+        "efficiency",
+        "speed to torch's 1F1B",
+        "to torch's best",
+        "CPU",
+        "loss",
+    )
     title = "Two stages on two cores: one step of a 12-block GPT-2"
     table = Comparison(file, title, columns, {**common, "steps": steps, "rounds": rounds}, results)
     for name, runs in results.items():
-        seconds = median_of(runs, "seconds")
+        seconds, processes = median_of(runs, "seconds"), CONTESTANTS[name][1]
         if math.isnan(seconds):
             table.add_missing(name)
             continue
@@ -75,6 +84,8 @@ def real_compute(rounds: int, steps: int, contestants: Collection[str], file: st
             "efficiency": ratio_of(results["one process, one thread"], runs, "seconds") / 2,
             "speed_to_torch_1f1b": to_torch_1f1b[name],
             "speed_to_torch_best": ratio_of(results[best_torch], runs, "seconds"),
+            # Processor time of all ranks over that of the unsplit model.
+            "processor_time": processes * ratio_of(runs, results["one process, one thread"], "cpu"),
         }
         measured, *ratios = (f"{figure:.3f}" for figure in figures.values())
         table.add(name, [measured, spread_of(runs, "seconds"), *ratios, f"{median_of(runs, 'loss'):.5f}"], **figures)

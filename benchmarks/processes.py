@@ -21,6 +21,8 @@ from typing import Any
 from measure import ALLOCATOR, interleave
 
 HERE = Path(__file__).parent
+# Figures that each rank has of its own: memory, processor seconds of a step, page faults of a turn.
+OF_RANKS = ("peak_mib", "cpu", "faults")
 
 
 def free_port() -> int:
@@ -61,7 +63,7 @@ class Contestant:
 
     def run(self, steps: int) -> dict[str, Any]:
         """The answer of the last rank to a turn of `steps` steps, which knows every figure: a pipeline's loss is made
-        there. Its `peak_mib` are those of all ranks.
+        there. Its figures `OF_RANKS` are of each rank.
 
         Raises:
             RuntimeError: a process failed, now or in an earlier turn, or took longer than the timeout.
@@ -73,7 +75,8 @@ class Contestant:
             answers = [self._ask(process, steps) for process in self._processes]
             if None not in answers:
                 self._signal(signal.SIGSTOP)
-                return {**answers[-1], "peak_mib": [answer["peak_mib"] for answer in answers]}
+                of_ranks = {name: [answer[name] for answer in answers] for name in OF_RANKS if name in answers[0]}
+                return {**answers[-1], **of_ranks}
             self._failure = self._give_up()
         raise RuntimeError(f"{self._script} {dict(self._arguments)} failed:\n{self._failure}")
 

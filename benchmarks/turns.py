@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -27,16 +28,19 @@ def serve(kinds: Mapping[str, Callable[[dict[str, Any]], Step]]) -> None:
     for _ in range(arguments["warmup"]):
         step()
     for request in requests:
-        seconds, figures = [], []
+        seconds, cpu, figures = [], [], []
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         for _ in range(int(request)):
             barrier()
-            start = time.perf_counter()
+            start, busy = time.perf_counter(), time.process_time()
             figures.append(step())
+            cpu.append(time.process_time() - busy)
             barrier()
             seconds.append(time.perf_counter() - start)
-        peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        of_rank = {"peak_mib": used.ru_maxrss / 1024, "cpu": statistics.median(cpu), "faults": used.ru_minflt - faults}
         lists = {name: [entry[name] for entry in figures] for name in figures[0]}
-        answers.write(json.dumps({"seconds": seconds, **lists, "peak_mib": peak_mib}) + "\n")
+        answers.write(json.dumps({"seconds": seconds, **lists, **of_rank}) + "\n")
         answers.flush()
     if dist.is_initialized():
         dist.destroy_process_group()

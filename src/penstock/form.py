@@ -14,7 +14,8 @@ from torch import nn
 
 from penstock.layout.layout import Layout
 from penstock.modeling.graph.dummy_inputs import arguments_by_name
-from penstock.modeling.graph.units import list_units
+from penstock.modeling.graph.shapes import ShapeFunctions
+from penstock.modeling.graph.units import units_and_functions
 from penstock.modeling.instrumentation import known_of, record_of
 from penstock.nested import is_record, walkable
 from penstock.rooms import room, sharding_of
@@ -31,11 +32,13 @@ from penstock.schedule.generators import AUTO, settle
 
 class UnitsAndCosts(NamedTuple):
     """What all ranks know before they plan: the model's units, what each costs in rank 0's estimate, so that all ranks
-    balance the same numbers, and the bytes that the run may use of each device (None without a limit)."""
+    balance the same numbers, the bytes that the run may use of each device (None without a limit), and the units' shape
+    functions."""
 
     units: list[str]
     costs: list[float]
     memory: float | None
+    functions: ShapeFunctions
 
 
 @dataclass(frozen=True)
@@ -74,14 +77,17 @@ def form(
     mark_packed = room("mark_packed")
     require_agreement({**facts_of(mark_packed(model)), **facts}, board)
     ranks = world_ranks(board)
-    planned = plan(_find(model, units, ranks, loss_in_chunks), ranks)
+    found = _find(model, units, ranks, loss_in_chunks)
+    planned = plan(found, ranks)
     layout, options = planned.layout, _with_found_dims(model, planned, ranks)
     if ranks.rank == 0:
         room("announce")(type(model).__name__, layout, planned.schedules, planned.microbatches, planned.costs)
     if make is not None:
         model = mark_packed(make(layout, ranks))
     sharding = sharding_of(layout)
-    return model, parallelize(model, layout, planned.make_schedule, board, make_sharding=sharding, **options)
+    return model, parallelize(
+        model, layout, planned.make_schedule, board, make_sharding=sharding, functions=found.functions, **options
+    )
 
 
 def settled(schedule: Any, model: nn.Module) -> Any:
@@ -90,17 +96,22 @@ def settled(schedule: Any, model: nn.Module) -> Any:
 
 
 def _find(model: nn.Module, units: Sequence[str] | None, ranks: Ranks, loss_in_chunks: bool) -> UnitsAndCosts:
-    known = list(units or ())
+    found: list[tuple[list[str], ShapeFunctions]] = []
 
     def find() -> tuple[list[float], float | None]:
-        known.extend([] if known else list_units(model))
-        costs = room("unit_costs")(model, known, loss_in_chunks=loss_in_chunks) if ranks.rank == 0 else []
+        given = units and (list(units), ShapeFunctions({name: model.get_submodule(name) for name in units}))
+        found.append(given or units_and_functions(model))
+        known, functions = found[0]
+        costs = []
+        if ranks.rank == 0:
+            costs = room("unit_costs")(model, known, loss_in_chunks=loss_in_chunks, functions=functions)
         return costs, device_memory()
 
     every = ranks.together("finding the model's units and their costs", find)
+    known, functions = found[0]
     ranks.alike(known, "comparing units", lambda first, theirs, rank: _different_units(model, first, theirs, rank))
     limits = [limit for _, limit in every if limit is not None]
-    return UnitsAndCosts(known, every[0][0], min(limits, default=None))
+    return UnitsAndCosts(known, every[0][0], min(limits, default=None), functions)
 
 
 def _with_found_dims(model: nn.Module, planned: LayoutPlan, ranks: Ranks) -> Mapping[str, Any]:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from penstock.layout.layout import Layout
+from penstock.modeling.graph.shapes import ShapeFunctions
 from penstock.modeling.stage.split import SplitModel, refuse_moved
 from penstock.modeling.weights.names import alias_groups
 from penstock.runtime import torch_calls
@@ -45,6 +46,7 @@ def parallelize(
     make_weights: Callable[[torch.device], Any] | None = None,
     make_sharding: Callable[..., Any] | None = None,
     values: Values | None = None,
+    functions: ShapeFunctions | None = None,
     **options: Any,
 ) -> Engine:
     """Split `model` for this rank's place in `layout`, move it to this rank's device, and form the engine.
@@ -59,6 +61,7 @@ def parallelize(
             tied, makes what shards its weights, such as `TensorParallel`; for a layout of several such ranks.
         make_weights: makes those of this rank's stages on a device, of a model on the meta device.
         values: on a rank that joins others which call `reform`, fills in what it holds.
+        functions: the units' shape functions, if there are some already.
         options: of the `Engine`.
     """
     place = layout.place_of(dist.get_rank())
@@ -69,7 +72,7 @@ def parallelize(
         if make_sharding is None:
             raise TypeError(f"a layout of tensor_parallel_size {layout.tensor_parallel_size} needs make_sharding")
         sharding = make_sharding(model, place.tensor_parallel_rank, layout.tensor_parallel_size, aliases)
-    split = SplitModel(model, mine.stages, own, sharding, aliases)
+    split = SplitModel(model, mine.stages, own, sharding, aliases, functions)
     device = local_device()
     (make_weights or model.to)(device)
     engine = Engine(split, device, **options)

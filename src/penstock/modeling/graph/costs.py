@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import flop_registry
 
 from penstock.modeling.graph.chunked_loss import head_unit
 from penstock.modeling.graph.dataflow import ReachedInside, Value
@@ -38,6 +38,7 @@ def unit_costs(
     tokens: int = TOKENS,
     inputs: Mapping[str, Any] | None = None,
     loss_in_chunks: bool = False,
+    functions: ShapeFunctions | None = None,
 ) -> list[float]:
     """The relative cost of each unit, from the operations its shape function counts; nothing is computed.
 
@@ -48,15 +49,17 @@ def unit_costs(
         model: a model whose units are these; left as it was.
         inputs: arguments of a forward, for a model that does not run on inputs made from its configuration.
         loss_in_chunks: whether the backward runs head and loss again.
+        functions: the units' shape functions, if there are some already.
 
     Returns:
         One positive number per unit, 1.0 on average. Comparable within one call only.
     """
     guesses = chain(dummy_inputs(model, batch=1, tokens=tokens), dummy_inputs(model)) if inputs is None else (inputs,)
+    functions = functions or ShapeFunctions({name: model.get_submodule(name) for name in units})
     for arguments in guesses:
         with contextlib.suppress(Untraceable, ReachedInside, NotImplementedError):
-            costs = _counted(model, units, tokens, arguments)
-            head = head_unit(model, {name: model.get_submodule(name) for name in units}) if loss_in_chunks else None
+            costs = _counted(model, functions, tokens, arguments)
+            head = head_unit(model, functions.units) if loss_in_chunks else None
             # A forward, and a backward that takes as long as two.
             return _relative([cost * (4 / 3 if name == head else 1) for name, cost in zip(units, costs, strict=True)])
     return _relative([sum(p.numel() for p in model.get_submodule(name).parameters()) for name in units])
@@ -68,27 +71,28 @@ def _relative(costs: Sequence[float]) -> list[float]:
     return [cost / mean for cost in positive]
 
 
-def _counted(model: nn.Module, units: Sequence[str], tokens: int, arguments: Mapping[str, Any]) -> list[float]:
+def _counted(model: nn.Module, functions: ShapeFunctions, tokens: int, arguments: Mapping[str, Any]) -> list[float]:
     """What one forward on `arguments` costs in each unit, in multiply-adds."""
-    functions = ShapeFunctions({name: model.get_submodule(name) for name in units})
-    costs = dict.fromkeys(units, 0.0)
+    costs = dict.fromkeys(functions.units, 0.0)
 
     @contextmanager
     def metered(name: str) -> Iterator[None]:
-        traffic = _Traffic()
-        with FlopCounterMode(display=False) as flops, traffic:
+        with _Meter() as meter:
             yield
-        costs[name] += flops.get_total_flops() + FLOPS_PER_ELEMENT * traffic.elements
+        costs[name] += meter.cost
 
     functions.around = metered
-    found = trace_units(model, functions, arguments)
+    try:
+        found = trace_units(model, functions, arguments)
+    finally:
+        functions.around = None
     # Expert layers have no meta kernel; every token passes through some of the experts.
     active = _active_share(getattr(model, "config", None))
     last = found.calls[-1]
     logits = found.shapes.get(Value(last.unit, last.index, 0))
     if logits is not None:
         costs[last.unit] = costs.get(last.unit, 0.0) + LOSS_PASSES * FLOPS_PER_ELEMENT * math.prod(logits.shape)
-    return [costs[name] + 2 * tokens * active * functions.assumed_parameters(name) for name in units]
+    return [costs[name] + 2 * tokens * active * functions.assumed_parameters(name) for name in functions.units]
 
 
 def _active_share(config: Any) -> float:
@@ -101,13 +105,16 @@ def _active_share(config: Any) -> float:
     return 1.0
 
 
-class _Traffic(TorchDispatchMode):
-    """Counts the elements that operations write."""
+class _Meter(TorchDispatchMode):
+    """Counts what operations cost: by torch's own formulas, and the elements that they write."""
 
-    elements = 0
+    cost = 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
+        if (formula := flop_registry.get(func._overloadpacket)) is not None:
+            self.cost += formula(*args, **(kwargs or {}), out_val=output)
         if not func.is_view:
-            self.elements += sum(x.numel() for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor))
+            written = sum(x.numel() for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor))
+            self.cost += FLOPS_PER_ELEMENT * written
         return output

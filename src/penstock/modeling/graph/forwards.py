@@ -79,7 +79,8 @@ class Forwards:
     many samples, or images, there are.
 
     Args:
-        units: name and module of each unit, with which the shape functions are made at once.
+        units: name and module of each unit.
+        functions: their shape functions, which are made at once if there are none, or of other modules.
 
     Attributes:
         interceptor: of the units and of the dropout modules between them.
@@ -87,10 +88,11 @@ class Forwards:
         call: the model's own forward, whatever a face makes of calling the model later.
     """
 
-    def __init__(self, model: nn.Module, units: dict[str, nn.Module]) -> None:
+    def __init__(self, model: nn.Module, units: dict[str, nn.Module], functions: ShapeFunctions | None = None) -> None:
         self.model = model
         self.units = units
-        self.functions = ShapeFunctions(units)
+        same = functions is not None and functions.units == units
+        self.functions = functions if functions is not None and same else ShapeFunctions(units)
         self.interceptor = Interceptor()
         self.call = MethodType(original_class(type(model)).__call__, model)
         self._signature = inspect.signature(model.forward)

@@ -37,9 +37,15 @@ def list_units(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> lis
             Of a PeftModel, the names are those in the model inside.
         inputs: arguments of a forward, for a model that does not run on dummy inputs made from its configuration.
     """
+    return units_and_functions(model, inputs)[0]
+
+
+def units_and_functions(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> tuple[list[str], ShapeFunctions]:
+    """See `list_units`; with the units' shape functions."""
     if isinstance(model, nn.Module) and not isinstance(base_of(model), PreTrainedModel):
         separate_shared_blocks(model)
-    return list(traced_units(base_of(model), inputs)[0])
+    units, _, functions, _ = traced_units(base_of(model), inputs)
+    return list(units), functions
 
 
 def separate_shared_blocks(model: nn.Module) -> None:

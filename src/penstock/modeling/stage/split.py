@@ -14,6 +14,7 @@ from penstock.modeling.graph.chunked_loss import head_unit
 from penstock.modeling.graph.forwards import Forwards, TracedForward
 from penstock.modeling.graph.loss import Criterion, loss_by
 from penstock.modeling.graph.plan import ForwardPlan, StagePlan, make_plan, make_stage_plan, refusal
+from penstock.modeling.graph.shapes import ShapeFunctions
 from penstock.modeling.instrumentation import known_of, record_of
 from penstock.modeling.placeholders.ghosts import (
     absent_parameters,
@@ -50,6 +51,7 @@ class SplitModel:
         sharding: how the weights are sharded among the ranks that share this one's stages, such as a `TensorParallel`
             of the whole model; None if they are not.
         aliases: of a model whose foreign units are ghosts, what is tied in the whole one, if it is known.
+        functions: shape functions of the units, if there are some already.
 
     Attributes:
         aliases: every parameter of the unsplit model as the tuple of its names, in the model's order.
@@ -67,6 +69,7 @@ class SplitModel:
         local_stages: Collection[int],
         sharding: Any = None,
         aliases: list[tuple[str, ...]] | None = None,
+        functions: ShapeFunctions | None = None,
     ) -> None:
         self.model = model
         placement = checked_placement(model, stages, local_stages)
@@ -76,7 +79,7 @@ class SplitModel:
         self.random = draws_random_numbers(model)
         self.tensor_parallel = sharding
         # Of whole units: what crosses between units is whole, however a unit computes it.
-        self._forwards = Forwards(model, {name: model.get_submodule(name) for name in placement})
+        self._forwards = Forwards(model, {name: model.get_submodule(name) for name in placement}, functions)
         self._stage_plans: dict[tuple[str, int], StagePlan] = {}
         self._place(stages, local_stages, placement)
         if self.tensor_parallel is not None:
