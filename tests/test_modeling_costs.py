@@ -9,6 +9,7 @@ from torch.distributions import Distribution
 
 from families import FAMILIES
 from penstock.modeling.graph.costs import unit_costs
+from penstock.modeling.graph.shapes import ShapeFunctions
 from penstock.modeling.graph.units import list_units
 
 
@@ -54,3 +55,11 @@ def test_costs_do_not_depend_on_what_the_process_did_before() -> None:
         assert unit_costs(model, units) == checked
     finally:
         Distribution.set_default_validate_args(before)
+
+
+def test_costs_stand_in_the_order_of_the_units_whatever_that_of_their_shape_functions() -> None:
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=500))
+    units = list_units(model)
+    functions = ShapeFunctions({name: model.get_submodule(name) for name in reversed(units)})
+    assert unit_costs(model, units, functions=functions) == unit_costs(model, units)
+    assert unit_costs(model, units, functions=functions) == unit_costs(model, units)  # they are as they were

@@ -58,7 +58,8 @@ def unit_costs(
     functions = functions or ShapeFunctions({name: model.get_submodule(name) for name in units})
     for arguments in guesses:
         with contextlib.suppress(Untraceable, ReachedInside, NotImplementedError):
-            costs = _counted(model, functions, tokens, arguments)
+            counted = _counted(model, functions, tokens, arguments)
+            costs = [counted[name] for name in units]
             head = head_unit(model, functions.units) if loss_in_chunks else None
             # A forward, and a backward that takes as long as two.
             return _relative([cost * (4 / 3 if name == head else 1) for name, cost in zip(units, costs, strict=True)])
@@ -71,7 +72,9 @@ def _relative(costs: Sequence[float]) -> list[float]:
     return [cost / mean for cost in positive]
 
 
-def _counted(model: nn.Module, functions: ShapeFunctions, tokens: int, arguments: Mapping[str, Any]) -> list[float]:
+def _counted(
+    model: nn.Module, functions: ShapeFunctions, tokens: int, arguments: Mapping[str, Any]
+) -> dict[str, float]:
     """What one forward on `arguments` costs in each unit, in multiply-adds."""
     costs = dict.fromkeys(functions.units, 0.0)
 
@@ -92,7 +95,7 @@ def _counted(model: nn.Module, functions: ShapeFunctions, tokens: int, arguments
     logits = found.shapes.get(Value(last.unit, last.index, 0))
     if logits is not None:
         costs[last.unit] = costs.get(last.unit, 0.0) + LOSS_PASSES * FLOPS_PER_ELEMENT * math.prod(logits.shape)
-    return [costs[name] + 2 * tokens * active * functions.assumed_parameters(name) for name in functions.units]
+    return {name: cost + 2 * tokens * active * functions.assumed_parameters(name) for name, cost in costs.items()}
 
 
 def _active_share(config: Any) -> float:
