@@ -355,13 +355,13 @@ def levers(rounds: int) -> None:
             cells = [readable(of(one)) for of in (max, sum) for one in (less, more)]
             table.add(lever, [*cells, f"{ratio:.2f}"], bytes=[less, more], seconds=seconds, ratio=ratio)
             print(lever, *cells, f"{ratio:.3f}", flush=True)
+            table.write(  # also of what was seen until it is stopped
+                "Each lever beside those above it; the last one over two pipelines of one stage, with the first two. "
+                "Seconds: the median over rounds of the ratio of two steps, one after the other. A CPU unpacks 4 bits "
+                "by code that no GPU runs.",
+                "one run of each peak; steps in turn",
+            )
     pool.close()
-    table.write(
-        "Each lever beside those above it; the last one over two pipelines of one stage, with the first two. Seconds: "
-        "the median over rounds of the ratio of two steps, one after the other. A CPU unpacks 4 bits by code that no "
-        "GPU runs.",
-        "one run of each peak; steps in turn",
-    )
 
 
 def main() -> None:
@@ -371,7 +371,7 @@ def main() -> None:
     of_peaks = commands.add_parser("peaks")
     of_peaks.add_argument("models", nargs="*", default=[*CONFIGS])
     of_peaks.add_argument("--only", default="", help="ways in whose name this stands")
-    commands.add_parser("levers").add_argument("--rounds", type=int, default=8)
+    commands.add_parser("levers").add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     if options.command == "peaks":

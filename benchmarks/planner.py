@@ -46,7 +46,7 @@ def oracle(which: str) -> None:
             marks.append(time.process_time())
             return marks[-1] - marks[-2]
 
-        templates = find_splits(Chain(profile.parts(), cluster, microbatches))
+        templates = find_splits(Chain(profile.parts, cluster, microbatches))
         by_formula = [found for found, _ in layouts(templates, cluster.counts, microbatches, copies)]
         passed()
         formula = best_by_brute_force(profile, cluster, microbatches, copies)

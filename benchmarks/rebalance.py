@@ -68,7 +68,7 @@ def rebalance(profile: Profile, trace: str | Path, sizes: Sequence[int] | None =
         ValueError: the file is no timeline of a step, or does not fit the model.
     """
     schedule, times, measured = read_step(trace)
-    parts = profile.parts()
+    parts = profile.parts
     num_stages = schedule.num_stages
     if num_stages > len(parts):
         raise ValueError(f"{trace} has {num_stages} stages, but {profile.model} has only {len(parts)} parts")

@@ -398,6 +398,10 @@ def test_fit_gives_a_verdict_a_table_and_a_configuration(tmp_path: Path) -> None
     section = json.loads(next(line for line in lines if line.startswith("{")))
     assert Configuration.from_any(section).micro_batch_size == 1
     assert run(*arguments, "--memory", "1KB").output.startswith("It does not fit in any of these ways. Nearest is nf4")
+    assert "The fullest device, in kB." in " ".join(result.output.split()) and "bf16" in result.output
+    # A T4 does not compute in bfloat16.
+    older = run("fit", "test_cli:small_gpt2", "--length", 16, "--lora-rank", 4, "--devices", "t4:2").output
+    assert "LoRA 4" in older and "bf16" not in older and "torch.bfloat16" not in older
 
 
 def test_experts_are_planned_in_float32() -> None:

@@ -57,7 +57,7 @@ def cluster(devices: str, memory: str | None = None, speed: str | None = None, *
 def test_the_search_finds_the_optimum_of_all_layouts(first: int) -> None:
     for seed in range(first, first + 25):
         profile, devices, microbatches, copies = random_case(seed, most_devices=6, most_units=9)
-        templates = find_splits(Chain(profile.parts(), devices, microbatches))
+        templates = find_splits(Chain(profile.parts, devices, microbatches))
         found = [seconds for seconds, _ in layouts(templates, devices.counts, microbatches, copies)]
         assert found == sorted(found, reverse=True)
         best = best_by_brute_force(profile, devices, microbatches, copies)
@@ -117,7 +117,7 @@ def test_large_clusters_are_solved_by_a_linear_program_to_within_a_few_percent()
     """1,000 devices with so many microbatches that the bubble is small: at best all compute all the time."""
     devices = cluster("a:300,b:700", "a=40GB,b=9GB", "a=1,b=0.4")
     profile = gpt(30)
-    templates = find_splits(Chain(profile.parts(), devices, 80_000))
+    templates = find_splits(Chain(profile.parts, devices, 80_000))
     *_, (seconds, splits) = layouts(templates, devices.counts, 80_000, 1)
     work = 80_000 * sum(unit.seconds for unit in profile.units)
     assert work / (300 + 0.4 * 700) <= seconds <= 1.02 * work / (300 + 0.4 * 700)
@@ -127,7 +127,7 @@ def test_large_clusters_are_solved_by_a_linear_program_to_within_a_few_percent()
 
 def test_what_must_stay_together_is_one_part() -> None:
     units = [UnitCost(name, 1, 1, 1) for name in ("wte", "wpe", "h.0", "h.1", "ln_f", "head")]
-    parts = Profile("gpt", tuple(units)).parts()
+    parts = Profile("gpt", tuple(units)).parts
     assert [[unit.name for unit in part] for part in parts] == [["wte", "wpe"], ["h.0"], ["h.1"], ["ln_f", "head"]]
 
 

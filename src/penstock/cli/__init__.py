@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import logging
 import os
@@ -39,7 +40,8 @@ app = typer.Typer(
 
 def main() -> None:
     """The console script, and `python -m penstock`."""
-    gc.set_threshold(100_000, 50, 50)  # imports make millions of objects, and they stay
+    gc.set_threshold(1_000_000, 50, 50)  # imports make millions of objects, and they stay
+    atexit.register(gc.freeze)  # the interpreter would look through all of them once more at its end
     for library in ("TRANSFORMERS", "DIFFUSERS"):
         os.environ.setdefault(f"{library}_VERBOSITY", "error")  # their notes are for scripts that train
     for name in ("bitsandbytes", "torchao", "torch.utils._pytree"):  # which these import

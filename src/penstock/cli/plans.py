@@ -306,7 +306,7 @@ def fit(
     Example: penstock fit LlamaForCausalLM --devices 3090:3 --length 2048 --lora-rank 16
     """
     with waiting("following the model"):
-        from penstock.planning.cluster import USUAL_BETWEEN, USUAL_INSIDE, Cluster, parse_devices
+        from penstock.planning.cluster import USUAL_BETWEEN, USUAL_INSIDE, WITHOUT_BFLOAT16, Cluster, parse_devices
         from penstock.planning.fit import profiles_of, ways
         from penstock.planning.report import draw_memory, fit_text
 
@@ -321,41 +321,43 @@ def fit(
         sizes = f"{type(subject).__name__}{' in its default size' * model.isidentifier()}"
         on = f"{devices} devices as fast as an A100" if devices.isdigit() else devices
         about = f"{sizes}, {sum(each.numel() for each in subject.parameters()):,} parameters, estimated for {on}"
-        profiles = profiles_of(subject, _recipes(lora_rank), microbatch, length, fastest)
-        found = ways(profiles, cluster, global_batch // microbatch)
+        without = sorted({kind.name for kind in classes} & WITHOUT_BFLOAT16)
+        about += f"; no bfloat16 on {' and '.join(without)}" * bool(without)
         checkpointing = next((name for name in ENABLING if hasattr(subject, name)), "gradient checkpointing")
+        profiles = profiles_of(subject, _recipes(lora_rank, not without), microbatch, length, fastest)
+        found = ways(profiles, cluster, global_batch // microbatch)
     print(fit_text(found, about, global_batch, microbatch, None if inputs else length, checkpointing))
     if plot is not None:
         print(f"drawn to {draw_memory(found, plot)}")
 
 
-def _recipes(lora_rank: int | None) -> list[Recipe]:
-    """What `fit` tries: what changes training least comes first."""
+def _recipes(lora_rank: int | None, bfloat16: bool = True) -> list[Recipe]:
+    """What `fit` tries: what changes training least comes first.
+
+    Args:
+        bfloat16: whether the devices compute in it. Without it only a frozen base is in 16 bits, in float16.
+    """
     import torch
 
     from penstock.integrations.outlines import adapt, pack
     from penstock.planning.fit import Recipe
 
-    whole, half = torch.float32, torch.bfloat16
-    recipes = [
-        Recipe("float32", whole),
-        Recipe("float32, sharded", whole, sharded=True),
-        # Two numbers of 32 bits are four of 16.
-        Recipe("bf16, Adam f32", half, ("bitsandbytes.optim.AdamW, whose states are float32",), states=4),
-        Recipe("bfloat16", half),
-        Recipe("bf16, sharded", half, sharded=True),
-    ]
+    whole, half = torch.float32, torch.bfloat16 if bfloat16 else torch.float16
+    recipes = [Recipe("float32", whole), Recipe("float32, sharded", whole, sharded=True)]
+    if bfloat16:
+        recipes += [
+            # Two numbers of 32 bits are four of 16.
+            Recipe("bf16, Adam f32", half, ("bitsandbytes.optim.AdamW, whose states are float32",), states=4),
+            Recipe("bfloat16", half),
+            Recipe("bf16, sharded", half, sharded=True),
+        ]
     if lora_rank is not None:
         config = f'LoraConfig(r={lora_rank}, target_modules="all-linear")'
-        four = 'BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)'
-
-        def on_packed(model: nn.Module) -> None:
-            adapt(model, lora_rank)
-            pack(model, "nf4")
-
+        four = f'BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype={half})'
+        lines = (config,) if bfloat16 else (config, "torch.amp.GradScaler(), as gradients of float16 underflow")
         recipes += [
-            Recipe(f"LoRA {lora_rank}", half, (config,), change=lambda model: adapt(model, lora_rank)),
-            Recipe(f"nf4, LoRA {lora_rank}", half, (four, config), change=on_packed),
+            Recipe(f"LoRA {lora_rank}", half, lines, change=lambda model: adapt(model, lora_rank)),
+            Recipe(f"nf4, LoRA {lora_rank}", half, (four, *lines), change=lambda model: pack(model, "nf4")),
         ]
     return recipes
 

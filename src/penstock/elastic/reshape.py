@@ -67,7 +67,7 @@ def best_shapes(
     """For each number of devices that can hold the model, the best pipeline on so many equal ones. `memory`: bytes of
     each device. `stage_to_rank`: for each number of devices its stages' devices, under the schedule that the run has.
     """
-    parts = profile.parts()
+    parts = profile.parts
     seconds = {unit.name: unit.seconds for unit in profile.units}
     cluster = Cluster((DeviceClass("device", most_devices, memory=memory),))
     found: dict[int, Shape] = {}

@@ -15,10 +15,14 @@ BITS = {"nf4": 4 + 32 / 64, "fp4": 4 + 32 / 64, "nf4-double": 4 + 8 / 64 + 32 / 
 
 
 def pack(model: nn.Module, kind: str) -> None:
-    """Pack the weights of every adapted layer: as transformers does with `quantization_config`, of all but the head."""
+    """Pack the weights of every adapted layer: as transformers does with `quantization_config`, of all but the head
+    and of what the model keeps in float32."""
     if kind not in BITS:
         raise ValueError(f"quantization must be one of {', '.join(BITS)}, but is {kind!r}")
-    for adapted in [module for module in model.modules() if isinstance(module, _Adapted)]:
+    whole = getattr(model, "_keep_in_fp32_modules", None) or ()
+    for name, adapted in list(model.named_modules()):
+        if not isinstance(adapted, _Adapted) or set(whole) & set(name.split(".")):
+            continue
         inner, outer = _sizes(adapted.layer)
         weight = torch.empty(round(inner * outer * BITS[kind] / 8), dtype=torch.uint8, device="meta")
         adapted.layer = Unpacking(inner, outer, weight, adapted.layer.bias)
@@ -47,6 +51,15 @@ class _Adapted(nn.Module):
         self.layer = layer
         self.down = nn.Linear(inner, rank, bias=False, device="meta", dtype=torch.float32)
         self.up = nn.Linear(rank, outer, bias=False, device="meta", dtype=torch.float32)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The layer's, as `bias`: code of T5 and Mamba asks for them."""
+        return self.layer.weight
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        return self.layer.bias
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         output: torch.Tensor = self.layer(input)

@@ -30,6 +30,8 @@ KNOWN_DEVICES: dict[str, tuple[float, float]] = {
     "4090": (165e12, 24e9),
     "3090": (71e12, 24e9),
 }
+# Of these, those that do not compute in bfloat16.
+WITHOUT_BFLOAT16 = frozenset({"v100", "t4"})
 
 
 @dataclass(frozen=True)

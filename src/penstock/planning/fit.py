@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import copy
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -32,7 +32,7 @@ class Recipe:
         lines: what to write for it.
         states: as `optimizer_states` of `profile_model`.
         sharded: whether the holders of a parameter divide its optimizer's state.
-        change: what is done to the model.
+        change: what is done to the model, which the recipes before it have changed already.
     """
 
     name: str
@@ -112,7 +112,7 @@ def profiles_of(
     model: nn.Module, recipes: Sequence[Recipe], microbatch: int, length: int, operations_per_second: float
 ) -> Iterator[tuple[Recipe, int | None, Profile]]:
     """The costs of a model in every way to train it, from its configuration alone: with whole logits and, if the model
-    can, with those of a chunk.
+    can, with those of a chunk. The model is changed; recipes of one type follow each other.
 
     Raises:
         NotImplementedError: the model cannot be split.
@@ -120,21 +120,29 @@ def profiles_of(
     followed: dict[torch.dtype, Followed] = {}
     chunks: tuple[int | None, ...] = (None,)
     for recipe in recipes:
-        nn.Module.to(model, recipe.dtype)  # models of diffusers warn of it
         if recipe.dtype not in followed:
+            nn.Module.to(model, recipe.dtype)  # models of diffusers warn of it
             followed[recipe.dtype] = follow(model, microbatch, length)
             if len(followed) == 1:
                 with contextlib.suppress(ChunkedLossError):
                     chunked_head(model, followed[recipe.dtype])
                     chunks = (None, CHUNK)
-        changed = model
         if recipe.change is not None:
-            recipe.change(changed := copy.deepcopy(model))
+            recipe.change(model)
         for chunk in chunks:
-            yield recipe, chunk, profile_model(
-                changed, microbatch, length, operations_per_second=operations_per_second,
-                optimizer_states=recipe.states, loss_chunk_tokens=chunk, followed=followed[recipe.dtype],
-            )  # fmt: skip
+            try:
+                profile = profile_model(
+                    model, microbatch, length, operations_per_second=operations_per_second,
+                    optimizer_states=recipe.states, loss_chunk_tokens=chunk, followed=followed[recipe.dtype],
+                )  # fmt: skip
+            except RuntimeError as error:
+                if recipe.change is None:
+                    raise
+                raise NotImplementedError(
+                    f"{recipe.name}: this {type(model).__name__} computes with the weights of linear layers itself, "
+                    f"which then are packed or have adapters: {error}"
+                ) from error
+            yield recipe, chunk, profile
 
 
 def _planned(jobs: Sequence[Job]) -> tuple[Plan | None, Plan | None, str]:
@@ -151,3 +159,8 @@ def best(found: Sequence[Way]) -> Way | None:
     """The first of the fastest that fit: what changes the model least comes first."""
     fitting = [way for way in found if way.plan is not None]
     return min(fitting, key=lambda way: way.plan.seconds if way.plan else 0.0, default=None)
+
+
+def nearest(found: Sequence[Way]) -> Way:
+    """The one whose fullest device needs least."""
+    return min(found, key=lambda way: way.shown.fullest[1].total if way.shown else math.inf)

@@ -89,11 +89,14 @@ class Held:
         weights = gradients = optimizer = kept = working = deferred = splitting = output = forwarding = 0.0
         tied: dict[str, tuple[str, float, float]] = {}
         for part in parts:
-            twice = [state for name, state in part.tied_state().items() if name in tied]
-            weights += part.weights - sum(state[0] for state in twice)
-            gradients += part.gradients - sum(state[1] for state in twice)
-            optimizer += part.optimizer - sum(state[2] for state in twice)
-            tied |= {one[0]: one for one in part.tied}
+            weights += part.weights
+            gradients += part.gradients
+            optimizer += part.optimizer
+            if part.tied:
+                for name, state in part.tied_state().items():
+                    if name in tied:  # one weight, held once
+                        weights, gradients, optimizer = weights - state[0], gradients - state[1], optimizer - state[2]
+                tied |= {one[0]: one for one in part.tied}
             own = part.working if part.splitting is None else part.splitting
             put_off = part.kept if part.deferred is None else part.deferred
             working = max(working - part.kept, part.working)
@@ -236,13 +239,16 @@ def _ahead(num_bytes: float) -> int:
     return max(RECEIVES_AHEAD, int(BYTES_AHEAD // max(1.0, num_bytes)))
 
 
+def unit_of(num_bytes: float) -> tuple[str, float]:
+    """The unit to write a number of bytes in, and how many bytes that is."""
+    power = next((power for power in range(4) if num_bytes < 1000 ** (power + 1)), 4)
+    return ("bytes", "kB", "MB", "GB", "TB")[power], 1000.0**power
+
+
 def readable(num_bytes: float) -> str:
     """A number of bytes in a readable form."""
-    units = ["bytes", "kB", "MB", "GB", "TB"]
-    power = 0
-    while num_bytes >= 1000 and power < len(units) - 1:
-        num_bytes, power = num_bytes / 1000, power + 1
-    return f"{num_bytes:.3g} {units[power]}"
+    unit, size = unit_of(num_bytes)
+    return f"{num_bytes / size:.3g} {unit}"
 
 
 def parse_bytes(text: str) -> float:

@@ -65,8 +65,10 @@ class Job:
         return self._parts(True) if self.checkpointing == "stages" else None
 
     def _parts(self, checkpointing: bool) -> tuple[tuple[UnitCost, ...], ...]:
-        parts, shares = self.profile.parts(checkpointing), max(1, self.sharded)
-        return tuple(tuple(replace(unit, optimizer=unit.optimizer / shares) for unit in part) for part in parts)
+        parts = self.profile.recomputed_parts if checkpointing else self.profile.parts
+        if not self.sharded:
+            return parts
+        return tuple(tuple(replace(unit, optimizer=unit.optimizer / self.sharded) for unit in one) for one in parts)
 
     @cached_property
     def seconds(self) -> list[float]:

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -85,10 +86,19 @@ class Profile:
             if not all(isinstance(number, int | float) and 0 <= number < math.inf for number in numbers):
                 raise ValueError(f"the profile of {self.model} has a number that is not positive: {unit}")
 
-    def parts(self, checkpointing: bool = False) -> tuple[tuple[UnitCost, ...], ...]:
+    @cached_property
+    def parts(self) -> tuple[tuple[UnitCost, ...], ...]:
         """The units, those that must stay together as one part: the ones before the first block, the ones after the
         last, and those without a boundary between them."""
-        units = [unit.checkpointed() if checkpointing else unit for unit in self.units]
+        return self._joined(self.units)
+
+    @cached_property
+    def recomputed_parts(self) -> tuple[tuple[UnitCost, ...], ...]:
+        """As `parts`, with gradient checkpointing."""
+        return self._joined([unit.checkpointed() for unit in self.units])
+
+    @staticmethod
+    def _joined(units: Sequence[UnitCost]) -> tuple[tuple[UnitCost, ...], ...]:
         first, last = end_modules([unit.name for unit in units])
         parts: list[tuple[UnitCost, ...]] = []
         for index, unit in enumerate(units):

@@ -15,8 +15,8 @@ from rich.table import Column, Table
 
 from penstock.layout.announce import compact
 from penstock.pictures.tables import as_text
-from penstock.planning.fit import Way, best
-from penstock.planning.memory import readable
+from penstock.planning.fit import Way, best, nearest
+from penstock.planning.memory import readable, unit_of
 from penstock.planning.plan import Plan, PlannedPipeline
 
 
@@ -72,16 +72,17 @@ def fit_text(found: Sequence[Way], about: str, samples: int, microbatch: int, to
         enable: the model's method that has activations recomputed.
     """
     chosen = best(found)
+    parts = [way.parts() for way in found]
+    unit, scale = unit_of(max(max(one.values()) for one in parts))
     table = Table(
         Column("way", no_wrap=True), Column("with"),
         *(Column(name, justify="right", no_wrap=True) for name in SHORT),
         Column("fits", justify="center"), Column("tok/s" if tokens else "samples/s", justify="right"),
-        title=f"{about}. The fullest device, in GB. ckpt: activations recomputed; chunk: loss_chunk_tokens",
+        title=f"{about}. The fullest device, in {unit}. ckpt: activations recomputed; chunk: loss_chunk_tokens",
         box=None, padding=(0, 1, 0, 0),
     )  # fmt: skip
-    for way in found:
-        assert way.shown is not None
-        sizes = [f"{size / 1e9:.2f}" for size in way.parts().values()]
+    for way, own in zip(found, parts, strict=True):
+        sizes = [f"{size / scale:.2f}" for size in own.values()]
         marks = {(0, 0): "", (1, 0): "ckpt", (0, 1): "chunk"}.get(
             (way.checkpointing, bool(way.loss_chunk_tokens)), "both"
         )
@@ -89,7 +90,7 @@ def fit_text(found: Sequence[Way], about: str, samples: int, microbatch: int, to
         speed = "" if math.isnan(rate) else f"{rate:,.0f}" if tokens else f"{rate:.3g}"
         table.add_row(way.recipe.name, marks, *sizes, "yes" if way.plan else "no", speed)
     if chosen is None or chosen.plan is None:
-        least = min(found, key=lambda way: sum(way.parts().values()))
+        least = nearest(found)
         return as_text(f"It does not fit in any of these ways. Nearest is {least.recipe.name}: {least.reason}", table)
     plan = chosen.plan
     verdict = f"It fits: {chosen.recipe.name}" + ", activations recomputed" * chosen.checkpointing
@@ -124,15 +125,16 @@ def draw_memory(found: Sequence[Way], path: Path) -> Path:
     matplotlib.use("svg" if path.suffix == ".svg" else "agg")
     import matplotlib.pyplot as plt
 
-    way = best(found) or min(found, key=lambda way: sum(way.parts().values()))
+    way = best(found) or nearest(found)
     assert way.shown is not None
+    unit, scale = unit_of(max(memory.total for memory in way.shown.memory))
     figure, axes = plt.subplots(figsize=(7, 4))
     bottom = [0.0] * len(way.shown.memory)
     for name in ("weights", "gradients", "optimizer", "activations"):
-        sizes = [getattr(memory, name) / 1e9 for memory in way.shown.memory]
+        sizes = [getattr(memory, name) / scale for memory in way.shown.memory]
         axes.bar(range(len(sizes)), sizes, bottom=bottom, label=name)
         bottom = [low + size for low, size in zip(bottom, sizes, strict=True)]
-    axes.set(xlabel="rank", ylabel="GB", title=way.recipe.name, xticks=range(len(bottom)))
+    axes.set(xlabel="rank", ylabel=unit, title=way.recipe.name, xticks=range(len(bottom)))
     axes.legend()
     figure.savefig(path)
     plt.close(figure)

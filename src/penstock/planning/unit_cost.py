@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import flop_registry
 from transformers.cache_utils import Cache
 
 from penstock.modeling.graph.chunked_loss import ChunkedLogits
@@ -244,16 +244,16 @@ def _memory(
         return tensor
 
     live = LiveBytes()
-    with live, FlopCounterMode(display=False) as flops:
+    with live:
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), _fused_attention() as attention:
             outputs = forward()
         for tensor in returned:
             keep(tensor)
-        products, traffic, most = flops.get_total_flops() + attention.operations, live.written, live.peak
+        products, traffic, most = live.products + attention.operations, live.written, live.peak
         if outputs:
             torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
         del outputs
-    backward_products = flops.get_total_flops() + attention.operations * 3.5 - products  # it runs the forward again
+    backward_products = live.products + attention.operations * 3.5 - products  # it runs the forward again
     of_forward = products + OPERATIONS_PER_BYTE * 2 * traffic
     of_backward = backward_products + OPERATIONS_PER_BYTE * 2 * (live.written - traffic)
     made_here = sum(size for key, size in kept.items() if key not in given)
@@ -306,23 +306,25 @@ def _fused_attention() -> Iterator[SimpleNamespace]:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Follows the storages that operations make: what lives, the most that ever did, and how much was written."""
+    """Follows the storages that operations make: what lives, the most that ever did, and how much was written; and
+    the operations of products."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = self.peak = self.written = 0
+        self.now = self.peak = self.written = self.products = 0
         self._known: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for tensor in pytree.tree_leaves((args, kwargs)):
-            if isinstance(tensor, torch.Tensor):
-                self._follow(tensor.untyped_storage(), counts=False)  # it was there before
-        output = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        for tensor in _tensors((*args, *kwargs.values())):
+            self._follow(tensor.untyped_storage(), counts=False)  # it was there before
+        output = func(*args, **kwargs)
+        if func._overloadpacket in flop_registry:
+            self.products += flop_registry[func._overloadpacket](*args, **kwargs, out_val=output)
         if not func.is_view:
-            for tensor in pytree.tree_leaves(output):
-                if isinstance(tensor, torch.Tensor):
-                    self.written += tensor.nbytes
-                    self._follow(tensor.untyped_storage())
+            for tensor in _tensors((output,)):
+                self.written += tensor.nbytes
+                self._follow(tensor.untyped_storage())
         return output
 
     def _follow(self, storage: torch.UntypedStorage, counts: bool = True) -> None:
@@ -337,3 +339,12 @@ class LiveBytes(TorchDispatchMode):
     def _forget(self, key: int, size: int) -> None:
         self._known.discard(key)
         self.now -= size
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The tensors among an operation's arguments or results, also those in lists."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
