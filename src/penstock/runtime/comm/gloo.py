@@ -144,6 +144,20 @@ def contact(group: dist.ProcessGroup | None, peer: int) -> None:
     connected.peers.add(peer)
 
 
+def wait_for_all(work: dist.Work, check: Callable[[], object]) -> None:
+    """Wait for a collective; `check` ends the wait by what it raises.
+
+    After an `abort` a collective may stay without an end: gloo tells nobody of a send that breaks in its own thread,
+    as a neighbour's connection closes.
+    """
+    while not work.is_completed():
+        with contextlib.suppress(RuntimeError):  # the time is over; an error of the work is raised below
+            work.wait(timedelta(seconds=LAST_PAUSE))
+        if not work.is_completed():
+            check()
+    work.wait()
+
+
 def abort(group: dist.ProcessGroup) -> None:
     """gloo has no abort, but a wait that times out closes all of its group's connections."""
     if (lazy := _lazy.get(group)) is not None:

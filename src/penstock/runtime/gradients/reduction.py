@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from penstock.runtime.comm.gloo import ALL_IN_TREES
+from penstock.runtime.comm.gloo import ALL_IN_TREES, wait_for_all
 from penstock.runtime.failures.board import FailureBoard
 from penstock.runtime.gradients.weight_gradients import knows_deferral
 from penstock.runtime.labels import label
@@ -215,7 +215,7 @@ class GradientReducer:
         for bucket in self.buckets:
             start = time.perf_counter()
             with self._board.guard("summing gradients", bucket.ranks), label("wait for the sum of", bucket):
-                bucket.finish(self._rank)
+                bucket.finish(self._rank, self._board.refuse_if_failed)
             waited += time.perf_counter() - start
         self._summed.update(self._bucket_of)
         self._unsummed.clear()
@@ -326,10 +326,13 @@ class Bucket:
         if on_cpu:
             self.work.get_future().add_done_callback(lambda _: setattr(self, "finished_at", time.perf_counter()))
 
-    def finish(self, rank: int) -> None:
-        """Wait for the sum, in which the parameters' gradients are where it is wanted."""
+    def finish(self, rank: int, check: Callable[[], object]) -> None:
+        """Wait for the sum, in which the parameters' gradients are where it is wanted; `check` ends the wait."""
         assert self.work is not None
-        self.work.wait()
+        if self.parameters[0].device.type == "cpu":
+            wait_for_all(self.work, check)
+        else:
+            self.work.wait()
         self.work = None
         if self.owners and rank not in self.owners:
             self._absent = []
