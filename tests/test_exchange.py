@@ -10,7 +10,7 @@ from collections import Counter, namedtuple
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -24,6 +24,7 @@ from audit import unpickling
 from families import FAMILIES, batch
 from penstock.modeling.tensor_spec import TensorSpec
 from penstock.runtime.comm.exchange import Ranks
+from penstock.runtime.comm.gloo import wait_for_all
 from penstock.runtime.comm.plain import from_plain, to_plain
 from pool import Pool
 from training import parallelize, run_step
@@ -165,6 +166,47 @@ def test_no_process_unpickles_what_another_sent() -> None:
     calls = re.compile(r"dist\.\w+_object|pickle\.loads?\b")
     found = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if calls.search(path.read_text())}
     assert found == set()
+
+
+class GivenUp(Exception):
+    pass
+
+
+def sum_that_is_given_up() -> float:
+    """The other rank comes only after this one has given up its wait; its sum goes on."""
+    group, numbers, looks = dist.group.WORLD, torch.ones(3), []
+    assert group is not None
+
+    def give_up() -> None:
+        looks.append(1)
+        if len(looks) == 2:
+            raise GivenUp
+
+    if dist.get_rank():
+        dist.recv(torch.zeros(1), 0)
+    work = group.allreduce([numbers])
+    if dist.get_rank() == 0:
+        with pytest.raises(GivenUp):
+            wait_for_all(work, give_up)
+        dist.send(torch.zeros(1), 1)
+    wait_for_all(work, lambda: None)
+    with pytest.raises(RuntimeError, match="invalid"):
+        wait_for_all(cast(dist.Work, Broken()), give_up)
+    return float(numbers.sum())
+
+
+class Broken:
+    """A collective that has ended with an error."""
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self, timeout: Any = None) -> bool:
+        raise RuntimeError("invalid")
+
+
+def test_a_wait_for_a_sum_ends_by_what_is_looked_at_meanwhile_and_harms_no_sum(pool: Pool) -> None:
+    assert pool.run(2, sum_that_is_given_up) == [6.0, 6.0]
 
 
 def train_save_load_and_generate(folder: str) -> list[str]:

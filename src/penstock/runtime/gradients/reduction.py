@@ -215,7 +215,7 @@ class GradientReducer:
         for bucket in self.buckets:
             start = time.perf_counter()
             with self._board.guard("summing gradients", bucket.ranks), label("wait for the sum of", bucket):
-                bucket.finish(self._rank, self._board.refuse_if_failed)
+                bucket.finish(self._rank, self._board.check)
             waited += time.perf_counter() - start
         self._summed.update(self._bucket_of)
         self._unsummed.clear()
