@@ -11,6 +11,8 @@ import typer
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
+    MambaConfig,
+    MambaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     T5Config,
@@ -54,6 +56,10 @@ def test_version_is_the_packages() -> None:
 def test_help_explains_the_options_and_shows_an_example(command: str, option: str) -> None:
     text = run(command, "--help").output
     assert option in text and "Example: penstock" in text
+
+
+def small_mamba() -> MambaForCausalLM:
+    return MambaForCausalLM(MambaConfig(num_hidden_layers=4, hidden_size=16, state_size=4, vocab_size=32))
 
 
 def small_t5() -> T5ForConditionalGeneration:
@@ -402,6 +408,15 @@ def test_fit_gives_a_verdict_a_table_and_a_configuration(tmp_path: Path) -> None
     # A T4 does not compute in bfloat16.
     older = run("fit", "test_cli:small_gpt2", "--length", 16, "--lora-rank", 4, "--devices", "t4:2").output
     assert "LoRA 4" in older and "bf16" not in older and "torch.bfloat16" not in older
+
+
+def test_fit_takes_adapters_on_models_whose_code_reads_the_weights_of_layers() -> None:
+    arguments = ("--length", 16, "--lora-rank", 4, "--devices", 2)
+    result = run("fit", "test_cli:small_t5", *arguments)
+    assert result.exit_code == 0 and "nf4, LoRA 4" in result.output, result.output
+    refused = run("fit", "test_cli:small_mamba", *arguments)
+    assert refused.exit_code == 1 and isinstance(refused.exception, SystemExit)
+    assert "nf4, LoRA 4: this MambaForCausalLM computes with the weights of linear layers itself" in refused.output
 
 
 def test_experts_are_planned_in_float32() -> None:

@@ -21,10 +21,10 @@ from torch import nn
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 from transformers.cache_utils import Cache
 
 from penstock.modeling.graph.chunked_loss import ChunkedLogits
+from penstock.modeling.graph.costs import operations_of_product
 from penstock.modeling.placeholders.ghosts import meta_placeholder
 from penstock.planning.profile import UnitCost
 from penstock.runtime.gradients.weight_gradients import Deferred, WeightGradientQueues, install, uninstall
@@ -319,8 +319,7 @@ class LiveBytes(TorchDispatchMode):
         for tensor in _tensors((*args, *kwargs.values())):
             self._follow(tensor.untyped_storage(), counts=False)  # it was there before
         output = func(*args, **kwargs)
-        if func._overloadpacket in flop_registry:
-            self.products += flop_registry[func._overloadpacket](*args, **kwargs, out_val=output)
+        self.products += operations_of_product(func, args, kwargs, output)
         if not func.is_view:
             for tensor in _tensors((output,)):
                 self.written += tensor.nbytes

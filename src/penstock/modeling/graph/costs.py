@@ -108,15 +108,21 @@ def _active_share(config: Any) -> float:
     return 1.0
 
 
+def operations_of_product(func: Any, args: Any, kwargs: Any, output: Any) -> int:
+    """The operations of a product, such as a matrix's or a convolution, by torch's own formulas; 0 of all else."""
+    formula = flop_registry.get(func._overloadpacket)
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=output))
+
+
 class _Meter(TorchDispatchMode):
     """Counts what operations cost: by torch's own formulas, and the elements that they write."""
 
     cost = 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = func(*args, **(kwargs or {}))
-        if (formula := flop_registry.get(func._overloadpacket)) is not None:
-            self.cost += formula(*args, **(kwargs or {}), out_val=output)
+        kwargs = kwargs or {}
+        output = func(*args, **kwargs)
+        self.cost += operations_of_product(func, args, kwargs, output)
         if not func.is_view:
             written = sum(x.numel() for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor))
             self.cost += FLOPS_PER_ELEMENT * written
