@@ -154,7 +154,7 @@ def newest_checkpoint(folder: str | os.PathLike[str]) -> str:
 
 def inspect_folder(folder: str | os.PathLike[str], values: bool = True) -> list[dict[str, Any]]:
     """What each checkpoint in a folder holds, the newest first; plain data, see `inspect_checkpoint`. Raises
-    CheckpointError: there is no such folder, or nothing in it."""
+    CheckpointError if there is no such folder, or nothing in it."""
     found = find_checkpoints(folder)
     if not found:
         raise CheckpointError(f"{os.path.abspath(folder)} holds no checkpoint")

@@ -337,7 +337,7 @@ def write_safetensors(
 ) -> dict[str, int]:
     """Write tensors to a file that is not there yet. It is on disk when `behind` is left. `tensors`: contiguous, on the
     CPU. Not to be changed until then. `metadata`: what else the file says. Returns the CRC-32 of each tensor's bytes,
-    which are there then, too. Raises ValueError: the format has no such dtype. OSError: it cannot be written."""
+    which are there then, too. Raises ValueError if the format has no such dtype, OSError if it cannot be written."""
     # Larger elements first, as in safetensors: so every tensor begins at a multiple of its element's size.
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     sums: dict[str, int] = {}

@@ -91,8 +91,8 @@ class ModelFolder(Folder):
 
     def plan(self, reports: Sequence[SavingReport], rank: int) -> list[FilePlan]:
         """Plan the checkpoint that `save_pretrained` would write for the unsplit model. Each file is assembled by the
-        rank that holds most of it already. Raises RuntimeError: from transformers, if weights are tied that the model
-        does not declare as tied."""
+        rank that holds most of it already. transformers raises RuntimeError if weights are tied that the model does
+        not declare as tied."""
         model, options = self.model, self.options
         told: list[dict[str, str]] = [json.loads(report.names[0]) for report in reports if report.names]
         self.metadata = {name: text for one in told for name, text in one.items()}

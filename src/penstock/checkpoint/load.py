@@ -57,9 +57,9 @@ def from_parallelized(
 ) -> Model:
     """Load what `save_parallelized` wrote, on any layout, into the parameters and buffers that a model has here.
 
-    A rank reads the tensors it holds and no others. Every rank calls this. Raises CheckpointError: on all ranks: a file
-    is missing, truncated or not the one that was saved, or the checkpoint is of another class, or of a model with other
-    names or shapes. No rank's model has changed then."""
+    A rank reads the tensors it holds and no others. Every rank calls this. Raises CheckpointError, on all ranks, if a
+    file is missing, truncated or not the one that was saved, or the checkpoint is of another class, or of a model with
+    other names or shapes. No rank's model has changed then."""
     with contextlib.closing(WeightsLoad(model, directory, variant)) as load:
         world_comm.together(f"checking the files to load {load.directory}", load.check)
         world_comm.together(f"copying the weights to load {load.directory}", load.apply)
@@ -180,7 +180,7 @@ def load_ordinary(
 
     They are read as transformers' own `from_pretrained` reads them, names converted and all; those of a module that is
     no model of transformers as its `load_state_dict` takes them. Without `strict` weights that it lacks stay. Raises
-    CheckpointError: it cannot be read on some rank, or does not fit. No rank's model has changed then."""
+    CheckpointError if it cannot be read on some rank, or does not fit. No rank's model has changed then."""
     directory = os.path.abspath(directory)
     loaded: list[dict[str, torch.Tensor]] = []
 
@@ -323,8 +323,8 @@ def load_adapters(
 ) -> None:
     """Copy the weights of ordinary adapter folders, by adapter, into the adapters that a split model has on this rank.
 
-    Without `strict` weights that a folder lacks stay. Raises CheckpointError: a folder cannot be read on some rank, or
-    does not fit. No rank's model has changed then."""
+    Without `strict` weights that a folder lacks stay. Raises CheckpointError if a folder cannot be read on some rank,
+    or does not fit. No rank's model has changed then."""
     from peft import get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
 
     found: dict[str, dict[str, torch.Tensor]] = {}

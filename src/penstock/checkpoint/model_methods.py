@@ -150,7 +150,7 @@ def saving_ranks(pipeline: Engine) -> dict[str, Any]:
 
 def save_by_own_method(model: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a method of the model's own class that saves it, on one rank, where the model is whole meanwhile. Returns
-    what it returned; None on the other ranks. Raises CheckpointError: it failed, or a rank cannot give its part."""
+    what it returned; None on the other ranks. Raises CheckpointError if it fails, or a rank cannot give its part."""
     place, world = saving_ranks(model.pipeline).values()
     what, own, returned = f"save by {type(model).__name__}.{name}()", _WholeModel(model, SaveOptions()), list[Any]()
 

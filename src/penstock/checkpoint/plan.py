@@ -300,8 +300,8 @@ class SaveOptions:
         """Read the keyword arguments of a call.
 
         `is_main_process`, `token` and `save_peft_format` are accepted and change nothing: the layout decides who
-        writes, nothing is uploaded, and adapters are refused anyway. Raises TypeError: an argument is unknown.
-        ValueError: an argument has a value that cannot be honoured."""
+        writes, nothing is uploaded, and adapters are refused anyway. Raises TypeError for an unknown argument,
+        ValueError for a value that cannot be honoured."""
         values = {name: value for name, value in arguments.items() if name not in _WITHOUT_EFFECT}
         if values.pop("push_to_hub", False):
             raise ValueError(
@@ -328,7 +328,7 @@ _WITHOUT_EFFECT = frozenset({"is_main_process", "token", "save_peft_format"})
 
 def refuse_unsupported(model: nn.Module, merged: SaveOptions | None) -> None:
     """Raise for a quantised model that is not to be merged into one folder, or that transformers does not save so.
-    `merged`: how it is written into one folder; None for other kinds of saves. Raises CheckpointError: says what to do.
+    `merged`: how it is written into one folder; None for other kinds of saves. Raises CheckpointError, with what to do.
     """
     quantizer, diffusers = getattr(model, "hf_quantizer", None), of_diffusers(type(model))
     torchao = quantizer is not None and quantizer.quantization_config.quant_method == "torchao"

@@ -365,7 +365,7 @@ def _saver_of(model: PreTrainedModel) -> _Saver:
 
 
 def _objects(optimizer: Any, **given: Any) -> dict[str, Any]:
-    """What has a state besides the optimizer, by name. Raises TypeError: something given has none."""
+    """What has a state besides the optimizer, by name. Raises TypeError if something given has none."""
     objects = {name: value for name, value in given.items() if value is not None}
     for name, value in objects.items():
         if not (callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))):

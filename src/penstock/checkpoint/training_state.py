@@ -148,7 +148,7 @@ def load_training_state(
 
     Each rank's random generators continue where they were if the ranks are spread over pipelines as in the saving run;
     otherwise those of a pipeline continue as its first rank's, or the first of all if there was no such pipeline.
-    Raises CheckpointError: a file is missing, truncated or foreign, the optimizer's groups are not the saved ones, or
+    Raises CheckpointError if a file is missing, truncated or foreign, the optimizer's groups are not the saved ones, or
     something of its state cannot be sharded for another tensor-parallel size."""
     with contextlib.closing(TrainingStateLoad(model, directory, state, world_comm, pipeline, variant)) as load:
         load.check_together()

@@ -99,7 +99,7 @@ def locate(path: str) -> str:
     """The regular file that `path` stands for: itself, or what a link leads to within the same folder.
 
     Links of a hub's cache, from `snapshots/<revision>/` to `blobs/` beside it, are followed too. Raises
-    FileNotFoundError: nothing is there. CheckpointError: it is no regular file, or a link that leads out of its folder.
+    FileNotFoundError if nothing is there, CheckpointError if it is no regular file, or a link out of its folder.
     """
     kind = kind_of(path)
     if kind is None:
@@ -189,7 +189,7 @@ def typed(kind: Any, value: Any, file: str, *where: Any) -> Any:
     """What a file has at this place as this type, in which every part is of the type that is written there. `kind`: a
     dataclass, whose fields with defaults may be missing; `dict[str, ...]`, `list[...]`, `tuple[...]`, `str`, `int`,
     `bool`, `Any`, `... | None`; `Annotated[int, (least, most)]`, or `Annotated[str, names]` with the texts that it may
-    be. Raises CheckpointError: see `damaged`."""
+    be. Raises CheckpointError, see `damaged`."""
     origin, parts = get_origin(kind), get_args(kind)
     if kind is Any:
         return value

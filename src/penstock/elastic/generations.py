@@ -92,7 +92,7 @@ class Generations:
 
     def enter(self) -> Decision:
         """Wait until this member is part of a generation, the first one or a later one, and meet its other members.
-        Raises RuntimeError: the run has ended. ValueError: the run refuses this process."""
+        Raises RuntimeError if the run has ended, ValueError if it refuses this process."""
         self.now = latest(self.membership.meeting) or self._begin()
         if self.number not in self.now.members:
             self.now = self._join(self.now)
@@ -208,8 +208,8 @@ class Generations:
 
     def end(self, report: MemberReport, announce: bool = True) -> Decision:
         """End the present generation with this member's last word in it, and agree with the others on the next one.
-        `announce`: whether the others need to be told that the generation ends. Raises LeftOut: this member is not part
-        of it."""
+        `announce`: whether the others need to be told that the generation ends. Raises LeftOut if this member is not
+        part of it."""
         self.membership.unwatch()
         before = self.now
         following = agree(

@@ -199,7 +199,7 @@ def _compare(
     arguments: Mapping[str, Any], options: Mapping[str, Any], decoding: Decoding, called: str = "generate()"
 ) -> tuple[tuple[bool, bool], bool]:
     """Compare the ranks' arguments. Returns whether a rank was given a streamer and this rank is the first of these;
-    whether one was given criteria. Raises ValueError: they were given different arguments; on every rank."""
+    whether one was given criteria. Raises ValueError, on every rank, if their arguments differ."""
     described = {name: _described(value) for name, value in arguments.items() if name not in INDIVIDUAL_ARGUMENTS}
     streams, stops = arguments.get("streamer") is not None, bool(arguments.get("stopping_criteria"))
     every = decoding.gather([fingerprint({**described, **options}), int(streams), int(stops)])
