@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import nn
 
 from families import FAMILIES, batch
@@ -138,12 +137,14 @@ def test_a_unit_that_changes_its_argument_in_place() -> None:
     assert step(together, INPUTS, loss_of=lambda found: found["loss"])["loss"].isfinite()
 
 
-@pytest.mark.parametrize("kind", ["bool", "item", "tolist", "nonzero", "mask"])
+@pytest.mark.parametrize("kind", ["bool", "sign", "item", "tolist", "nonzero", "mask"])
 def test_control_by_a_value_that_not_every_stage_has_is_refused(kind: str) -> None:
     class Controlled(Chain):
         def between(self, x: Tensor, first: Tensor) -> Tensor:
             if kind == "bool" and x.sum() > 0:
                 return -x
+            if kind == "sign" and (x < 0).any():
+                return x.tanh()
             if kind == "item":
                 return x * (1 if x.max().item() > 0 else 2)
             if kind == "tolist":
@@ -237,17 +238,6 @@ def test_a_number_that_is_new_in_every_step_is_named_and_its_plans_are_forgotten
     assert not plans
 
 
-def test_the_digest_tells_plans_apart() -> None:
-    model = FAMILIES["gpt2"].build()
-    two, three = split(model, 2), split(model, 3)
-    inputs = batch("causal")
-    digests = {two[0].plan(inputs).digest, three[0].plan(inputs).digest}
-    digests.add(two[0].plan({**inputs, "output_hidden_states": True}).digest)
-    digests.add(two[0].plan({**inputs, "use_cache": True}).digest)
-    assert len(digests) == 4
-    assert two[0].plan(inputs).digest == two[1].plan(inputs).digest
-
-
 def test_no_cache_is_made_unless_asked_for() -> None:
     splits = split(FAMILIES["gpt2"].build().eval(), 2)
     with torch.no_grad():
@@ -266,15 +256,6 @@ def test_other_entries_are_planned_by_name() -> None:
         assert {part.plan(inputs, call).entry for part, call in zip(splits, calls, strict=True)} == {"encoder.forward"}
         output = walk(splits, [inputs] * 3, calls)
     torch.testing.assert_close(output.last_hidden_state, expected)
-
-
-def test_hooks_see_real_values_only() -> None:
-    """A forward hook that looks at values sees real ones only, also while a plan is made."""
-    model = chain(Chain)
-    seen: list[float] = []
-    model.b.register_forward_hook(lambda module, args, output: seen.append(output.sum().item()))
-    step(stages_of(model), INPUTS, loss_of=lambda found: found["loss"])
-    assert len(seen) == 1
 
 
 def test_a_model_that_returns_a_plain_object_is_refused() -> None:
@@ -326,11 +307,6 @@ def test_gradients_flow_through_values_of_any_number_of_cuts() -> None:
     assert largest_difference(split_gradients(splits), gradients([worker])) < 1e-10
 
 
-def test_output_class_is_the_models_own() -> None:
-    output = step(split(FAMILIES["bart"].build(), 2), batch("sequences"))
-    assert isinstance(output, transformers.modeling_outputs.Seq2SeqLMOutput)
-
-
 @pytest.mark.parametrize(("probability", "refused"), [(0.0, False), (0.3, True)])
 def test_a_path_chosen_at_random_is_refused_unless_its_probability_is_zero(probability: float, refused: bool) -> None:
     class Random(Chain):
@@ -343,12 +319,3 @@ def test_a_path_chosen_at_random_is_refused_unless_its_probability_is_zero(proba
             first.plan(INPUTS)
     else:
         check_chain(Random)
-
-
-def test_a_sign_is_control_like_any_other() -> None:
-    class Sign(Chain):
-        def between(self, x: Tensor, first: Tensor) -> Tensor:
-            return x if bool((x < 0).any()) else x.tanh()
-
-    with pytest.raises(NotImplementedError, match="what the model's code does next"):
-        stages_of(chain(Sign))[0].plan(INPUTS)

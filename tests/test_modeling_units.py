@@ -9,9 +9,8 @@ import torch
 import transformers
 from torch import nn
 
-from families import FAMILIES, batch
+from families import FAMILIES
 from penstock.modeling.graph.units import list_units
-from penstock.modeling.instrumentation import original_class
 
 EXPECTED = {
     "gpt2": ["transformer.wte", "transformer.wpe", *[f"transformer.h.{i}" for i in range(4)], "transformer.ln_f",
@@ -30,17 +29,13 @@ def test_units_are_the_blocks_and_what_stands_beside_them(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_meta_model_has_the_same_units(family: str) -> None:
+def test_units_hold_every_parameter_once_and_are_those_of_a_meta_model(family: str) -> None:
+    model = FAMILIES[family].build()
+    units = list_units(model)
     with torch.device("meta"):
         on_meta = FAMILIES[family].build(dtype=torch.float32)
     assert all(parameter.is_meta for parameter in on_meta.parameters())
-    assert list_units(on_meta) == list_units(FAMILIES[family].build())
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_units_hold_every_parameter_once(family: str) -> None:
-    model = FAMILIES[family].build()
-    units = list_units(model)
+    assert list_units(on_meta) == units
     for name, _ in model.named_parameters(remove_duplicate=False):
         assert sum(name.startswith(f"{unit}.") for unit in units) == 1, name
 
@@ -213,11 +208,3 @@ def test_given_inputs_replace_dummy_ones() -> None:
             return self.second(self.first(picture))
 
     assert list_units(Images(), {"picture": torch.zeros(4, 3)}) == ["first", "second"]
-
-
-def test_intercepted_classes_are_put_back() -> None:
-    model = FAMILIES["gpt2"].build()
-    list_units(model)
-    assert all(original_class(type(module)) is type(module) for module in model.modules())
-    assert not any("_penstock" in vars(module) for module in model.modules())
-    model(**batch("causal")).loss.backward()

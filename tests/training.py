@@ -5,7 +5,9 @@ Functions here that a worker runs build their model themselves, from the same se
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import gc
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +40,18 @@ class Step:
 def parallelize(model: nn.Module, stages: int, **options: Any) -> Any:
     """`penstock.initialize` with `stages` stages."""
     return penstock.initialize(model, {"model_parallelism": {"pipeline_parallel_size": stages, **options}})
+
+
+def in_turn(calls: Sequence[Callable[[], Any]]) -> list[Any]:
+    """On a worker: one call after the other in one process group. An error names its call."""
+    found = []
+    for call in calls:
+        try:
+            found.append(call())
+        except Exception as error:
+            error.add_note(f"(in {call})")
+            raise
+    return found
 
 
 def run_step(model: Any, batch: Batch, scale: float = 1.0) -> list[float]:
@@ -73,6 +87,18 @@ def train_family(
             losses = run_step(model, rows(batch, model.data_parallel_rank, model.data_parallel_size))
             steps.append(Step(losses, gradients_of(model)))
         return steps
+
+
+def live_bytes() -> int:
+    """Of all tensors of this process."""
+    gc.collect()
+    tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor) and not one.is_meta]
+    sizes = {}
+    for tensor in tensors:
+        with contextlib.suppress(RuntimeError, NotImplementedError):  # a library's kind without storage of its own
+            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    sizes.pop(0, None)
+    return sum(sizes.values())
 
 
 def unsplit_step(model: nn.Module, *pieces: tuple[Batch, float]) -> Step:
