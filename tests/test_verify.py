@@ -23,9 +23,11 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import penstock
 from families import FAMILIES
 from penstock.checking.compare import ACCUMULATED, DIFFERS, EXACT, NOT_TRIED, REFUSED, Comparison
+from penstock.checking.reasons import reason_of_difference
 from penstock.runtime.failures import watcher
 from penstock.runtime.failures.position import Position
 from test_cli import run
+from training import cut
 
 CONFIG = {"pipeline_parallel_size": 2, "num_microbatches": 3}
 ALL = ("loss", "gradients", "weights", "evaluation", "checkpoint")
@@ -140,31 +142,37 @@ def test_a_model_of_transformers_with_dropout_is_exact_in_all() -> None:
     assert max(len(line) for line in text.splitlines()) <= 80
 
 
-@pytest.mark.parametrize("schedule", ["zb-h1", "interleaved-1f1b"])
-def test_a_module_of_ones_own_with_a_criterion_is_exact(schedule: str) -> None:
-    found = penstock.verify(Tower, classes, config={**CONFIG, "schedule": schedule}, criterion=mean)
+def test_a_module_of_ones_own_with_a_criterion_is_exact() -> None:
+    found = penstock.verify(Tower, classes, config={**CONFIG, "schedule": "interleaved-1f1b"}, criterion=mean)
     assert {row.what: row.result for row in found.rows} == dict.fromkeys(ALL, EXACT), str(found)
 
 
-@pytest.mark.parametrize(
-    ("twist", "reason"),
-    [
-        ("centre", "the samples of a batch depend on each other"),
-        ("kept", "a forward changes what the next one finds: kept."),
-        ("memory", "a forward changes what the next one finds: memory.mean."),
-        ("calls", "a forward changes what the next one finds: calls."),
-        ("numpy", "random numbers outside of torch"),
-        ("random", "random numbers outside of torch"),
-        ("noise", "random numbers in training that are no dropout"),
-    ],
-)
-def test_what_no_pipeline_can_keep_differs_with_the_reason(twist: str, reason: str) -> None:
-    found = penstock.verify(functools.partial(Tower, twist), classes(), config=CONFIG, criterion=mean)
+def test_what_no_pipeline_can_keep_differs_with_the_reason() -> None:
+    make = functools.partial(Tower, "memory")
+    found = penstock.verify(make, classes(), config=CONFIG, criterion=mean, steps=1)
     rows = {row.what: row for row in found.rows}
     assert not found.exact
     for what in ("loss", "gradients", "weights"):
-        assert rows[what].result == DIFFERS and reason in rows[what].reason, str(found)
+        assert rows[what].result == DIFFERS and REASONS["memory"] in rows[what].reason, str(found)
     assert rows["gradients"].where in dict(Tower().named_parameters())
+
+
+REASONS = {
+    "centre": "the samples of a batch depend on each other",
+    "kept": "a forward changes what the next one finds: kept.",
+    "memory": "a forward changes what the next one finds: memory.mean.",
+    "calls": "a forward changes what the next one finds: calls.",
+    "numpy": "random numbers outside of torch",
+    "random": "random numbers outside of torch",
+    "noise": "random numbers in training that are no dropout",
+}
+
+
+@pytest.mark.parametrize("twist", REASONS)
+def test_the_reason_is_what_the_model_does(twist: str) -> None:
+    pieces = [(part, len(part["x"]) / 7) for part in cut(classes(), [3, 2, 2])]
+    found = reason_of_difference(Tower(twist), classes(), pieces, lambda model, part: mean(model(part["x"]), part))
+    assert REASONS[twist] in found
 
 
 @pytest.mark.parametrize(
@@ -176,7 +184,7 @@ def test_what_no_pipeline_can_keep_differs_with_the_reason(twist: str, reason: s
     ],
 )
 def test_what_training_warns_of_is_exact_against_accumulation(twist: str, criterion: Any, reason: str) -> None:
-    found = penstock.verify(functools.partial(Tower, twist), classes(), config=CONFIG, criterion=criterion)
+    found = penstock.verify(functools.partial(Tower, twist), classes(), config=CONFIG, criterion=criterion, steps=1)
     rows = {row.what: row for row in found.rows}
     assert found.exact
     for what in ("loss", "gradients", "weights"):
@@ -197,9 +205,9 @@ def test_samples_along_the_second_dimension_are_found_and_the_advice_is_right() 
     assert {row.result for row in again.rows} == {EXACT}, str(again)
 
 
-@pytest.mark.parametrize("family", ["t5", "mixtral", "vit", "bert_mlm"])
+@pytest.mark.parametrize("family", ["t5", "mixtral", "vit"])
 def test_a_batch_is_made_up_for_a_model_of_transformers(family: str) -> None:
-    found = penstock.verify(FAMILIES[family].build, config=CONFIG, steps=2)
+    found = penstock.verify(FAMILIES[family].build, config=CONFIG, steps=1)
     results = {row.what: row.result for row in found.rows}
     assert found.exact and results["checkpoint"] == EXACT, str(found)
     assert results["loss"] == (ACCUMULATED if family == "mixtral" else EXACT)  # a router's loss is no mean
@@ -234,7 +242,7 @@ def test_no_rank_leaves_before_all_have_ended(monkeypatch: pytest.MonkeyPatch) -
         with doing(self, what):
             yield
         if what.startswith("putting the files in place") and torch.distributed.get_rank() == 0:
-            time.sleep(1.5)
+            time.sleep(0.7)
 
     def dropped_at_once(self: Comparison, folder: Path | None = None) -> Any:
         found = rows(self, folder)
@@ -251,7 +259,7 @@ def test_no_rank_leaves_before_all_have_ended(monkeypatch: pytest.MonkeyPatch) -
 def test_a_refusal_is_told_with_its_reason() -> None:
     config = small_gpt2().config
     ids = {name: value for name, value in texts().items() if name != "attention_mask"}
-    found = penstock.verify(lambda: Decides(config), ids, config=CONFIG)
+    found = penstock.verify(lambda: Decides(config), ids, config=CONFIG, steps=1)
     assert not found.exact and [(row.what, row.result) for row in found.rows] == [("training", REFUSED)]
     assert "depends on values computed by transformer.h.0" in found.rows[0].reason
     rows = {row.what: row for row in penstock.verify(lambda: Peeks(config), texts(), config=CONFIG, steps=1).rows}
@@ -267,7 +275,9 @@ def test_generate_that_does_not_run_unsplit_is_not_tried() -> None:
         def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
             raise LookupError("no cheese")
 
-    rows = {row.what: row for row in penstock.verify(lambda: Wordless(model().config), batch, config=CONFIG).rows}
+    rows = {
+        row.what: row for row in penstock.verify(lambda: Wordless(model().config), batch, config=CONFIG, steps=1).rows
+    }
     assert rows["tokens"].result == NOT_TRIED and "LookupError: no cheese" in rows["tokens"].reason
 
 
@@ -295,7 +305,7 @@ def centred():
 def test_the_command_takes_a_script_and_its_status_is_for_ci(tmp_path: Path) -> None:
     script = tmp_path / "own_script_of_a_test.py"
     script.write_text(SCRIPT)
-    options = ["--batch", f"{script}:classes", "--criterion", f"{script}:mean", "--microbatches", 3]
+    options = ["--batch", f"{script}:classes", "--criterion", f"{script}:mean", "--microbatches", 3, "--steps", 1]
     good = run("verify", f"{script}:Tower", *options, "--json")
     assert good.exit_code == 0, good.output
     data = json.loads(good.output)
