@@ -68,9 +68,7 @@ def train_frozen(what: str, stages: int, schedule: str) -> tuple[list[Step], flo
     [
         ("tied embedding", 2, 2, "1f1b"),
         ("tied embedding", 2, 1, "1f1b"),
-        ("adapters", 2, 2, "zb-h1"),
-        ("adapters", 2, 1, "1f1b"),
-        ("adapters", 4, 2, "1f1b"),
+        ("adapters", 4, 2, "zb-h1"),
     ],
 )
 def test_what_is_frozen_before_the_split_stays_frozen(
@@ -116,14 +114,13 @@ def train_renaming(stages: int) -> tuple[list[str], list[Step]]:
         return refusals, steps
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_a_tied_weight_is_frozen_under_all_its_names_or_refused_by_them(pool: Pool, ranks: int) -> None:
-    found = pool.run(ranks, train_renaming, 2)
+def test_a_tied_weight_is_frozen_under_all_its_names_or_refused_by_them(pool: Pool) -> None:
+    found = pool.run(4, train_renaming, 2)
     model: Any = build("nothing")
     for seed, flag in enumerate((False, True)):
         model.lm_head.weight.requires_grad_(flag)
         expected = unsplit_step(model, (batch("causal", 4, seed=seed), 1.0))
-        assert_steps_equal([steps[seed] for _, steps in found], expected, replicas=ranks // 2)
+        assert_steps_equal([steps[seed] for _, steps in found], expected, replicas=2)
     assert len({tuple(refusals) for refusals, _ in found}) == 1, "all ranks raise the same"
     for text in found[0][0]:
         assert "transformer.wte.weight: rank" in text and "frozen it" in text

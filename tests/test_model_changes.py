@@ -53,9 +53,8 @@ def convert(stages: int) -> tuple[list[Step], float]:
             return steps, model(**batch("causal", 4)).loss.item()
 
 
-@pytest.mark.parametrize("stages", [2, 3])
-def test_another_type_and_freezing_between_steps_are_followed(pool: Pool, stages: int) -> None:
-    found = pool.run(stages, convert, stages)
+def test_another_type_and_freezing_between_steps_are_followed(pool: Pool) -> None:
+    found = pool.run(3, convert, 3)
     model = build(torch.bfloat16).to(torch.float64)
     expected = unsplit_step(model, (batch("causal", 4), 1.0))
     assert_steps_equal([steps[0] for steps, _ in found], expected)

@@ -22,7 +22,7 @@ from penstock.checkpoint.untrusted import CheckpointError
 from pool import Pool
 from training import EXACT, assert_same_gradients, gradients_of, kept_in_double, parallelize, rows, run_step
 
-STEPS = ("default", "default", "other", "default")
+STEPS = ("default", "other", "default")
 
 
 def adapted(dropout: float = 0.0, base: Any = None, **options: Any) -> Any:
@@ -94,7 +94,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], 
         return story(adapted(), plain_step, folder), folder
 
 
-@pytest.mark.parametrize(("ranks", "stages", "schedule"), [(2, 2, "1f1b"), (3, 3, "zb-h1"), (4, 2, "1f1b")])
+@pytest.mark.parametrize(("ranks", "stages", "schedule"), [(3, 3, "zb-h1"), (4, 2, "1f1b")])
 def test_the_same_script_gives_the_same_run_and_the_same_folders(
     pool: Pool, expected: tuple[dict[str, Any], Path], tmp_path: Path, ranks: int, stages: int, schedule: str
 ) -> None:
@@ -208,17 +208,16 @@ def copied(model: Any, step: Callable[[Any, Any], float], folder: Path) -> tuple
     return [*losses, step(merged, batch("causal", 4, seed=2))], gradients_of(merged)
 
 
-def split_copied(folder: Path, stages: int) -> tuple[list[float], dict[str, Any]]:
+def split_copied(folder: Path) -> tuple[list[float], dict[str, Any]]:
     with kept_in_double():
-        return copied(parallelize(adapted(), stages), split_step, folder)
+        return copied(parallelize(adapted(base=FAMILIES["gpt2"].build(n_layer=2)), 2), split_step, folder)
 
 
-@pytest.mark.parametrize(("ranks", "stages"), [(2, 2), (4, 2)])
-def test_a_copy_is_compiled_trained_saved_and_merged(pool: Pool, tmp_path: Path, ranks: int, stages: int) -> None:
+def test_a_copy_is_compiled_trained_saved_and_merged(pool: Pool, tmp_path: Path) -> None:
     with kept_in_double():
-        losses, gradients = copied(adapted(), plain_step, tmp_path / "plain")
+        losses, gradients = copied(adapted(base=FAMILIES["gpt2"].build(n_layer=2)), plain_step, tmp_path / "plain")
     assert len(set(losses)) == len(losses)
-    for found, theirs in pool.run(ranks, split_copied, tmp_path / "split", stages, timeout=120):
+    for found, theirs in pool.run(4, split_copied, tmp_path / "split", timeout=120):
         assert found == pytest.approx(losses, rel=1e-9)
         assert_same_gradients(theirs, gradients, 1e-9)
     for adapter in ("", "other"):
@@ -268,44 +267,6 @@ def test_an_adapter_that_transformers_injected_is_saved_whole(pool: Pool, tmp_pa
     injected(tmp_path / "plain", 0)
     pool.run(2, injected, tmp_path / "split", 2)
     assert_same_adapter(tmp_path / "split", tmp_path / "plain", tolerance=0)
-
-
-def boosted() -> tuple[list[float], dict[str, Any]]:
-    """Two unlike pipelines under the plugin."""
-    with kept_in_double():
-        model = adapted()
-        plugin = penstock.HeterogeneousParallelPlugin(microbatch_size=1)
-        templates = [penstock.PipelineTemplate.balanced(model, stages) for stages in (2, 1)]
-        plugin.set_pipelines(templates, [3, 1])
-        booster = penstock.Booster(plugin)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        rows_of = batch("causal", 4)
-        loader = plugin.prepare_dataloader([{name: value[i] for name, value in rows_of.items()} for i in range(4)])
-        wrapped, optimizer, *_ = booster.boost(model, optimizer)
-        assert wrapped is model
-        losses = []
-        for _ in range(2):
-            loss = booster.execute_pipeline(iter(loader), model, optimizer=optimizer)["loss"]
-            losses.append(float(loss))
-            gradients = gradients_of(model)
-            optimizer.step()
-            optimizer.zero_grad()
-        return losses, gradients
-
-
-def test_the_plugin_takes_a_peft_model(pool: Pool) -> None:
-    model = adapted()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    losses = []
-    with kept_in_double():
-        for _ in range(2):
-            optimizer.zero_grad()
-            losses.append(plain_step(model, batch("causal", 4)))
-            gradients = gradients_of(model)
-            optimizer.step()
-    for found, theirs in pool.run(3, boosted):
-        assert found == pytest.approx(losses, rel=EXACT)
-        assert_same_gradients(theirs, gradients, 1e-9)
 
 
 def test_what_cannot_be_split_is_refused_by_name() -> None:
