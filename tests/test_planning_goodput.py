@@ -55,35 +55,20 @@ def test_without_failures_only_checkpoints_cost() -> None:
     assert shares == pytest.approx({RECOVERY: 30 / 31, RESTART: 30 / 31, SPARES: 0.8 * 30 / 31})
 
 
-def test_recovery_loses_a_step_and_the_speed_of_the_lost_device() -> None:
-    operation = Operation(10, 1e9, checkpoint=0.0, recovery=2.0, step=4.0, repair=1e9)
-    # 1000 s at full speed, half a step lost, 2 s of recovery, and 998 s with nine of ten devices.
-    expected = (1000 - 0.9 * 2.0 + 0.9 * 998) / 2000
-    assert goodput(operation, RECOVERY, [1000.0], 2000.0) == pytest.approx(expected)
-
-
-def test_a_device_lost_while_others_recover_costs_a_restart() -> None:
-    operation = Operation(10, 1e9, checkpoint=0.0, recovery=5.0, restart=100.0, repair=1e9)
-    assert goodput(operation, RECOVERY, [1000.0, 1003.0], 2000.0) == pytest.approx(0.8 * (2000 - 1103) / 2000)
-
-
-def test_repaired_devices_come_back() -> None:
-    operation = Operation(2, 1e9, checkpoint=0.0, recovery=0.0, step=0.0, repair=500.0)
-    assert goodput(operation, RECOVERY, [1000.0], 2000.0) == pytest.approx((1000 + 250 + 500) / 2000)
-
-
-def test_recovery_beats_restarts_and_spares_where_failures_are_frequent() -> None:
-    horizon = 30 * DAY
-    failures = random_failures(1000, 5000 * HOUR, horizon)
-    operation = Operation(1000, best_interval(60, 5 * HOUR), spares=20)
-    shares = compare(operation, failures, horizon)
-    assert shares[RECOVERY] > shares[RESTART] and shares[RECOVERY] > shares[SPARES]
-
-
-def test_a_speed_by_plans_is_used() -> None:
-    speeds = {4: 1.0, 3: 0.5}
-    operation = Operation(4, 1e9, checkpoint=0.0, recovery=0.0, step=0.0, repair=1e9, speed=speeds.__getitem__)
-    assert goodput(operation, RECOVERY, [1000.0], 2000.0) == pytest.approx(0.75)
+@pytest.mark.parametrize(
+    ("devices", "options", "failures", "expected"),
+    [
+        # 1000 s at full speed, half a step lost, 2 s of recovery, and 998 s with nine of ten devices.
+        (10, {"recovery": 2.0, "step": 4.0}, [1000.0], (1000 - 0.9 * 2.0 + 0.9 * 998) / 2000),
+        (10, {"recovery": 5.0, "restart": 100.0}, [1000.0, 1003.0], 0.8 * (2000 - 1103) / 2000),
+        (2, {"recovery": 0.0, "step": 0.0, "repair": 500.0}, [1000.0], (1000 + 250 + 500) / 2000),
+        (4, {"recovery": 0.0, "step": 0.0, "speed": {4: 1.0, 3: 0.5}.__getitem__}, [1000.0], 0.75),
+    ],
+    ids=["a step and the device's speed", "lost while others recover: a restart", "repaired", "a speed by plans"],
+)
+def test_recovery_loses_what_is_counted_by_hand(devices: int, options, failures: list[float], expected: float) -> None:
+    operation = Operation(devices, 1e9, checkpoint=0.0, **{"repair": 1e9, **options})
+    assert goodput(operation, RECOVERY, failures, 2000.0) == pytest.approx(expected)
 
 
 def test_failures_are_read_from_a_file(tmp_path) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from penstock.planning.candidates import live_microbatches
 from penstock.planning.cluster import Cluster, DeviceClass, Link, parse_devices, parse_nodes
 from penstock.planning.memory import Held, memory_of_ranks, parse_bytes, readable
 from penstock.planning.plan import SCHEDULES, Job, place
@@ -28,20 +27,8 @@ GB = 1e9
 
 def gpt(num_blocks: int = 12, head: float = 1.0) -> Profile:
     """Blocks of 10 ms for each of F, B and W, 0.4 GB of state and 0.1 GB for each microbatch."""
-    blocks = [
-        UnitCost(
-            f"h.{index}",
-            0.01,
-            0.01,
-            0.01,
-            crossing=1e7,
-            weights=GB / 10,
-            gradients=GB / 10,
-            optimizer=GB / 5,
-            kept=GB / 10,
-        )
-        for index in range(num_blocks)
-    ]
+    rest = {"crossing": 1e7, "weights": GB / 10, "gradients": GB / 10, "optimizer": GB / 5, "kept": GB / 10}
+    blocks = [UnitCost(f"h.{index}", 0.01, 0.01, 0.01, **rest) for index in range(num_blocks)]
     ends = [
         UnitCost("wte", 0.001, 0.0, 0.001, crossing=1e7, weights=2e8, gradients=2e8, optimizer=4e8, kept=1e6),
         UnitCost("head", *[0.01 * head] * 3, weights=2e8, gradients=2e8, optimizer=4e8, kept=1e8),
@@ -53,9 +40,8 @@ def cluster(devices: str, memory: str | None = None, speed: str | None = None, *
     return Cluster(parse_devices(devices, memory, speed), **rest)  # type: ignore[arg-type]  # of the tests below
 
 
-@pytest.mark.parametrize("first", range(0, 100, 25))
-def test_the_search_finds_the_optimum_of_all_layouts(first: int) -> None:
-    for seed in range(first, first + 25):
+def test_the_search_finds_the_optimum_of_all_layouts() -> None:
+    for seed in range(30):
         profile, devices, microbatches, copies = random_case(seed, most_devices=6, most_units=9)
         templates = find_splits(Chain(profile.parts, devices, microbatches))
         found = [seconds for seconds, _ in layouts(templates, devices.counts, microbatches, copies)]
@@ -67,20 +53,18 @@ def test_the_search_finds_the_optimum_of_all_layouts(first: int) -> None:
             assert found[-1] == pytest.approx(best, rel=1e-6), seed
 
 
-@pytest.mark.parametrize(("first", "most_devices", "most_units"), [(0, 5, 7), (50, 5, 7), (1000, 7, 10)])
-def test_a_small_job_has_the_shortest_simulated_step_of_all_layouts(first, most_devices, most_units) -> None:
-    for seed in range(first, first + (50 if first < 1000 else 3)):
+@pytest.mark.parametrize(
+    ("seeds", "most_devices", "most_units", "schedules"),
+    [(range(30), 5, 7, ("1f1b",)), (range(1000, 1002), 7, 10, ("1f1b",)), (range(10), 4, 6, SCHEDULES)],
+    ids=["small", "larger", "all schedules"],
+)
+def test_a_small_job_has_the_shortest_simulated_step_of_all_layouts(
+    seeds: range, most_devices: int, most_units: int, schedules: tuple[str, ...]
+) -> None:
+    for seed in seeds:
         profile, devices, microbatches, copies = random_case(seed, most_devices, most_units)
-        best = best_simulated_by_brute_force(profile, devices, microbatches, copies)
-        found = plan_of(Job(profile, devices, microbatches, copies, schedules=("1f1b",)))
-        assert found == (best if best is None else pytest.approx(best, rel=1e-9)), seed
-
-
-def test_a_small_job_has_the_best_of_all_schedules() -> None:
-    for seed in range(30):
-        profile, devices, microbatches, copies = random_case(seed, most_devices=4, most_units=6)
-        best = best_simulated_by_brute_force(profile, devices, microbatches, copies, SCHEDULES)
-        found = plan_of(Job(profile, devices, microbatches, copies))
+        best = best_simulated_by_brute_force(profile, devices, microbatches, copies, schedules)
+        found = plan_of(Job(profile, devices, microbatches, copies, schedules=schedules))
         assert found == (best if best is None else pytest.approx(best, rel=1e-9)), seed
 
 
@@ -93,7 +77,7 @@ def plan_of(job: Job) -> float | None:
 
 def test_a_plan_covers_the_model_fits_its_devices_and_has_all_microbatches() -> None:
     feasible = 0
-    for seed in range(24):
+    for seed in range(8):
         profile, devices, microbatches, copies = random_case(seed)
         job = Job(profile, devices, microbatches, copies)
         try:
@@ -110,7 +94,7 @@ def test_a_plan_covers_the_model_fits_its_devices_and_has_all_microbatches() -> 
                 assert [unit for stage in pipeline.stages for unit in stage] == list(profile.units)
             for device, memory in zip(plan.devices, plan.memory, strict=True):
                 assert memory.total <= devices.classes[devices.class_of_device[device]].memory
-    assert feasible > 12
+    assert feasible >= 4
 
 
 def test_large_clusters_are_solved_by_a_linear_program_to_within_a_few_percent() -> None:
@@ -151,17 +135,9 @@ def test_fast_devices_get_more_units_and_unlike_pipelines_more_microbatches() ->
     assert ideal <= best.seconds < 1.25 * ideal
 
 
-def test_checkpointing_fits_where_activations_did_not() -> None:
-    job = Job(gpt(), cluster("3", "2.6GB"), 8)
-    with pytest.raises(Infeasible):
-        make_plans(job)
-    best = make_plans(replace(job, checkpointing=True))[0]
-    assert best.fullest[1].total <= 2.6 * GB
-
-
 def test_stages_whose_memory_is_short_recompute_and_the_others_do_not() -> None:
     """Never slower than recomputing on all stages or on none, and possible where one of these is."""
-    mixed = 0
+    mixed = fits_now = 0
     for limit in (2.2, 2.6, 3.0, 3.4, 4.0, 5.0):
         job = Job(gpt(), cluster("4", f"{limit}GB"), 8, schedules=("1f1b", "zb-h1"))
         steps = {}
@@ -175,7 +151,8 @@ def test_stages_whose_memory_is_short_recompute_and_the_others_do_not() -> None:
         assert best.fullest[1].total <= limit * GB
         mixed += any(best.recomputing) and not all(best.recomputing)
         assert any(best.recomputing) == (False not in steps or steps[False].seconds > best.seconds)
-    assert mixed
+        fits_now += True in steps and False not in steps
+    assert mixed and fits_now
 
 
 def test_copies_stand_on_nodes_of_their_own() -> None:
@@ -202,26 +179,12 @@ def test_what_is_larger_stays_inside_the_nodes() -> None:
         (("4", "1.5GB"), {}, r"all devices together have 6 GB: 1.7 GB short"),
         (("2", "6GB"), {"copies": 2}, r"a pipeline needs at least 2 of these devices, so 2 copies need 4, .* 2 short"),
         (("9", "40GB"), {"copies": 9}, r"9 copies need as many pipelines, .* global batch has 8"),
-        (
-            ("3", "2.6GB"),
-            {"schedules": ("1f1b",)},
-            r"it would with 1\.\d+ times the memory on each device \(\d.* GB i",
-        ),
+        (("3", "2.6GB"), {"schedules": ("1f1b",)}, r"it would with 1\.\d+ times the memory on each device \(\d.* GB i"),
     ],
 )
 def test_what_is_short_is_named(devices: tuple[str, ...], arguments: dict[str, object], message: str) -> None:
     with pytest.raises(Infeasible, match=message):
         make_plans(Job(gpt(), cluster(*devices), 8, **arguments))  # type: ignore[arg-type]  # of the cases above
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_the_bound_of_live_microbatches_holds(name: str) -> None:
-    for ranks in (2, 3, 5):
-        for count in (1, 4, 16):
-            schedule = build(name, ranks, count)
-            kept = Held(kept=1.0 / schedule.num_stages * ranks)  # a rank's stages together keep 1
-            for rank, memory in enumerate(memory_of_ranks(schedule, [kept] * schedule.num_stages)):
-                assert memory.activations <= live_microbatches(name, ranks, rank, count) + 1e-9
 
 
 def test_memory_is_followed_action_by_action() -> None:

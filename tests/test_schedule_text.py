@@ -86,6 +86,20 @@ def test_both_ways_to_write_a_split_backward_are_one_schedule() -> None:
         (["0F0,0B0", "0F0,1F0,1B0"], "stage 0 is on ranks 0 and 1: 0F0 is in row 1"),
         (["0F0,0B0", "2F0,2B0"], "stages are numbered up to 2, but no row has stage 1"),
         (["0F0,0B0", "1B0,1F0"], "rank 1 is blocked at 1B0, which needs 1F0 of rank 1"),
+        (
+            ["0F0,0B0,0B1,0F1", "1F0,1F1,1B0,1B1", "2F0,2B0,2F1,2B1"],
+            "schedule deadlocks: rank 0 is blocked at 0B0, which needs 1B0 of rank 1; rank 1 is blocked at 1F1, "
+            "which needs 0F1 of rank 0; rank 2 is blocked at 2F1, which needs 1F1 of rank 1$",
+        ),
+        (["0F0,0W0,0B0", "1F0,1B0,1W0"], "rank 0 is blocked at 0W0, which needs 0B0 of rank 0; rank 1 is "),
+        (
+            ["0F0,0F1,0B0,0B1", "1F1,1F0,1B0,1B1"],
+            "stage 0 sends the results of F to stage 1 in another order than they are used: number 0 is microbatch 0",
+        ),
+        (
+            ["0F1,0F0,0B1,0B0", "1F1,1F0,1B1,1B0"],
+            "rank 0 runs the backward of its top stage 0 for microbatches 1, 0",
+        ),
         (["0F0,0B0", "1F0,1B0,1F1,1B1"], "rank 0 is missing 0B1, 0F1"),
         ([[], ["0F0", "0B0"]], "every rank must hold a stage"),
     ],
