@@ -9,11 +9,14 @@ import queue
 import signal
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+import penstock
+from families import FAMILIES
 from penstock.checkpoint.load import from_parallelized
 from penstock.checkpoint.plan import CheckpointRanks, SavingRank
 from penstock.checkpoint.save import save_parallelized
@@ -132,13 +135,6 @@ def save_alone(model: nn.Module, directory: Any, **options: Any) -> None:
     save_parallelized(model, directory, world_comm=comm, **options)
 
 
-def fill(model: nn.Module, value: float) -> None:
-    """Make every parameter of every module recognisably `value`."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(value)
-
-
 def scramble(model: nn.Module, seed: int) -> nn.Module:
     """Give every parameter and floating persistent buffer fresh random values."""
     generator = torch.Generator().manual_seed(seed)
@@ -147,6 +143,11 @@ def scramble(model: nn.Module, seed: int) -> nn.Module:
             if tensor.is_floating_point():
                 tensor.copy_(torch.randn(tensor.shape, generator=generator))
     return model
+
+
+def gpt2(seed: int = 0, **settings: Any) -> Any:
+    """A small model of these values, in float32."""
+    return scramble(FAMILIES["gpt2"].build(dtype=torch.float32, **{"n_layer": 2, **settings}), seed)
 
 
 def assert_holds(model: nn.Module, reference: nn.Module) -> set[str]:
@@ -162,6 +163,46 @@ def assert_holds(model: nn.Module, reference: nn.Module) -> set[str]:
 def assert_hold_together(models: Sequence[nn.Module], reference: nn.Module) -> None:
     """The stages hold what `reference` does, and nothing of it is missing."""
     assert set().union(*(assert_holds(model, reference) for model in models)) == set(reference.state_dict())
+
+
+def trained(seed: int) -> tuple[Any, torch.optim.Optimizer]:
+    """A model and an optimizer that has state."""
+    model = gpt2(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    give_state(model, optimizer, seed)
+    return model, optimizer
+
+
+def give_state(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    """A step with random gradients."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+    optimizer.step()
+
+
+def loaded(folder: Path, which: str | int = "latest") -> tuple[penstock.Checkpoint, Any, torch.optim.Optimizer]:
+    """A checkpoint of a model and an optimizer, and others into which it was loaded."""
+    model, optimizer = trained(99)
+    return penstock.load_checkpoint(folder, which, model=model, optimizer=optimizer), model, optimizer
+
+
+def assert_same_state(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> None:
+    for mine, theirs in zip(one.param_groups[0]["params"], other.param_groups[0]["params"], strict=True):
+        for name, value in one.state[mine].items():
+            assert torch.equal(value, other.state[theirs][name])
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    """Of each file."""
+    return {name: (folder / name).read_bytes() for name in os.listdir(folder)}
+
+
+def flip(path: Path) -> None:
+    """Change a bit in the last byte of a file."""
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
 
 
 def in_fork(work: Callable[[], Any]) -> int:

@@ -9,40 +9,41 @@ import resource
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import penstock
-from checkpoint_ranks import assert_hold_together, in_fork, load, raised, save, scramble, split_copies
-from families import FAMILIES
+from checkpoint_ranks import assert_hold_together, content, gpt2, in_fork, load, raised, save, split_copies
 from penstock.checkpoint import files
 from penstock.checkpoint.plan import CheckpointRanks
 from penstock.checkpoint.training_state import save_object
 from penstock.checkpoint.untrusted import CheckpointError
 from pool import Pool
 
-
-def build(seed: int) -> torch.nn.Module:
-    return scramble(FAMILIES["gpt2"].build(dtype=torch.float32), seed)
+OPTIONS: list[dict[str, Any]] = [{}, {"safe_serialization": True}, {"merge_checkpoints": True}]
 
 
-def refuse(directory: Path, *parts: str, **options) -> None:
-    """The save fails on every rank in these words, and says so of the checkpoint before."""
-    for result in save(split_copies(build(2), 2), directory, **options):
+def refuse(directory: Path, *parts: str, intact: bool = True, **options: Any) -> None:
+    """The save fails on every rank in these words, and says so of the checkpoint before; the folder stays as it was."""
+    before = content(directory)
+    for result in save(split_copies(gpt2(2), 2), directory, **options):
         assert isinstance(result, CheckpointError), result
         text = str(result)
-        assert f"the checkpoint that was in {directory} before, if any, is intact" in text, text
+        before_or_this = f"{directory} holds a whole checkpoint: the previous one, or already this one"
+        assert (f"that was in {directory} before, if any, is intact" if intact else before_or_this) in text, text
         assert "rank " in text and "Errno" not in text and "os error" not in text, text
         for part in parts:
             assert re.search(part, text), text
+    assert content(directory) == before
 
 
 def assert_whole(directory: Path, seed: int) -> None:
-    models = split_copies(build(9), 2)
+    models = split_copies(gpt2(9), 2)
     raised(load(models, directory))
-    assert_hold_together(models, build(seed))
+    assert_hold_together(models, gpt2(seed))
 
 
 @pytest.fixture
@@ -60,26 +61,24 @@ def small_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]
         subprocess.run(["umount", "-l", str(where)], check=True)
 
 
-@pytest.mark.parametrize("options", [{}, {"safe_serialization": True}, {"merge_checkpoints": True}], ids=str)
-def test_a_full_file_system_is_told_with_what_is_needed_and_free(options, small_disk: Path) -> None:
+def test_a_full_file_system_is_told_with_what_is_needed_and_free(small_disk: Path) -> None:
     directory = small_disk / "checkpoint"
-    raised(save(split_copies(build(1), 2), directory))
+    raised(save(split_copies(gpt2(1), 2), directory))
     number = 0
     while os.statvfs(small_disk).f_bavail * 4096 > 40_000:
         (small_disk / f"filler-{number}").write_bytes(bytes(4096))
         number += 1
-    before = {name: (directory / name).read_bytes() for name in os.listdir(directory)}
-    refuse(
-        directory, str(directory), r"cannot write \S+ \(\d+ tensors\): No space left on device",
-        r"[\d,]+ bytes are needed, [\d,]+ are free", "make room", **options,
-    )  # fmt: skip
-    assert {name: (directory / name).read_bytes() for name in os.listdir(directory)} == before
+    for options in OPTIONS:
+        refuse(
+            directory, str(directory), r"cannot write \S+ \(\d+ tensors\): No space left on device",
+            r"[\d,]+ bytes are needed, [\d,]+ are free", "make room", **options,
+        )  # fmt: skip
     assert_whole(directory, 1)
 
 
 def test_a_file_system_for_reading_only_is_told(small_disk: Path) -> None:
     directory = small_disk / "checkpoint"
-    raised(save(split_copies(build(1), 2), directory))
+    raised(save(split_copies(gpt2(1), 2), directory))
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     refuse(directory, "Read-only file system; the file system is mounted for reading only")
     assert_whole(directory, 1)
@@ -87,60 +86,68 @@ def test_a_file_system_for_reading_only_is_told(small_disk: Path) -> None:
         save_object({}, small_disk / "object.bin", world_comm=CheckpointRanks())
 
 
-@pytest.mark.parametrize("options", [{}, {"safe_serialization": True}, {"merge_checkpoints": True}], ids=str)
-def test_a_limit_on_the_size_of_files_is_told(options, tmp_path: Path) -> None:
+def test_a_limit_on_the_size_of_files_is_told_whatever_library_writes(tmp_path: Path) -> None:
     """A real refusal of the operating system, which needs no rights."""
-    raised(save(split_copies(build(1), 2), tmp_path))
+    raised(save(split_copies(gpt2(1), 2), tmp_path))
 
     def attempt() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, resource.RLIM_INFINITY))
-        refuse(tmp_path, "File too large", "ulimit -f", **options)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+        for options in (*OPTIONS, {"safe_serialization": True, "merge_checkpoints": True}):
+            refuse(tmp_path, f"cannot write {tmp_path}", "File too large", "ulimit -f", **options)
 
-    split_copies(build(2), 2)  # in the parent, so that it is quick in the child
+    split_copies(gpt2(2), 2)  # in the parent, so that it is quick in the child
     assert in_fork(attempt) == 0
     assert_whole(tmp_path, 1)
 
 
+def test_an_unwritable_place_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    for result in save(split_copies(gpt2(), 2), tmp_path / "file" / "below"):
+        assert isinstance(result, CheckpointError) and "rank 0" in str(result) and str(tmp_path / "file") in str(result)
+
+
 @pytest.mark.parametrize(
-    ("number", "words"),
+    ("where", "number", "words"),
     [
-        (errno.ENOSPC, "No space left on device"),
-        (errno.EDQUOT, "your quota there is used up"),
-        (errno.EROFS, "mounted for reading only"),
-        (errno.EACCES, "you may not write there"),
+        ("weights", errno.ENOSPC, "No space left on device"),
+        ("configuration", errno.EDQUOT, "your quota there is used up"),
+        ("folder", errno.EROFS, "mounted for reading only"),
+        ("table of contents", errno.EACCES, "you may not write there"),
+        # Whichever rank assembles the second shard; it goes on taking part in the transfers of the others.
+        ("pytorch_model-00002-of", errno.ENOSPC, "No space left on device"),
     ],
 )
-@pytest.mark.parametrize("where", ["weights", "configuration", "folder", "table of contents"])
-def test_every_step_of_a_save_tells_why_it_could_not_write(
-    number: int, words: str, where: str, tmp_path: Path, monkeypatch
+def test_every_step_of_a_save_tells_why_it_could_not_write_and_the_next_save_succeeds(
+    where: str, number: int, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    raised(save(split_copies(build(1), 2), tmp_path))
-    error = OSError(number, os.strerror(number))
+    raised(save(split_copies(gpt2(1), 2), tmp_path))
+    error, fsync, flush = OSError(number, os.strerror(number)), os.fsync, files.flush_file
+    parts = {"configuration": "/config.json", "table of contents": "manifest.staged", "weights": ".bin"}
+    part = parts.get(where, where)
 
-    def failing(*arguments, **options) -> None:
+    def failing(*arguments: Any, **options: Any) -> None:
         raise error
 
-    original = os.fsync
+    def fail_some(path: str, *rest: Any) -> None:
+        failing() if part in path else flush(path, *rest)
+
+    # Only small files that are written whole come here with a descriptor that can be asked for its name.
+    def fail_small(descriptor: int) -> None:
+        failing() if os.readlink(f"/proc/self/fd/{descriptor}").endswith(part) else fsync(descriptor)
+
+    merged = {"merge_checkpoints": True, "max_shard_size": "60KB"} if where.startswith("pytorch") else {}
     with monkeypatch.context() as patch:
-        if where == "weights":
-            patch.setattr(files, "flush_file", failing)
-        elif where == "folder":
+        if where == "folder":
             patch.setattr(os, "mkdir", failing)
+        elif ".bin" in part or merged:
+            patch.setattr(files, "flush_file", fail_some)
         else:
-            # Only small files that are written whole come here with a descriptor that can be asked for its name.
-            small = "/config.json" if where == "configuration" else "manifest.staged"
-
-            def fail_some(descriptor: int) -> None:
-                if os.readlink(f"/proc/self/fd/{descriptor}").endswith(small):
-                    raise error
-                original(descriptor)
-
-            patch.setattr(os, "fsync", fail_some)
-        results = save(split_copies(build(2), 2), tmp_path)
-    for result in results:
-        assert isinstance(result, CheckpointError)
-        assert words in str(result) and str(tmp_path) in str(result) and "Errno" not in str(result), str(result)
+            patch.setattr(os, "fsync", fail_small)
+        putting = where in ("configuration", "table of contents")  # in place, after the weights
+        refuse(tmp_path, words, str(tmp_path), intact=not putting, **merged)
     assert_whole(tmp_path, 1)
+    raised(save(split_copies(gpt2(3), 2), tmp_path))
+    assert_whole(tmp_path, 3)
 
 
 # -- the whole state of a run ------------------------------------------------------------------------------------------
@@ -148,7 +155,7 @@ def test_every_step_of_a_save_tells_why_it_could_not_write(
 
 def save_where_it_cannot_be(disk: Path, what: str, asynchronous: bool) -> str:
     """On two ranks: what the second save raises. The first one's state is loaded, and a third save succeeds."""
-    model = scramble(FAMILIES["gpt2"].build(dtype=torch.float32, n_layer=2), 1)
+    model = gpt2(1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model = penstock.initialize(model, {"model_parallelism": {"pipeline_parallel_size": 2}})
     for parameter in model.parameters():
@@ -159,10 +166,7 @@ def save_where_it_cannot_be(disk: Path, what: str, asynchronous: bool) -> str:
     before = [parameter.detach().clone() for parameter in model.parameters()]
     optimizer.step()
     if dist.get_rank() == 0:
-        if what == "full":
-            fill_up(disk)
-        else:
-            subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True, timeout=60)
+        spoil(disk, what)
     dist.barrier()
     with pytest.raises(CheckpointError) as raised_here:
         penstock.save_checkpoint(disk / "run", **state, step=2, asynchronous=asynchronous)
@@ -186,20 +190,23 @@ def save_where_it_cannot_be(disk: Path, what: str, asynchronous: bool) -> str:
     return str(raised_here.value)
 
 
-def fill_up(disk: Path) -> None:
-    with (disk / "filler").open("wb", buffering=0) as file:
-        try:
-            while True:
-                file.write(bytes(4096))
-        except OSError as error:
-            assert error.errno == errno.ENOSPC
+def spoil(disk: Path, what: str) -> None:
+    if what == "read-only":
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True, timeout=60)
+        return
+    with (disk / "filler").open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
+        while True:
+            file.write(bytes(4096))
 
 
 @pytest.mark.parametrize("small_disk", ["2m"], indirect=True)
-@pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize(
-    ("what", "words"),
-    [("full", "No space left on device"), ("read-only", "the file system is mounted for reading only")],
+    ("what", "words", "asynchronous"),
+    [
+        ("full", "No space left on device", False),
+        ("full", "No space left on device", True),
+        ("read-only", "the file system is mounted for reading only", False),
+    ],
 )
 def test_a_run_whose_disk_is_full_or_for_reading_only_goes_back_to_its_last_checkpoint(
     pool: Pool, small_disk: Path, what: str, words: str, asynchronous: bool

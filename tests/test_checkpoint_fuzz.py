@@ -24,8 +24,7 @@ from safetensors.torch import load_file
 
 import penstock
 from audit import only_within
-from checkpoint_ranks import save_alone, scramble, split_copies, stages_of
-from families import FAMILIES
+from checkpoint_ranks import give_state, gpt2, save_alone, split_copies, stages_of
 from penstock.checkpoint.contents import inspect_folder, merge_checkpoint
 from penstock.checkpoint.load import from_parallelized, load_ordinary
 from penstock.checkpoint.plan import CheckpointRanks
@@ -45,53 +44,49 @@ def fuzz(examples: int) -> settings:
     return settings(max_examples=examples * SCALE, suppress_health_check=unchecked)
 
 
-def build(seed: int) -> torch.nn.Module:
-    return scramble(FAMILIES["gpt2"].build(dtype=torch.float32, n_layer=1), seed)
+def training(model: torch.nn.Module) -> dict[str, Any]:
+    """An optimizer and a scheduler, as arguments of a save or a load."""
+    optimizer = torch.optim.AdamW(model.parameters())
+    return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2)}
 
 
 class World:
     """A folder with every kind of checkpoint, its neighbours that must not change, and a model that is loaded into."""
 
     def __init__(self, root: Path) -> None:
-        self.root = root
-        self.reference = build(1)
-        (self.model,) = split_copies(build(9), 1)
+        self.root, self.whole, self.outside = root, root / "whole", root / "outside"
+        self.reference = gpt2(1, n_layer=1)
+        (self.model,) = split_copies(gpt2(9, n_layer=1), 1)
         self.before = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
-        self.optimizer = torch.optim.AdamW(self.model.parameters())
-        for parameter in self.model.parameters():
-            parameter.grad = torch.ones_like(parameter)
-        self.optimizer.step()
-        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2)
-        self.whole = root / "whole"
         (reference,) = split_copies(self.reference, 1)
-        state = TrainingState(self.optimizer, {"scheduler": self.scheduler}, step=3)
-        with torch.no_grad():
-            for name, tensor in self.model.state_dict().items():
-                tensor.copy_(self.before[name])
         for safe in (False, True):
             save_alone(reference, self.whole / f"parallel-{safe}", safe_serialization=safe)
             options = {"merge_checkpoints": True, "max_shard_size": "20KB"}
             save_alone(reference, self.whole / f"merged-{safe}", safe_serialization=safe, **options)
-        save_alone(self.model, self.whole / "training", training_state=state)
+        state = training(self.model)
+        give_state(self.model, state["optimizer"], 1)
+        self.reset()
+        objects = {"scheduler": state["lr_scheduler"]}
+        save_alone(
+            self.model, self.whole / "training", training_state=TrainingState(state["optimizer"], objects, step=3)
+        )
         torch.save({"last_epoch": 3, "lrs": [0.5]}, self.whole / "object.bin")
-        for parameter in reference.parameters():
-            parameter.grad = torch.ones_like(parameter)
-        optimizer = torch.optim.AdamW(reference.parameters())
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-        optimizer.step()
-        with torch.no_grad():
-            for name, tensor in reference.state_dict().items():
-                tensor.copy_(self.reference.state_dict()[name])
+        state = training(reference)
+        give_state(reference, state["optimizer"], 1)
+        reference.load_state_dict(self.reference.state_dict())
         for number in (1, 2):
-            penstock.save_checkpoint(
-                self.whole / "run", model=reference, optimizer=optimizer, lr_scheduler=scheduler, step=number
-            )
+            penstock.save_checkpoint(self.whole / "run", model=reference, **state, step=number)
         self.values = {self._sum(tensor) for tensor in self.reference.state_dict().values()}
-        self.outside = root / "outside"
         self.outside.mkdir()
         (self.outside / "victim").write_text("precious")
         shutil.copy(self.whole / "parallel-False" / "pytorch_model_tp_0_pp_0.bin", self.outside)
         self.number = 0
+
+    def reset(self) -> None:
+        """Undo what was loaded or trained."""
+        with torch.no_grad():
+            for name, tensor in self.model.state_dict().items():
+                tensor.copy_(self.before[name])
 
     @staticmethod
     def _sum(tensor: torch.Tensor) -> int:
@@ -125,19 +120,18 @@ class World:
             COUNTS[kind, "loaded"] += 1
             if same_values:
                 assert {self._sum(tensor) for tensor in self.model.state_dict().values()} <= self.values
-            with torch.no_grad():
-                for name, tensor in self.model.state_dict().items():
-                    tensor.copy_(self.before[name])
+            self.reset()
         for user, text in USERS.items():
             assert (folder / user).read_text() == text
         assert (self.outside / "victim").read_text() == "precious"
         assert sorted(os.listdir(self.outside)) == ["pytorch_model_tp_0_pp_0.bin", "victim"]
         shutil.rmtree(folder)
 
-    def load_parallel(self, folder: Path) -> None:
-        from_parallelized(self.model, folder, world_comm=CheckpointRanks())
-
-    def load_merged(self, folder: Path) -> None:
+    def load(self, folder: Path) -> None:
+        """A parallel checkpoint, or a merged one."""
+        if "parallel_checkpoint.json" in os.listdir(folder):
+            from_parallelized(self.model, folder, world_comm=CheckpointRanks())
+            return
         stages = stages_of(self.reference, 1)
         load_ordinary(self.model, folder, type(self.model), stages, [0], world_comm=CheckpointRanks())
 
@@ -237,17 +231,31 @@ def dump(content: Any) -> bytes:
     return json.dumps(content).encode()
 
 
-@fuzz(150)
-@given(data=st.data())
-def test_tables_of_contents(world: World, data: st.DataObject) -> None:
-    folder = world.copy(f"parallel-{data.draw(st.booleans())}")
+def say_sizes(folder: Path, *paths: Path) -> None:
+    """Let the table of contents, where there is one, agree with the sizes of files, and the checksums that it has."""
+    table = folder / "parallel_checkpoint.json"
+    if table.exists():
+        content = json.loads(table.read_text())
+        for path in paths:
+            entry = content["files"][path.name]
+            entry["size"] = path.stat().st_size
+            if entry["checksum"] is not None:
+                entry["checksum"] = zlib.crc32(path.read_bytes())
+        table.write_bytes(dump(content))
+
+
+@fuzz(90)
+@given(data=st.data(), kind=st.sampled_from(["parallel", "merged"]), safe=st.booleans())
+def test_tables_of_contents_and_indices(world: World, data: st.DataObject, kind: str, safe: bool) -> None:
+    folder = world.copy(f"{kind}-{safe}")
     add_specials(folder)
-    path = folder / "parallel_checkpoint.json"
+    index = "model.safetensors.index.json" if safe else "pytorch_model.bin.index.json"
+    path = folder / ("parallel_checkpoint.json" if kind == "parallel" else index)
     if data.draw(st.integers(0, 3)):
         path.write_bytes(dump(mutated(data.draw, json.loads(path.read_text()))))
     else:
         path.write_bytes(spoiled(data.draw, path.read_bytes()))
-    world.attempt("table of contents", folder, lambda: world.load_parallel(folder), same_values=False)
+    world.attempt(f"table, {kind}", folder, lambda: world.load(folder), same_values=kind == "merged")
 
 
 STAGED = st.lists(
@@ -261,7 +269,7 @@ STAGED = st.lists(
 )
 
 
-@fuzz(80)
+@fuzz(30)
 @given(data=st.data(), kind=st.sampled_from(["parallel-False", "merged-True"]))
 def test_staging_folders(world: World, data: st.DataObject, kind: str) -> None:
     """The save that finds one succeeds or says why not; the user's files and those elsewhere stay."""
@@ -286,19 +294,6 @@ def test_staging_folders(world: World, data: st.DataObject, kind: str) -> None:
     )
 
 
-@fuzz(60)
-@given(data=st.data(), safe=st.booleans())
-def test_indices(world: World, data: st.DataObject, safe: bool) -> None:
-    folder = world.copy(f"merged-{safe}")
-    add_specials(folder)
-    path = folder / ("model.safetensors.index.json" if safe else "pytorch_model.bin.index.json")
-    if data.draw(st.integers(0, 3)):
-        path.write_bytes(dump(mutated(data.draw, json.loads(path.read_text()))))
-    else:
-        path.write_bytes(spoiled(data.draw, path.read_bytes()))
-    world.attempt("index", folder, lambda: world.load_merged(folder))
-
-
 def with_header(content: bytes, change: Callable[[Any], Any]) -> bytes:
     """A safetensors file with another header."""
     (length,) = struct.unpack("<Q", content[:8])
@@ -306,108 +301,83 @@ def with_header(content: bytes, change: Callable[[Any], Any]) -> bytes:
     return struct.pack("<Q", len(header)) + header + content[8 + length :]
 
 
-@fuzz(80)
-@given(data=st.data(), parallel=st.booleans())
-def test_safetensors_headers(world: World, data: st.DataObject, parallel: bool) -> None:
-    folder = world.copy("parallel-True" if parallel else "merged-True")
-    path = data.draw(st.sampled_from(sorted(folder.glob("*.safetensors"))))
+@fuzz(60)
+@given(data=st.data(), kind=st.sampled_from(["parallel", "merged"]), safe=st.booleans())
+def test_files_of_weights(world: World, data: st.DataObject, kind: str, safe: bool) -> None:
+    """The header of safetensors; the pickle of torch and the archive around it. What the table of contents says of the
+    size is made to agree."""
+    folder = world.copy(f"{kind}-{safe}")
+    path = data.draw(st.sampled_from(sorted(folder.glob("*.safetensors" if safe else "pytorch_model*.bin"))))
     content = path.read_bytes()
-    if data.draw(st.integers(0, 3)):
+    if safe and data.draw(st.integers(0, 3)):
         content = with_header(content, lambda header: mutated(data.draw, header, most=2))
-    else:
+    elif safe:
         length = 8 + struct.unpack("<Q", content[:8])[0]
         content = spoiled(data.draw, content[:length]) + content[length:]
-    path.write_bytes(content)
-    if parallel:
-        table = json.loads((folder / "parallel_checkpoint.json").read_text())
-        table["files"][path.name]["size"] = len(content)
-        (folder / "parallel_checkpoint.json").write_bytes(dump(table))
-    load = world.load_parallel if parallel else world.load_merged
-    # Without checksums an ordinary checkpoint may hold any values.
-    world.attempt("safetensors header", folder, lambda: load(folder), same_values=parallel)
-
-
-@fuzz(80)
-@given(data=st.data(), parallel=st.booleans())
-def test_files_of_torch(world: World, data: st.DataObject, parallel: bool) -> None:
-    """The pickle inside and the archive around it; what the table of contents says of the size is made to agree."""
-    folder = world.copy("parallel-False" if parallel else "merged-False")
-    path = data.draw(st.sampled_from(sorted(folder.glob("pytorch_model*.bin"))))
-    content = path.read_bytes()
-    start = content.index(b"data.pkl")
-    stop = content.index(b"PK", start)
-    if data.draw(st.booleans()):
+    elif data.draw(st.booleans()):
+        start = content.index(b"data.pkl")
+        stop = content.index(b"PK", start)
         content = content[:start] + spoiled(data.draw, content[start:stop]) + content[stop:]
     else:
         content = spoiled(data.draw, content)
     path.write_bytes(content)
-    if parallel:
-        table = json.loads((folder / "parallel_checkpoint.json").read_text())
-        table["files"][path.name]["size"] = len(content)
-        (folder / "parallel_checkpoint.json").write_bytes(dump(table))
-    load = world.load_parallel if parallel else world.load_merged
-    world.attempt("file of torch", folder, lambda: load(folder), same_values=parallel)
+    say_sizes(folder, path)
+    # Without checksums an ordinary checkpoint may hold any values.
+    world.attempt(f"weights, {kind}", folder, lambda: world.load(folder), same_values=kind == "parallel")
 
 
-def restore(world: World, folder: Path) -> None:
-    """Load the training state; if that is refused, optimizer, scheduler and generators are as they were."""
-    optimizer = torch.optim.AdamW(world.model.parameters())
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-    before = copy.deepcopy((optimizer.state_dict(), scheduler.state_dict())), torch.get_rng_state()
-    state = TrainingState(optimizer, {"scheduler": scheduler})
+def restore(world: World, load: Callable[[dict[str, Any]], Any]) -> Any:
+    """Load into a new optimizer and scheduler; if that is refused, all of the run is as it was."""
+    state = training(world.model)
+    for parameter in world.model.parameters():
+        parameter.grad = torch.full_like(parameter, 7.0)
+    before = copy.deepcopy([one.state_dict() for one in state.values()]), torch.get_rng_state()
     try:
-        load_training_state(world.model, folder, state, world_comm=CheckpointRanks())
+        return load(state)
     except CheckpointError:
-        assert (optimizer.state_dict(), scheduler.state_dict()) == before[0]
+        assert [one.state_dict() for one in state.values()] == before[0]
         assert torch.equal(torch.get_rng_state(), before[1])
+        assert all(bool((parameter.grad == 7.0).all()) for parameter in world.model.parameters())
         raise
+    finally:
+        torch.set_rng_state(before[1])
 
 
-@fuzz(80)
+@fuzz(30)
 @given(data=st.data())
 def test_training_states(world: World, data: st.DataObject) -> None:
     """The optimizer's tensors, the file that every rank reads whole, and the table of contents around them."""
     folder = world.copy("training")
-    table = json.loads((folder / "parallel_checkpoint.json").read_text())
+    table = folder / "parallel_checkpoint.json"
     path = folder / data.draw(st.sampled_from(["training_state.bin", "optimizer_tp_0_pp_0.bin"]))
     change = data.draw(st.sampled_from(["content", "bytes", "table"]))
     if change == "table":
-        table = mutated(data.draw, table)
+        table.write_bytes(dump(mutated(data.draw, json.loads(table.read_text()))))
     else:
         if change == "content":
             torch.save(mutated(data.draw, torch.load(path, weights_only=True)), path)
         else:
             path.write_bytes(spoiled(data.draw, path.read_bytes()))
-        content = path.read_bytes()
-        entry = table["files"][path.name]
-        entry["size"] = len(content)
-        if entry["checksum"] is not None:
-            entry["checksum"] = zlib.crc32(content)
-    (folder / "parallel_checkpoint.json").write_bytes(dump(table))
-    random_state = torch.get_rng_state()
-    world.attempt("training state", folder, lambda: restore(world, folder), same_values=False)
-    torch.set_rng_state(random_state)
+        say_sizes(folder, path)
+
+    def load(given: dict[str, Any]) -> None:
+        state = TrainingState(given["optimizer"], {"scheduler": given["lr_scheduler"]})
+        load_training_state(world.model, folder, state, world_comm=CheckpointRanks())
+
+    world.attempt("training state", folder, lambda: restore(world, load), same_values=False)
 
 
 def resume(world: World, folder: Path, older: bool) -> None:
-    """Load the newest checkpoint of a run; if that is refused, everything of the run is as it was.
+    """Load the newest checkpoint of a run.
 
     Args:
         older: whether there is one before that is whole, so that it loads if the newest is passed over.
     """
-    optimizer = torch.optim.AdamW(world.model.parameters())
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-    for parameter in world.model.parameters():
-        parameter.grad = torch.full_like(parameter, 7.0)
-    before = copy.deepcopy((optimizer.state_dict(), scheduler.state_dict())), torch.get_rng_state()
     try:
-        found = penstock.load_checkpoint(folder, model=world.model, optimizer=optimizer, lr_scheduler=scheduler)
+        found = restore(world, lambda state: penstock.load_checkpoint(folder, model=world.model, **state))
     except CheckpointError as error:
         # What shows only as it is restored ends the search, as it may be the objects given here that do not fit.
         assert not (older and "no checkpoint in" in str(error)), error
-        assert (optimizer.state_dict(), scheduler.state_dict()) == before[0]
-        assert torch.equal(torch.get_rng_state(), before[1])
-        assert all(bool((parameter.grad == 7.0).all()) for parameter in world.model.parameters())
         raise
     assert found.path.startswith(f"{folder}/step-")
 
@@ -421,7 +391,7 @@ def renamed(draw: Callable[[Any], Any], header: dict[str, Any]) -> dict[str, Any
     return {key: key.partition("//")[0] + draw(KEYS) for key in draw(st.lists(st.sampled_from(keys), max_size=3))}
 
 
-@fuzz(120)
+@fuzz(60)
 @given(data=st.data(), older=st.booleans())
 def test_folders_of_a_run(world: World, data: st.DataObject, older: bool) -> None:
     """Tables of contents, indices and states of the newest checkpoint; names that may lead elsewhere."""
@@ -451,7 +421,6 @@ def test_folders_of_a_run(world: World, data: st.DataObject, older: bool) -> Non
         file, entry = newest / name, table["files"][name]
         if change == "state":
             torch.save(mutated(data.draw, torch.load(file, weights_only=True)), file)
-            entry["checksum"] = zlib.crc32(file.read_bytes())
         elif change == "header":
             file.write_bytes(with_header(file.read_bytes(), lambda header: mutated(data.draw, header, most=2)))
         else:
@@ -460,14 +429,12 @@ def test_folders_of_a_run(world: World, data: st.DataObject, older: bool) -> Non
                 with_header(file.read_bytes(), lambda header: {names.get(key, key): header[key] for key in header})
             )
             entry["tensors"] = {names.get(key, key): info for key, info in entry["tensors"].items()}
-        entry["size"] = file.stat().st_size
-        path.write_bytes(dump(table))
-    random_state = torch.get_rng_state()
+            path.write_bytes(dump(table))
+        say_sizes(newest, file)
     world.attempt("run", folder, lambda: resume(world, folder, older), same_values=change != "table")
-    torch.set_rng_state(random_state)
 
 
-@fuzz(60)
+@fuzz(30)
 @given(data=st.data())
 def test_inspecting_and_merging(world: World, data: st.DataObject) -> None:
     """Without a run; what is merged has the values that were saved."""
@@ -498,7 +465,7 @@ def test_inspecting_and_merging(world: World, data: st.DataObject) -> None:
     world.attempt("inspect and merge", folder, examine, same_values=False)
 
 
-@fuzz(60)
+@fuzz(30)
 @given(data=st.data())
 def test_objects(world: World, data: st.DataObject) -> None:
     folder = world.copy("parallel-False")

@@ -8,7 +8,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from checkpoint_ranks import assert_holds, raised, save, scramble, split_copies
+from checkpoint_ranks import assert_holds, gpt2, raised, save, scramble, split_copies
 from families import FAMILIES
 from penstock.checkpoint.folders import ModelFolder
 from penstock.checkpoint.plan import SaveOptions, SavingRank
@@ -26,34 +26,35 @@ def content_of(directory, extension: str) -> dict[str, torch.Tensor]:
     return {name: tensor for part in parts for name, tensor in part.items()}
 
 
-def assert_same_content(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+def assert_same_content(merged, plain) -> dict[str, torch.Tensor]:
+    """What was merged into .bin files is what `save_pretrained` wrote."""
+    one, other = content_of(merged, ".bin"), content_of(plain, ".safetensors")
     assert one.keys() == other.keys()
     for name, tensor in one.items():
         assert tensor.dtype == other[name].dtype, name
         assert torch.equal(tensor, other[name]), name
+    return one
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_the_merged_file_is_what_save_pretrained_writes(family: str, tmp_path) -> None:
     reference = build(family)
     reference.save_pretrained(tmp_path / "plain")
-    models = split_copies(reference, 3)
-    raised(save(models, tmp_path / "merged", merge_checkpoints=True))
+    raised(save(split_copies(reference, 3), tmp_path / "merged", merge_checkpoints=True))
     plain = set(os.listdir(tmp_path / "plain"))
     assert set(os.listdir(tmp_path / "merged")) == plain - {"model.safetensors"} | {"pytorch_model.bin"}
     for name in plain - {"model.safetensors"}:
         assert (tmp_path / "merged" / name).read_bytes() == (tmp_path / "plain" / name).read_bytes()
-    merged = content_of(tmp_path / "merged", ".bin")
-    assert_same_content(merged, content_of(tmp_path / "plain", ".safetensors"))
+    assert_same_content(tmp_path / "merged", tmp_path / "plain")
 
 
-@pytest.mark.parametrize(("size", "safe"), [("50GB", False), ("30KB", False), ("30KB", True)])
-@pytest.mark.parametrize("family", ["gpt2", "mixtral", "t5"])
+@pytest.mark.parametrize(
+    ("family", "size", "safe"), [("gpt2", "50GB", False), ("mixtral", "30KB", False), ("t5", "30KB", True)]
+)
 def test_plain_transformers_loads_the_merged_folder(family: str, size: str, safe: bool, tmp_path) -> None:
     reference = build(family)
-    raised(
-        save(split_copies(reference, 3), tmp_path, merge_checkpoints=True, max_shard_size=size, safe_serialization=safe)
-    )
+    options = {"max_shard_size": size, "safe_serialization": safe}
+    raised(save(split_copies(reference, 3), tmp_path, merge_checkpoints=True, **options))
     assert any(name.endswith(".index.json") for name in os.listdir(tmp_path)) == (size == "30KB")
     model, info = type(reference).from_pretrained(tmp_path, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
@@ -98,34 +99,34 @@ def test_a_weight_that_was_renamed_when_it_was_loaded_gets_its_old_name_back(tmp
     loaded = type(reference).from_pretrained(tmp_path / "plain")
     raised(save(split_copies(loaded, 2), tmp_path / "merged", merge_checkpoints=True))
     raised(save(split_copies(loaded, 2), tmp_path / "own", merge_checkpoints=True, save_original_format=False))
-    merged, own = content_of(tmp_path / "merged", ".bin"), content_of(tmp_path / "own", ".bin")
-    assert_same_content(merged, content_of(tmp_path / "plain", ".safetensors"))
-    assert own.keys() == reference.state_dict().keys()
+    assert_same_content(tmp_path / "merged", tmp_path / "plain")
+    assert content_of(tmp_path / "own", ".bin").keys() == reference.state_dict().keys()
 
 
-def test_an_auto_class_loads_the_merged_folder_with_its_generation_settings(tmp_path) -> None:
-    reference = build("gpt2")
+def test_an_auto_class_loads_the_merged_folder_with_its_generation_settings_beside_a_parallel_one(tmp_path) -> None:
+    reference = gpt2(1)
     reference.generation_config.update(do_sample=True, top_k=3)
+    raised(save(split_copies(gpt2(2), 2), tmp_path))
     raised(save(split_copies(reference, 2), tmp_path, merge_checkpoints=True))
+    assert (tmp_path / "parallel_checkpoint.json").exists()
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     assert type(model) is type(reference)
     assert model.generation_config.top_k == 3
     assert model.lm_head.weight is model.transformer.wte.weight
+    assert_holds(model, reference)
 
 
 def test_a_weight_that_was_untied_by_hand_is_written_under_both_names(tmp_path) -> None:
     """The configuration still says that it is tied; what counts is what the model is."""
-    reference = build("gpt2")
+    reference = gpt2(1)
     reference.lm_head.weight = torch.nn.Parameter(reference.lm_head.weight.detach() + 1)
     reference.save_pretrained(tmp_path / "plain")
     raised(save(split_copies(reference, 3), tmp_path / "merged", merge_checkpoints=True))
-    merged = content_of(tmp_path / "merged", ".bin")
-    assert "lm_head.weight" in merged
-    assert_same_content(merged, content_of(tmp_path / "plain", ".safetensors"))
+    assert "lm_head.weight" in assert_same_content(tmp_path / "merged", tmp_path / "plain")
 
 
 def test_variants_have_the_names_transformers_looks_for(tmp_path) -> None:
-    reference = build("gpt2")
+    reference = gpt2(1)
     options = {"merge_checkpoints": True, "variant": "fp16"}
     raised(save(split_copies(reference, 2), tmp_path, **options))
     assert (tmp_path / "pytorch_model.fp16.bin").exists()
@@ -134,28 +135,20 @@ def test_variants_have_the_names_transformers_looks_for(tmp_path) -> None:
     assert_holds(type(reference).from_pretrained(tmp_path, variant="fp16", use_safetensors=True), reference)
 
 
-@pytest.mark.parametrize("after", [(False, "50GB"), (False, "30KB"), (True, "30KB")])
-@pytest.mark.parametrize("before", [(False, "50GB"), (False, "25KB"), (True, "50GB"), (True, "25KB")])
-def test_a_new_checkpoint_replaces_one_of_another_form(before, after, tmp_path) -> None:
+def test_a_new_checkpoint_replaces_one_of_another_form(tmp_path) -> None:
     """transformers prefers safetensors and single files; an old one must not be found instead of the new one."""
     (tmp_path / "notes.txt").write_text("mine")
-    old, new = scramble(build("gpt2"), 1), scramble(build("gpt2"), 2)
-    for model, (safe, size) in ((old, before), (new, after)):
+    forms = [(safe, size) for safe in (False, True) for size in ("50GB", "30KB")]
+    # After each form comes each other one, and itself with more shards.
+    order = [0, 1, 1, 0, 2, 0, 3, 1, 2, 1, 3, 2, 3, 3, 0]
+    for seed, number in enumerate(order):
+        safe, size = forms[number]
+        size = "25KB" if seed and order[seed - 1] == number else size
         options = {"safe_serialization": safe, "max_shard_size": size}
-        raised(save(split_copies(model, 2), tmp_path, merge_checkpoints=True, **options))
-        assert_holds(type(model).from_pretrained(tmp_path), model)
-    assert (tmp_path / "notes.txt").read_text() == "mine"
-    assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
-    indices = [
-        name for name in os.listdir(tmp_path) if name.endswith(f"{'safetensors' if after[0] else 'bin'}.index.json")
-    ]
-    assert bool(indices) == (after[1] == "30KB")
-
-
-def test_a_merged_and_a_parallel_checkpoint_share_a_folder(tmp_path) -> None:
-    reference = build("gpt2")
-    models = split_copies(reference, 2)
-    raised(save(models, tmp_path))
-    raised(save(models, tmp_path, merge_checkpoints=True))
-    assert (tmp_path / "parallel_checkpoint.json").exists()
-    assert_holds(type(reference).from_pretrained(tmp_path), reference)
+        raised(save(split_copies(gpt2(seed), 2), tmp_path, merge_checkpoints=True, **options))
+        assert_holds(type(gpt2()).from_pretrained(tmp_path), gpt2(seed))
+        assert (tmp_path / "notes.txt").read_text() == "mine"
+        assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
+        extension = "safetensors" if safe else "bin"
+        indices = [name for name in os.listdir(tmp_path) if name.endswith(f"{extension}.index.json")]
+        assert bool(indices) == (size != "50GB")
