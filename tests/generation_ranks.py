@@ -23,7 +23,7 @@ import penstock
 from families import FAMILIES, batch
 from penstock.generation.decoding import decoding_of
 from penstock.runtime.boundary.p2p import P2PChannel
-from training import kept_in_double
+from training import kept_in_double, run_step
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
 THREE_GROUPS: dict[str, Any] = {**GREEDY, "generation_groups": 3}
@@ -60,6 +60,15 @@ def rank() -> int:
     return int(os.environ.get("RANK", "-1"))  # no rank for the unsplit model
 
 
+def outcome(call: Callable[[], Any]) -> str:
+    """The error of a call, or none."""
+    try:
+        call()
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}"
+    return "none"
+
+
 def run_cases(model: Any, inputs: dict[str, Any], cases: list[dict[str, Any]], seed: int) -> list[Any]:
     """The results of generate(), one for each set of options, each from the same random state."""
     results = []
@@ -69,10 +78,15 @@ def run_cases(model: Any, inputs: dict[str, Any], cases: list[dict[str, Any]], s
     return results
 
 
-def generate(family: str, cases: list[dict[str, Any]], num_stages: int = 2, schedule: str = "1f1b") -> list[Any]:
-    """A rank's results. The ranks' random states differ; the first rank's is the unsplit model's."""
-    model = parallel(build(family), num_stages, schedule)
-    return run_cases(model, prompt(family), cases, seed=5 if rank() == 0 else 100 + rank())
+def generate(setups: list[tuple[str, str]], cases: list[dict[str, Any]], num_stages: int) -> list[list[Any]]:
+    """A rank's results for each family and schedule. The ranks' random states differ; the first rank's is the unsplit
+    model's."""
+    found = []
+    for family, schedule in setups:
+        model = parallel(build(family), num_stages, schedule)
+        found.append(run_cases(model, prompt(family), cases, seed=5 if rank() == 0 else 100 + rank()))
+        model.pipeline.close()
+    return found
 
 
 def with_states(
@@ -164,16 +178,6 @@ def messages(model: Any, size: int, new_tokens: int, **options: Any) -> Counter[
     return counts
 
 
-def impossible_groups(numbers: list[Any]) -> list[str]:
-    model, errors = parallel(build("gpt2")), []
-    for number in numbers:
-        try:
-            model.generate(**prompt("gpt2"), **GREEDY, generation_groups=number)
-        except Exception as error:
-            errors.append(type(error).__name__)
-    return errors
-
-
 def with_dropout(num_stages: int) -> tuple[list[Any], bool]:
     """Sampling in training mode, and whether the model was left in it."""
     model = parallel(build("gpt2", dropout=0.3), num_stages).train()
@@ -190,9 +194,9 @@ def random_states() -> tuple[bool, torch.Tensor]:
 
 
 def cache_layers(family: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Keys and values of every layer of this rank's cache after a greedy generation."""
-    model = parallel(build(family))
-    output = model.generate(**prompt(family), **GREEDY, return_dict_in_generate=True)
+    """Keys and values of every layer of this rank's cache after a greedy generation; of the unsplit model's."""
+    model = parallel(build(family)) if rank() >= 0 else build(family)
+    output: Any = model.generate(**prompt(family), **GREEDY, return_dict_in_generate=True)
     return layers_of(output.past_key_values)
 
 
@@ -201,16 +205,13 @@ def layers_of(cache: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(layer.keys, layer.values) for layer in part.layers]
 
 
-def continued(model: Any) -> torch.Tensor:
-    """A generation that goes on from the cache of another one."""
+def continued() -> torch.Tensor:
+    """A generation that goes on from the cache of another one, on stages if there are ranks."""
+    model: Any = parallel(build("llama")) if rank() >= 0 else build("llama")
     first = model.generate(**prompt("llama"), **GREEDY, return_dict_in_generate=True)
     mask = torch.cat([prompt("llama")["attention_mask"], torch.ones(3, GREEDY["max_new_tokens"], dtype=torch.int64)], 1)
     cache = first.past_key_values
     return model.generate(first.sequences, attention_mask=mask, past_key_values=cache, **GREEDY)
-
-
-def continued_on_stages() -> torch.Tensor:
-    return continued(parallel(build("llama")))
 
 
 def decode_by_hand(model: Any, family: str, cache: Any = None) -> list[Any]:
@@ -240,15 +241,9 @@ def decode_by_hand_on_stages(family: str, schedule: str) -> tuple[list[Any], str
     """Also with a cache of one's own, and what is said of different inputs, and of no cache."""
     model = parallel(build(family), schedule=schedule)
     cache = DynamicCache() if schedule != "1f1b" else None
-    seen, refused = decode_by_hand(model, family, cache), []
-    for ids in (prompt(family)["input_ids"][:, rank() :], prompt(family)["input_ids"]):
-        try:
-            with torch.no_grad():
-                model(ids, use_cache=True)
-            refused.append("")
-        except (ValueError, NotImplementedError) as error:
-            refused.append(str(error))
-    return seen, *refused
+    seen, ids = decode_by_hand(model, family, cache), prompt(family)["input_ids"]
+    with torch.no_grad():
+        return seen, *(outcome(lambda at=at: model(ids[:, at:], use_cache=True)) for at in (rank(), 0))
 
 
 class Collect(BaseStreamer):
@@ -267,12 +262,15 @@ class Collect(BaseStreamer):
         return iter(self.tokens)
 
 
-def stream(ranks: list[int], everywhere: bool) -> tuple[Any, list[Any] | None]:
-    """Greedy tokens, and what the streamer got on the ranks that were given one."""
-    streamer = Collect() if rank() in ranks else None
-    model = parallel(build("gpt2"))
-    tokens = model.generate(**prompt("gpt2", 1), **GREEDY, streamer=streamer, stream_on_all_ranks=everywhere)
-    return tokens, streamer and streamer.tokens
+def stream(cases: list[tuple[list[int], bool]]) -> list[tuple[Any, list[Any] | None]]:
+    """For each case greedy tokens, and what the streamer got on the ranks that were given one."""
+    model, found = parallel(build("gpt2")), []
+    for ranks, everywhere in cases:
+        streamer = Collect() if rank() in ranks else None
+        options = {"streamer": streamer, "stream_on_all_ranks": everywhere}
+        tokens = model.generate(**prompt("gpt2", 1), **GREEDY, **options)
+        found.append((tokens, streamer and streamer.tokens))
+    return found
 
 
 class AfterTokens(StoppingCriteria):
@@ -286,22 +284,22 @@ class AfterTokens(StoppingCriteria):
 
 
 class Favour(LogitsProcessor):
-    """A user's own processor; fails on one rank if told to."""
+    """A user's own processor, which does something to one rank if told to."""
 
-    def __init__(self, failing_rank: int | None = None, killed_rank: int | None = None, at: int = 12) -> None:
-        self.failing_rank, self.killed_rank, self.at = failing_rank, killed_rank, at
+    def __init__(self, where: int | None = None, act: Callable[[], None] | None = None) -> None:
+        self.where, self.act = where, act
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if input_ids.shape[1] == self.at and self.failing_rank == rank():
-            raise ZeroDivisionError("a processor that fails")
-        if input_ids.shape[1] == self.at and self.killed_rank == rank():
-            os.kill(os.getpid(), signal.SIGKILL)
+        if self.act and input_ids.shape[1] == 12 and self.where == rank():
+            self.act()
         return scores + torch.linspace(0, 3, scores.shape[-1])
 
 
-def stop_on_one_rank(stopping_rank: int) -> torch.Tensor:
-    criteria = StoppingCriteriaList([AfterTokens(12)]) if rank() == stopping_rank else None
-    return parallel(build("gpt2")).generate(**prompt("gpt2"), **GREEDY, stopping_criteria=criteria)
+def stop_on_one_rank() -> list[torch.Tensor]:
+    """Tokens where rank 0 alone, and where rank 1 alone, meets a criterion."""
+    model, met = parallel(build("gpt2")), StoppingCriteriaList([AfterTokens(12)])
+    criteria = [met if rank() == stopping else None for stopping in range(2)]
+    return [model.generate(**prompt("gpt2"), **GREEDY, stopping_criteria=one) for one in criteria]
 
 
 def stop_by_the_clock() -> torch.Tensor:
@@ -318,42 +316,18 @@ def stop_by_the_clock() -> torch.Tensor:
 
 def after_errors(mistakes: list[dict[str, Any]]) -> tuple[list[str], torch.Tensor, list[str]]:
     """The errors of wrong calls; then a right one on the same pipeline, and what generate() has left on the model."""
-    model, errors = parallel(build("gpt2")), []
-    for mistake in mistakes:
-        try:
-            model.generate(**{**prompt("gpt2"), **GREEDY, **mistake})
-            errors.append("none")
-        except Exception as error:
-            errors.append(f"{type(error).__name__}: {error}")
+    model = parallel(build("gpt2"))
+    given = [{**prompt("gpt2"), **GREEDY, **mistake} for mistake in mistakes]
+    errors = [outcome(lambda one=one: model.generate(**one)) for one in given]
     tokens = model.generate(**prompt("gpt2"), **GREEDY)
     left = [name for name in ("_get_stopping_criteria", "_valid_auto_compile_criteria") if name in vars(model)]
     return errors, tokens, left
 
 
-def different_arguments(others: list[dict[str, Any]]) -> tuple[list[str], torch.Tensor]:
-    """The errors of calls in which rank 1 passes something else, or something wrong; then right tokens."""
-    model, errors = parallel(build("gpt2")), []
-    inputs = prompt("gpt2")
-    for other in [{"input_ids": inputs["input_ids"] + rank()}, *others]:
-        try:
-            model.generate(**{**inputs, **GREEDY, **(other if rank() else {})})
-            errors.append("none")
-        except Exception as error:
-            errors.append(f"{type(error).__name__}: {error}")
-    return errors, model.generate(**inputs, **GREEDY)
-
-
-def failing(num_stages: int = 2, **where: Any) -> float:
-    """How long a generation took to end in an error."""
-    model = parallel(build("gpt2"), num_stages)
-    model.generate(**prompt("gpt2"), **GREEDY)
-    start = time.monotonic()
-    try:
-        model.generate(**prompt("gpt2"), **GREEDY, logits_processor=LogitsProcessorList([Favour(**where)]))
-    except Exception as error:
-        error.add_note(f"seconds: {time.monotonic() - start:.1f}")
-        raise
-    raise AssertionError("no error")
+def different_arguments(others: list[dict[str, Any]]) -> tuple[list[str], torch.Tensor, list[str]]:
+    """The same for calls in which rank 1 passes something else, or something wrong."""
+    other = {"input_ids": prompt("gpt2")["input_ids"] + 1}
+    return after_errors([one if rank() else {} for one in (other, *others)])
 
 
 def fail_in_a_group(model: Any, group: int, act: Callable[[], None]) -> None:
@@ -369,47 +343,40 @@ def fail_in_a_group(model: Any, group: int, act: Callable[[], None]) -> None:
 
 
 def divide_by_zero() -> None:
-    raise ZeroDivisionError("in one group")
+    raise ZeroDivisionError("on one rank")
 
 
 def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def failing_in_a_group(where: int, killed: bool, num_stages: int = 3) -> float:
-    """How long a generation in groups took to end, when one rank fails in its second group."""
-    model = parallel(build("gpt2"), num_stages)
-    model.generate(**prompt("gpt2", 6), **THREE_GROUPS)
-    if rank() == where:
-        fail_in_a_group(model, 1, kill if killed else divide_by_zero)
-    start = time.monotonic()
-    try:
-        model.generate(**prompt("gpt2", 6), **THREE_GROUPS)
-    except Exception as error:
-        error.add_note(f"seconds: {time.monotonic() - start:.1f}")
-        error.add_note(f"threads: {group_threads()}")
-        raise
-    raise AssertionError("no error")
-
-
 def interrupt() -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def interrupted(ranks: list[int], group: int, num_stages: int = 3) -> tuple[list[str], list[str], float]:
+def failing(where: int, killed: bool, groups: bool) -> tuple[str, list[str], float]:
+    """The error of a generation, because one rank fails in a processor, or in its second group; threads left, and
+    seconds."""
+    model, act = parallel(build("gpt2"), 3), kill if killed else divide_by_zero
+    generate = {**prompt("gpt2", 6), **(THREE_GROUPS if groups else GREEDY)}
+    model.generate(**generate)
+    if not groups:
+        generate["logits_processor"] = [Favour(where, act)]
+    elif rank() == where:
+        fail_in_a_group(model, 1, act)
+    start = time.monotonic()
+    return outcome(lambda: model.generate(**generate)), group_threads(), time.monotonic() - start
+
+
+def interrupted(ranks: list[int], group: int) -> tuple[list[str], list[str], float]:
     """Ctrl-C in a group's turn on some ranks: this call's error and the next one's, threads left, and seconds."""
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
-    model = parallel(build("gpt2"), num_stages)
-    model.generate(**prompt("gpt2", 6), **THREE_GROUPS)
+    model, generate = parallel(build("gpt2"), 3), {**prompt("gpt2", 6), **THREE_GROUPS}
+    model.generate(**generate)
     if rank() in ranks:
         fail_in_a_group(model, group, interrupt)
-    errors, start = [], time.monotonic()
-    for _ in range(2):
-        try:
-            model.generate(**prompt("gpt2", 6), **THREE_GROUPS)
-            errors.append("none")
-        except BaseException as error:
-            errors.append(f"{type(error).__name__}: {error}")
+    start = time.monotonic()
+    errors = [outcome(lambda: model.generate(**generate)) for _ in range(2)]
     signal.signal(signal.SIGINT, handler)
     return errors, group_threads(), time.monotonic() - start
 
@@ -418,25 +385,17 @@ def group_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("group")]
 
 
-def usable_after_errors(num_stages: int = 3) -> tuple[list[str], torch.Tensor, list[str]]:
+def usable_after_errors() -> tuple[list[str], torch.Tensor, list[str]]:
     """Errors in a group that all ranks meet, or that one of them has while it chooses tokens; then right tokens."""
-    model, errors = parallel(build("gpt2"), num_stages), []
-
-    def attempt(**options: Any) -> None:
-        try:
-            model.generate(**prompt("gpt2", 6), **{**THREE_GROUPS, **options})
-            errors.append("none")
-        except Exception as error:
-            errors.append(f"{type(error).__name__}: {error}")
-
+    model, generate = parallel(build("gpt2"), 3), {**prompt("gpt2", 6), **THREE_GROUPS}
     fail_in_a_group(model, 1, divide_by_zero)
-    attempt()
+    errors = [outcome(lambda: model.generate(**generate))]
     del model.__dict__["prepare_inputs_for_generation"]
     with torch.no_grad():
         bias = model.transformer.ln_f.register_forward_hook(lambda module, args, output: output * float("nan"))
-        attempt(do_sample=True)
+        errors.append(outcome(lambda: model.generate(**{**generate, "do_sample": True})))
         bias.remove()
-    return errors, model.generate(**prompt("gpt2", 6), **THREE_GROUPS), group_threads()
+    return errors, model.generate(**generate), group_threads()
 
 
 def replicas() -> tuple[int, torch.Tensor]:
@@ -449,42 +408,35 @@ def replicas() -> tuple[int, torch.Tensor]:
 
 def between_steps() -> tuple[float, torch.Tensor, float]:
     """Training, generating, training on the same pipeline; the losses and the tokens."""
-    model = parallel(build("gpt2"))
-    losses = []
-    tokens = torch.empty(0)
-    for step in range(2):
-        if step:
-            tokens = model.generate(**prompt("gpt2"), **GREEDY)
-        total = 0.0
-        for output in model(**batch("causal", size=8)):
-            total += output.loss.item()
-            output.loss.backward()
-        losses.append(total)
-    return losses[0], tokens, losses[1]
+    model, inputs = parallel(build("gpt2")), batch("causal", size=8)
+    before = sum(run_step(model, inputs))
+    tokens = model.generate(**prompt("gpt2"), **GREEDY)
+    return before, tokens, sum(run_step(model, inputs))
 
 
-def custom(kind: str) -> Any:
-    """Options that hold objects, made here as each rank would."""
-    return options_of(kind, parallel(model_for(kind)))
+KINDS = ("processor", "embeddings", "assistant", "lookup", "autocast")
 
 
-def model_for(kind: str) -> nn.Module:
-    return build("llama", dtype=torch.float32 if kind == "autocast" else None)
-
-
-def options_of(kind: str, model: Any) -> Any:
-    """`model`'s result for one of the options that a test cannot write down as plain data."""
-    inputs = prompt("llama")
-    if kind == "processor":
-        return model.generate(**inputs, **GREEDY, logits_processor=LogitsProcessorList([Favour()]))
-    if kind == "embeddings":
-        embeddings = build("llama").get_input_embeddings()(inputs["input_ids"]).detach()
-        return model.generate(inputs_embeds=embeddings, attention_mask=inputs["attention_mask"], **GREEDY)
-    if kind == "assistant":
-        one = {name: value[:1] for name, value in prompt("llama").items()}
-        return model.generate(**one, **GREEDY, assistant_model=build("llama", num_hidden_layers=1))
-    if kind == "lookup":
-        one = {name: value[:1].repeat(1, 2) for name, value in prompt("llama").items()}
-        return model.generate(**one, max_new_tokens=12, do_sample=False, prompt_lookup_num_tokens=3)
-    with torch.autocast("cpu", torch.bfloat16):
-        return model.generate(**inputs, **GREEDY)
+def custom() -> list[Any]:
+    """Results with options that a test cannot write down as plain data, made here as each rank would; those of the
+    unsplit model where there are no ranks."""
+    found = []
+    for kind in KINDS:
+        model: Any = build("llama", dtype=torch.float32 if kind == "autocast" else None)
+        model = parallel(model) if rank() >= 0 else model
+        inputs, options = prompt("llama"), dict(GREEDY)
+        if kind == "processor":
+            options["logits_processor"] = LogitsProcessorList([Favour()])
+        elif kind == "embeddings":
+            inputs["inputs_embeds"] = build("llama").get_input_embeddings()(inputs.pop("input_ids")).detach()
+        elif kind == "assistant":
+            inputs = {name: value[:1] for name, value in inputs.items()}
+            options["assistant_model"] = build("llama", num_hidden_layers=1)
+        elif kind == "lookup":
+            inputs = {name: value[:1].repeat(1, 2) for name, value in inputs.items()}
+            options |= {"max_new_tokens": 12, "prompt_lookup_num_tokens": 3}
+        with torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"):
+            found.append(model.generate(**inputs, **options))
+        if rank() >= 0:
+            model.pipeline.close()
+    return found
