@@ -23,6 +23,8 @@ from typing import Any
 import torch
 
 import penstock.elastic.generations as generations
+import penstock.elastic.meeting as meeting
+import penstock.runtime.failures.ring as ring
 import penstock.runtime.formation as formation
 import penstock.sharded_optimizer.updates as updates
 from audit import unpickling
@@ -78,8 +80,10 @@ def main(store: str, folder: str, steps: int, start: int, *orders: str) -> None:
     else:
         plugin = HeterogeneousParallelPlugin(**options)
         plugin.set_pipelines(templates, [GLOBAL_BATCH // MICROBATCH])
-    if "FORMING" in os.environ:  # seconds
-        generations.FORMING = datetime.timedelta(seconds=float(os.environ["FORMING"]))
+    ring.NEWS_SECONDS = 1.0  # who is lost while a ring forms never comes
+    for owner, name in ((generations, "FORMING"), (meeting, "ANSWER")):
+        if name in os.environ:  # seconds
+            setattr(owner, name, datetime.timedelta(seconds=float(os.environ[name])))
     booster = Booster(plugin=plugin)
     done: set[str] = set()
 
@@ -96,7 +100,7 @@ def main(store: str, folder: str, steps: int, start: int, *orders: str) -> None:
                     while plugin.run is not None and not plugin.run.generations.membership.asked:
                         time.sleep(0.02)
                 elif action == "sleep":
-                    time.sleep(8.0)
+                    time.sleep(5.5)
                 elif action in ("kill-store", "stop-store"):
                     os.kill(int(os.environ["STORE_PROCESS"]), ACTIONS[action.partition("-")[0]])
                 else:
