@@ -55,7 +55,7 @@ def test_the_search_finds_the_optimum_of_all_layouts() -> None:
 
 @pytest.mark.parametrize(
     ("seeds", "most_devices", "most_units", "schedules"),
-    [(range(30), 5, 7, ("1f1b",)), (range(1000, 1002), 7, 10, ("1f1b",)), (range(10), 4, 6, SCHEDULES)],
+    [(range(30), 5, 7, ("1f1b",)), (range(1000, 1003), 7, 10, ("1f1b",)), (range(10), 4, 6, SCHEDULES)],
     ids=["small", "larger", "all schedules"],
 )
 def test_a_small_job_has_the_shortest_simulated_step_of_all_layouts(
