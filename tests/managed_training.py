@@ -31,7 +31,7 @@ def disaster(disasters: list[str], step: int, began: int) -> None:
     kind, rank = disasters[start].split(":")
     if rank == os.environ["RANK"]:
         number = signal.SIGKILL if kind == "kill" else signal.SIGUSR1
-        threading.Timer(random.SystemRandom().uniform(0, 0.3), os.kill, (os.getpid(), number)).start()
+        threading.Timer(random.SystemRandom().uniform(0, 0.1), os.kill, (os.getpid(), number)).start()
 
 
 def main(folder: Path, num_steps: int, disasters: list[str], every: int = 2) -> None:

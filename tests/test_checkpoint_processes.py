@@ -3,6 +3,7 @@
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,12 +30,12 @@ def my_part(seed: int, num_stages: int) -> torch.nn.Module:
     return split_copies(build(seed), num_stages)[dist.get_rank() % num_stages]
 
 
-def save_as(seed: int, directory: Path, num_stages: int, **options) -> None:
+def save_as(seed: int, directory: Path, num_stages: int, model: torch.nn.Module | None = None, **options) -> None:
     """Pipelines of `num_stages` ranks; the first one writes."""
     rank = dist.get_rank()
     place = SavingRank(rank % num_stages, num_stages, is_writer=rank < num_stages)
     world = CheckpointRanks(dist.group.WORLD)
-    save_parallelized(my_part(seed, num_stages), directory, place=place, world_comm=world, **options)
+    save_parallelized(model or my_part(seed, num_stages), directory, place=place, world_comm=world, **options)
 
 
 def load_as(seed: int, directory: Path, num_stages: int) -> set[str]:
@@ -42,68 +43,77 @@ def load_as(seed: int, directory: Path, num_stages: int) -> set[str]:
     return assert_holds(model, build(seed))
 
 
-def test_three_processes_save_and_two_load(pool: Pool, tmp_path) -> None:
-    pool.run(3, save_as, 1, tmp_path, 3)
-    assert set().union(*pool.run(2, load_as, 1, tmp_path, 2)) == set(build(1).state_dict())
+def merge_each(directory: Path, forms: dict[str, dict[str, Any]]) -> None:
+    for name, options in forms.items():
+        save_as(1, directory / name, 2, merge_checkpoints=True, **options)
 
 
-@pytest.mark.parametrize("options", [{}, {"max_shard_size": "20KB"}, {"safe_serialization": True}])
-def test_two_replicas_of_two_stages_merge(options, pool: Pool, tmp_path) -> None:
-    pool.run(4, save_as, 1, tmp_path, 2, merge_checkpoints=True, **options)
-    reference = build(1)
-    assert_holds(type(reference).from_pretrained(tmp_path), reference)
+def test_two_replicas_of_two_stages_merge(pool: Pool, tmp_path) -> None:
+    forms = {"plain": {}, "shards": {"max_shard_size": "20KB"}, "safe": {"safe_serialization": True}}
+    pool.run(4, merge_each, tmp_path, forms)
+    for name in forms:
+        assert_holds(type(build(1)).from_pretrained(tmp_path / name), build(1))
 
 
-def fill_the_disk_of(failing: int, seed: int, directory: Path, num_stages: int, **options) -> str:
-    if dist.get_rank() == failing:
+def fill_the_disk_of(failing: int, directory: Path, forms: list[dict[str, Any]]) -> list[str]:
+    """What is said in each form; then what was there before is loaded."""
 
-        def full(path: str) -> None:
-            raise OSError(28, "No space left on device")
+    def full(path: str) -> None:
+        raise OSError(28, "No space left on device")
 
-        files.flush_file, kept = full, files.flush_file
-    try:
-        save_as(seed, directory, num_stages, **options)
-    except CheckpointError as error:
-        return str(error)
-    finally:
+    save_as(1, directory, 3)
+    errors = []
+    with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == failing:
-            files.flush_file = kept
-    return "no error"
+            patch.setattr(files, "flush_file", full)
+        for options in forms:
+            with pytest.raises(CheckpointError) as error:
+                save_as(2, directory, 3, **options)
+            errors.append(str(error.value))
+    load_as(1, directory, 3)
+    return errors
 
 
-@pytest.mark.parametrize("options", [{}, {"merge_checkpoints": True, "max_shard_size": "20KB"}])
-def test_a_full_disk_on_one_process_is_an_error_on_all(options, pool: Pool, tmp_path) -> None:
-    pool.run(3, save_as, 1, tmp_path, 3)
-    messages = pool.run(3, fill_the_disk_of, 1, 2, tmp_path, 3, **options)
-    assert len(set(messages)) == 1
-    assert "rank 1: cannot write" in messages[0] and str(tmp_path) in messages[0] and "No space left" in messages[0]
+def test_a_full_disk_on_one_process_is_an_error_on_all(pool: Pool, tmp_path) -> None:
+    ranks = pool.run(3, fill_the_disk_of, 1, tmp_path, [{}, {"merge_checkpoints": True, "max_shard_size": "20KB"}])
+    assert ranks[0] == ranks[1] == ranks[2]
+    for said in ranks[0]:
+        assert "rank 1: cannot write" in said and str(tmp_path) in said and "No space left" in said
     assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
-    pool.run(2, load_as, 1, tmp_path, 2)
 
 
-def die_while_writing(dying: int, seed: int, directory: Path, num_stages: int) -> float:
-    """Seconds until the others notice."""
+DYING = 1
+
+
+def end_in_a_save(directory: Path, killed: bool) -> tuple[str, float]:
+    """One rank ends while it writes: the others' error, and after how many seconds."""
+    save_as(1, directory, 3)
     start = time.monotonic()
 
-    def write(content, path) -> None:
-        if dist.get_rank() == dying:
-            kill_self()
+    def write(content: Any, path: str) -> None:
+        if dist.get_rank() == DYING:
+            if killed:
+                kill_self()
+            raise KeyboardInterrupt
         torch.save(content, path)
 
     try:
-        save_as(seed, directory, num_stages, save_function=write)
-    except RuntimeError:
-        return time.monotonic() - start
-    return -1.0
+        save_as(2, directory, 3, save_function=write)
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - start
+    return "none", 0.0
 
 
-def test_a_process_that_is_killed_ends_the_save_on_the_others_and_keeps_the_previous_checkpoint(
-    pool: Pool, tmp_path
+@pytest.mark.parametrize("killed", [True, False])
+def test_a_process_that_is_killed_or_interrupted_ends_the_save_on_all_and_keeps_the_previous_checkpoint(
+    killed: bool, pool: Pool, tmp_path
 ) -> None:
-    pool.run(3, save_as, 1, tmp_path, 3)
-    results = pool.run(3, die_while_writing, 2, 2, tmp_path, 3, outcomes=True)
-    assert isinstance(results[2], WorkerDied)
-    assert all(0 <= seconds < 20 for seconds in results[:2])
+    results = pool.run(3, end_in_a_save, tmp_path, killed, outcomes=True)
+    own = results.pop(DYING)
+    assert isinstance(own, WorkerDied) if killed else own[0].startswith("KeyboardInterrupt")
+    for said, seconds in results:
+        assert said.startswith("CheckpointError") and (killed or "rank 1: KeyboardInterrupt;" in said), said
+        assert seconds < 20
     pool.run(2, load_as, 1, tmp_path, 2)
     pool.run(3, save_as, 3, tmp_path, 3)
     pool.run(2, load_as, 3, tmp_path, 2)
@@ -117,31 +127,25 @@ def train_and_save(directory: Path) -> None:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     torch.manual_seed(dist.get_rank())
-    place = SavingRank(dist.get_rank(), 2)
-    world, state = CheckpointRanks(dist.group.WORLD), TrainingState(optimizer, step=4)
-    save_parallelized(model, directory, training_state=state, place=place, world_comm=world)
+    save_as(1, directory, 2, training_state=TrainingState(optimizer, step=4), model=model)
 
 
 def resume(directory: Path) -> tuple[int, float, int]:
     model = my_part(2, dist.get_world_size())
-    optimizer = torch.optim.AdamW(model.parameters())
-    state = load_training_state(
-        model, directory, TrainingState(optimizer), world_comm=CheckpointRanks(dist.group.WORLD)
-    )
-    return state.step, torch.rand(1).item(), len(optimizer.state)
+    state = TrainingState(torch.optim.AdamW(model.parameters()))
+    step = load_training_state(model, directory, state, world_comm=CheckpointRanks(dist.group.WORLD)).step
+    return step, torch.rand(1).item(), len(state.optimizer.state)
 
 
 def test_each_process_takes_up_its_own_random_stream(pool: Pool, tmp_path) -> None:
     pool.run(2, train_and_save, tmp_path)
     drawn = [torch.rand(1, generator=torch.Generator().manual_seed(rank)).item() for rank in range(2)]
-    steps, numbers, states = zip(*pool.run(2, resume, tmp_path), strict=True)
-    assert steps == (4, 4) and list(numbers) == drawn
-    assert sum(states) == len(list(build(1).parameters()))
-    ((step, number, count),) = pool.run(1, resume, tmp_path)
-    assert (step, number, count) == (4, drawn[0], sum(states))
+    (first, second), ((step, number, count),) = pool.run(2, resume, tmp_path), pool.run(1, resume, tmp_path)
+    assert [first[:2], second[:2]] == [(4, drawn[0]), (4, drawn[1])]
+    assert (step, number, count) == (4, drawn[0], first[2] + second[2])
+    assert count == len(list(build(1).parameters()))
 
 
-DYING = 1
 SAVING = ["preparing the folder", "comparing what ranks hold", "writing the files", "putting the files in place"]
 LOADING = ["checking the files", "copying the weights"]
 
@@ -218,24 +222,3 @@ def test_without_a_pipeline_too_the_error_says_what_was_going_on(pool: Pool, tmp
     assert isinstance(dead, WorkerDied) and isinstance(error, CheckpointError)
     assert f"lost the connection to rank 1 while writing the file to save {tmp_path / 'object.bin'}" in str(error)
     assert "GLHF" not in str(error)
-
-
-def interrupt_one(directory: Path) -> BaseException | None:
-    def interrupted(content, path) -> None:
-        if dist.get_rank() == DYING:
-            raise KeyboardInterrupt
-        torch.save(content, path)
-
-    try:
-        save_as(2, directory, 2, save_function=interrupted)
-    except BaseException as error:
-        return error if isinstance(error, Exception) else RuntimeError(type(error).__name__)
-    return None
-
-
-def test_a_save_interrupted_on_one_rank_ends_on_all_and_changes_nothing(pool: Pool, tmp_path: Path) -> None:
-    pool.run(2, save_as, 1, tmp_path, 2)
-    other, interrupted = pool.run(2, interrupt_one, tmp_path, outcomes=True)
-    assert str(interrupted) == "KeyboardInterrupt"
-    assert isinstance(other, CheckpointError) and "rank 1: KeyboardInterrupt;" in str(other)
-    pool.run(2, load_as, 1, tmp_path, 2)

@@ -21,7 +21,7 @@ from penstock import Booster
 from pool import Pool
 from training import kept_in_double
 
-STEPS, SAVED = 12, 7  # a save in the middle of an epoch
+STEPS, SAVED = 9, 6  # a save in the middle of an epoch, and another epoch after it
 NUMBER = 36  # samples: epochs of four batches, the last of them incomplete
 OPTIMIZERS = {
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=1e-2, momentum=0.9),
@@ -89,7 +89,7 @@ class Mine:
         self.value = state["value"]
 
 
-def train(run: Run, folder: str, resume: bool, save: bool = True) -> Seen:
+def train(run: Run, folder: str, resume: bool) -> Seen:
     """On a worker: all steps, saving in their middle; or, with `resume`, from there to the end, with other weights,
     another seed and a new process's objects."""
     torch.manual_seed(2 if resume else 1)
@@ -150,7 +150,7 @@ def train(run: Run, folder: str, resume: bool, save: bool = True) -> Seen:
             seen.numbers.append((torch.rand(1).item(), random.random(), np.random.rand()))
             step += 1
             mine.value = step
-            if step == run.saved and save and not resume:
+            if step == run.saved and not resume:
                 settings = {"extra": {"note": ["mine", 3]}, "asynchronous": run.asynchronous}
                 penstock.save_checkpoint(folder, model=model, **state, step=step, **settings)
     penstock.finish_saving(model)
@@ -177,24 +177,8 @@ def by_hand(model: Any, batch: Any, clips: bool) -> float:
     return total
 
 
-def launch(pool: Pool, run: Run, folder: Path, resume: bool, save: bool = True) -> list[Seen]:
-    return pool.run(run.num_ranks, train, run, str(folder), resume, save, timeout=120)
-
-
-# Undisturbed runs with their checkpoints, one for each way to train.
-_undisturbed: dict[Run, tuple[Path, list[Seen]]] = {}
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("runs")
-
-
-def undisturbed(pool: Pool, run: Run, folders: Path) -> tuple[Path, list[Seen]]:
-    if run not in _undisturbed:
-        folder = folders / str(len(_undisturbed))
-        _undisturbed[run] = folder, launch(pool, run, folder, resume=False)
-    return _undisturbed[run]
+def launch(pool: Pool, run: Run, folder: Path, resume: bool) -> list[Seen]:
+    return pool.run(run.num_ranks, train, run, str(folder), resume, timeout=120)
 
 
 def samples_of_steps(ranks: Sequence[Seen]) -> list[list[Any]]:
@@ -210,26 +194,16 @@ def samples_of_steps(ranks: Sequence[Seen]) -> list[list[Any]]:
     "run",
     [
         Run("1x2,2x3", "fused", precision="fp16", workers=2),
-        Run("2x5", "momentum", workers=1),
         Run("2x5", "adafactor"),
-        Run("1x5", "adamw", "llama", tp_size=2),
-        Run("2x5", "momentum", "llama", tp_size=2),
+        Run("2x5", "momentum", "llama", tp_size=2, workers=1),
         Run("1x2,2x3", "adamw", precision="fp16", workers=2, asynchronous=True, accumulate=3, no_sync=True),
         Run("1x2,2x3", "adamw", lora=True),
     ],
-    ids=[
-        "two pipelines, fp16, fused, workers",
-        "momentum, workers",
-        "adafactor",
-        "tensor parallel",
-        "both parallel",
-        "accumulation",
-        "LoRA",
-    ],
+    ids=["two pipelines, fp16, fused, workers", "adafactor", "both parallel, momentum", "accumulation", "LoRA"],
 )
-def test_a_run_goes_on_bit_for_bit_on_the_same_layout(pool: Pool, folders: Path, run: Run) -> None:
-    folder, whole = undisturbed(pool, run, folders)
-    again = launch(pool, run, folder, resume=True)
+def test_a_run_goes_on_bit_for_bit_on_the_same_layout(pool: Pool, tmp_path: Path, run: Run) -> None:
+    whole = launch(pool, run, tmp_path, resume=False)
+    again = launch(pool, run, tmp_path, resume=True)
     for before, after in zip(whole, again, strict=True):
         assert after.losses == before.losses[run.saved :]
         assert after.samples == before.samples[run.saved :]
@@ -242,28 +216,21 @@ def test_a_run_goes_on_bit_for_bit_on_the_same_layout(pool: Pool, folders: Path,
 @pytest.mark.parametrize(
     ("first", "moves"),
     [
-        (Run("1x2,2x3", "momentum"), [("1x2,1x3", 1), ("3x5", 1), ("1x5", 1), (None, 1)]),
+        (Run("1x2,2x3", "momentum"), [("1x2,1x3", 1), ("1x5", 1)]),
         (Run("2x5", "adamw"), [("1x2,3x3", 1), (None, 1)]),
         (Run("1x2,2x3", "adafactor"), [("3x5", 1), (None, 1)]),
-        (Run("2x5", "adamw", "llama", tp_size=2), [("1x5", 2), ("3x5", 1), (None, 1)]),
+        (Run("2x5", "adamw", "llama", tp_size=2), [("1x5", 2), ("3x5", 1)]),
         (Run("1x5", "momentum", "llama"), [("2x5", 2)]),
         (Run("1x2,2x3", "adamw", lora=True), [("3x5", 1), (None, 1)]),
     ],
-    ids=[
-        "momentum",
-        "adamw",
-        "adafactor",
-        "from tensor parallel",
-        "to tensor parallel",
-        "LoRA",
-    ],
+    ids=["momentum", "adamw", "adafactor", "from tensor parallel", "to tensor parallel", "LoRA"],
 )
 def test_a_run_goes_on_within_rounding_on_other_layouts(
-    pool: Pool, folders: Path, first: Run, moves: list[tuple[str | None, int]]
+    pool: Pool, tmp_path: Path, first: Run, moves: list[tuple[str | None, int]]
 ) -> None:
     first = replace(first, double=True)
-    folder, whole = undisturbed(pool, first, folders)
+    whole = launch(pool, first, tmp_path, resume=False)
     for pipelines, tp_size in moves:
-        again = launch(pool, replace(first, pipelines=pipelines, tp_size=tp_size), folder, resume=True)
+        again = launch(pool, replace(first, pipelines=pipelines, tp_size=tp_size), tmp_path, resume=True)
         assert again[0].losses == pytest.approx(whole[0].losses[SAVED:], rel=1e-9, abs=0)
         assert samples_of_steps(again) == samples_of_steps(whole)[SAVED:]
