@@ -409,8 +409,9 @@ class TrainingStep:
         if self._program.top == self._program.last:
             self._global_counts()
         waited = self._channels.seconds_waited - self._waited
-        self._channels.flush()
         loss, global_loss, reduction, found = self._sum_over_pipelines(left, interrupted)
+        # All ranks were in the sums, so what was sent has arrived: this waits for nobody who may be lost.
+        self._channels.flush()
         if reduction is not None and self._recorder is not None:
             self._recorder.reductions(reduction.intervals)
         seconds = time.perf_counter() - self._started
