@@ -35,14 +35,16 @@ def interleave(
     rounds: int,
     say: Callable[[str], None] = print,
     seconds: float = math.inf,
+    seed: int = 0,
 ) -> dict[str, list[dict]]:
     """Run every contestant once a round, in an order shuffled anew each round; all results by name.
 
     Args:
         seconds: no round begins that would, as the longest before it, end later than so long after now.
+        seed: of the orders.
     """
     results: dict[str, list[dict]] = {name: [] for name in contestants}
-    shuffle = random.Random(0)
+    shuffle = random.Random(seed)
     began, longest = time.monotonic(), 0.0
     for number in range(rounds):
         start = time.monotonic()

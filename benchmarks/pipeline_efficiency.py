@@ -42,7 +42,7 @@ CONTESTANTS: dict[str, tuple[dict[str, Any], int, int]] = {
 }
 
 
-def real_compute(rounds: int, steps: int, contestants: Collection[str], file: str) -> None:
+def real_compute(rounds: int, steps: int, contestants: Collection[str], file: str, starts: int) -> None:
     """Two stages on two cores, one thread each, eight microbatches of 2 x 128 tokens.
 
     One process with one thread and torch's 1F1B, which the others are compared with, always take part.
@@ -57,6 +57,7 @@ def real_compute(rounds: int, steps: int, contestants: Collection[str], file: st
         },
         rounds,
         steps,
+        starts=starts,
     )
     to_torch_1f1b = {name: ratio_of(results["torch Schedule1F1B"], runs, "seconds") for name, runs in results.items()}
     ran = [name for name in results if name.startswith("torch") and not math.isnan(to_torch_1f1b[name])]
@@ -72,7 +73,8 @@ def real_compute(rounds: int, steps: int, contestants: Collection[str], file: st
         "loss",
     )
     title = "Two stages on two cores: one step of a 12-block GPT-2"
-    table = Comparison(file, title, columns, {**common, "steps": steps, "rounds": rounds}, results)
+    config = {**common, "steps": steps, "rounds": rounds, "starts": starts}
+    table = Comparison(file, title, columns, config, results)
     for name, runs in results.items():
         seconds, processes = median_of(runs, "seconds"), CONTESTANTS[name][1]
         if math.isnan(seconds):
@@ -267,6 +269,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("parts", nargs="*", help=f"some of {', '.join(PARTS)} (default: all)")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--starts", type=int, default=1, help="how often the processes of `real` are started, each for all rounds")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=0.03, help="of an emulated F, B and W each")
     parser.add_argument("--sizes", default="2x8,3x8,4x8,4x32,8x8,8x32", help="emulated ranks x microbatches")
@@ -288,7 +291,7 @@ def sizes_of(text: str) -> list[tuple[int, int]]:
 
 PARTS: dict[str, Callable[[argparse.Namespace], None]] = {
     "real": lambda options: real_compute(
-        options.rounds, options.steps, options.contestants, f"real_compute{options.label}"
+        options.rounds, options.steps, options.contestants, f"real_compute{options.label}", options.starts
     ),
     "memory": lambda options: memory(),
     "emulated": lambda options: emulated(

@@ -168,15 +168,22 @@ def side_by_side(
     rounds: int,
     steps: int,
     seconds: float = math.inf,
+    starts: int = 1,
 ) -> dict[str, list[dict]]:
     """Turns of `steps` steps of all contestants (script, processes, arguments, threads), in turn, `rounds` times, or as
     often as there is time for in so many `seconds`.
 
-    All live side by side, so that a machine whose speed drifts is as fast for one as for another.
+    All live side by side, so that a machine whose speed drifts is as fast for one as for another. Where its memory lies
+    makes a process slower or faster by some per cent for its whole life, so all are started anew after every `rounds`,
+    so many times in all.
     """
-    with contextlib.ExitStack() as stack:
-        turns = {
-            name: partial(stack.enter_context(Contestant(*description)).run, steps)
-            for name, description in contestants.items()
-        }
-        return interleave(turns, rounds, seconds=seconds)
+    results: dict[str, list[dict]] = {name: [] for name in contestants}
+    for number in range(starts):
+        with contextlib.ExitStack() as stack:
+            turns = {
+                name: partial(stack.enter_context(Contestant(*description)).run, steps)
+                for name, description in contestants.items()
+            }
+            for name, found in interleave(turns, rounds, seconds=seconds, seed=number).items():
+                results[name] += found
+    return results

@@ -3,7 +3,7 @@
 Python runs a signal's handler between any two bytecodes, and many handlers raise: KeyboardInterrupt, SystemExit. Raised
 in the middle of an action, of a backward or of a save, such an exception tears what the other ranks rely on: a message
 is received but not noted, a collective is entered by some. So while a rank works together with others, handlers wait,
-and are called where nothing is half done: between two actions of a step, at the end of a save. A handler that is
+and are called where nothing is half done: at the end of a step or of a save. A handler that is
 pressed for again a second later, in the user's own code, is called at once, so that Ctrl-C, Ctrl-C still gets out of an
 endless loop.
 """
