@@ -269,7 +269,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("parts", nargs="*", help=f"some of {', '.join(PARTS)} (default: all)")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--starts", type=int, default=1, help="how often the processes of `real` are started, each for all rounds")
+    parser.add_argument(
+        "--starts", type=int, default=1, help="how often the processes of `real` are started, each for all rounds"
+    )
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=0.03, help="of an emulated F, B and W each")
     parser.add_argument("--sizes", default="2x8,3x8,4x8,4x32,8x8,8x32", help="emulated ranks x microbatches")
