@@ -140,14 +140,12 @@ def numbers_of_groups(cases: list[tuple[int, Any, str, int]]) -> tuple[list[tupl
     logger = logging.getLogger("penstock")
     logger.addHandler(handler)
     level, _ = logger.level, logger.setLevel(logging.INFO)
-    for _ in range(2):
-        found.clear()
-        for size, wanted, name, _ in cases:
-            tokens = watched(model, size, WATCHED[name] if name else {}, generation_groups=wanted)
-            found.append((tokens, len(decoding_of(model.pipeline).groups)))
+    for size, wanted, name, _ in (*cases, *cases[-3:]):  # what was said once is not said again
+        tokens = watched(model, size, WATCHED[name] if name else {}, generation_groups=wanted)
+        found.append((tokens, len(decoding_of(model.pipeline).groups)))
     logger.removeHandler(handler)
     logger.setLevel(level)
-    return found, said
+    return found[: len(cases)], said
 
 
 def messages_of_tokens(few: int, many: int) -> dict[str, int]:
