@@ -10,6 +10,7 @@ the base, and both again: see `tests/quantised.py`, which the tests use, too. Ti
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import tempfile
@@ -40,7 +41,7 @@ def run(kind: str) -> dict[str, dict[str, Any]]:
     """The differences of each case of a kind, by way, family and layout."""
     cases, pool = {}, Pool()
     with tempfile.TemporaryDirectory() as folder:
-        for family, way in families_and_ways(kind):
+        for family, way in itertools.product(*families_and_ways(kind)):
             begin = time.monotonic()
             for ranks, stages in PLACES:
                 found = compared(pool, family, kind, way, ranks, stages, SCHEDULES, Path(folder))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -85,17 +84,23 @@ def load(family: str, folder: Path, kind: str | None, adapters: bool = True) -> 
 # Of single precision, which the libraries compute in (bitsandbytes' 8 bits, in evaluation on a CPU, in float16).
 ROUNDING = 5e-6
 SCHEDULES = ("1f1b", "zb-h1", "zb-v")
-# Ranks and stages: two stages and three, and two replicas. With one schedule each, so that neighbours differ in both.
+# Ranks and stages: two stages and three, and two replicas.
 PLACES = ((2, 2), (3, 3), (4, 2))
-LAYOUTS = [(*PLACES[n % 3], [SCHEDULES[(n + n // 3) % 3]]) for n in range(9)]
 
 
-def families_and_ways(kind: str) -> list[tuple[str, str]]:
+def families_and_ways(kind: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """What there is of a kind. transformers packs the layers of GPT-2, which are none of `nn.Linear`, by bitsandbytes
     only."""
     families = ("llama", "mixtral", "gpt2") if kind in BITSANDBYTES else ("llama", "mixtral")
-    ways = ("whole", "in stages") if kind in UNSAVED else ("whole", "in stages", "saved")
-    return list(itertools.product(families, ways))
+    return families, ("whole", "in stages") if kind in UNSAVED else ("whole", "in stages", "saved")
+
+
+def covering(kind: str) -> list[tuple[str, str, int, int, str]]:
+    """Three cases: family, way, ranks, stages, schedule. Over all kinds they are each pair of the five that there
+    is."""
+    (families, ways), k = families_and_ways(kind), KINDS.index(kind)
+    turns = ((families[(n + 2 * k) % len(families)], ways[(n + k) % len(ways)], n) for n in range(3))
+    return [(family, way, *PLACES[n], SCHEDULES[(n + k // 3) % 3]) for family, way, n in turns]
 
 
 @functools.cache

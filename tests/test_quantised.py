@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import gc
 import itertools
 import json
 import tempfile
@@ -39,13 +37,12 @@ from penstock.runtime.comm.bootstrap import leave_world
 from pool import Pool
 from quantised import (
     KINDS,
-    LAYOUTS,
     ROUNDING,
     adapt,
     base,
     compared,
+    covering,
     evaluated,
-    families_and_ways,
     load,
     plain_step,
     quantisation,
@@ -55,58 +52,27 @@ from quantised import (
 )
 from stage_driver import cut as split_units
 from trainer_runs import PipelineSFTTrainer, defaults, over, samples, sentences, tokenizer
-from training import parallelize, rows, run_step
+from training import live_bytes, parallelize, rows, run_step
 
 
-def assert_same(found: dict[str, float]) -> None:
-    assert all(value <= (0 if column == "others" else ROUNDING) for column, value in found.items()), found
-
-
-@pytest.mark.parametrize(
-    ("family", "kind", "ranks", "stages", "schedule"),
-    [
-        ("llama", "nf4", 2, 2, "zb-v"),
-        ("gpt2", "double", 3, 3, "zb-h1"),
-        ("mixtral", "int8", 2, 2, "1f1b"),
-        ("llama", "quanto4", 4, 2, "zb-h1"),
-    ],
-)
-def test_a_quantised_base_with_adapters_runs_as_the_unsplit_one(
-    pool: Pool, tmp_path: Path, family: str, kind: str, ranks: int, stages: int, schedule: str
-) -> None:
-    assert_same(*compared(pool, family, kind, "whole", ranks, stages, [schedule], tmp_path))
-    expected, adapters = unsplit(family, kind, saved=False)
-    plain, split = (load_file(where / "adapter_model.safetensors") for where in (adapters, tmp_path))
-    assert plain.keys() == split.keys() and all(torch.equal(plain[name], split[name]) for name in plain)
-    again = PeftModel.from_pretrained(load(family, base(family), kind, adapters=False), tmp_path)
-    assert evaluated(again)[0] == pytest.approx(expected["evaluated"][0], rel=ROUNDING)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_quantised_base_with_adapters_runs_as_the_unsplit_one(pool: Pool, tmp_path: Path, kind: str) -> None:
+    """Of all kinds together, each pair. benchmarks/quantized.py runs the whole product."""
+    for family, way, ranks, stages, schedule in covering(kind):
+        (found,) = compared(pool, family, kind, way, ranks, stages, [schedule], tmp_path / family)
+        case = family, way, ranks, stages, schedule, found
+        assert all(value <= (0 if column == "others" else ROUNDING) for column, value in found.items()), case
+        expected, adapters = unsplit(family, kind, way == "saved")
+        plain, split = (load_file(where / "adapter_model.safetensors") for where in (adapters, tmp_path / family))
+        assert plain.keys() == split.keys() and all(torch.equal(plain[name], split[name]) for name in plain), case
     assert expected["evaluated"][0] != pytest.approx(expected["merged"][0], rel=1e-7), "merging rounds"
 
 
-@pytest.mark.parametrize(
-    ("family", "kind", "way", "ranks", "stages", "schedule"),
-    [
-        ("gpt2", "nf4", "in stages", 3, 3, "zb-h1"),
-        ("mixtral", "double", "saved", 2, 2, "1f1b"),
-        ("mixtral", "torchao8", "saved", 3, 3, "zb-v"),
-        ("llama", "int8", "saved", 4, 2, "zb-v"),
-        ("llama", "quanto8", "in stages", 2, 2, "1f1b"),
-    ],
-)
-def test_stages_that_are_loaded_alone_run_as_the_unsplit_model(
-    pool: Pool, tmp_path: Path, family: str, kind: str, way: str, ranks: int, stages: int, schedule: str
-) -> None:
-    assert_same(*compared(pool, family, kind, way, ranks, stages, [schedule], tmp_path))
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_packing_runs_as_the_unsplit_model(pool: Pool, tmp_path: Path, kind: str) -> None:
-    """Of each family, made in each way; layouts in turn. benchmarks/quantized.py runs the whole product."""
-    layouts = itertools.cycle(LAYOUTS[KINDS.index(kind) % len(LAYOUTS) :] + LAYOUTS[: KINDS.index(kind) % len(LAYOUTS)])
-    for family, way in families_and_ways(kind):
-        assert_same(*compared(pool, family, kind, way, *next(layouts), tmp_path))
+def test_saved_adapters_belong_to_a_plain_quantised_base(pool: Pool, tmp_path: Path) -> None:
+    compared(pool, "gpt2", "double", "whole", 2, 2, ["1f1b"], tmp_path)
+    again = PeftModel.from_pretrained(load("gpt2", base("gpt2"), "double", adapters=False), tmp_path)
+    expected, _ = unsplit("gpt2", "double", saved=False)
+    assert evaluated(again)[0] == pytest.approx(expected["evaluated"][0], rel=ROUNDING)
 
 
 # -- how stages are balanced -------------------------------------------------------------------------------------------
@@ -122,9 +88,8 @@ def wide_base(family: str) -> Path:
 
 @pytest.mark.parametrize(
     ("family", "kind"),
-    [("llama", "nf4"), ("llama", "int8"), ("llama", "quanto8"), ("llama", "quanto4"), ("gpt2", "double"),
-     ("gpt2", "int8"), ("mixtral", "fp4")],
-)  # fmt: skip
+    [("llama", "nf4"), ("llama", "quanto8"), ("gpt2", "double"), ("gpt2", "int8"), ("mixtral", "fp4")],
+)
 def test_stages_are_balanced_as_those_of_the_model_that_was_packed(family: str, kind: str) -> None:
     """The head, which is not packed, counts as much beside the blocks as without quantisation."""
     plain, packed = (load(family, wide_base(family), one) for one in (None, kind))
@@ -151,71 +116,57 @@ def test_a_packed_layer_weighs_its_packed_bytes(kind: str, bits: float, each_row
     assert found < block.weights < 2 * found and (block.gradients, block.optimizer) == (0, 0)
 
 
-def train_auto(family: str, folder: Path, kind: str, with_plugin: bool) -> tuple[float, int]:
-    """A step on the planner's pipelines; with the plugin they are given less memory than the whole model takes."""
-    model, data = load(family, folder, kind), batch("causal", 4)
-    if with_plugin:
-        plugin = penstock.HeterogeneousParallelPlugin(microbatch_size=1)
-        whole = Held.together(profile_model(base_of(mark_packed(model))).units)
-        plugin.set_pipelines("auto", 4, model, memory=0.9 * whole.with_live(1))
-        model, *_ = plugin.configure(model)
-    else:
-        options = {"pipeline_parallel_size": "auto", "micro_batch_size": 1}
-        model = penstock.initialize(model, {"model_parallelism": options})
-        data = rows(data, model.data_parallel_rank, model.data_parallel_size)
-    run_step(model, data)
-    return model.pipeline.last_step.global_loss, len(model.pipeline.layout.pipelines)
+def train_auto(family: str, folder: Path, kind: str) -> list[tuple[float, int]]:
+    """A step on the planner's pipelines, without the plugin and with it; the plugin is given less memory than the whole
+    model takes."""
+    told = []
+    for with_plugin in (False, True):
+        model, data = load(family, folder, kind), batch("causal", 4)
+        if with_plugin:
+            plugin = penstock.HeterogeneousParallelPlugin(microbatch_size=1)
+            whole = Held.together(profile_model(base_of(mark_packed(model))).units)
+            plugin.set_pipelines("auto", 4, model, memory=0.9 * whole.with_live(1))
+            model, *_ = plugin.configure(model)
+        else:
+            options = {"pipeline_parallel_size": "auto", "micro_batch_size": 1}
+            model = penstock.initialize(model, {"model_parallelism": options})
+            data = rows(data, model.data_parallel_rank, model.data_parallel_size)
+        run_step(model, data)
+        told.append((model.pipeline.last_step.global_loss, len(model.pipeline.layout.pipelines)))
+    return told
 
 
-@pytest.mark.parametrize("with_plugin", [False, True])
 @pytest.mark.parametrize(("family", "kind"), [("llama", "nf4"), ("gpt2", "int8"), ("llama", "quanto8")])
-def test_the_planner_chooses_stages_of_a_quantised_model(pool: Pool, family: str, kind: str, with_plugin: bool) -> None:
-    expected = plain_step(load(family, base(family), kind))
-    for loss, pipelines in pool.run(2, train_auto, family, base(family), kind, with_plugin):
-        assert loss == pytest.approx(expected, rel=ROUNDING) and pipelines == (1 if with_plugin else 2)
+def test_the_planner_chooses_stages_of_a_quantised_model(pool: Pool, family: str, kind: str) -> None:
+    expected = pytest.approx(plain_step(load(family, base(family), kind)), rel=ROUNDING)
+    for told in pool.run(2, train_auto, family, base(family), kind):
+        assert told == [(expected, 2), (expected, 1)]
 
 
 # -- what a rank holds -------------------------------------------------------------------------------------------------
 
 
-def live_bytes() -> int:
-    """Of all tensors of this process."""
-    gc.collect()
-    tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor) and not one.is_meta]
-    sizes = {}
-    for tensor in tensors:
-        with contextlib.suppress(RuntimeError, NotImplementedError):  # a library's kind without storage of its own
-            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-    sizes.pop(0, None)
-    return sum(sizes.values())
-
-
-def held_of_loaded(folder: Path, kind: str) -> int:
-    before = live_bytes()
-    options = {"dtype": torch.float32, "pipeline_parallel_size": 2}
-    model = penstock.from_pretrained(str(folder), quantization_config=quantisation(kind), **options)
-    assert model.training is False
-    return live_bytes() - before
-
-
-def held(folder: Path, kind: str) -> tuple[int, int]:
+def held(folder: Path, kind: str) -> tuple[int, int, int]:
+    """The bytes of the unsplit model, of this rank's stage of it, and of the stage as `from_pretrained` makes it."""
     before = live_bytes()
     model = load("llama", folder, kind, adapters=False).requires_grad_(False)
     optimizer = torch.optim.AdamW(model.parameters())  # which was given all parameters
     whole = live_bytes() - before
     parallelize(model, 2)
     assert optimizer.param_groups
-    return whole, live_bytes() - before
+    split = live_bytes()
+    options = {"dtype": torch.float32, "pipeline_parallel_size": 2}
+    loaded = penstock.from_pretrained(str(folder), quantization_config=quantisation(kind), **options)
+    assert loaded.training is False
+    return whole, split - before, live_bytes() - split
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_ranks_hold_what_the_unsplit_model_holds_and_no_more(pool: Pool, tmp_path: Path, kind: str) -> None:
-    folder = write_base("llama", tmp_path, hidden_size=256, intermediate_size=768)
-    (whole, first), (_, last) = pool.run(2, held, folder, kind)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("fp4", "quanto8")])
+def test_the_ranks_hold_what_the_unsplit_model_holds_and_no_more(pool: Pool, kind: str) -> None:
+    (whole, first, first_loaded), (_, last, last_loaded) = pool.run(2, held, wide_base("llama"), kind)
     assert whole > 1_500_000 and min(first, last) > 0.4 * whole
     assert first + last < 1.02 * whole
-    loaded = pool.run(2, held_of_loaded, folder, kind)
-    assert loaded == pytest.approx([first, last], rel=0.01)
+    assert (first_loaded, last_loaded) == pytest.approx((first, last), rel=0.01)
 
 
 def held_in_training(folder: Path, kind: str) -> tuple[list[str], int]:
@@ -296,7 +247,7 @@ def save_whole(family: str, source: Path, kind: str | None, folder: Path, **opti
 
 
 @pytest.mark.parametrize(
-    ("family", "kind"), [("gpt2", "double"), ("mixtral", "int8"), ("mixtral", "torchao8"), ("llama", "torchao-float8")]
+    ("family", "kind"), [("gpt2", "double"), ("mixtral", "int8"), ("llama", "torchao8"), ("llama", "torchao-float8")]
 )
 def test_a_quantised_base_is_saved_as_transformers_saves_it(pool: Pool, tmp_path: Path, family: str, kind: str) -> None:
     """And so is one that was loaded from there, in several files."""
@@ -381,31 +332,33 @@ def with_packed_head(folder: Path, options: dict[str, Any] | None) -> list[float
     return losses
 
 
-@pytest.mark.parametrize(
-    ("ranks", "options"), [(2, {"loss_chunk_tokens": 4}), (4, {"sharded_optimizer": True, "schedule": "zb-h1"})]
-)
-def test_a_packed_head_in_chunks_and_a_sharded_optimizer(pool: Pool, ranks: int, options: dict[str, Any]) -> None:
+def test_a_packed_head_in_chunks_and_a_sharded_optimizer(pool: Pool) -> None:
     expected = with_packed_head(base("llama"), None)
     assert expected[2] < expected[0] - 0.1
-    for losses in pool.run(ranks, with_packed_head, base("llama"), options):
+    options = {"loss_chunk_tokens": 4, "sharded_optimizer": True, "schedule": "zb-h1"}
+    for losses in pool.run(4, with_packed_head, base("llama"), options):
         assert losses == pytest.approx(expected, rel=ROUNDING)
 
 
 # -- the Trainer -------------------------------------------------------------------------------------------------------
 
-# Of TRL's SFTTrainer, which makes adapters of a quantised base bfloat16; of the plain Trainer, with 8-bit optimizers.
+# Of TRL's SFTTrainer, which makes adapters of a quantised base bfloat16; of the plain Trainer, with an 8-bit optimizer.
 TRAINERS: dict[str, dict[str, Any]] = {
     "completions": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
     "packed": {"packing": True, "gradient_checkpointing": False},
     "bf16, reentrant": {
         "bf16": True, "gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}
     },
-    "plain, adamw_8bit": {"optim": "adamw_8bit", "warmup_steps": 0},
-    "plain, paged_adamw_8bit": {"optim": "paged_adamw_8bit", "gradient_checkpointing": True},
+    "plain": {"optim": "paged_adamw_8bit", "warmup_steps": 0, "gradient_checkpointing": True},
 }  # fmt: skip
+RESUMED = ["completions", "plain"]
 
 
-def fine_tune(source: Path, folder: Path, stages: int, case: str, resume: bool = False) -> list[float]:
+def fine_tune_all(source: Path, folder: Path, stages: int, cases: list[str], resume: bool) -> dict[str, list[float]]:
+    return {case: fine_tune(source, folder / case, stages, case, resume) for case in cases}
+
+
+def fine_tune(source: Path, folder: Path, stages: int, case: str, resume: bool) -> list[float]:
     """Three steps of a Trainer; what it logs."""
     parts = [sentences(24, seed)["text"] for seed in (1, 2)]
     rows_of = [{"prompt": prompt, "completion": f" {completion}"} for prompt, completion in zip(*parts, strict=True)]
@@ -415,11 +368,11 @@ def fine_tune(source: Path, folder: Path, stages: int, case: str, resume: bool =
     given["learning_rate"] = 0.5 if given["optim"] == "sgd" else 0.05
     torch.manual_seed(1)
     # 8-bit optimizers keep the state of a weight of at least 4096 numbers in 8 bits.
-    size = {"r": 64, "lora_alpha": 512} if case.startswith("plain") else {"r": 2}
+    size = {"r": 64, "lora_alpha": 512} if case == "plain" else {"r": 2}
     adapters = LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False, **size)
     model, parallelism = load("llama", source, "nf4", adapters=False), over(stages)
-    if case.startswith("plain"):
-        model = get_peft_model(prepare_model_for_kbit_training(model, "paged" not in case), adapters)
+    if case == "plain":
+        model = get_peft_model(prepare_model_for_kbit_training(model), adapters)
         data, arguments = samples("causal", 24, 1), TrainingArguments(**given)
         trainer: Any = (PipelineTrainer if stages else Trainer)(model, arguments, train_dataset=data, **parallelism)
     else:
@@ -437,17 +390,17 @@ def fine_tune(source: Path, folder: Path, stages: int, case: str, resume: bool =
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-@pytest.mark.parametrize("case", list(TRAINERS))
-def test_fine_tuning_by_a_trainer_is_that_of_one_process(pool: Pool, tmp_path: Path, case: str) -> None:
+def test_fine_tuning_by_a_trainer_is_that_of_one_process(pool: Pool, tmp_path: Path) -> None:
     """And goes on from its checkpoint of adapters, on more stages."""
-    source = base("llama")
-    plain = fine_tune(source, tmp_path / "plain", 0, case)
-    assert len(plain) == 3 and max(plain) - min(plain) > 0.01
-    for logged in pool.run(2, fine_tune, source, tmp_path / "split", 2, case, init=False, timeout=120):
-        assert logged == pytest.approx(plain, abs=1e-3 if "bf16" in case else 1e-4)
-    if case in ("completions", "plain, adamw_8bit"):
-        for again in pool.run(3, fine_tune, source, tmp_path / "split", 3, case, True, init=False, timeout=120):
-            assert again == pytest.approx(logged, abs=ROUNDING)
+    given = base("llama"), tmp_path / "split"
+    plain = fine_tune_all(base("llama"), tmp_path / "plain", 0, list(TRAINERS), False)
+    assert all(len(losses) == 3 and max(losses) - min(losses) > 0.01 for losses in plain.values()), plain
+    for logged in pool.run(2, fine_tune_all, *given, 2, list(TRAINERS), False, init=False, timeout=240):
+        for case, losses in logged.items():
+            assert losses == pytest.approx(plain[case], abs=1e-3 if "bf16" in case else 1e-4), case
+    for again in pool.run(3, fine_tune_all, *given, 3, RESUMED, True, init=False, timeout=120):
+        for case, losses in again.items():
+            assert losses == pytest.approx(logged[case], abs=ROUNDING), case
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
