@@ -232,7 +232,8 @@ def save_and_reshard(family: str, folder: str, layouts: list[tuple[int, int]]) -
                 parameter.fill_(7.0)
         penstock.Booster(plugin=penstock.HeterogeneousParallelPlugin()).load_model(target, f"{folder}/merged")
         assert difference_to(reference, gather(target, parameters_of(target))) == 0, (stages, size)
-        refuses_one_row_more(target, folder)
+        if stages == 1:
+            refuses_one_row_more(target, folder)
         target.pipeline.close()
     plain = type(reference).from_pretrained(f"{folder}/merged", dtype=torch.float64)
     assert difference_to(reference, parameters_of(plain)) == 0

@@ -25,9 +25,13 @@ def test_evaluation_and_generation_equal_the_unsplit_models(pool: Pool, family: 
         assert all(result.values()), result
 
 
-@pytest.mark.parametrize("family", ["gpt2", "bert_mlm"])
-def test_checkpoints_load_into_any_layout(pool: Pool, family: str, tmp_path: Path) -> None:
-    files = pool.run(4, save_and_reshard, family, str(tmp_path), [(2, 2), (1, 4), (4, 1), (1, 2), (2, 1)])[0]
+@pytest.mark.parametrize(
+    ("family", "layouts"), [("gpt2", [(2, 2), (1, 4), (2, 1)]), ("bert_mlm", [(2, 2), (4, 1), (1, 2)])]
+)
+def test_checkpoints_load_into_any_layout(
+    pool: Pool, family: str, layouts: list[tuple[int, int]], tmp_path: Path
+) -> None:
+    files = pool.run(4, save_and_reshard, family, str(tmp_path), layouts)[0]
     expected = {f"pytorch_model_tp_{t}_pp_{p}.bin" for t in range(2) for p in range(2)}
     assert expected == {name for name in files if name.endswith(".bin")}
 
@@ -48,11 +52,8 @@ def test_an_overflow_on_one_slice_is_one_everywhere(pool: Pool) -> None:
     assert pool.run(4, overflow_is_shared, "gpt2", 2, 2) == [1.0] * 4
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
-def test_unlike_pipelines_of_shared_stages_train_as_the_unsplit_model(
-    pool: Pool, tmp_path: Path, schedule: str
-) -> None:
-    for result in pool.run(6, in_double, unlike_pipelines, "gpt2", "1x2,2x1", 12, str(tmp_path / "state"), schedule):
+def test_unlike_pipelines_of_shared_stages_train_as_the_unsplit_model(pool: Pool, tmp_path: Path) -> None:
+    for result in pool.run(6, in_double, unlike_pipelines, "gpt2", "1x2,2x1", 12, str(tmp_path / "state"), "zb-v"):
         assert result["step"] < 1e-10
         assert result["parameters"] < 1e-8
         assert result["restored"]
@@ -60,9 +61,9 @@ def test_unlike_pipelines_of_shared_stages_train_as_the_unsplit_model(
 
 def test_a_run_goes_on_with_another_tensor_parallel_size(pool: Pool, tmp_path: Path) -> None:
     """Its optimizer's state is cut as the weights are: from two slices to none and four, and other stages."""
-    layouts = [("2x2,2x2", 1), ("1x4", 4), ("2x4", 2)]
+    layouts = [("2x2,2x2", 1), ("1x4", 4)]
     for differences in pool.run(4, in_double, go_on_with_another_size, str(tmp_path), ("1x2,1x2", 2), layouts):
-        assert len(differences) == 3 and max(differences) < 1e-10
+        assert len(differences) == 2 and max(differences) < 1e-10
     for differences in pool.run(4, in_double, go_on_with_another_size, str(tmp_path), ("4x4", 1), [("1x2,1x2", 2)]):
         assert max(differences) < 1e-10
 
