@@ -150,11 +150,10 @@ def test_what_belongs_to_samples_in_another_number_is_refused(pool: Pool, how: s
             assert "write batch_dim=" in refused
 
 
-def peak_of_flux(checkpointing: bool, split: str) -> float:
-    """Bytes that a step takes at most, besides weights and their gradients."""
+def peak_of_flux(split: str) -> float:
+    """Bytes that a step with checkpointing takes at most, besides weights and their gradients."""
     model = flux(torch.float32)
-    if checkpointing:
-        model.enable_gradient_checkpointing()
+    model.enable_gradient_checkpointing()
     inputs = batch(side=16, tokens=32, dtype=torch.float32)
     example = without_target(batch(1, 16, 32, torch.float32))
     section = {"pipeline_parallel_size": 2, "schedule": "1f1b", "split_points": [split], "micro_batch_size": 1}
@@ -166,14 +165,13 @@ def peak_of_flux(checkpointing: bool, split: str) -> float:
     return float(live.peak)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_memory_is_planned_from_the_inputs(pool: Pool, checkpointing: bool) -> None:
+def test_memory_is_planned_from_the_inputs(pool: Pool) -> None:
     model = flux(torch.float32)
     record_of(model).example_inputs = without_target(batch(1, 16, 32, torch.float32))
-    units = [unit.checkpointed() if checkpointing else unit for unit in profile_model(model, optimizer_states=0).units]
+    units = [unit.checkpointed() for unit in profile_model(model, optimizer_states=0).units]
     split = [unit.name for unit in units].index("single_transformer_blocks.0")
     estimates = memory_of_ranks(build("1f1b", 2, 4), held_by_stages([units[:split], units[split:]]))
-    for peak, estimate in zip(pool.run(2, peak_of_flux, checkpointing, units[split].name), estimates, strict=True):
+    for peak, estimate in zip(pool.run(2, peak_of_flux, units[split].name), estimates, strict=True):
         assert 0.9 <= estimate.activations / peak <= 1.1
 
 
@@ -258,13 +256,12 @@ def train_from(folder: str, stages: int, target: str) -> tuple[Step, set[str], s
     return step, names, held, refused
 
 
-@pytest.mark.parametrize("stages", [2, 3])
-def test_each_rank_reads_its_stage_and_adapters_are_saved_whole(pool: Pool, tmp_path: Path, stages: int) -> None:
+def test_each_rank_reads_its_stage_and_adapters_are_saved_whole(pool: Pool, tmp_path: Path) -> None:
     flux(torch.float32).save_pretrained(tmp_path / "transformer", variant="fp16", max_shard_size="60KB")
     assert len(list((tmp_path / "transformer").glob("*-of-*.safetensors"))) > 2
     whole = with_adapters(flux(torch.float32))
     expected = whole_step(whole, batch(dtype=torch.float32))
-    found = pool.run(stages, train_from, str(tmp_path), stages, str(tmp_path))
+    found = pool.run(3, train_from, str(tmp_path), 3, str(tmp_path))
     assert_steps_equal([step for step, *_ in found], expected, tolerance=1e-5)
     assert all(read == held for _, read, held, _ in found)
     assert set().union(*(held for _, _, held, _ in found)) == flux().state_dict().keys()
