@@ -1,7 +1,9 @@
-"""A stage that is initialised alone has, bit for bit, what the whole model's initialisation gives it."""
+"""A stage that is initialised alone, or a slice of it, is bit for bit what the whole model's initialisation gives."""
 
+import collections
 import copy
-from pathlib import Path
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -10,12 +12,14 @@ from torch import nn
 from transformers import initialization
 
 from families import FAMILIES
-from launch import run_python
 from penstock.modeling.graph.units import list_units
 from penstock.modeling.placeholders.ghosts import is_ghost
 from penstock.modeling.stage.split import SplitModel
 from penstock.modeling.weights.initialise import init_stage, meta_model, resolve_model_class
+from penstock.modeling.weights.names import alias_groups
+from penstock.tensor_parallel import TensorParallel
 from stage_driver import cut
+from tensor_parallel_ranks import SETTINGS, VOCABULARY
 
 
 def assert_is_part_of(model: nn.Module, whole: nn.Module) -> set[str]:
@@ -30,59 +34,107 @@ def assert_is_part_of(model: nn.Module, whole: nn.Module) -> set[str]:
     return set(found)
 
 
-def configuration(family: str):
+def assert_is_slice_of(model: nn.Module, whole: nn.Module, stages: Any, local: list[int], cut: TensorParallel) -> None:
+    """Cut weights are meta tensors until the model is split; then all are this rank's part of the whole model's."""
+    expected = dict(whole.named_parameters(remove_duplicate=False))
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        assert parameter.is_meta == (name in cut.shards), name
+        assert parameter.shape == expected[name].shape, name
+    SplitModel(model, stages, local, cut)
+    found = dict(model.named_parameters(remove_duplicate=False))
+    assert found
+    for name, parameter in found.items():
+        theirs = expected[name].detach()
+        if name in cut.shards:
+            theirs = cut.shards[name].take(theirs, cut.index, cut.size)
+        assert torch.equal(parameter, theirs), name
+        assert parameter.dtype == theirs.dtype and parameter.requires_grad == expected[name].requires_grad
+    names_of: dict[int, set[str]] = collections.defaultdict(set)
+    for name, parameter in expected.items():
+        names_of[id(parameter)].add(name)
+    for names in names_of.values():
+        here = {id(found[name]) for name in names if name in found}
+        assert len(here) <= 1, f"{names} are tied"
+
+
+WITH_A_PLAN = ["bert_mlm", "gpt2", "llama", "mistral", "mixtral", "opt", "qwen3", "vit"]
+EACH = [*((family, 1) for family in sorted(FAMILIES)), *((family, 2) for family in WITH_A_PLAN)]
+
+
+def settings_of(family: str, size: int) -> dict[str, Any]:
+    """With which so many ranks can share the model's weights."""
+    return SETTINGS.get(family, VOCABULARY) if size > 1 else {}
+
+
+def configuration(family: str, size: int = 1) -> tuple[Any, Any]:
     row = FAMILIES[family]
-    model_class = getattr(transformers, row.model_class)
-    return model_class, getattr(transformers, row.config_class)(**row.settings)
+    settings = {**row.settings, **settings_of(family, size)}
+    return getattr(transformers, row.model_class), getattr(transformers, row.config_class)(**settings)
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_every_stage_and_the_generator_are_as_after_initialising_the_whole_model(family: str) -> None:
-    model_class, config = configuration(family)
+def parts(
+    model_class: Any, config: Any, num_stages: int, size: int
+) -> Iterator[tuple[list[list[str]], list[int], TensorParallel | None]]:
+    """All stages, those that are here, and the cut of the whole model that each of `size` ranks has of them."""
+    skeleton = meta_model(model_class, config)
+    stages = cut(list_units(skeleton), num_stages)
+    for local in {1: [[0]], 2: [[0], [1]], 3: [[1], [0, 2]]}[num_stages]:
+        for index in range(size):
+            yield stages, local, TensorParallel(skeleton, index, size, alias_groups(skeleton)) if size > 1 else None
+
+
+def assert_right(model: nn.Module, whole: nn.Module, stages: Any, local: list[int], cut: TensorParallel | None) -> None:
+    """As read or initialised, and when the model is split."""
+    if cut is not None:
+        assert_is_slice_of(model, whole, stages, local, cut)
+        return
+    found = assert_is_part_of(model, whole)
+    SplitModel(model, stages, local)
+    assert assert_is_part_of(model, whole) == found
+
+
+@pytest.mark.parametrize(("family", "size"), EACH)
+def test_every_stage_and_the_generator_are_as_after_initialising_the_whole_model(family: str, size: int) -> None:
+    """And every slice of it, with tensor parallelism."""
+    model_class, config = configuration(family, size)
     torch.manual_seed(7)
     whole = model_class._from_config(copy.deepcopy(config))
     state = torch.get_rng_state()
-    stages = cut(list_units(meta_model(model_class, config)), 3)
-    names = set()
-    for local in ([0], [1], [2], [0, 2]):
-        model = init_stage(model_class, config, stages, local, seed=7)
+    names: set[str] = set()
+    for stages, local, tensor_parallel in parts(model_class, config, 3 if size == 1 else 2, size):
+        model = init_stage(model_class, config, stages, local, 7, tensor_parallel)
         assert torch.equal(torch.get_rng_state(), state)
         assert type(model) is model_class
-        names |= assert_is_part_of(model, whole)
         for stage, units in enumerate(stages):
             assert all(is_ghost(model.get_submodule(unit)) == (stage not in local) for unit in units)
-        SplitModel(model, stages, local)
-        assert assert_is_part_of(model, whole)
+        assert_right(model, whole, stages, local, tensor_parallel)
+        names |= set(dict(model.named_parameters(remove_duplicate=False)))
     assert names >= set(dict(whole.named_parameters(remove_duplicate=False)))
 
 
 def test_without_a_seed_the_generator_goes_on() -> None:
     model_class, config = configuration("gpt2")
     stages = cut(list_units(meta_model(model_class, config)), 2)
-    torch.manual_seed(3)
-    torch.rand(5)
-    whole = model_class(copy.deepcopy(config))
-    torch.manual_seed(3)
-    torch.rand(5)
-    assert_is_part_of(init_stage(model_class, config, stages, [1]), whole)
+    made = []
+    for make in (lambda: model_class(copy.deepcopy(config)), lambda: init_stage(model_class, config, stages, [1])):
+        torch.manual_seed(3)
+        torch.rand(5)
+        made.append(make())
+    assert_is_part_of(made[1], made[0])
 
 
-def test_another_dtype_is_initialised_as_from_config_does() -> None:
+def test_another_dtype_is_initialised_as_from_config_does_and_all_else_is_left_as_it_was() -> None:
     model_class, config = configuration("vit")
+    functions = (nn.Module.register_parameter, torch.nn.init.normal_, torch.nn.init.trunc_normal_)
+    before = config.to_dict(), functions, dict(initialization.TORCH_INIT_FUNCTIONS)
     stages = cut(list_units(meta_model(model_class, config)), 2)
     torch.manual_seed(5)
     whole = model_class._from_config(copy.deepcopy(config), dtype=torch.bfloat16)
     model = init_stage(model_class, config, stages, [1], seed=5, dtype=torch.bfloat16)
     assert_is_part_of(model, whole)
     assert next(model.parameters()).dtype is torch.bfloat16
-
-
-def test_the_configuration_is_left_alone() -> None:
-    model_class, config = configuration("gpt2")
-    before = config.to_dict()
-    stages = cut(list_units(meta_model(model_class, config)), 2)
-    init_stage(model_class, config, stages, [0], dtype=torch.bfloat16)
-    assert config.to_dict() == before
+    functions = (nn.Module.register_parameter, torch.nn.init.normal_, torch.nn.init.trunc_normal_)
+    assert before == (config.to_dict(), functions, initialization.TORCH_INIT_FUNCTIONS)
 
 
 class ToyConfig(transformers.PretrainedConfig):
@@ -156,17 +208,6 @@ def test_a_weight_computed_from_another_stages_weight_is_refused_not_wrong() -> 
         init_stage(Copying, ToyConfig(), stages, [1], seed=1)
 
 
-def test_torch_is_left_as_it_was() -> None:
-    model_class, config = configuration("vit")
-    stages = cut(list_units(meta_model(model_class, config)), 2)
-    before = (nn.Module.register_parameter, torch.nn.init.normal_, torch.nn.init.trunc_normal_)
-    table = dict(initialization.TORCH_INIT_FUNCTIONS)
-    model = init_stage(model_class, config, stages, [0])
-    assert (nn.Module.register_parameter, torch.nn.init.normal_, torch.nn.init.trunc_normal_) == before
-    assert table == initialization.TORCH_INIT_FUNCTIONS
-    assert not any(hasattr(parameter, "_number") for parameter in model.parameters())
-
-
 def test_a_stage_that_does_not_exist_is_named() -> None:
     model_class, config = configuration("gpt2")
     with pytest.raises(ValueError, match=r"local_stages has \[2\], but there are 2 stages"):
@@ -188,35 +229,3 @@ def test_the_class_is_found_from_the_configuration_or_an_auto_class() -> None:
         resolve_model_class(config, transformers.AutoModelForImageClassification)
     with pytest.raises(ValueError, match="Linear"):
         resolve_model_class(config, nn.Linear)
-
-
-def peak_growth(work) -> int:
-    """By how many bytes `work` raises this process's resident memory at its highest."""
-    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
-    before = _status("VmRSS")
-    work()
-    return _status("VmHWM") - before
-
-
-def _status(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
-
-
-def measure_growth() -> None:
-    config = transformers.GPT2Config(vocab_size=512, n_embd=512, n_layer=12, n_head=8, n_positions=64)
-    stages = cut(list_units(meta_model(transformers.GPT2LMHeadModel, config)), 6)
-    layer = 12 * 512 * 512 * 4
-    grown = peak_growth(lambda: init_stage(transformers.GPT2LMHeadModel, config, stages, [2], seed=0))
-    # Three layers are the stage's own, of twelve; one foreign weight at a time comes and goes.
-    assert 3 * layer < grown < 6 * layer, grown / layer
-
-
-def test_memory_holds_the_stage_and_not_the_model() -> None:
-    """In a process of its own: what earlier tests freed would be used again, and not be counted."""
-    result = run_python("-m", "test_materialize_init")
-    assert result.returncode == 0, result.stderr
-
-
-if __name__ == "__main__":
-    measure_growth()
