@@ -265,10 +265,8 @@ def tensor(table: dict) -> dict:
 
 ABSURD: list[tuple[Callable[[dict], object], str]] = [
     (lambda t: t.update(version=1), "has format version 1; this Penstock reads 2"),
-    (lambda t: t.update(version="1"), "version is '1'"),
     (lambda t: t.update(tensor_parallel_size=10**9), "tensor_parallel_size is 1000000000"),
     (lambda t: t.update(tensor_parallel_size=True), "tensor_parallel_size is True"),
-    (lambda t: t.update(num_stages=-1), "num_stages is -1"),
     (lambda t: t.update(num_stages=3), "num_stages 3"),
     (lambda t: t.update(staging=".."), "staging folder leads elsewhere: '..'"),
     (lambda t: t.update(files=[]), "files is [], expected an object"),
@@ -277,7 +275,6 @@ ABSURD: list[tuple[Callable[[dict], object], str]] = [
     (lambda t: t.update(model_class="A\x1b[2J"), "model_class is 'A\\x1b[2J'"),
     (lambda t: t["files"][FIRST].update(stage=7), "stage is 7, expected an integer from 0 to 1"),
     (lambda t: t["files"][FIRST].update(stage=1), LAST),
-    (lambda t: t["files"][FIRST].update(part="other"), "part is 'other'"),
     (lambda t: t["files"][FIRST].update(size=10**40), "size is 1000000"),
     (lambda t: t["files"][FIRST].update(aliases={"x": "nowhere"}), "aliases.x is 'nowhere'"),
     (lambda t: t["files"].update({".bashrc": t["files"].pop(FIRST)}), "files['.bashrc'] is"),
@@ -288,7 +285,6 @@ ABSURD: list[tuple[Callable[[dict], object], str]] = [
     (lambda t: tensor(t).update(shape=[-1]), "shape[0] is -1"),
     (lambda t: tensor(t).update(shape=[1] * 100), "64 dimensions at most"),
     (lambda t: tensor(t).update(dtype="os"), "dtype is 'os'"),
-    (lambda t: tensor(t).update(checksum=2**32), "checksum is 4294967296"),
     (lambda t: tensor(t).pop("checksum"), "expected an object with 'checksum'"),
 ]
 

@@ -121,20 +121,6 @@ def test_five_equal_devices_with_little_memory_make_unlike_pipelines() -> None:
     assert len(best.devices) == 5
 
 
-def test_fast_devices_get_more_units_and_unlike_pipelines_more_microbatches() -> None:
-    best = make_plans(Job(gpt(), cluster("a:2,b:2", "5GB", "a=1,b=0.5"), 32, schedules=("1f1b",)))[0]
-    speed = {device: best.job.cluster.classes[best.job.cluster.class_of_device[device]].speed for device in range(4)}
-    for pipeline in best.pipelines:
-        seconds = [
-            sum(unit.seconds for unit in stage) / speed[device]
-            for stage, device in zip(pipeline.stages, pipeline.devices, strict=True)
-        ]
-        assert max(seconds) / min(seconds) < 2.5
-    # A pipeline of both kinds can do no better than the sum of their speeds.
-    ideal = 32 * sum(unit.seconds for unit in best.job.profile.units) / 3.0
-    assert ideal <= best.seconds < 1.25 * ideal
-
-
 def test_stages_whose_memory_is_short_recompute_and_the_others_do_not() -> None:
     """Never slower than recomputing on all stages or on none, and possible where one of these is."""
     mixed = fits_now = 0
