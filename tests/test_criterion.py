@@ -107,7 +107,6 @@ def train(criterion: str, stages: int, at_each_call: bool) -> tuple[Step, float,
         ("summed", 4, 2, True),
         ("distilled", 2, 2, False),
         ("weighted", 2, 2, True),
-        ("weighted", 2, 1, False),
     ],
 )
 def test_a_criterion_is_exact(pool: Pool, criterion: str, ranks: int, stages: int, at_each_call: bool) -> None:

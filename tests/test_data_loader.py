@@ -1,6 +1,7 @@
 """The data loaders: what each pipeline receives, in which order, and again after a restart."""
 
 import random
+import traceback
 
 import datasets
 import numpy as np
@@ -105,8 +106,7 @@ def test_set_epoch_chooses_the_order_and_equal_seeds_agree():
     assert len({tuple(read(epoch, seed)) for epoch in range(3) for seed in range(3)}) == 9
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("stop", [0, 1, 2, 3])
+@pytest.mark.parametrize(("stop", "num_workers"), [(0, 0), (1, 2), (2, 0), (3, 2)])
 def test_a_resumed_run_sees_the_batches_of_an_uninterrupted_one(num_workers, stop):
     def make():
         return heterogeneous(1, collate_fn=noisy, shuffle=True, seed=4, num_workers=num_workers)
@@ -171,7 +171,7 @@ def test_a_state_of_another_data_set_or_order_is_refused():
             other.load_state_dict(state)
 
 
-@pytest.mark.parametrize("num_workers", [0, 1, 2])
+@pytest.mark.parametrize("num_workers", [0, 2])
 def test_random_collation_agrees_between_the_ranks_of_a_pipeline(num_workers):
     expected = [content(batch) for batch in heterogeneous(1, collate_fn=noisy)]
     torch.manual_seed(num_workers)  # ranks' own random streams differ
@@ -217,9 +217,6 @@ def test_torch_options_are_passed_on():
     ("arguments", "error", "text"),
     [
         ({"size": 0}, ValueError, "microbatch size must be at least 1"),
-        ({"num_microbatches": (0, 1)}, ValueError, "at least one microbatch"),
-        ({"dataset": NUMBERS[:7], "drop_last": True}, ValueError, "7 samples, fewer than one global batch of 8"),
-        ({"dataset": []}, ValueError, "empty"),
         ({"dataset": Stream()}, TypeError, "Stream can only be read in order .* no length"),
         ({"dataset": iter(NUMBERS)}, TypeError, "can only be read in order"),
         ({"dataset": {"train": NUMBERS}}, TypeError, r"mapping with the keys \['train'\]"),
@@ -250,14 +247,15 @@ def test_streamed_datasets_and_splits_are_refused():
     ],
 )
 def test_samples_that_make_no_batch_are_refused(arguments, error, text):
-    with pytest.raises(error, match=text):
+    with pytest.raises(error, match=text) as caught:
         list(heterogeneous(1, **arguments))
+    traceback.clear_frames(caught.tb)  # garbage with a loader's iterator in it waits for its worker for seconds
 
 
 @pytest.mark.parametrize(
-    ("num_samples", "replicas", "size"), [(23, 1, 4), (23, 3, 2), (24, 3, 2), (20, 3, 2), (2, 3, 4)]
+    ("num_samples", "replicas", "size", "shuffle"),
+    [(23, 1, 4, True), (23, 3, 2, False), (24, 3, 2, True), (20, 3, 2, False), (2, 3, 4, True)],
 )
-@pytest.mark.parametrize("shuffle", [False, True])
 def test_replicas_see_every_sample_once_without_repeats(num_samples, replicas, size, shuffle):
     loaders = [
         prepare_dataloader(NUMBERS_AND_ONE[:num_samples], size, replicas, rank, shuffle=shuffle)

@@ -43,17 +43,17 @@ def initialize(victim: int, where: str, name: str, count: int) -> None:
     run_step(parallelize(model, 3, num_microbatches=2), batch("causal", 4))
 
 
-@pytest.mark.parametrize(("victim", "by_hand"), [(0, True), (1, True), (1, False)])
 @pytest.mark.parametrize(
-    ("where", "name", "count"),
+    ("where", "name", "count", "victim", "by_hand"),
     [
-        ("torch.distributed", "init_process_group", 1),
-        ("penstock.runtime.comm.exchange:Ranks", "differing", 1),
-        ("penstock.runtime.formation", "SplitModel", 1),
-        ("torch.distributed", "new_group", 1),
-        ("torch.distributed", "new_group", 2),
-        ("penstock.runtime.boundary.p2p:P2PChannels", "warm_up", 1),
-        ("penstock.runtime.formation", "copy_from_first_holders", 1),
+        ("torch.distributed", "init_process_group", 1, 0, True),
+        ("torch.distributed", "init_process_group", 1, 1, False),
+        ("penstock.runtime.comm.exchange:Ranks", "differing", 1, 1, True),
+        ("penstock.runtime.formation", "SplitModel", 1, 0, True),
+        ("torch.distributed", "new_group", 1, 1, False),
+        ("torch.distributed", "new_group", 2, 0, True),
+        ("penstock.runtime.boundary.p2p:P2PChannels", "warm_up", 1, 1, True),
+        ("penstock.runtime.formation", "copy_from_first_holders", 1, 1, False),
     ],
 )
 def test_a_rank_killed_in_initialize_is_named_by_all_others(

@@ -47,11 +47,12 @@ def ask_for_sizes(*sizes: Any) -> list[tuple[str, str]]:
     return found
 
 
-@pytest.mark.parametrize("size", [0, -1, 2.5, True, "2"])
-def test_a_size_that_is_no_positive_integer_is_refused(pool: Pool, size: Any) -> None:
-    for ((kind, text),) in pool.run(2, ask_for_sizes, size):
-        assert kind == "ConfigurationError"
-        assert "pipeline_parallel_size" in text and "positive integer" in text and repr(size) in text
+def test_a_size_that_is_no_positive_integer_is_refused(pool: Pool) -> None:
+    sizes = 0, -1, 2.5, True, "2"
+    for found in pool.run(2, ask_for_sizes, *sizes):
+        for size, (kind, text) in zip(sizes, found, strict=True):
+            assert kind == "ConfigurationError"
+            assert "pipeline_parallel_size" in text and "positive integer" in text and repr(size) in text
 
 
 def test_sizes_that_do_not_fit_the_world_are_refused(pool: Pool) -> None:
@@ -83,32 +84,29 @@ def test_the_configuration_error_is_a_value_error() -> None:
 # ---------------------------------------------------------------- ranks that were given different things
 
 
-def initialize_differently(rank: int, what: str) -> tuple[str, str]:
-    odd = torch.distributed.get_rank() == rank
-    settings: dict[str, Any] = {"n_layer": 5} if odd and what == "layers" else {}
-    model = build(**settings)
-    if odd and what == "class":
-        model = FAMILIES["llama"].build()
-    stages = 1 if odd and what == "stages" else 3
-    options = {"num_microbatches": 2} if odd and what == "microbatches" else {}
-    if odd and what == "wrong stages":
-        stages = 7
-    return caught(parallelize, model, stages, **options)
+DIFFERENCES = {
+    "layers": "n_layer is 4 on rank 0 and 5 on rank 2",
+    "class": "class is 'GPT2LMHeadModel' on rank 0 and 'LlamaForCausalLM' on rank 2",
+    "stages": "pipeline_parallel_size is 3 on rank 0 and 1 on rank 2",
+    "microbatches": "num_microbatches is None on rank 0 and 2 on rank 2",
+    "wrong stages": "pipeline_parallel_size is 3 on rank 0 and 7 on rank 2",
+}
 
 
-@pytest.mark.parametrize(
-    ("what", "words"),
-    [
-        ("layers", "n_layer is 4 on rank 0 and 5 on rank 2"),
-        ("class", "class is 'GPT2LMHeadModel' on rank 0 and 'LlamaForCausalLM' on rank 2"),
-        ("stages", "pipeline_parallel_size is 3 on rank 0 and 1 on rank 2"),
-        ("microbatches", "num_microbatches is None on rank 0 and 2 on rank 2"),
-        ("wrong stages", "pipeline_parallel_size is 3 on rank 0 and 7 on rank 2"),
-    ],
-)
-def test_ranks_with_different_models_or_configurations_say_so(pool: Pool, what: str, words: str) -> None:
-    for kind, text in pool.run(3, initialize_differently, 2, what):
-        assert kind == "ValueError" and words in text
+def initialize_differently(rank: int) -> dict[str, tuple[str, str]]:
+    def attempt(what: str) -> tuple[str, str]:
+        what = what if torch.distributed.get_rank() == rank else ""
+        model = FAMILIES["llama"].build() if what == "class" else build(n_layer=5 if what == "layers" else 4)
+        options = {"num_microbatches": 2} if what == "microbatches" else {}
+        return caught(parallelize, model, {"stages": 1, "wrong stages": 7}.get(what, 3), **options)
+
+    return {what: attempt(what) for what in DIFFERENCES}
+
+
+def test_ranks_with_different_models_or_configurations_say_so(pool: Pool) -> None:
+    for found in pool.run(3, initialize_differently, 2):
+        for what, (kind, text) in found.items():
+            assert kind == "ValueError" and DIFFERENCES[what] in text, text
 
 
 # ---------------------------------------------------------------- batches
@@ -164,52 +162,49 @@ def test_unusable_batches_are_refused_on_every_rank_and_the_next_step_is_exact(p
             torch.testing.assert_close(gradient, gradients_of(model)[name], rtol=0, atol=1e-10)
 
 
-def call_with_the_dictionary(kind: type) -> list[tuple[str, str]]:
-    model = parallelize(build(), 2)
-    inputs = kind(batch("causal", 4))
-    found = [caught(lambda: list(model(inputs)))]
-    with torch.no_grad():
-        return [*found, caught(lambda: model(inputs))]
+KINDS = dict, transformers.BatchEncoding
 
 
-@pytest.mark.parametrize("kind", [dict, transformers.BatchEncoding])
-def test_the_dictionary_itself_is_no_input_as_of_the_plain_model(pool: Pool, kind: type) -> None:
-    with pytest.raises((TypeError, AttributeError)):
-        build()(kind(batch("causal", 4)))
-    for found in pool.run(2, call_with_the_dictionary, kind):
-        for name, text in found:
-            assert name == "TypeError" and f"GPT2LMHeadModel was given a {kind.__name__}" in text
-            assert "model(**batch)" in text
+def call_with_the_dictionary() -> list[list[tuple[str, str]]]:
+    model, found = parallelize(build(), 2), []
+    for kind in KINDS:
+        inputs = kind(batch("causal", 4))
+        training = caught(lambda inputs=inputs: list(model(inputs)))
+        with torch.no_grad():
+            found.append([training, caught(model, inputs)])
+    return found
 
 
-def train_on_other_batch(how: str) -> tuple[str, str]:
+def test_the_dictionary_itself_is_no_input_as_of_the_plain_model(pool: Pool) -> None:
+    for kind in KINDS:
+        with pytest.raises((TypeError, AttributeError)):
+            build()(kind(batch("causal", 4)))
+    for rank in pool.run(2, call_with_the_dictionary):
+        for kind, found in zip(KINDS, rank, strict=True):
+            for name, text in found:
+                assert name == "TypeError" and f"GPT2LMHeadModel was given a {kind.__name__}" in text
+                assert "model(**batch)" in text
+
+
+def run_on_other_batch(how: str) -> tuple[str, str]:
     """Rank 1 of 3 is given another batch than the others."""
     model = parallelize(build(), 3, micro_batch_size=1)
     run_step(model, batch("causal", 4))
-    sizes = {"content": (4, 9, 1), "length": (4, 11, 0), "number": (3, 9, 0)}
     odd = torch.distributed.get_rank() == 1
-    inputs = batch("causal", *(sizes[how] if odd else (4, 9, 0)))
+    inputs = batch("causal", 3 if odd and how == "number" else 4, seed=int(odd and how != "number"))
+    if how == "evaluation":
+        with torch.no_grad():
+            return caught(model, **inputs)
     return caught(run_step, model, inputs)
 
 
-@pytest.mark.parametrize("how", ["content", "length", "number"])
+@pytest.mark.parametrize("how", ["content", "number", "evaluation"])
 def test_batches_that_differ_between_the_ranks_of_a_pipeline_are_noticed(pool: Pool, how: str) -> None:
-    found = pool.run(3, train_on_other_batch, how)
+    found = pool.run(3, run_on_other_batch, how)
     assert any(kind == "BatchMismatch" for kind, _ in found)
     for kind, text in found:
         assert kind in ("BatchMismatch", "PipelineFailure")
         assert "was given" in text and "same batch" in text
-
-
-def evaluate_on_other_batch() -> tuple[str, str]:
-    model = parallelize(build(), 2)
-    with torch.no_grad():
-        return caught(model, **batch("causal", 4, seed=torch.distributed.get_rank()))
-
-
-def test_evaluation_notices_different_batches_too(pool: Pool) -> None:
-    for kind, text in pool.run(2, evaluate_on_other_batch):
-        assert kind in ("BatchMismatch", "PipelineFailure") and "same batch" in text
 
 
 # ---------------------------------------------------------------- models
@@ -237,27 +232,20 @@ class Cyclic(transformers.PreTrainedModel):
         return transformers.modeling_outputs.CausalLMOutput(loss=loss, logits=logits)
 
 
-def split_the_impossible() -> list[tuple[str, str]]:
+def parallelize_the_impossible() -> list[tuple[str, str]]:
     def all_of_it(model: nn.Module) -> None:
         run_step(parallelize(model, 2), batch("causal", 4))
 
-    return [caught(all_of_it, Cyclic(transformers.GPT2Config(vocab_size=97, n_embd=16)))]
+    cyclic = caught(all_of_it, Cyclic(transformers.GPT2Config(vocab_size=97, n_embd=16)))
+    model = parallelize(build(), 2)
+    return [cyclic, caught(parallelize, nn.Linear, 2), caught(parallelize, model, 2, num_microbatches=3)]
 
 
-def test_a_model_that_cannot_be_split_is_refused_by_name_with_the_reason(pool: Pool) -> None:
-    for ((kind, text),) in pool.run(2, split_the_impossible):
+def test_what_cannot_be_split_or_is_no_model_or_is_parallelised_already_is_refused(pool: Pool) -> None:
+    for (kind, text), other, again in pool.run(2, parallelize_the_impossible):
         assert kind == "NotImplementedError"
         assert text.startswith("Auto policy for Cyclic is not implemented")
         assert len(text) > len("Auto policy for Cyclic is not implemented...") + 20, f"no reason: {text}"
-
-
-def initialize_the_wrong_thing() -> list[tuple[str, str]]:
-    model = parallelize(build(), 2)
-    return [caught(parallelize, nn.Linear, 2), caught(parallelize, model, 2, num_microbatches=3)]
-
-
-def test_what_is_no_model_or_is_parallelised_already_is_refused(pool: Pool) -> None:
-    for other, again in pool.run(2, initialize_the_wrong_thing):
         assert other == ("TypeError", "initialize() takes a torch.nn.Module, got type")
         assert again[0] == "ValueError" and "already" in again[1]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -24,6 +24,9 @@ from training import (
 
 STAGES, MICROBATCHES = 3, 4
 SOON = 15.0  # ranks that disagree wait some seconds for each other before they give up
+
+
+Body = Callable[[Iterator[Any], int | None], None]
 
 
 def build() -> Any:
@@ -122,51 +125,53 @@ def fail_at_the_last(outputs: Iterator[Any], rank: int | None) -> None:
             raise KeyError("mistake in the loop's body")
 
 
-def misbehave(
-    body: Callable[[Iterator[Any], int | None], None], rank: int | None, ranks: int, schedule: str = "1f1b"
-) -> dict[str, Any]:
-    """A good step, one with a bad body, and a good one again; what each raised, and the last one's gradients."""
+def misbehave(bodies: Sequence[Body], rank: int | None, ranks: int, schedule: str = "1f1b") -> list[dict[str, Any]]:
+    """For each body a good step, one with the body, and a good one again; what each raised, and the last gradients."""
     with kept_in_double():
         stages = ranks if ranks < 4 else ranks // 2
         model = parallelize(build(), stages, num_microbatches=MICROBATCHES, schedule=schedule)
         inputs = rows(batch("causal", 8), model.data_parallel_rank, model.data_parallel_size)
-        run_step(model, inputs)
-        model.zero_grad()
-        found: dict[str, Any] = {}
-        start, before = time.monotonic(), model.pipeline.last_step
-        try:
-            body(model(**inputs), rank)
-            found["error"] = None
-        except Exception as error:
-            found["error"] = (type(error).__name__, str(error))
-        found["seconds"] = time.monotonic() - start
-        found["reported"] = model.pipeline.last_step is not before
-        found["left with"] = gradients_of(model)
-        model.zero_grad()
-        try:
-            found["losses"] = run_step(model, inputs)
-            found["gradients"] = gradients_of(model)
-        except Exception as error:
-            found["later"] = (type(error).__name__, str(error))
-        return found
+        return [misbehave_once(model, inputs, body, rank) for body in bodies]
+
+
+def misbehave_once(model: Any, inputs: Any, body: Body, rank: int | None) -> dict[str, Any]:
+    run_step(model, inputs)
+    model.zero_grad()
+    found: dict[str, Any] = {"body": body.__name__}
+    start, before = time.monotonic(), model.pipeline.last_step
+    try:
+        body(model(**inputs), rank)
+        found["error"] = None
+    except Exception as error:
+        found["error"] = (type(error).__name__, str(error))
+    found["seconds"] = time.monotonic() - start
+    found["reported"] = model.pipeline.last_step is not before
+    found["left with"] = gradients_of(model)
+    model.zero_grad()
+    try:
+        found["losses"] = run_step(model, inputs)
+        found["gradients"] = gradients_of(model)
+    except Exception as error:
+        found["later"] = (type(error).__name__, str(error))
+    model.zero_grad()
+    return found
 
 
 @pytest.mark.parametrize(
-    ("body", "words"),
+    ("body", "rank", "words"),
     [
-        (skip, "backward() was not called on the loss of microbatch 1"),
-        (skip_the_last, "backward() was not called on the loss of microbatch 3"),
-        (call_twice, "backward() of microbatch 1's loss was called a second time"),
-        (call_out_of_order, "backward() of microbatch 0's loss was called while microbatch 1 is due"),
-        (collect_first, "backward() was not called on the loss of microbatch 0"),
-        (differentiate_twice, "backward(create_graph=True): gradients of gradients"),
+        (skip, None, "backward() was not called on the loss of microbatch 1"),
+        (skip_the_last, 1, "backward() was not called on the loss of microbatch 3"),
+        (call_twice, None, "backward() of microbatch 1's loss was called a second time"),
+        (call_out_of_order, 1, "backward() of microbatch 0's loss was called while microbatch 1 is due"),
+        (collect_first, None, "backward() was not called on the loss of microbatch 0"),
+        (differentiate_twice, 1, "backward(create_graph=True): gradients of gradients"),
     ],
 )
-@pytest.mark.parametrize("rank", [None, 1])
 def test_a_backward_that_is_not_as_due_is_an_error_on_every_rank(
-    pool: Pool, body: Callable[..., None], words: str, rank: int | None
+    pool: Pool, body: Body, rank: int | None, words: str
 ) -> None:
-    for number, found in enumerate(pool.run(STAGES, misbehave, body, rank, STAGES)):
+    for number, (found,) in enumerate(pool.run(STAGES, misbehave, [body], rank, STAGES)):
         assert found["seconds"] < SOON
         kind, text = found["error"]
         if rank is None or number == rank:
@@ -185,32 +190,32 @@ def stop_where_one_stands(outputs: Iterator[Any], rank: int | None) -> None:
         output.loss.backward()
 
 
-@pytest.mark.parametrize(
-    "body", [stop_before_backward, stop_after_backward, stop_at_the_first, stop_at_the_last, stop_where_one_stands]
-)
+BREAKS = stop_before_backward, stop_after_backward, stop_at_the_first, stop_at_the_last, stop_where_one_stands
+
+
 @pytest.mark.parametrize(("ranks", "schedule"), [(3, "1f1b"), (2, "zb-v"), (4, "1f1b")])
 def test_after_a_break_on_all_ranks_the_step_is_whole_and_the_next_one_is_exact(
-    pool: Pool, body: Callable[..., None], ranks: int, schedule: str
+    pool: Pool, ranks: int, schedule: str
 ) -> None:
     expected = unsplit_step(build(), (batch("causal", 8), 1.0))
-    found = pool.run(ranks, misbehave, body, None, ranks, schedule)
-    for rank in found:
-        assert rank["error"] is None and rank["seconds"] < SOON
-        assert "later" not in rank, rank.get("later")
-        assert rank["reported"], "the step that was left has come to its end"
-        assert_same_gradients(rank["left with"], expected.gradients)
-        assert_same_gradients(rank["gradients"], expected.gradients)
     replicas = 2 if ranks == 4 else 1
-    total = sum(sum(rank["losses"]) for rank in found[:: ranks // replicas])
-    assert total == pytest.approx(sum(expected.losses), rel=EXACT)
+    for found in zip(*pool.run(ranks, misbehave, BREAKS, None, ranks, schedule), strict=True):
+        for rank in found:
+            assert rank["error"] is None and rank["seconds"] < SOON, rank
+            assert "later" not in rank, rank
+            assert rank["reported"], f"{rank['body']}: the step that was left has come to its end"
+            assert_same_gradients(rank["left with"], expected.gradients)
+            assert_same_gradients(rank["gradients"], expected.gradients)
+        total = sum(sum(rank["losses"]) for rank in found[:: ranks // replicas])
+        assert total == pytest.approx(sum(expected.losses), rel=EXACT)
 
 
-@pytest.mark.parametrize("body", [stop_before_backward, stop_after_backward, fail_in_body, fail_at_the_last])
-@pytest.mark.parametrize(("ranks", "odd"), [(3, 0), (3, 2), (4, 1)])
-def test_leaving_the_loop_on_one_rank_is_an_error_on_every_rank(
-    pool: Pool, body: Callable[..., None], ranks: int, odd: int
-) -> None:
-    for rank, found in enumerate(pool.run(ranks, misbehave, body, odd, ranks)):
+@pytest.mark.parametrize(
+    ("body", "ranks", "odd"),
+    [(stop_before_backward, 3, 0), (stop_after_backward, 4, 1), (fail_in_body, 3, 2), (fail_at_the_last, 4, 1)],
+)
+def test_leaving_the_loop_on_one_rank_is_an_error_on_every_rank(pool: Pool, body: Body, ranks: int, odd: int) -> None:
+    for rank, (found,) in enumerate(pool.run(ranks, misbehave, [body], odd, ranks)):
         assert found["seconds"] < SOON
         if rank == odd and body in (fail_in_body, fail_at_the_last):
             assert found["error"] == ("KeyError", repr("mistake in the loop's body"))
@@ -239,8 +244,8 @@ def fail_from_the_second_backward_on(odd: int) -> tuple[str, str]:
     return str(first.value), str(later.value)
 
 
-@pytest.mark.parametrize("odd", [0, 1])
-def test_a_step_that_cannot_come_to_its_end_fails_on_every_rank(pool: Pool, odd: int) -> None:
+def test_a_step_that_cannot_come_to_its_end_fails_on_every_rank(pool: Pool) -> None:
+    odd = 1
     for first, later in pool.run(2, fail_from_the_second_backward_on, odd, timeout=30):
         assert "mistake in the backward" in first
         assert f"rank {odd}" in later and "mistake in the backward" in later
@@ -267,23 +272,8 @@ def see_nan(spoiled: int) -> dict[str, Any]:
         return {"seen": seen, "gradients": gradients_of(model)}
 
 
-@pytest.mark.parametrize("spoiled", [0, 2])
-def test_a_loss_that_is_nan_is_seen_on_all_ranks(pool: Pool, spoiled: int) -> None:
+def test_a_loss_that_is_nan_is_seen_on_all_ranks(pool: Pool) -> None:
     expected = unsplit_step(build(), (batch("causal", 4), 1.0)).gradients
-    for found in pool.run(STAGES, see_nan, spoiled):
+    for found in pool.run(STAGES, see_nan, 0):
         assert found["seen"] == [True]
         assert_same_gradients(found["gradients"], expected)
-
-
-def forget_the_loop() -> list[str]:
-    """Calling the model without iterating runs nothing; the ranks stay together."""
-    with kept_in_double():
-        model = parallelize(build(), 2)
-        model(**batch("causal", 4))
-        return [f"{loss:.6f}" for loss in run_step(model, batch("causal", 4))]
-
-
-def test_a_step_that_nobody_iterates_over_does_not_happen(pool: Pool) -> None:
-    one, other = pool.run(2, forget_the_loop)
-    assert one == other
-    assert sum(map(float, one)) == pytest.approx(sum(unsplit_step(build(), (batch("causal", 4), 1.0)).losses), abs=1e-4)

@@ -94,7 +94,7 @@ def test_the_older_launcher_with_its_argument_works(tmp_path: Path) -> None:
     """`python -m torch.distributed.launch` passes --local-rank to the script."""
     (tmp_path / "script.py").write_text(SCRIPT.replace("STAGES", "2"))
     launcher = ["-m", "torch.distributed.launch", "--nproc_per_node=2", f"--master_port={free_port()}"]
-    result = run_python(*launcher, "script.py", tmp_path / "report", timeout=150, cwd=tmp_path, fresh=True)
+    result = run_python(*launcher, "script.py", tmp_path / "report", timeout=150, cwd=tmp_path)
     assert result.returncode == 0, result.stderr[-3000:]
     assert result.stdout.count("initialized at the end: False") == 2, "a script may end without closing anything"
     first, second = outcomes(tmp_path, 2)

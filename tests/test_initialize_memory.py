@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import weakref
 from collections.abc import Callable
@@ -14,8 +13,8 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from ended import run_ranks
 from families import FAMILIES, batch
-from launch import torchrun
 from penstock.planning.unit_cost import LiveBytes
 from pool import Pool
 from training import parallelize, run_step, train_family
@@ -70,8 +69,8 @@ def resident() -> int:
     return (resident - shared) * 4096
 
 
-def main(report: str) -> None:
-    """Each rank writes how much its memory grew from before the model was built to after it was split."""
+def measure() -> dict[str, int]:
+    """How much this rank's memory grew from before the model was built to after it was split."""
     import ctypes
 
     build()  # whatever is loaded or allocated once, is now
@@ -88,27 +87,19 @@ def main(report: str) -> None:
     trim(0)
     kept = resident() - before
     own = sum(parameter.nbytes for parameter in model.parameters())
-    measured = {"whole": whole, "full": full, "kept": kept, "own": own, "groups": len(optimizer.param_groups)}
-    Path(f"{report}.{torch.distributed.get_rank()}").write_text(json.dumps(measured))
+    return {"whole": whole, "full": full, "kept": kept, "own": own, "groups": len(optimizer.param_groups)}
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads the kernel's account of memory")
-def test_resident_memory_of_a_rank_is_its_share(tmp_path: Path) -> None:
-    result = torchrun(2, __file__, tmp_path / "report", timeout=150)
-    assert result.returncode == 0, result.stderr[-3000:]
-    for rank in range(2):
-        measured = json.loads((tmp_path / f"report.{rank}").read_text())
+def test_resident_memory_of_a_rank_is_its_share() -> None:
+    for end in run_ranks(2, measure):
+        assert end.kind == "nothing", end
+        measured = end.value
         assert measured["whole"] > 100 * 10**6
         assert measured["full"] > 0.9 * measured["whole"], "the measure does not see the weights"
         # Up to a few MB for the engine: groups, connections, plans.
         assert measured["own"] < 0.6 * measured["whole"]
         assert measured["kept"] < measured["own"] + 16 * MEBIBYTE
-
-
-if __name__ == "__main__":
-    import sys
-
-    main(sys.argv[1])
 
 
 def left_over(closed: bool) -> tuple[int, int]:
@@ -139,7 +130,7 @@ def test_pipelines_one_after_another_leave_no_threads(pool: Pool) -> None:
     """Each process group has threads of its own, which end when nothing refers to it."""
     pool.run(2, train_family, "gpt2", 2, [batch("causal", 4)])
     before = pool.run(2, num_threads)
-    for _ in range(3):
+    for _ in range(2):
         pool.run(2, train_family, "gpt2", 2, [batch("causal", 4)])
     assert pool.run(2, num_threads) == before
 

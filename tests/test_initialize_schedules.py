@@ -40,11 +40,12 @@ def oracle(family: str) -> Step:
     return unsplit_step(FAMILIES[family].build(), (batch(FAMILIES[family].kind, SAMPLES), 1.0))
 
 
-@pytest.mark.parametrize(("family", "ranks"), [("gpt2", 2), ("llama", 3), ("bart", 3)])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_every_schedule_gives_the_unsplit_gradients(pool: Pool, schedule: str, family: str, ranks: int) -> None:
+def test_every_schedule_gives_the_unsplit_gradients(pool: Pool, schedule: str) -> None:
+    """Every second one with an encoder and a decoder."""
+    family = ("llama", "bart")[SCHEDULES.index(schedule) % 2]
     inputs = batch(FAMILIES[family].kind, SAMPLES)
-    found = pool.run(ranks, train_family, family, ranks, [inputs], num_microbatches=SAMPLES, schedule=schedule)
+    found = pool.run(3, train_family, family, 3, [inputs], num_microbatches=SAMPLES, schedule=schedule)
     assert_steps_equal([steps[0] for steps in found], oracle(family))
 
 
@@ -147,7 +148,7 @@ def test_an_interrupted_step_leaves_no_weight_gradients_for_the_next(pool: Pool)
         torch.testing.assert_close(gradient, oracle("gpt2").gradients[name], rtol=EXACT, atol=EXACT)
 
 
-@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
+@pytest.mark.parametrize("schedule", ["zb-v"])
 def test_deferred_weight_gradients_are_summed_over_replicas(pool: Pool, schedule: str) -> None:
     """Four ranks: two pipelines that are given half of the batch each."""
     inputs = batch("causal", SAMPLES)
@@ -180,13 +181,19 @@ def train_by_default(width: int, checkpointing: bool, stages: int, by_plugin: bo
     return model.pipeline.make_schedule(SAMPLES).name, Step(losses, gradients_of(model))
 
 
-@pytest.mark.parametrize("by_plugin", [False, True])
 @pytest.mark.parametrize(
-    ("width", "checkpointing", "stages", "wanted"),
-    [(256, False, 2, "zb-h1"), (32, False, 2, "1f1b"), (256, True, 2, "1f1b"), (256, False, 1, "1f1b")],
+    ("width", "checkpointing", "stages", "by_plugin", "wanted"),
+    [
+        (256, False, 2, False, "zb-h1"),
+        (256, False, 2, True, "zb-h1"),
+        (32, False, 2, True, "1f1b"),
+        (256, True, 2, True, "1f1b"),
+        (256, True, 2, False, "1f1b"),
+        (256, False, 1, False, "1f1b"),
+    ],
 )
 def test_weight_gradients_are_put_off_by_default_where_it_pays(
-    pool: Pool, width: int, checkpointing: bool, stages: int, wanted: str, by_plugin: bool
+    pool: Pool, width: int, checkpointing: bool, stages: int, by_plugin: bool, wanted: str
 ) -> None:
     found = pool.run(stages, train_by_default, width, checkpointing, stages, by_plugin)
     assert {name for name, _ in found} == {wanted}

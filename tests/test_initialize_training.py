@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 from families import FAMILIES, batch
+from penstock.runtime.comm import rollcall
 from pool import Pool
 from training import (
     EXACT,
@@ -47,7 +49,7 @@ def parameters_of(model: nn.Module) -> dict[str, torch.Tensor]:
 # ---------------------------------------------------------------- shapes and microbatches
 
 
-@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("stages", [3])
 def test_every_step_may_have_another_batch_size_and_length(pool: Pool, stages: int) -> None:
     found = pool.run(stages, train_family, "gpt2", stages, batches())
     for number, inputs in enumerate(batches()):
@@ -58,7 +60,6 @@ def test_every_step_may_have_another_batch_size_and_length(pool: Pool, stages: i
     ("option", "samples", "count"),
     [
         ({"micro_batch_size": 2}, 5, 3),
-        ({"micro_batch_size": 8}, 5, 1),
         ({"num_microbatches": 3}, 7, 3),
         ({}, 3, 3),
         ({}, 11, 8),
@@ -151,9 +152,7 @@ def train_frozen(stages: int, plan: Sequence[str], schedule: str) -> list[Step]:
         return steps
 
 
-@pytest.mark.parametrize(
-    ("ranks", "stages", "schedule"), [(2, 2, "1f1b"), (3, 3, "1f1b"), (2, 2, "zb-v"), (4, 2, "1f1b"), (4, 2, "zb-h1")]
-)
+@pytest.mark.parametrize(("ranks", "stages", "schedule"), [(3, 3, "1f1b"), (2, 2, "zb-v"), (4, 2, "zb-h1")])
 def test_frozen_parameters_may_change_at_every_step(pool: Pool, ranks: int, stages: int, schedule: str) -> None:
     """Parts of a stage, whole stages below or above the trained ones, with equal shapes at every cut."""
     plan = ["not the embeddings", "not the first half", "all", "the last normalisation only", "the first layer only"]
@@ -201,7 +200,7 @@ def adamw(model: nn.Module) -> torch.optim.AdamW:
 
 @pytest.mark.parametrize(
     ("ranks", "stages", "early", "norm_type"),
-    [(2, 2, True, 2.0), (2, 2, False, 2.0), (3, 3, True, float("inf")), (4, 2, True, 2.0), (4, 2, False, 1.0)],
+    [(2, 2, False, 2.0), (3, 3, True, float("inf")), (4, 2, True, 1.0)],
 )
 def test_training_with_clipping_and_a_schedule_ends_at_the_unsplit_weights(
     pool: Pool, ranks: int, stages: int, early: bool, norm_type: float
@@ -311,7 +310,7 @@ def clip_what_no_rank_can() -> list[str]:
         alone,
     ):
         before = gradients_of(model)
-        with pytest.raises((ValueError, RuntimeError)) as caught:
+        with pytest.raises((ValueError, RuntimeError)) as caught, mock.patch.object(rollcall, "PATIENCE", 0.3):
             attempt()
         assert_same_gradients(gradients_of(model), before, 0.0)
         messages.append(str(caught.value))
@@ -369,7 +368,7 @@ def step_over_all(make: Callable[[Any], torch.optim.Optimizer], early: bool) -> 
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("number", "early"), [(0, True), (0, False), (1, False), (2, False), (3, True)])
+@pytest.mark.parametrize(("number", "early"), [(0, True), (1, False), (2, False), (3, True)])
 def test_an_optimizer_whose_updates_depend_on_all_parameters_is_refused(pool: Pool, number: int, early: bool) -> None:
     kind = ("LBFGS", "LBFGS", "Sharp", "Lamb")[number]
     for text in pool.run(2, step_over_all, OVER_ALL[number], early):

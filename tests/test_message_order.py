@@ -79,7 +79,7 @@ def some_schedule(seed: int, num_ranks: int, num_microbatches: int) -> Schedule:
     return schedule
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("name", schedule_names())
 def test_every_step_of_a_named_schedule_ends(name: str, num_ranks: int) -> None:
     schedule = build(name, num_ranks, 2 * num_ranks)
@@ -94,7 +94,7 @@ def test_also_with_few_microbatches_and_many_ranks(name: str, num_ranks: int, nu
     check(one_pipeline(schedule), [schedule], rules)
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(12))
 def test_a_schedule_of_ones_own_ends_too(seed: int) -> None:
     schedule = some_schedule(seed, 2 + seed % 3, 5)
     check(one_pipeline(schedule), [schedule], {"waits everywhere": EVERYWHERE, "eager": RULES["eager"]})

@@ -85,13 +85,6 @@ def process_id() -> int:
     return os.getpid()
 
 
-@pytest.mark.parametrize("world_size", [3, 1, 2])
-def test_collectives_work_for_any_number_of_ranks(pool: Pool, world_size: int) -> None:
-    expected = 0.5 * world_size * (world_size + 1) / 2
-    for value in pool.run(world_size, sum_of_ranks, scale=0.5):
-        torch.testing.assert_close(value, torch.full((2,), expected))
-
-
 def test_workers_are_reused(pool: Pool) -> None:
     assert pool.run(2, process_id) == pool.run(2, process_id)
 
@@ -106,11 +99,6 @@ def test_an_exception_keeps_its_type_and_names_its_rank(pool: Pool) -> None:
         pool.run(3, fail_on, 2)
     notes = "\n".join(caught.value.__notes__)
     assert "on rank 2 of 3" in notes and "in fail_on" in notes
-
-
-def test_outcomes_hold_results_and_exceptions(pool: Pool) -> None:
-    first, second = pool.run(2, fail_on, 1, outcomes=True)
-    assert first == 0 and isinstance(second, KeyError)
 
 
 def test_the_cause_is_raised_and_not_what_followed_from_it(pool: Pool) -> None:

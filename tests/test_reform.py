@@ -12,6 +12,7 @@ from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -27,12 +28,13 @@ from penstock.modeling.tensor_spec import TensorSpec
 from penstock.pipeline_model import attach
 from penstock.runtime.comm.bootstrap import form_world
 from penstock.runtime.comm.forming import forming
+from penstock.runtime.failures import ring
 from penstock.runtime.formation import parallelize, reform
 from penstock.schedule import build
 from pool import Pool
 from training import EXACT, gradients_of, kept_in_double, rows, run_step
 
-NUM_STEPS = 3
+NUM_STEPS = 2
 MICROBATCHES = 2
 # Stages of each pipeline, formation after formation: the third takes in a new rank, the last lets it go.
 FORMATIONS = ((2,), (1, 1), (3,), (1, 2), (2,))
@@ -126,9 +128,7 @@ def train_through_formations(family: str, schedule: str) -> list[tuple[float, di
     return seen
 
 
-@pytest.mark.parametrize(
-    ("family", "schedule"), [("gpt2", "1f1b"), ("gpt2", "zb-h1"), ("t5", "1f1b"), ("llama", "1f1b")]
-)
+@pytest.mark.parametrize(("family", "schedule"), [("gpt2", "zb-h1"), ("t5", "1f1b")])
 def test_every_formation_trains_on_as_the_unsplit_model(pool: Pool, family: str, schedule: str) -> None:
     found = pool.run(3, train_through_formations, family, schedule, init=False, timeout=120)
     for step, (loss, gradients) in enumerate(unsplit_steps(family)):
@@ -175,12 +175,12 @@ def reform_often(times: int) -> list[tuple[int, int, int, int]]:
 def test_re_formations_leave_nothing_behind() -> None:
     own = Pool()  # in the processes of other tests, threads of theirs may still come and go
     try:
-        found = own.run(2, reform_often, 22, init=False, timeout=120)
+        found = own.run(2, reform_often, 18, init=False, timeout=120)
     finally:
         own.close()
     for counts in found:
         for layout in (0, 1):  # one may need more than the other
-            early, late = counts[2 + layout : 10 : 2], counts[14 + layout : 22 : 2]
+            early, late = counts[2 + layout : 8 : 2], counts[12 + layout : 18 : 2]
             # A connection or thread that is just ending may add to any one count, so the least of the late ones is
             # compared: what each re-formation left behind would be in all of them.
             most, least = map(max, zip(*early, strict=True)), map(min, zip(*late, strict=True))
@@ -190,7 +190,7 @@ def test_re_formations_leave_nothing_behind() -> None:
 def meet_after_one_met_nobody() -> int:
     store = dist.PrefixStore("later", dist.distributed_c10d._get_default_store())
     if dist.get_rank() == 0:
-        with pytest.raises(RuntimeError):
+        with mock.patch.object(ring, "NEWS_SECONDS", 0.2), pytest.raises(RuntimeError):
             form_world(dist.PrefixStore("alone", store), 0, 2, timedelta(seconds=1), lambda board: None)
     form_world(store, int(os.environ["RANK"]), 2, timedelta(seconds=20), lambda board: None)
     found = torch.ones(())

@@ -161,7 +161,7 @@ def limits(timeout: float | None, by_user: float | None, through_plugin: bool = 
 
 @pytest.mark.parametrize(
     ("timeout", "by_user", "expected"),
-    [(None, None, 1800), (None, 77, 77), (33.5, 77, 33.5), (33.5, None, 33.5)],
+    [(None, None, 1800), (None, 77, 77), (33.5, 77, 33.5)],
 )
 def test_process_groups_have_the_time_limit_asked_for(
     pool: Pool, timeout: float | None, by_user: float | None, expected: float

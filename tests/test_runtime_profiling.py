@@ -31,8 +31,7 @@ def bytes_kept(model: torch.nn.Module, ids: torch.Tensor) -> int:
     return sum(kept.values())
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama", "opt"])
-@pytest.mark.parametrize("device", [None, "cpu"])
+@pytest.mark.parametrize(("family", "device"), [("gpt2", None), ("llama", "cpu"), ("opt", None)])
 def test_units_keep_together_what_the_model_keeps(family: str, device: str | None) -> None:
     model = FAMILIES[family].build(dtype=torch.float32)
     profile = profile_model(model, BATCH, LENGTH, device=device)
@@ -67,11 +66,10 @@ def test_estimated_products_are_those_of_the_formula() -> None:
     assert 1.5 < (block.backward + block.weight) / block.forward < 3.0
 
 
-@pytest.mark.parametrize("device", [None, "cpu"])
-def test_weight_gradients_are_those_that_a_run_puts_off(device: str | None) -> None:
+def test_weight_gradients_are_those_that_a_run_puts_off() -> None:
     """Not those of embeddings, nor of a head with far more outputs than inputs."""
     model = FAMILIES["gpt2"].build(dtype=torch.float32, vocab_size=1024)
-    units = profile_model(model, BATCH, LENGTH, device=device).units
+    units = profile_model(model, BATCH, LENGTH).units
     assert all((unit.weight > 0) == (".h." in unit.name) for unit in units)
     assert units[0].backward > 0 and units[-1].backward > units[-1].forward
 

@@ -31,15 +31,6 @@ def reducer_of(held: list[tuple[nn.Parameter, tuple[int, ...]]], deferred: set[i
 # ---------------------------------------------------------------- buckets
 
 
-def test_buckets_hold_shared_parameters_in_backward_order() -> None:
-    a, b, c, own, d = parameters(1, 2, 3, 4, 5)
-    half = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
-    held = [(a, BOTH), (b, (0, 1, 2)), (half, BOTH), (c, BOTH), (own, (0,)), (d, BOTH)]
-    buckets = make_buckets(held)
-    found = [([id(p) for p in bucket.parameters], bucket.ranks) for bucket in buckets]
-    assert found == [([id(d), id(c), id(a)], BOTH), ([id(half)], BOTH), ([id(b)], (0, 1, 2))]
-
-
 def test_a_bucket_is_no_larger_than_its_capacity_unless_one_parameter_is() -> None:
     held = [(parameter, BOTH) for parameter in parameters(3, 3, 9, 2, 2)]
     sizes = [[p.numel() for p in bucket.parameters] for bucket in make_buckets(held, capacity=6 * 8)]

@@ -36,22 +36,21 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("as_module", [False, True])
 @pytest.mark.parametrize(
-    ("last_line", "status"),
+    ("last_line", "status", "as_module"),
     [
-        ("pass", 0),
-        ("sys.exit(3)", 3),
-        ("sys.exit('a message')", 1),
-        ("raise SystemExit", 0),
-        ("os._exit(5)", 5),
-        ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
-        ("os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM),
-        ("os.abort()", -signal.SIGABRT),
+        ("pass", 0, False),
+        ("sys.exit(3)", 3, True),
+        ("sys.exit('a message')", 1, False),
+        ("raise SystemExit", 0, True),
+        ("os._exit(5)", 5, False),
+        ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL, True),
+        ("os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM, False),
+        ("os.abort()", -signal.SIGABRT, False),
     ],
 )
 def test_a_script_sees_and_ends_as_in_an_interpreter(
-    script: Path, as_module: bool, last_line: str, status: int
+    script: Path, last_line: str, status: int, as_module: bool
 ) -> None:
     arguments = ["-m", "report"] if as_module else [script]
     found, expected = (
