@@ -10,6 +10,7 @@ plugin without `elastic=`.
 from __future__ import annotations
 
 import faulthandler
+import json
 import os
 import sys
 import time
@@ -45,7 +46,7 @@ def main(store: str, folder: str, steps: int, start: int, *orders: str) -> None:
     note = Noting(Path(folder) / (f"{os.getpid()}.jsonl" if own else "undisturbed.jsonl"))
     plugin: Any = None
     if store:
-        templates = [PipelineTemplate.balanced(model, stages) for stages in (1, 2, 3)]
+        templates = [PipelineTemplate(type(model).__name__, stages) for stages in json.loads(os.environ["TEMPLATES"])]
         elastic = Elastic(store, start=start, templates=templates, copies=2)
         plugin = HeterogeneousParallelPlugin(
             elastic=elastic, global_batch_size=GLOBAL_BATCH, microbatch_size=MICROBATCH
