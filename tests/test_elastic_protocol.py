@@ -8,9 +8,10 @@ member does is asked of `penstock.elastic.protocol`, which the runs use too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations
+from typing import Any
 
 import pytest
 
@@ -158,6 +159,23 @@ def check(world: World) -> None:
             assert abs(first.committed - second.committed) <= 1
 
 
+@pytest.fixture
+def hashes_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is frozen is hashed once: half of the time goes into looking for worlds among those seen."""
+
+    def kept(compute: Callable[[Any], int]) -> Callable[[Any], int]:
+        def found(self: Any) -> int:
+            if "hash" not in self.__dict__:
+                self.__dict__["hash"] = compute(self)
+            return int(self.__dict__["hash"])
+
+        return found
+
+    for kind in (Member, World, Decision, MemberReport):
+        monkeypatch.setattr(kind, "__hash__", kept(kind.__hash__))
+
+
+@pytest.mark.usefixtures("hashes_kept")
 @pytest.mark.parametrize(
     ("num_members", "crashes", "mistakes", "least"),
     [
