@@ -157,7 +157,7 @@ def die_at(call: str, number: int) -> None:
     def counted(*arguments, **options):
         nonlocal left
         if left == 0:
-            time.sleep(0.5)  # until the others have come to this call, too
+            time.sleep(0.2)  # until the others have come to this call, too
             kill_self()
         left -= 1
         return original(*arguments, **options)

@@ -194,9 +194,9 @@ def samples_of_steps(ranks: Sequence[Seen]) -> list[list[Any]]:
     "run",
     [
         Run("1x2,2x3", "fused", precision="fp16", workers=2),
-        Run("2x5", "adafactor"),
-        Run("2x5", "momentum", "llama", tp_size=2, workers=1),
-        Run("1x2,2x3", "adamw", precision="fp16", workers=2, asynchronous=True, accumulate=3, no_sync=True),
+        Run("2x5", "adafactor", workers=1),
+        Run("2x5", "momentum", "llama", tp_size=2),
+        Run("1x2,2x3", "adamw", precision="fp16", asynchronous=True, accumulate=3, no_sync=True),
         Run("1x2,2x3", "adamw", lora=True),
     ],
     ids=["two pipelines, fp16, fused, workers", "adafactor", "both parallel, momentum", "accumulation", "LoRA"],
