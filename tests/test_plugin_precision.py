@@ -47,7 +47,7 @@ def steps_in(precision: str, by_hand: bool, schedule: str) -> list[tuple[float, 
 
 @pytest.mark.parametrize(
     ("precision", "by_hand", "schedule"),
-    [("bf16", False, "1f1b"), ("bf16", False, "zb-v"), ("fp16", False, "1f1b"), ("fp16", True, "1f1b")],
+    [("bf16", False, "zb-v"), ("fp16", False, "1f1b"), ("fp16", True, "1f1b")],
 )
 def test_half_precision_gives_the_gradients_of_autocast(
     pool: Pool, precision: str, by_hand: bool, schedule: str
@@ -103,9 +103,7 @@ def with_an_overflow(rank: int, max_norm: float, sharded: bool) -> dict[str, Any
     return {"unchanged": unchanged, "changed": changed, "scales": scales, "skipped": optimizer.num_skipped_steps}
 
 
-@pytest.mark.parametrize(
-    ("rank", "max_norm", "sharded"), [(0, 0.0, False), (3, 0.0, False), (2, 1.0, False), (1, 0.0, True), (3, 1.0, True)]
-)
+@pytest.mark.parametrize(("rank", "max_norm", "sharded"), [(0, 0.0, False), (2, 1.0, False), (3, 1.0, True)])
 def test_an_overflow_on_one_rank_makes_all_skip_and_lower_their_scale(
     pool: Pool, rank: int, max_norm: float, sharded: bool
 ) -> None:

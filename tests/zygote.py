@@ -22,6 +22,7 @@ import functools
 import gc
 import importlib
 import io
+import logging
 import marshal
 import os
 import runpy
@@ -69,8 +70,8 @@ READ_AT_IMPORT = (
     "PYTHON",
     "MALLOC_",  # by the C library, as LD_
 )
-# ... except these, which are read later.
-READ_LATER = ("PYTHONPATH", "PYTHONUNBUFFERED", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
+# ... except these, which are read later, or told by `_become`.
+READ_LATER = ("PYTHONPATH", "PYTHONUNBUFFERED", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TRANSFORMERS_VERBOSITY")
 
 
 def environment() -> dict[str, str]:
@@ -261,6 +262,8 @@ def _become(arguments: list[str], variables: dict[str, str], cwd: str, files: li
     if "torch" in sys.modules:
         importlib.import_module("numpy").random.seed()
         importlib.import_module("torch").default_generator.seed()
+    if verbosity := variables.get("TRANSFORMERS_VERBOSITY"):
+        logging.getLogger("transformers").setLevel(verbosity.upper())
     importlib.invalidate_caches()
     sys.executable = variables.get("PENSTOCK_STAND_IN", sys.executable)
     module = sys.modules["__main__"] = types.ModuleType("__main__")

@@ -184,7 +184,7 @@ def save_and_load(case: Case, folder: str) -> tuple[dict[str, torch.Tensor], dic
     return tuple({n: p.detach().cpu() for n, p in m.named_parameters()} for m in (model, other))  # type: ignore[return-value]  # two
 
 
-def waits_of_steps(case: Case, num_steps: int = 4, where: str = "cpu", item: bool = False) -> list[dict[str, int]]:
+def waits_of_steps(case: Case, num_steps: int = 3, where: str = "cpu", item: bool = False) -> list[dict[str, int]]:
     """For each step, what the host would have waited for; the last step is one of shapes seen before."""
     device = use_gpu()
     model = spread(case)

@@ -78,14 +78,7 @@ def work_until_a_rank_dies(case: Case, doing: str, victim: int, note: str) -> tu
 
 
 @pytest.mark.parametrize(
-    ("doing", "victim"),
-    [
-        ("reading losses", 1),
-        ("reading losses", 2),
-        ("waiting for the device", 0),
-        ("evaluating", 2),
-        ("generating", 1),
-    ],
+    ("doing", "victim"), [("reading losses", 1), ("waiting for the device", 0), ("evaluating", 2), ("generating", 1)]
 )
 def test_a_killed_rank_ends_the_waits_of_all_others(gpus: Run, tmp_path: Path, doing: str, victim: int) -> None:
     note = tmp_path / "killed at"
@@ -101,7 +94,7 @@ def test_a_killed_rank_ends_the_waits_of_all_others(gpus: Run, tmp_path: Path, d
             assert raised_at - killed_at < LIMIT
 
 
-def train_though_one_dies(store: str, victim: int | None, steps: int) -> dict[int, float]:
+def train_though_one_dies(store: str, victim: int, steps: int) -> dict[int, float]:
     """On a worker: an elastic run, in which one process kills itself between the third backward and its update."""
     device = use_gpu()
     with kept_in_double():
@@ -136,9 +129,8 @@ def train_though_one_dies(store: str, victim: int | None, steps: int) -> dict[in
         return losses
 
 
-@pytest.mark.parametrize("victim", [0, 2])
-def test_an_elastic_run_goes_on_when_a_device_is_lost(gpus: Run, tmp_path: Path, victim: int) -> None:
-    steps, expected = 5, {}
+def test_an_elastic_run_goes_on_when_a_device_is_lost(gpus: Run, tmp_path: Path) -> None:
+    steps, victim, expected = 4, 0, {}
     model, rows = Case().build(), Samples().rows
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     with kept_in_double():

@@ -12,14 +12,13 @@ from emulated_ranks import Case, sums_of_steps, waits_of_generation, waits_of_st
 from penstock.schedule import schedule_names
 
 Run = Callable[..., list[Any]]
-SIX_LAYERS = {"n_layer": 6}
 # What the host may wait for in a step of shapes that were seen before, when the batch is on the CPU. Keep it empty.
 ALLOWED: dict[str, int] = {}
 
 
 @pytest.mark.parametrize("schedule", schedule_names())
 def test_no_host_waits_in_a_step(gpus: Run, schedule: str) -> None:
-    case = Case(2, settings=SIX_LAYERS, options={"schedule": schedule, "num_microbatches": 4}, dtype=torch.float32)
+    case = Case(2, options={"schedule": schedule, "num_microbatches": 4}, dtype=torch.float32)
     for steps in gpus(2, waits_of_steps, case):
         assert sum(steps[0].values()) > 0, "the first step plans, which asks for values"
         assert steps[-1] == ALLOWED

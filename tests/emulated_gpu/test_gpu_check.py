@@ -13,6 +13,7 @@ def test_ranks_that_share_a_card_are_checked_through_the_host(check: str) -> Non
     missing = emulated_device.missing_compiler()
     if missing is not None:
         pytest.skip(missing)
+    emulated_device.build()  # once for both ranks
     arguments = ["--device", "emulated", "--only", check]
     result = run_python(str(ROOT / "benchmarks/gpu_check.py"), *arguments, timeout=150)
     rows = [line for line in result.stdout.splitlines() if line.startswith(f"| {check}")]
