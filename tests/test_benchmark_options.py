@@ -96,7 +96,7 @@ def test_defaults_are_small_on_a_cpu_and_real_on_a_gpu() -> None:
     assert isinstance(config, GPTConfig) and (config.vocab_size, config.block_size) == (50257, 2048)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("size", [1, 3, 6])
 @pytest.mark.parametrize("mode", ["ddp", "fsdp", "pdp", "pp"])
 def test_default_shares_are_equal_work_in_every_mode(mode: str, size: int) -> None:
     """As many devices, be they one process's or several processes': the same global batch, cut without a rest."""
@@ -123,13 +123,16 @@ def test_help_shows_one_spelling_of_each_option() -> None:
 # ---------------------------------------------------------------- memory
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("policy", ["noop", "checkpoint"])
 @pytest.mark.parametrize(
-    "sizes",
-    ["--n_embd 64 --vocab_size 100 --block_size 64", "--vocab_size 2000", "--n_layer 8 --vocab_size 1000"],
+    ("sizes", "policy", "dtype"),
+    [
+        ("--n_embd 64 --vocab_size 100 --block_size 64", "noop", "bf16"),
+        ("--n_embd 64 --vocab_size 100 --block_size 64", "checkpoint", "fp32"),
+        ("--vocab_size 2000", "noop", "fp32"),
+        ("--n_layer 8 --vocab_size 1000", "checkpoint", "bf16"),
+    ],
 )
-def test_estimated_activations_are_what_a_step_takes(dtype: str, policy: str, sizes: str) -> None:
+def test_estimated_activations_are_what_a_step_takes(sizes: str, policy: str, dtype: str) -> None:
     chosen = options(f"{sizes} --batch_size 2 --dtype {dtype} --activation {policy}")
     assert isinstance(chosen.config, GPTConfig)
     model = GPT(chosen.config, "cpu", chosen.torch_dtype)
