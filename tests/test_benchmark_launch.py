@@ -97,7 +97,8 @@ def test_bench_prints_one_table_and_writes_everything(tmp_path: Path) -> None:
     runs = json.loads((tmp_path / "results.json").read_text())["runs"]
     assert list(runs) == ["ddp", "pdp", "pp=1x4,1x4"]
     assert all(f"│ {name} " in result.stdout for name in runs)
-    assert len(list(csv.DictReader((tmp_path / "results.csv").open()))) == 3
+    rows = list(csv.DictReader((tmp_path / "results.csv").open()))
+    assert [row["name"] for row in rows] == list(runs) and all(row["config.n_embd"] == "32" for row in rows)
     assert (tmp_path / "results.png").exists() and (tmp_path / "results.svg").exists()
 
 

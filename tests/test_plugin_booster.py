@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional
+from transformers import BertConfig, BertForPreTraining
 
 from families import FAMILIES, VOCABULARY
 from hetero import batch_size, make_plugin, pad, samples, train, unsplit
@@ -32,57 +33,11 @@ def boosted(data: list[Any], schedule: str = "1f1b") -> tuple[Booster, Any, Any,
     return booster, model, optimizer, loader
 
 
-def with_criteria() -> list[tuple[float, dict[str, Any]]]:
-    """Loss and gradients of the first batch under criteria of several kinds."""
-    booster, model, optimizer, loader = boosted(samples("gpt2", NUMBER))
-    seen = []
-    with kept_in_double():
-        for kind in ("function", "lambda", "the model's own"):
-            optimizer.zero_grad()
-            if kind == "function":
-                result = booster.execute_pipeline(iter(loader), model, smoothed, optimizer)
-            elif kind == "lambda":
-                result = booster.execute_pipeline(
-                    iter(loader), model, lambda out, batch: smoothed(out, batch), optimizer
-                )
-            else:
-                result = booster.execute_pipeline(iter(loader), model, lambda outputs, inputs: outputs.loss)
-            seen.append((result["loss"].item(), gradients_of(model)))
-    return seen
-
-
-def test_a_criterion_is_the_mean_over_the_global_batch(pool: Pool) -> None:
-    ranks = pool.run(3, with_criteria)
-    model = FAMILIES["gpt2"].build()
-    batch = pad(samples("gpt2", NUMBER)[: batch_size(PIPELINES)])
-    with kept_in_double():
-        for index, criterion in enumerate([smoothed, smoothed, lambda outputs, inputs: outputs.loss]):
-            model.zero_grad()
-            loss = criterion(model(**batch), batch)
-            loss.backward()
-            expected = gradients_of(model)
-            for steps in ranks:
-                found, gradients = steps[index]
-                assert found == pytest.approx(loss.item(), abs=1e-10)
-                for name, gradient in gradients.items():
-                    torch.testing.assert_close(gradient, expected[name], atol=1e-10, rtol=0)
-
-
-def with_a_loss_of_two_means() -> tuple[float, dict[str, Any]]:
-    """BERT's pretraining: a mean over masked tokens plus one over sentences, handed through by a criterion."""
-    import transformers
-
+def for_pretraining() -> Any:
+    """BERT with a loss of two means: one over masked tokens, one over sentences."""
     torch.manual_seed(0)
-    config = transformers.BertConfig(**FAMILIES["bert_mlm"].settings)
-    config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0
-    model: Any = transformers.BertForPreTraining(config).double().train()
-    plugin = make_plugin(model, PIPELINES)
-    booster = Booster(plugin=plugin)
-    loader = plugin.prepare_dataloader(samples("bert_mlm", NUMBER), collate_fn=pad_pairs)
-    model, _, _, loader, _ = booster.boost(model, None, None, loader)
-    with kept_in_double():
-        result = booster.execute_pipeline(iter(loader), model, lambda outputs, inputs: outputs.loss)
-    return result["loss"].item(), gradients_of(model)
+    config = BertConfig(**FAMILIES["bert_mlm"].settings, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    return BertForPreTraining(config).double().train()
 
 
 def pad_pairs(chosen: Any) -> dict[str, torch.Tensor]:
@@ -90,22 +45,39 @@ def pad_pairs(chosen: Any) -> dict[str, torch.Tensor]:
     return {**batch, "next_sentence_label": batch["input_ids"][:, 0] % 2}
 
 
-def test_a_criterion_that_hands_on_a_loss_of_two_means_is_exact(pool: Pool) -> None:
-    import transformers
+# The model, its collator, and the criterion.
+CRITERIA: dict[str, tuple[Any, Any, Any]] = {
+    "the user's": (FAMILIES["gpt2"].build, pad, smoothed),
+    "the model's own": (FAMILIES["gpt2"].build, pad, lambda outputs, inputs: outputs.loss),
+    "two means": (for_pretraining, pad_pairs, lambda outputs, inputs: outputs.loss),
+}
 
-    ranks = pool.run(3, with_a_loss_of_two_means)
-    torch.manual_seed(0)
-    config = transformers.BertConfig(**FAMILIES["bert_mlm"].settings)
-    config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0
-    model = transformers.BertForPreTraining(config).double().train()
+
+def with_a_criterion(name: str) -> tuple[float, dict[str, Any]]:
+    build, collate, criterion = CRITERIA[name]
+    model = build()
+    plugin = make_plugin(model, PIPELINES)
+    booster = Booster(plugin=plugin)
+    loader = plugin.prepare_dataloader(samples("gpt2", NUMBER), collate_fn=collate)
+    model, _, _, loader, _ = booster.boost(model, None, None, loader)
     with kept_in_double():
-        loss = model(**pad_pairs(samples("bert_mlm", NUMBER)[: batch_size(PIPELINES)])).loss
+        result = booster.execute_pipeline(iter(loader), model, criterion)
+    return result["loss"].item(), gradients_of(model)
+
+
+@pytest.mark.parametrize("name", CRITERIA)
+def test_a_criterion_is_the_mean_over_the_global_batch(pool: Pool, name: str) -> None:
+    ranks = pool.run(3, with_a_criterion, name)
+    build, collate, criterion = CRITERIA[name]
+    model, batch = build(), collate(samples("gpt2", NUMBER)[: batch_size(PIPELINES)])
+    with kept_in_double():
+        loss = criterion(model(**batch), batch)
     loss.backward()
     expected = gradients_of(model)
     for found, gradients in ranks:
         assert found == pytest.approx(loss.item(), abs=1e-10)
-        for name, gradient in gradients.items():
-            torch.testing.assert_close(gradient, expected[name], atol=1e-10, rtol=0)
+        for key, gradient in gradients.items():
+            torch.testing.assert_close(gradient, expected[key], atol=1e-10, rtol=0)
 
 
 def with_outputs(schedule: str) -> list[tuple[Any, ...]]:

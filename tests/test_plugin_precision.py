@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from families import FAMILIES
 from hetero import batch_size, make_plugin, pad, samples
@@ -170,14 +169,3 @@ def test_the_loss_scale_backs_off_and_grows() -> None:
 def test_impossible_scales_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(options)).removeprefix("initial_")):
         HeterogeneousParallelPlugin(precision="fp16", **options)
-
-
-def test_multiplying_by_a_power_of_two_is_exact() -> None:
-    from penstock.runtime.gradients.precision import multiply_gradients
-
-    parameter = nn.Parameter(torch.randn(50))
-    parameter.grad = torch.randn(50)
-    before = parameter.grad.clone()
-    multiply_gradients([parameter], 2.0**16)
-    multiply_gradients([parameter], 2.0**-16)
-    assert torch.equal(parameter.grad, before)

@@ -4,13 +4,16 @@
 // Everything on which the host of a real GPU waits for the device is reported to a callback: a value that is read, a
 // shape that depends on values, a copy from or to memory that is not pinned. Mixing devices in one operation is an error.
 
-#include <ATen/ATen.h>
+// Not ATen/ATen.h, nor what includes it: they take most of a minute to compile.
 #include <ATen/EmptyTensor.h>
-#include <ATen/autocast_mode.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_cpu_dispatch.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
@@ -18,6 +21,11 @@
 #include <cstdlib>
 #include <mutex>
 #include <set>
+
+namespace at::autocast {  // of ATen/autocast_mode.h
+TORCH_API ScalarType get_autocast_dtype(DeviceType);
+TORCH_API Tensor cached_cast(ScalarType, const Tensor&, DeviceType);
+}  // namespace at::autocast
 
 namespace {
 
@@ -310,21 +318,23 @@ TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
 }
 
 // Autocast: matrix products in the low type, what needs the range in float32, as on GPUs.
+template <bool low>
+void cast(const c10::OperatorHandle& operation, torch::jit::Stack* stack) {
+  c10::impl::ExcludeDispatchKeyGuard once(c10::DispatchKey::AutocastPrivateUse1);
+  const auto type = low ? at::autocast::get_autocast_dtype(GPU) : at::kFloat;
+  for (size_t i = stack->size() - operation.schema().arguments().size(); i < stack->size(); ++i) {
+    auto& value = (*stack)[i];
+    if (value.isTensor()) value = at::autocast::cached_cast(type, value.toTensor(), GPU);
+  }
+  operation.callBoxed(stack);
+}
+
 TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, library) { library.fallback(torch::CppFunction::makeFallthrough()); }
-TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
-  using at::autocast::CastPolicy;
-  KERNEL_PRIVATEUSEONE(linear, lower_precision_fp)
-  KERNEL_PRIVATEUSEONE(matmul, lower_precision_fp)
-  KERNEL_PRIVATEUSEONE(addmm, lower_precision_fp)
-  KERNEL_PRIVATEUSEONE(mm, lower_precision_fp)
-  KERNEL_PRIVATEUSEONE(bmm, lower_precision_fp)
-  KERNEL_PRIVATEUSEONE(baddbmm, lower_precision_fp)
-  KERNEL_PRIVATEUSEONE(scaled_dot_product_attention, lower_precision_fp)
-  KERNEL_PRIVATEUSEONE(layer_norm, fp32)
-  KERNEL_PRIVATEUSEONE(nll_loss, fp32)
-  KERNEL_PRIVATEUSEONE(cross_entropy_loss, fp32)
-  KERNEL_PRIVATEUSEONE(softmax, int, fp32)
-  KERNEL_PRIVATEUSEONE(log_softmax, int, fp32)
+TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, library) {
+  for (auto name : {"linear", "matmul", "addmm", "mm", "bmm", "baddbmm", "scaled_dot_product_attention"})
+    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&cast<true>>());
+  for (auto name : {"layer_norm", "nll_loss", "cross_entropy_loss", "softmax.int", "log_softmax.int"})
+    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&cast<false>>());
 }
 
 TORCH_LIBRARY(emulated_gpu, library) {
