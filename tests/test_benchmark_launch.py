@@ -87,15 +87,14 @@ def test_a_users_mistake_is_one_line_and_status_2() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)  # three runs
 def test_bench_prints_one_table_and_writes_everything(tmp_path: Path) -> None:
-    modes = [word for mode in ("ddp", "pdp", "pp=1x4,1x4") for word in ("--mode", mode)]
+    modes = [word for mode in ("pdp", "pp=1x4,1x4") for word in ("--mode", mode)]
     command = [sys.executable, "-m", "penstock", "bench", "--devices", "2", "-o", str(tmp_path), *modes, *QUICK]
     result = run_command(command, timeout=280)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     assert "the same losses in all modes" in result.stdout
     runs = json.loads((tmp_path / "results.json").read_text())["runs"]
-    assert list(runs) == ["ddp", "pdp", "pp=1x4,1x4"]
+    assert list(runs) == ["pdp", "pp=1x4,1x4"]
     assert all(f"│ {name} " in result.stdout for name in runs)
     rows = list(csv.DictReader((tmp_path / "results.csv").open()))
     assert [row["name"] for row in rows] == list(runs) and all(row["config.n_embd"] == "32" for row in rows)

@@ -22,6 +22,8 @@ def test_the_notebooks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         nbformat.read(ROOT / f"examples/notebooks/{name}.ipynb", as_version=4) for name in ("does_it_fit", "two_stages")
     )
     assert len(list((ROOT / "examples/notebooks").glob("*.ipynb"))) == 2
+    for number, cell in enumerate(split.cells):
+        cell.id = f"second-{number}"
     cells = [*fit.cells, nbformat.v4.new_code_cell("%reset -f"), *split.cells]
     both = nbformat.v4.new_notebook(cells=cells, metadata=split.metadata)
     NotebookClient(both, timeout=200, resources={"metadata": {"path": str(tmp_path)}}).execute()
