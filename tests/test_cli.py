@@ -216,7 +216,7 @@ def test_every_command_fits_80_columns_with_long_names(
     runs = {
         "check": [*model, "--stages", "2"],
         "verify": [*model, "--steps", "1", "--microbatches", "2"],
-        "describe": [*model, "--pipelines", "1x2,3x6", "--schedule", "interleaved-1f1b"],
+        "describe": [*model, "--pipelines", "1x2,2x6", "--schedule", "interleaved-1f1b"],
         "profile": [*model, "-o", "profile.json", "--length", "8"],
         "plan": [*model, "--devices", "a100:3,t4:2", "--nodes", "3,2", "--profile", "profile.json"],
         "fit": [*model, "--devices", "3090:2", "--length", "8", "--lora-rank", "4"],
