@@ -218,7 +218,7 @@ def test_every_command_fits_80_columns_with_long_names(
         "verify": [*model, "--steps", "1", "--microbatches", "2"],
         "describe": [*model, "--pipelines", "1x2,2x6", "--schedule", "interleaved-1f1b"],
         "profile": [*model, "-o", "profile.json", "--length", "8"],
-        "plan": [*model, "--devices", "a100:3,t4:2", "--nodes", "3,2", "--profile", "profile.json"],
+        "plan": [*model, "--devices", "a100:3,t4:2", "--profile", "profile.json", "--microbatch-size", "1"],
         "fit": [*model, "--devices", "3090:2", "--length", "8", "--lora-rank", "4"],
         "simulate": ["-p", "7", "-m", "9", "--activation-bytes", ",".join(["123456789"] * 6 + ["1.5e9"])],
         "draw": ["zb-h1", "-p", "12", "-m", "24", "-o", "step.svg"],
