@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from families import FAMILIES, batch
 from penstock.data.loader import HeterogeneousDataLoader
+from penstock.runtime.gradients.ownership import HeldParameter
+from penstock.runtime.replicas import PIECE_BYTES, copy_from_first_holders
 from pool import Pool
 from training import (
     EXACT,
@@ -196,6 +200,32 @@ def test_replicas_start_from_the_first_ones_weights(pool: Pool) -> None:
         assert found[rank].keys() == found[rank + STAGES].keys()
         for name, parameter in found[rank].items():
             assert torch.equal(parameter, found[rank + STAGES][name]), name
+
+
+def weights_of_all_kinds(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    model = nn.Module()
+    model.large = nn.Parameter(torch.randn(3, PIECE_BYTES // 8))
+    model.turned = nn.Parameter(torch.randn(5, 7).t())
+    model.short, model.single = nn.Parameter(torch.randn(3).bfloat16()), nn.Parameter(torch.randn(()))
+    model.flags = nn.Parameter(torch.rand(9) > 0.5, requires_grad=False)
+    model.none = nn.Parameter(torch.empty(0))
+    return model
+
+
+def take_over_weights_of_all_kinds() -> dict[str, torch.Tensor]:
+    model, everyone = weights_of_all_kinds(torch.distributed.get_rank()), (0, 1, 2)
+    groups: Any = SimpleNamespace(reduction={everyone: torch.distributed.group.WORLD})
+    held = [HeldParameter(name, parameter, everyone) for name, parameter in model.named_parameters()]
+    copy_from_first_holders(held, model, groups)
+    return dict(model.state_dict())
+
+
+def test_weights_of_any_size_type_and_layout_pass_from_holder_to_holder(pool: Pool) -> None:
+    expected = weights_of_all_kinds(0).state_dict()
+    for found in pool.run(3, take_over_weights_of_all_kinds):
+        assert found.keys() == expected.keys()
+        assert [name for name, weight in found.items() if not torch.equal(weight, expected[name])] == []
 
 
 def orders_of_an_unseeded_shuffle() -> list[int]:

@@ -12,7 +12,7 @@ from torch import nn
 from penstock.modeling.tensor_spec import TensorSpec
 from penstock.runtime.boundary.tensors import decode_header, encode_header
 from penstock.runtime.failures.board import FailureBoard
-from penstock.runtime.gradients.reduction import GradientReducer, make_buckets
+from penstock.runtime.gradients.reduction import BUCKET_BYTES, GradientReducer, make_buckets
 from pool import Pool
 
 BOTH = (0, 1)
@@ -22,10 +22,15 @@ def parameters(*sizes: int) -> list[nn.Parameter]:
     return [nn.Parameter(torch.ones(size, dtype=torch.float64)) for size in sizes]
 
 
-def reducer_of(held: list[tuple[nn.Parameter, tuple[int, ...]]], deferred: set[int] | None = None) -> GradientReducer:
+def reducer_of(
+    held: list[tuple[nn.Parameter, tuple[int, ...]]],
+    deferred: set[int] | None = None,
+    owners: dict[int, tuple[int, ...]] | None = None,
+) -> GradientReducer:
     groups = {BOTH: dist.group.WORLD}
     board = FailureBoard(dist.get_rank(), "test")
-    return GradientReducer(held, groups, dist.get_rank(), board, lambda p: id(p) in (deferred or set()))  # type: ignore[arg-type]
+    awaits = lambda parameter: id(parameter) in (deferred or set())  # noqa: E731
+    return GradientReducer(held, groups, dist.get_rank(), board, awaits, owners=owners)  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------- buckets
@@ -40,24 +45,39 @@ def test_a_bucket_is_no_larger_than_its_capacity_unless_one_parameter_is() -> No
 # ---------------------------------------------------------------- sums
 
 
-def sum_where_some_are_missing() -> list[torch.Tensor | None]:
-    """Rank 0 has gradients for the first and second parameter, rank 1 for the second and third; nobody for the last."""
+def sum_where_some_are_missing(size: int, owners: tuple[int, ...]) -> tuple[list[Any], list[bool]]:
+    """Rank 0 has gradients for the first and second parameter, rank 1 for the second and third; nobody for the last.
+
+    Gives the numbers in each gradient, and whether those that were there are where they were.
+    """
     rank = dist.get_rank()
-    weights = parameters(2, 2, 2, 2)
-    reducer = reducer_of([(weight, BOTH) for weight in weights])
-    reducer.begin()
-    reducer.enter_backward(final=True)
-    for index in (rank, rank + 1):
-        (weights[index] * float(1 + index + 10 * rank)).sum().backward()
-    report = reducer.finish()
-    assert report.num_bytes == 4 * 2 * 8
-    return [weight.grad for weight in weights]
+    weights = parameters(size, size, size, size)
+    reducer = reducer_of([(weight, BOTH) for weight in weights], owners={id(weight): owners for weight in weights})
+    for _ in range(2):
+        for weight in weights:
+            weight.grad = None
+        reducer.begin()
+        reducer.enter_backward(final=True)
+        for index in (rank, rank + 1):
+            (weights[index] * float(1 + index + 10 * rank)).sum().backward()
+        places = [None if weight.grad is None else weight.grad.data_ptr() for weight in weights]
+        report = reducer.finish()
+        assert report.num_bytes == 4 * size * 8
+    found = [None if weight.grad is None else weight.grad.unique().tolist() for weight in weights]
+    here = [weights[at].grad is not None and weights[at].grad.data_ptr() == places[at] for at in (rank, rank + 1)]  # type: ignore[union-attr]
+    return found, here
 
 
-def test_a_gradient_that_only_one_holder_has_reaches_the_others_and_one_nobody_has_stays_none(pool: Pool) -> None:
-    for first, second, third, last in pool.run(2, sum_where_some_are_missing):
-        assert first.tolist() == [1.0, 1.0] and second.tolist() == [14.0, 14.0] and third.tolist() == [13.0, 13.0]
-        assert last is None
+@pytest.mark.parametrize("owners", [(), (1,)], ids=["all", "one owner"])
+@pytest.mark.parametrize("size", [2, BUCKET_BYTES // 8], ids=["small", "large"])
+def test_a_gradient_that_only_one_holder_has_reaches_the_others_and_one_nobody_has_stays_none(
+    pool: Pool, size: int, owners: tuple[int, ...]
+) -> None:
+    """Large ones are summed where they are."""
+    for rank, (found, here) in enumerate(pool.run(2, sum_where_some_are_missing, size, owners)):
+        wanted = not owners or rank in owners
+        assert found == ([[1.0], [14.0], [13.0], None] if wanted else [None] * 4)
+        assert here == [wanted and size > 2] * 2
 
 
 def note_launches(case: str) -> tuple[list[str], float]:

@@ -16,19 +16,44 @@ if TYPE_CHECKING:
     from penstock.runtime.comm.groups import Groups
 
 
+# So much of a tensor is passed on at a time.
+PIECE_BYTES = 4 * 2**20
+
+
 def copy_from_first_holders(held: Sequence[HeldParameter], model: torch.nn.Module, groups: Groups) -> None:
     """Give every holder of a parameter the first holder's values, as replicas must start alike."""
     inside = tensors_of(model)
+    shared = [(tensor, one.ranks) for one in held if len(one.ranks) > 1 for tensor in inside[one.parameter]]
     with torch.no_grad():
-        for bucket in make_buckets([(tensor, one.ranks) for one in held for tensor in inside[one.parameter]]):
+        if all(tensor.device.type == "cpu" for tensor, _ in shared):
+            _pass_on(shared, groups)
+            return
+        for bucket in make_buckets(shared):
             flat = torch.cat([parameter.detach().reshape(-1) for parameter in bucket.parameters])
             if dist.get_rank() != bucket.ranks[0]:
                 flat.zero_()
-            # A sum goes round, where a broadcast would need connections of its own.
+            # Sums are connected already, which a broadcast need not be.
             dist.all_reduce(flat.view(torch.uint8), group=groups.reduction[bucket.ranks])
             pieces = flat.split([parameter.numel() for parameter in bucket.parameters])
             for parameter, piece in zip(bucket.parameters, pieces, strict=True):
                 parameter.copy_(piece.view(parameter.shape))
+
+
+def _pass_on(shared: Sequence[tuple[torch.Tensor, tuple[int, ...]]], groups: Groups) -> None:
+    """Each holder of a tensor hears it from the one before, over a connection of the ring in which sums go round."""
+    sent: list[dist.Work] = []
+    for tensor, ranks in shared:
+        group, place = groups.reduction[ranks], ranks.index(dist.get_rank())
+        flat = tensor.reshape(-1)
+        for piece in flat.view(torch.uint8).split(PIECE_BYTES):
+            if place > 0:
+                group.recv([piece], place - 1, 0).wait()
+            if place < len(ranks) - 1:
+                sent.append(group.send([piece], place + 1, 0))
+        if flat.data_ptr() != tensor.data_ptr():  # it does not lie in one piece
+            tensor.copy_(flat.view(tensor.shape))
+    for work in sent:
+        work.wait()
 
 
 def share_changes(

@@ -8,6 +8,7 @@ under each name, so that model code may still ask for `module.weight.dtype` or `
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -247,6 +248,9 @@ def meta_placeholder(module: nn.Module) -> nn.Module:
                 if isinstance(tensor, nn.Parameter):
                     meta = nn.Parameter(meta, requires_grad=False)
                 memo[id(tensor)] = meta
+        # A module has a dozen empty ones, for its hooks, and `deepcopy` takes long for each.
+        empty = (value for value in vars(child).values() if type(value) in (OrderedDict, dict, set) and not value)
+        memo.update((id(value), type(value)()) for value in empty)
         # One configuration for both, because some of it may be changed later (`set_attn_implementation`).
         memo.update((id(value), value) for value in vars(child).values() if isinstance(value, PretrainedConfig))
     # Hooks are put aside during the copy: they may hold the whole model in a closure or a bound method.

@@ -226,7 +226,7 @@ class GradientReducer:
         """Forget everything under way, so that nothing keeps a dead group's connections open."""
         self._groups = {}
         for bucket in self.buckets:
-            bucket.work = None
+            bucket.works.clear()
 
     def remove_hooks(self) -> None:
         """Remove the hooks from the parameters."""
@@ -262,17 +262,19 @@ class Bucket:
     """Parameters of one dtype whose gradients are summed together over `ranks`, for `owners`; if none, for all.
 
     The flat buffer ends with one number for each parameter: 1 from a rank that has a gradient for it, so that a
-    parameter without a gradient anywhere keeps None, as it would in the unsplit model.
+    parameter without a gradient anywhere keeps None, as it would in the unsplit model. A large gradient, alone in its
+    bucket, is summed where it is, without a copy; its number is summed by itself.
     """
 
     parameters: list[torch.nn.Parameter]
     ranks: tuple[int, ...]
     owners: tuple[int, ...] = ()
     pending: set[int] = field(default_factory=set)
-    work: dist.Work | None = None
+    works: list[dist.Work] = field(default_factory=list)
     launched_at: float = 0.0
     finished_at: float = 0.0
     _flat: torch.Tensor | None = None
+    _presence: torch.Tensor | None = None
     _views: list[torch.Tensor] = field(default_factory=list)
     _absent: list[int] = field(default_factory=list)
 
@@ -288,15 +290,22 @@ class Bucket:
         """Expect every trainable parameter's gradient again."""
         self.pending = {id(parameter) for parameter in self.parameters if parameter.requires_grad}
 
+    @property
+    def in_place(self) -> bool:
+        """Whether its one gradient is summed where it is."""
+        return len(self.parameters) == 1 and self.num_bytes >= BUCKET_BYTES
+
     def release(self) -> None:
         """Let go of the buffer, unless gradients of earlier steps are in it."""
         if all(parameter.grad is None for parameter in self.parameters):
-            self._flat, self._views = None, []
+            self._let_go()
+
+    def _let_go(self) -> None:
+        self._flat, self._views, self._presence = None, [], None
 
     def launch(self, group: dist.ProcessGroup, rank: int) -> None:
         """Move the gradients in and start their sum; where that is not wanted, drop them."""
-        flat, views = self._buffer()
-        presence = flat[len(flat) - len(views) :]
+        flat, views, presence = self._buffer()
         presence.fill_(1)
         self._absent = []
         sources, targets = [], []
@@ -312,8 +321,6 @@ class Bucket:
         if targets:
             torch._foreach_copy_(targets, sources)
         self.launched_at = self.finished_at = time.perf_counter()
-        # The sum of complex numbers is that of their parts; no backend has a sum of its own for them.
-        real = torch.view_as_real(flat) if flat.is_complex() else flat
         wanted = not self.owners or rank in self.owners
         for parameter, view in zip(self.parameters, views, strict=True):
             if parameter.grad is not None:
@@ -322,38 +329,58 @@ class Bucket:
         on_cpu = flat.device.type == "cpu"
         alone = len(self.owners) == 1 and (not on_cpu or len(self.ranks) <= ALL_IN_TREES)
         owner = self.ranks.index(self.owners[0]) if alone else None
-        self.work = group.allreduce([real]) if owner is None else group.reduce(real, owner)
+        for tensor in (flat, presence)[: 1 + self.in_place]:
+            # The sum of complex numbers is that of their parts; no backend has a sum of its own for them.
+            real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+            self.works.append(group.allreduce([real]) if owner is None else group.reduce(real, owner))
         if on_cpu:
-            self.work.get_future().add_done_callback(lambda _: setattr(self, "finished_at", time.perf_counter()))
+            self.works[0].get_future().add_done_callback(lambda _: setattr(self, "finished_at", time.perf_counter()))
 
     def finish(self, rank: int, check: Callable[[], object]) -> None:
         """Wait for the sum, in which the parameters' gradients are where it is wanted; `check` ends the wait."""
-        assert self.work is not None
-        if self.parameters[0].device.type == "cpu":
-            wait_for_all(self.work, check)
-        else:
-            self.work.wait()
-        self.work = None
+        for work in self.works:
+            if self.parameters[0].device.type == "cpu":
+                wait_for_all(work, check)
+            else:
+                work.wait()
+        self.works = []
         if self.owners and rank not in self.owners:
             self._absent = []
             self.release()
             return
-        flat, views = self._buffer()
+        _, views, presence = self._buffer()
         # Reading the flags waits for an accelerator; a rank that has every gradient need not read them.
-        present = flat[len(flat) - len(views) :].tolist() if self._absent else []
+        present = presence.tolist() if self._absent else []
         for index in self._absent:
             if present[index]:
                 self.parameters[index].grad = views[index]
         self._absent = []
+        if self.in_place:
+            self._let_go()
 
-    def _buffer(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        first = self.parameters[0]
-        if self._flat is None or self._flat.dtype != first.dtype or self._flat.device != first.device:
-            sizes = [parameter.numel() for parameter in self.parameters]
-            self._flat = torch.empty(sum(sizes) + len(sizes), dtype=first.dtype, device=first.device)
-            pieces = self._flat.split([*sizes, len(sizes)])[:-1]
-            self._views = [piece.view(p.shape) for piece, p in zip(pieces, self.parameters, strict=True)]
-        return self._flat, self._views
+    def _buffer(self) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
+        """What is summed, each gradient's part of it, and the numbers that say who has one."""
+        first, sizes = self.parameters[0], [parameter.numel() for parameter in self.parameters]
+        if self.in_place and (found := _dense(first)) is not None:
+            self._flat, self._views = found.view(-1), [found]
+        elif self._flat is None or self._flat.dtype != first.dtype or self._flat.device != first.device:
+            sizes += [] if self.in_place else [len(sizes)]
+            self._flat = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
+            pieces = self._flat.split(sizes)
+            self._views = [piece.view(p.shape) for piece, p in zip(pieces, self.parameters, strict=False)]
+        if not self.in_place:
+            self._presence = self._flat[len(self._flat) - len(self._views) :]
+        elif self._presence is None:
+            self._presence = self._flat.new_empty(1)
+        return self._flat, self._views, self._presence
+
+
+def _dense(parameter: torch.nn.Parameter) -> torch.Tensor | None:
+    """A parameter's gradient, if it has one whose memory can be summed as it is."""
+    gradient = parameter.grad
+    if gradient is None or gradient.layout is not torch.strided or gradient.dtype != parameter.dtype:
+        return None
+    return gradient if gradient.is_contiguous() else None
 
 
 def make_buckets(
