@@ -124,6 +124,7 @@ class _Meter(TorchDispatchMode):
         output = func(*args, **kwargs)
         self.cost += operations_of_product(func, args, kwargs, output)
         if not func.is_view:
-            written = sum(x.numel() for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor))
+            leaves = [output] if isinstance(output, torch.Tensor) else pytree.tree_leaves(output)  # which takes longer
+            written = sum(leaf.numel() for leaf in leaves if isinstance(leaf, torch.Tensor))
             self.cost += FLOPS_PER_ELEMENT * written
         return output
