@@ -15,8 +15,8 @@ from penstock.layout.layout import Layout
 from penstock.runtime.comm.bootstrap import allow_descriptors
 from pool import Pool
 
-# PENSTOCK_WORLDS=4,8,16,32 counts more; benchmarks/growth.py counts up to 64.
-WORLDS = tuple(map(int, os.environ.get("PENSTOCK_WORLDS", "4,16").split(",")))
+# benchmarks/growth.py counts up to 64.
+WORLDS = tuple(map(int, os.environ.get("PENSTOCK_WORLDS", "4,8,16,32").split(",")))
 # What a rank may have more when the world doubles: connections of the groups that broadcast, and questions for them.
 MORE_DESCRIPTORS, MORE_QUESTIONS = 3, 25
 
@@ -85,7 +85,7 @@ def test_one_rank_asks_for_all_that_wait_and_is_answered_alone_and_says_once_for
     ("how", "kind", "words"), [("kill", "killed", "was lost"), ("stop", "stands still", "does not answer")]
 )
 def test_a_rank_of_many_that_is_lost_is_named_by_all(how: str, kind: str, words: str) -> None:
-    ends, _ = run_counted(12, lose_one, 7, how)
+    ends, _ = run_counted(32, lose_one, 7, how)
     assert ends.pop(7).kind == kind
     for end in ends:
         assert end.kind == "nothing" and f"rank 7 {words}" in end.value["text"], end
