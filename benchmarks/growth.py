@@ -2,7 +2,7 @@
 
     python benchmarks/growth.py                     # forks of 2 to 64 ranks; 64 of them take some 10 GB
     python benchmarks/growth.py --worlds 2 4 8 --output /tmp/here
-    python benchmarks/growth.py --crowd 128         # only: forms, trains three steps, loses one rank
+    MALLOC_ARENA_MAX=1 python benchmarks/growth.py --crowd 128  # only: forms, trains three steps, loses one rank
 
 A GPT-2 of four blocks in pipelines of two stages, on gloo. A law is the exponent of the number of ranks that fits the
 counts from 8 ranks on. Of 1,024 ranks one runs, over torch's fake backend, which connects nobody: its groups are made
@@ -23,6 +23,7 @@ from measure import table_of, write_result
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
+import ended
 from ended import End
 from growth_ranks import form_and_step, groups_of_one, lines_of_a_wait, lose_one, run_counted
 
@@ -134,6 +135,7 @@ def main() -> None:
         for device, name in (("CPU, gloo", "cpu"), ("accelerator, NCCL counted by fake groups", "cuda:0"))
     }
     if options.crowd:
+        ended.ENDING = 90.0  # so many take long to end, once they have said what they know
         losses = [lose(options.crowd, "kill")]
         content["lost"] = [one for one in content["lost"] if one["ranks"] != options.crowd] + losses
     for world in () if options.crowd else options.worlds:
