@@ -249,3 +249,20 @@ def clip_differently() -> str:
 def test_norms_that_differ_are_refused(pool: Pool) -> None:
     for text in pool.run(2, clip_differently):
         assert "max_norm differs: rank 0 has 1, rank 1 has 2" in text
+
+
+def form_with_a_maker_that_fails() -> None:
+    model = FAMILIES["gpt2"].build()
+    units = list_units(model)
+    layout = Layout.place([[units[:2], units[2:]]], [(0, 1)])
+
+    def fail(num_microbatches: int) -> Any:
+        raise KeyError("no such schedule")
+
+    meeting = mock.patch.object(formation, "_meet", side_effect=AssertionError("groups were made"))
+    with meeting, pytest.raises(KeyError, match="no such schedule"):
+        formation.parallelize(model, layout, fail)
+
+
+def test_a_schedule_that_cannot_be_made_is_refused_before_groups_are(pool: Pool) -> None:
+    pool.run(2, form_with_a_maker_that_fails)

@@ -1,0 +1,133 @@
+"""A channel's messages of one and of several tensors, over a group that fails."""
+
+from __future__ import annotations
+
+import gc
+import traceback
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from penstock.runtime.boundary.p2p import SENDS_AHEAD, Message, P2PChannel, P2PChannels
+
+
+class Lost(Exception):
+    """What the board makes of a lost connection."""
+
+
+class Board:
+    """Clears the frames that are over and gives up the channels, as the real one does."""
+
+    channels: P2PChannels
+
+    def lost_connection(self, doing: str, peers: Sequence[int], error: RuntimeError) -> Exception:
+        traceback.clear_frames(error.__traceback__)
+        self.channels.clear()
+        return Lost(f"{doing} {peers}: {error}")
+
+
+class Work:
+    def __init__(self, fails: bool):
+        self.fails, self.waits = fails, 0
+
+    def wait(self) -> None:
+        self.waits += 1
+        if self.fails:
+            raise RuntimeError("Connection closed by peer")
+
+
+class Group:
+    """The transfer of a tensor that holds `refused` fails, the wait for that of `bad` does.
+
+    `tags` and `works` are those of the transfers so far.
+    """
+
+    def __init__(self, refused: float | None = None, bad: float | None = None):
+        self.refused, self.bad = refused, bad
+        self.tags: list[int] = []
+        self.works: list[weakref.ref[Work]] = []
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Work:
+        (tensor,) = tensors
+        number = float(tensor)
+        if number == self.refused:
+            raise RuntimeError("Connection closed by peer")
+        work = Work(number == self.bad)
+        self.tags.append(tag)
+        self.works.append(weakref.ref(work))
+        return work
+
+    recv = send
+
+
+@pytest.fixture
+def channel_over(monkeypatch: pytest.MonkeyPatch) -> Callable[[Group], P2PChannel]:
+    """Makes a channel to rank 7 over a `Group`, and nothing else that refers to that."""
+    monkeypatch.setattr(dist, "get_group_rank", lambda group, peer: 0)
+
+    def make(group: Any) -> P2PChannel:
+        board: Any = Board()
+        groups = [group]
+        board.channels = P2PChannels(lambda boundary, kind: groups.pop(), lambda stage: 7, torch.device("cpu"), board)
+        return board.channels.channel(2, Message.GRADIENT, upper=False)
+
+    return make
+
+
+def message(size: int, first: int = 0) -> list[torch.Tensor]:
+    return [torch.tensor(float(number)) for number in range(first, first + size)]
+
+
+@pytest.mark.parametrize("size", [0, 1, 3])
+def test_each_tensor_of_a_message_has_a_tag_and_is_waited_for(channel_over: Any, size: int) -> None:
+    group = Group()
+    channel = channel_over(group)
+    channel.post_receive(message(size))
+    channel.send(message(size))
+    assert len(group.tags) == 2 * size and len(set(group.tags)) == size
+    works: list[Any] = [work() for work in group.works]
+    assert [work.waits for work in works] == [0] * 2 * size
+    assert len(channel.receive()) == size
+    channel.release()
+    assert [work.waits for work in works] == [1] * 2 * size
+
+
+@pytest.mark.parametrize("ahead", [SENDS_AHEAD, 3])
+def test_so_many_sends_are_waited_for_that_the_newest_are_left(channel_over: Any, ahead: int) -> None:
+    group = Group()
+    channel = channel_over(group)
+    channel._channels.sends_ahead = ahead
+    for number in range(2 * ahead):
+        channel.send(message(1, number))
+    works: list[Any] = [work() for work in group.works]
+    assert all(work.waits == 0 for work in works)
+    channel.send(message(1))
+    assert [work.waits for work in works] == [1] * (ahead + 1) + [0] * (ahead - 1)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("doing", ["posting", "receiving", "sending", "sending again", "waiting for a send"])
+def test_a_lost_connection_is_reported_and_the_group_let_go(channel_over: Any, size: int, doing: str) -> None:
+    """Also while the error is at hand, and with it the frames in which it was raised."""
+    at = float(size // 2)
+    group = Group(refused=at) if doing in ("posting", "sending") else Group(bad=at)
+    channel, works = channel_over(group), group.works
+    with pytest.raises(Lost, match=r"gradients between stages 2 and 3 \[7\]: Connection closed") as caught:
+        if doing in ("posting", "receiving"):
+            channel.post_receive(message(size))
+            channel.receive()
+        else:
+            for _ in range(2 * SENDS_AHEAD + 1 if doing == "sending again" else 1):
+                channel.send(message(size))
+            channel.release()
+    alive = weakref.ref(group)
+    del group
+    gc.collect()
+    assert [work() for work in works] == [None] * len(works)
+    assert alive() is None
+    # The transport's own words are in the message; its traceback would only hide them.
+    assert caught.value.__suppress_context__ and caught.value.__context__ is not None
