@@ -366,8 +366,8 @@ class Bucket:
         elif self._flat is None or self._flat.dtype != first.dtype or self._flat.device != first.device:
             sizes += [] if self.in_place else [len(sizes)]
             self._flat = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
-            pieces = self._flat.split(sizes)
-            self._views = [piece.view(p.shape) for piece, p in zip(pieces, self.parameters, strict=False)]
+            pieces = self._flat.split(sizes)[: len(self.parameters)]
+            self._views = [piece.view(p.shape) for piece, p in zip(pieces, self.parameters, strict=True)]
         if not self.in_place:
             self._presence = self._flat[len(self._flat) - len(self._views) :]
         elif self._presence is None:
