@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 from torch import nn
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
-from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+from transformers.cache_utils import EncoderDecoderCache
 from transformers.generation.streamers import BaseStreamer
 
 import penstock
@@ -101,11 +101,11 @@ def with_states(
 
 
 def in_groups(
-    family: str, cases: list[dict[str, Any]], size: int, num_stages: int
+    family: str, cases: list[dict[str, Any]], size: int, num_ranks: int, schedule: str, groups: int
 ) -> tuple[list[tuple[Any, torch.Tensor]], list[str]]:
-    """A rank's results in as many groups as stages, and why any of them was not."""
-    model = parallel(build(family), num_stages)
-    found = with_states(model, family, cases, size, generation_groups=num_stages)
+    """A rank's results in so many groups, and why any of them was not."""
+    model = parallel(build(family), num_ranks, schedule)
+    found = with_states(model, family, cases, size, generation_groups=groups)
     return found, sorted(decoding_of(model.pipeline).told)
 
 
@@ -156,9 +156,9 @@ def messages_of_tokens(few: int, many: int) -> dict[str, int]:
     return {name: number - found[0][name] for name, number in found[1].items() if number != found[0][name]}
 
 
-def messages_of_prompts(size: int) -> dict[str, int]:
+def messages_of_prompts(size: int, schedule: str) -> dict[str, int]:
     """How many messages of each kind this rank sends for the first token, once it knows their shapes."""
-    model = parallel(build("gpt2"))
+    model = parallel(build("gpt2"), schedule=schedule)
     messages(model, size, 1)
     return dict(messages(model, size, 1))
 
@@ -212,9 +212,9 @@ def continued() -> torch.Tensor:
     return model.generate(first.sequences, attention_mask=mask, past_key_values=cache, **GREEDY)
 
 
-def decode_by_hand(model: Any, family: str, cache: Any = None) -> list[Any]:
+def decode_by_hand(model: Any, family: str) -> list[Any]:
     """Greedy tokens, with the logits of every position and the loss of each forward, from a loop without generate()."""
-    inputs, seen = {**prompt(family, 2), "past_key_values": cache}, []
+    inputs, seen = prompt(family, 2), []
     encoded = family == "bart"
     ids = inputs["decoder_input_ids"] = torch.tensor([[2, 5], [2, 7]]) if encoded else inputs["input_ids"]
     if not encoded:
@@ -235,13 +235,12 @@ def decode_by_hand(model: Any, family: str, cache: Any = None) -> list[Any]:
     return seen
 
 
-def decode_by_hand_on_stages(family: str, schedule: str) -> tuple[list[Any], str, str]:
-    """Also with a cache of one's own, and what is said of different inputs, and of no cache."""
+def decode_by_hand_on_stages(family: str, schedule: str) -> tuple[list[Any], str]:
+    """Also what is said of different inputs."""
     model = parallel(build(family), schedule=schedule)
-    cache = DynamicCache() if schedule != "1f1b" else None
-    seen, ids = decode_by_hand(model, family, cache), prompt(family)["input_ids"]
+    seen, ids = decode_by_hand(model, family), prompt(family)["input_ids"]
     with torch.no_grad():
-        return seen, *(outcome(lambda at=at: model(ids[:, at:], use_cache=True)) for at in (rank(), 0))
+        return seen, outcome(lambda: model(ids[:, rank() :], use_cache=True))
 
 
 class Collect(BaseStreamer):
@@ -352,10 +351,10 @@ def interrupt() -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def failing(where: int, killed: bool, groups: bool) -> tuple[str, list[str], float]:
+def failing(where: int, killed: bool, groups: bool, schedule: str) -> tuple[str, list[str], float]:
     """The error of a generation, because one rank fails in a processor, or in its second group; threads left, and
     seconds."""
-    model, act = parallel(build("gpt2"), 3), kill if killed else divide_by_zero
+    model, act = parallel(build("gpt2"), 3, schedule), kill if killed else divide_by_zero
     generate = {**prompt("gpt2", 6), **(THREE_GROUPS if groups else GREEDY)}
     model.generate(**generate)
     if not groups:
@@ -366,10 +365,10 @@ def failing(where: int, killed: bool, groups: bool) -> tuple[str, list[str], flo
     return outcome(lambda: model.generate(**generate)), group_threads(), time.monotonic() - start
 
 
-def interrupted(ranks: list[int], group: int) -> tuple[list[str], list[str], float]:
+def interrupted(ranks: list[int], group: int, schedule: str) -> tuple[list[str], list[str], float]:
     """Ctrl-C in a group's turn on some ranks: this call's error and the next one's, threads left, and seconds."""
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
-    model, generate = parallel(build("gpt2"), 3), {**prompt("gpt2", 6), **THREE_GROUPS}
+    model, generate = parallel(build("gpt2"), 3, schedule), {**prompt("gpt2", 6), **THREE_GROUPS}
     model.generate(**generate)
     if rank() in ranks:
         fail_in_a_group(model, group, interrupt)
@@ -383,9 +382,9 @@ def group_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("group")]
 
 
-def usable_after_errors() -> tuple[list[str], torch.Tensor, list[str]]:
+def usable_after_errors(schedule: str) -> tuple[list[str], torch.Tensor, list[str]]:
     """Errors in a group that all ranks meet, or that one of them has while it chooses tokens; then right tokens."""
-    model, generate = parallel(build("gpt2"), 3), {**prompt("gpt2", 6), **THREE_GROUPS}
+    model, generate = parallel(build("gpt2"), 3, schedule), {**prompt("gpt2", 6), **THREE_GROUPS}
     fail_in_a_group(model, 1, divide_by_zero)
     errors = [outcome(lambda: model.generate(**generate))]
     del model.__dict__["prepare_inputs_for_generation"]

@@ -42,10 +42,13 @@ def test_different_arguments_are_noticed_on_every_rank(pool: Pool) -> None:
         assert torch.equal(tokens, expected)
 
 
-@pytest.mark.parametrize(("where", "killed", "groups"), [(1, False, False), (0, True, False), (2, True, True)])
-def test_a_failure_on_one_rank_is_one_on_all(pool: Pool, where: int, killed: bool, groups: bool) -> None:
+@pytest.mark.parametrize(
+    ("where", "killed", "groups", "schedule"),
+    [(1, False, False, "1f1b"), (0, True, False, "1f1b"), (2, True, True, "1f1b"), (1, False, True, "zb-v")],
+)
+def test_a_failure_on_one_rank_is_one_on_all(pool: Pool, where: int, killed: bool, groups: bool, schedule: str) -> None:
     """In a user's own processor, or in one of several groups."""
-    results = pool.run(3, ranks.failing, where, killed, groups, outcomes=True)
+    results = pool.run(3, ranks.failing, where, killed, groups, schedule, outcomes=True)
     own = results.pop(where)
     assert isinstance(own, WorkerDied) if killed else own[0] == "ZeroDivisionError: on one rank"
     for said, threads, took in results:
@@ -55,12 +58,15 @@ def test_a_failure_on_one_rank_is_one_on_all(pool: Pool, where: int, killed: boo
         assert took < 10
 
 
-@pytest.mark.parametrize(("interrupted", "group"), [([1], 0), ([2], 2), ([0, 1, 2], 1)])
+@pytest.mark.parametrize(
+    ("interrupted", "group", "schedule"),
+    [([1], 0, "1f1b"), ([2], 2, "1f1b"), ([0, 1, 2], 1, "1f1b"), ([0], 1, "zb-v")],
+)
 def test_an_interrupt_in_any_groups_turn_is_an_error_that_names_it_on_all_ranks(
-    pool: Pool, interrupted: list[int], group: int
+    pool: Pool, interrupted: list[int], group: int, schedule: str
 ) -> None:
     """Ctrl-C is raised in the thread of the first group, whichever has the turn."""
-    results = pool.run(3, ranks.interrupted, interrupted, group)
+    results = pool.run(3, ranks.interrupted, interrupted, group, schedule)
     assert any(errors[0].startswith("KeyboardInterrupt") for errors, _, _ in results)
     for rank, ((first, following), threads, took) in enumerate(results):
         who = f"rank {interrupted[0]} failed" if len(interrupted) == 1 else r"rank \d failed"
@@ -71,10 +77,12 @@ def test_an_interrupt_in_any_groups_turn_is_an_error_that_names_it_on_all_ranks(
         assert took < 10
 
 
-def test_the_pipeline_goes_on_after_errors_in_one_group(pool: Pool) -> None:
+@pytest.mark.parametrize(("schedule", "last"), [("1f1b", 2), ("zb-v", 0)])
+def test_the_pipeline_goes_on_after_errors_in_one_group(pool: Pool, schedule: str, last: int) -> None:
     expected = ranks.build("gpt2").generate(**ranks.prompt("gpt2", 6), **ranks.GREEDY)
-    for rank, (errors, tokens, threads) in enumerate(pool.run(3, ranks.usable_after_errors)):
+    for rank, (errors, tokens, threads) in enumerate(pool.run(3, ranks.usable_after_errors, schedule)):
         assert errors[0] == "ZeroDivisionError: on one rank"
-        assert ("probability tensor contains" if rank == 2 else "rank 2, which holds the last stage") in errors[1]
+        said = "probability tensor contains" if rank == last else f"rank {last}, which holds the last stage"
+        assert said in errors[1]
         assert torch.equal(tokens, expected)
         assert threads == []

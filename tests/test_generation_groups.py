@@ -38,11 +38,14 @@ FAMILIES = {
 }
 
 
-def check(pool: Pool, family: str, names: list[str], size: int, num_stages: int) -> list[torch.Tensor]:
+def check(
+    pool: Pool, family: str, names: list[str], size: int, num_ranks: int, schedule: str = "1f1b", groups: int = 0
+) -> list[torch.Tensor]:
     """The tokens and the random state afterwards are the unsplit model's, which are returned."""
     cases = [CASES[name] for name in names]
     wanted = ranks.with_states(ranks.build(family), family, cases, size)
-    found_on = pool.run(num_stages, ranks.in_groups, family, cases, size, num_stages, timeout=200)
+    arguments = family, cases, size, num_ranks, schedule, groups or num_ranks
+    found_on = pool.run(num_ranks, ranks.in_groups, *arguments, timeout=200)
     for rank, (found, told) in enumerate(found_on):
         assert told == [], "every case is decoded in groups"
         for name, (tokens, state), (expected, after) in zip(names, found, wanted, strict=True):
@@ -59,6 +62,22 @@ def test_groups_give_the_unsplit_tokens_and_random_state(pool: Pool, family: str
             ends = ENDING["eos_token_id"]
             lengths = [next(n for n, token in enumerate([*row, 2]) if token in ends) for row in tokens[:, 9:].tolist()]
             assert len({max(lengths[:3]), max(lengths[3:5]), max(lengths[5:])}) > 1, f"{name}: {lengths}"
+
+
+@pytest.mark.parametrize(
+    ("family", "names", "num_ranks", "schedule", "groups"),
+    [
+        ("gpt2", list(CASES), 3, "zb-v", 3),
+        ("t5", FAMILIES["t5"], 2, "zb-v", 2),
+        ("gemma2", FAMILIES["gemma2"], 2, "interleaved-1f1b", 2),
+        ("llama", ["greedy, ended", "sampling, ended"], 2, "zb-v", 7),
+        ("llama", ["sampling, ended"], 3, "interleaved-1f1b", 2),
+    ],
+)
+def test_groups_pass_between_two_stages_of_a_rank(
+    pool: Pool, family: str, names: list[str], num_ranks: int, schedule: str, groups: int
+) -> None:
+    check(pool, family, names, SIZE, num_ranks, schedule, groups)
 
 
 # Samples, wanted groups, options, and the groups that two ranks then make of it.
@@ -82,21 +101,24 @@ def test_one_group_where_something_looks_at_the_whole_batch(pool: Pool) -> None:
 def test_start_tokens_of_each_sample_keep_the_batch_together(pool: Pool) -> None:
     case = {"max_new_tokens": 5, "do_sample": False, "decoder_start_token_id": [3, 4, 5, 6]}
     ((expected, _),) = ranks.with_states(ranks.build("t5"), "t5", [case], 4)
-    first, second = pool.run(2, ranks.in_groups, "t5", [case], 4, 2)
+    first, second = pool.run(2, ranks.in_groups, "t5", [case], 4, 2, "1f1b", 2)
     assert first[1] == ["decoder_start_token_id is given for each sample"]
     assert all(torch.equal(tokens, expected) for ((tokens, _),), _ in (first, second))
 
 
-@pytest.mark.parametrize("family", ["gpt2", "gemma2"])
-def test_prompts_that_are_worked_on_in_parts_give_the_unsplit_tokens(pool: Pool, family: str) -> None:
+@pytest.mark.parametrize(("family", "schedule"), [("gpt2", "1f1b"), ("gemma2", "1f1b"), ("gpt2", "zb-v")])
+def test_prompts_that_are_worked_on_in_parts_give_the_unsplit_tokens(pool: Pool, family: str, schedule: str) -> None:
     """Groups of 16 and 15 samples of 9 tokens, each in two parts."""
-    check(pool, family, ["greedy, ended", "sampling", "returns", "beams", "without a cache"], 31, 2)
+    check(pool, family, ["greedy, ended", "sampling", "returns", "beams", "without a cache"], 31, 2, schedule)
 
 
 def test_long_prompts_cross_a_boundary_in_parts(pool: Pool) -> None:
-    first, last = pool.run(2, ranks.messages_of_prompts, 31)
+    first, last = pool.run(2, ranks.messages_of_prompts, 31, "1f1b")
     assert first == {"activations between stages 0 and 1": 2 * 2}
     assert last == {"results for pipeline rank 0": 2}
+    outer, inner = pool.run(2, ranks.messages_of_prompts, 31, "zb-v")
+    assert outer == {"activations between stages 0 and 1": 2 * 2, "results for pipeline rank 1": 2}
+    assert inner == {"activations between stages 2 and 3": 2 * 2}
 
 
 def test_a_token_of_a_group_is_one_message_over_each_boundary(pool: Pool) -> None:

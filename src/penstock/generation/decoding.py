@@ -5,11 +5,12 @@ walk first needs them, sends its own as soon as they are there, and walks to the
 stage's result goes to every other rank. So all ranks have the same values, and what could make them differ is shared:
 the random state, decisions, errors.
 
-The code may run once for each of several groups of a batch, in threads (see `turns`). A rank passes the turn on once in
-each forward: that of the last stage before it receives what the forward needs, and the others when they have sent
-their part of it. So another group's forward is under way while this one's is on other ranks. The last rank, which has
+The code may run once for each of several groups of a batch, in threads (see `turns`). A rank passes the turn on where a
+forward goes to other ranks: when it has sent its part, between two of its stages, and, on the rank of the last stage,
+before it receives. So another group's forward is under way while this one's is on other ranks. The last rank, which has
 the most to do, asks for its messages before that turn where it may (see `P2PChannels.receives_ahead`), and finds them
-there. All ranks take the same turns in the same order, so messages of different groups need not be told apart.
+there. Which stage of which group is due when follows from a clock that all ranks have alike (`Clock`), so no two ranks
+wait for each other, and messages of different groups need not be told apart.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby, product
 from typing import Any, TypeVar
 
 import torch
@@ -29,6 +31,7 @@ from transformers.cache_utils import Cache
 from penstock.generation.series import Expected, series_of_results
 from penstock.generation.single_forwards import Prefill, SingleForwards
 from penstock.generation.turns import Stopped, Turns
+from penstock.layout.layout import PipelineLayout
 from penstock.modeling.graph.plan import ForwardPlan, refusal
 from penstock.modeling.stage.split import SplitModel
 from penstock.modeling.tensor_spec import TensorSpec
@@ -67,11 +70,41 @@ def _new(engine: Engine) -> Decoding:
 class Group:
     """The state of one group of a batch while it is decoded. `tokens_only`: whether the rank of the last stage alone
     chooses tokens from logits; the others get the tokens. `token`: the tokens that were or will be chosen after the
-    last forward, until they are there."""
+    last forward, until they are there. `begun`: how many forwards it has begun."""
 
+    begun: int = 0
     tokens_only: bool = False
     token: TensorSpec | None = None
     expected: Expected | None = None
+
+
+@dataclass(frozen=True)
+class Clock:
+    """When each group of a batch is on each stage, if every stage takes one unit of time. `apart`: the units between
+    two groups; as many as the most stages that follow one another on a rank. `period`: those between two forwards of
+    a group."""
+
+    apart: int
+    period: int
+
+    @classmethod
+    def of(cls, pipeline: PipelineLayout, number: int) -> Clock:
+        """That of so many groups."""
+        ranks = pipeline.stage_to_rank
+        apart = max(len(list(stages)) for _, stages in groupby(ranks))
+        return cls(apart, max(len(ranks), apart * number))
+
+    def time(self, forward: int, group: int, stage: int) -> int:
+        return forward * self.period + group * self.apart + stage
+
+
+def in_turns(pipeline: PipelineLayout) -> bool:
+    """Whether groups may be on the stages by `Clock`: no rank comes to its first stage behind another's later one.
+
+    Otherwise ranks that compare the plan of a group's next forward might wait for a rank that still waits for them."""
+    ranks = pipeline.stage_to_rank
+    behind = [stage - ranks.index(rank) for stage, rank in enumerate(ranks)]
+    return behind == sorted(behind)
 
 
 class Decoding:
@@ -114,6 +147,7 @@ class Decoding:
         self._forwards = SingleForwards(context, split, channels)
         self._begin = begin
         self._turns: Turns | None = None
+        self._clock = Clock.of(context.pipeline, 1)
         self._num_sessions = 0
         # Plans that all ranks have alike.
         self._compared: set[str] = set()
@@ -156,13 +190,18 @@ class Decoding:
     def in_groups(self, loops: Sequence[Callable[[], T]]) -> list[T]:
         """Run one loop for each group of a batch, all of which make their forwards on the stages; return what they do.
 
-        The first error of a loop ends all of them and is raised. Every rank passes equal loops.
+        The first error of a loop ends all of them and is raised: each at the end of the forward that it has begun, as
+        other ranks have done their part of that, or wait for this rank's. Every rank passes equal loops.
         """
         self.groups = [Group() for _ in loops]
         settled = [partial(self._completed, loop) for loop in loops]
         if len(loops) == 1:
             return [settled[0]()]
-        self._turns = Turns(len(loops), self._board.position.follow)
+        self._clock = Clock.of(self._context.pipeline, len(loops))
+        # A rank that has the last stage alone begins all first forwards, asking for messages, before it runs one.
+        forward = -1 if self._context.stages == (self._context.pipeline.num_stages - 1,) else 0
+        due = [self._clock.time(forward, number, self._context.stages[0]) for number in range(len(loops))]
+        self._turns = Turns(due, self._board.position.follow)
         try:
             return self._turns.run(
                 settled, self._device, lambda error: self._board.abort(f"{type(error).__name__}: {error}")
@@ -229,16 +268,10 @@ class Decoding:
             return loop()
         except (Exception, Stopped):
             spec = self.group.token
-            ends_here = self._board.failed is not None or self._interrupted
+            ends_here = self._board.failed is not None or (self._turns is not None and self._turns.interrupted)
             if spec is not None and self.chooses and not ends_here and self._device.type == "cpu":
                 self._give(torch.full(spec.shape, NO_TOKEN, dtype=spec.dtype))
             raise
-
-    @property
-    def _interrupted(self) -> bool:
-        """Whether a signal has ended this rank's loops. The others are then told only that."""
-        error = None if self._turns is None else self._turns.error
-        return error is not None and not isinstance(error, Exception)
 
     def _settle(self) -> None:
         """Receive what is on its way and let what was sent arrive: nothing is left for the next session."""
@@ -289,13 +322,18 @@ class Decoding:
         prefill = None if self._turns is None or call is not None else self._prefill(inputs)
         with self._exchange("exchanging values in generation"):
             parts = [self._forwards.begin(plan, part) for part in ([inputs] if prefill is None else prefill.parts)]
-        stopped = self._pass_on() if self.chooses else None
-        with self._board.guard("exchanging values in generation", self.ranks), torch.no_grad():
-            self.inside = True
-            try:
-                outputs = [self._forwards.run(part, call) for part in parts]
-            finally:
-                self.inside = False
+        for visit in self._forwards.visits:
+            self._pass_on(visit[0])
+            with self._board.guard("exchanging values in generation", self.ranks), torch.no_grad():
+                self.inside = True
+                try:
+                    for stage, part in product(visit, parts):
+                        self._forwards.run(part, stage, call)
+                finally:
+                    self.inside = False
+        self.group.begun += 1
+        with self._board.guard("exchanging values in generation", self.ranks):
+            outputs = [part.output for part in parts]
             if not all(isinstance(each, dict) for each in outputs):
                 raise TypeError(f"generation needs outputs with named fields, not a {type(outputs[0]).__name__}")
             output = outputs[0] if prefill is None else prefill.joined(outputs)
@@ -305,9 +343,10 @@ class Decoding:
                 self._expect_tokens(output)
             # What is older has arrived: its answer is here.
             self._channels.flush(keep=len(self.groups) * len(parts))
-        stopped = stopped if self.chooses else self._pass_on()
-        if stopped is not None:
-            raise stopped
+        if not self.chooses:
+            self._pass_on(self._forwards.visits[0][0])
+        if self._turns is not None and self._turns.error is not None:
+            raise Stopped
         if expected is not None:
             with self._board.guard("receiving results in generation", self.ranks):
                 taken = iter(self._results.take(expected))
@@ -358,25 +397,15 @@ class Decoding:
         group.token = None
         self._due.popleft()
 
-    def _pass_on(self) -> Stopped | None:
-        """Let the other groups have a turn each; return what is to be raised at the end of the forward, if anything.
-
-        A forward that has begun is ended, as other ranks have done their part of it, or wait for this rank's.
-        """
-        if self._turns is None:
-            return None
-        try:
-            self._turns.pass_on()
-        except Stopped as stopped:
-            if self._board.failed is not None or self._interrupted:
-                raise
-            return stopped
-        return None
+    def _pass_on(self, stage: int) -> None:
+        """Let other groups go first that are due on this rank before this group is on `stage` in its next forward."""
+        if self._turns is not None:
+            self._turns.pass_on(self._clock.time(self.group.begun, self.number, stage))
+            if self._board.failed is not None:
+                raise Stopped
 
     def _prefill(self, inputs: Mapping[str, Any]) -> Prefill | None:
         """How the prompts of a group are worked on in parts, so that the next stage has not to wait for all of them."""
-        if self._context.pipeline.num_stages != self._context.pipeline.num_ranks:
-            return None
         return Prefill.of(inputs, LEAST_TOKENS if self._device.type == "cpu" else LEAST_TOKENS_ELSEWHERE)
 
     # -- the result ------------------------------------------------------------------------------------------------

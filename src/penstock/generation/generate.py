@@ -103,12 +103,6 @@ def evaluate_with_cache(model: Any, inputs: Mapping[str, Any], criterion: Criter
             f"{type(model).__name__} is no model of transformers, whose caches of keys and values alone are known: "
             "call it without one"
         )
-    several = engine.context.pipeline.num_stages != engine.context.pipeline.num_ranks
-    if several and not any(isinstance(value, Cache) for value in inputs.values()):
-        raise NotImplementedError(
-            "use_cache=True with several stages on a rank, each of which would make a cache of its own: pass an empty "
-            "one to the first call, such as past_key_values=DynamicCache(), or use_cache=False"
-        )
     inputs, decoding = to_device(inputs, engine.device), decoding_of(engine)
     refuse_tuples(model, [inputs])
     with autocast(engine.device, engine.autocast), decoding.session():

@@ -17,7 +17,7 @@ from transformers import GenerationConfig, GenerationMixin
 from transformers.cache_utils import Cache
 
 from penstock.data.microbatch import batch_size_of, microbatch_sizes, split_batch
-from penstock.generation.decoding import decoding_of
+from penstock.generation.decoding import decoding_of, in_turns
 from penstock.generation.turns import refusal_of_threads
 
 # With fewer samples for each stage, the groups would read all weights for too few tokens.
@@ -72,6 +72,8 @@ def obstacle(arguments: Mapping[str, Any], model: Any, training: bool) -> str | 
         return "the model is in training mode with dropout, which is drawn for the whole batch"
     if isinstance(setting("decoder_start_token_id", arguments, model), Sequence):
         return "decoder_start_token_id is given for each sample"
+    if not in_turns(model.pipeline.context.pipeline):
+        return "some rank has its first stage behind a later stage of another rank"
     return _first(TOGETHER, arguments, model) or refusal_of_threads() or _without_rows(arguments, model)
 
 

@@ -11,6 +11,7 @@ import copy
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -29,16 +30,21 @@ from penstock.runtime.context import RankContext
 from penstock.runtime.labels import label
 
 
-@dataclass(frozen=True)
+@dataclass
 class Forward:
     """A forward that has begun, or a part of it with some of its samples. `key`, `family`: what decides what crosses
-    the boundaries; see `Series`."""
+    the boundaries; see `Series`. `handed`: what a stage hands to the next one on this rank. `output`: the model's, in
+    which only the values of the last stage are right; None until this rank's last stage has run."""
 
     plan: ForwardPlan
     inputs: Mapping[str, Any]
     key: Hashable
     family: Hashable | None
+    caches: StageCaches | None
+    seed: int | None
     incoming: dict[int, Expected] = field(default_factory=dict)
+    handed: Sequence[torch.Tensor] = ()
+    output: Any = None
 
     def send(self, series: Series, tensors: Sequence[torch.Tensor]) -> None:
         """Send what crosses a boundary."""
@@ -48,12 +54,15 @@ class Forward:
 
 class SingleForwards:
     """Runs single forwards over the stages of one rank. `seed`: of the dropout of the last forward; None before the
-    first one of a generation."""
+    first one of a generation. `visits`: this rank's stages, by which of them follow one another without another rank's
+    in between."""
 
     def __init__(self, context: RankContext, split: SplitModel, channels: P2PChannels) -> None:
         self.seed: int | None = None
         self._split, self._channels, self._device = split, channels, context.device
         self._own_stages = own = context.stages
+        runs = groupby(enumerate(own), lambda numbered: numbered[1] - numbered[0])
+        self.visits = [[stage for _, stage in run] for _, run in runs]
         last = context.pipeline.num_stages - 1
         # The series over the boundaries to other ranks, by the stage of this rank.
         self._below, self._above = (
@@ -68,18 +77,24 @@ class SingleForwards:
             context.board.on_abort(series.clear)
 
     def begin(self, plan: ForwardPlan, inputs: Mapping[str, Any]) -> Forward:
-        """Begin a forward with these inputs: post receives for what this rank's stages receive in it.
+        """Begin a forward with these inputs: post receives for what this rank's only stage receives in it. What a later
+        one of several receives is asked for after the one before it, so that forwards ask in the order of their turns.
 
         On an accelerator that is asked for only when the stage is to run: a receive that is posted holds up what is
         computed after it, and what it waits for may follow from that.
         """
         autocast = torch.is_autocast_enabled(self._device.type)
         family = _family(plan, inputs)
-        begun = Forward(plan, inputs, (plan.digest, autocast, *_shapes(inputs)), family and (autocast, family))
-        if self._channels.receives_ahead:
-            for stage in self._below:
-                self._ask(begun, stage)
+        key = (plan.digest, autocast, *_shapes(inputs))
+        caches = StageCaches(plan, self._own_stages, inputs) if len(self._own_stages) > 1 else None
+        begun = Forward(plan, inputs, key, family and (autocast, family), caches, self._next_seed())
+        if len(self._own_stages) == 1:
+            self._ask_ahead(begun, self._own_stages[0])
         return begun
+
+    def _ask_ahead(self, begun: Forward, stage: int) -> None:
+        if self._channels.receives_ahead:
+            self._ask(begun, stage)
 
     def _ask(self, begun: Forward, stage: int) -> None:
         """Ask for what a stage receives, unless that was done."""
@@ -87,34 +102,32 @@ class SingleForwards:
         if series is not None and count and stage not in begun.incoming:
             begun.incoming[stage] = series.expect(count, begun.key, begun.family)
 
-    def run(self, begun: Forward, call: Callable[..., Any] | None) -> Any:
-        """Run the model's forward, or `call`, on this rank's stages. Returns the model's output, in which only the
-        values of the last stage are right."""
-        plan, inputs, seed = begun.plan, begun.inputs, self._next_seed()
-        caches = StageCaches(plan, self._own_stages, inputs) if len(self._own_stages) > 1 else None
-        output = None
-        handed: list[Sequence[torch.Tensor]] = [()]
-        for stage in self._own_stages:
-            self._ask(begun, stage)
-            expected, above = begun.incoming.get(stage), self._above.get(stage)
-            with label(f"F stage {stage}"):
-                # Received when the walk first needs it, sent as soon as it is there; and the walk goes on to the end.
-                receive = handed.pop if expected is None else partial(self._below[stage].take, expected)
-                received = _Awaited(len(plan.boundaries[stage - 1]) if stage else 0, receive)
-                output = self._split.walk(
-                    plan,
-                    stage,
-                    inputs if caches is None else caches.inputs(stage),
-                    received,
-                    seed=seed,
-                    early_exit=stage != self._own_stages[-1],
-                    call=call,
-                    hand_over=handed.append if above is None else partial(begun.send, above),
-                )
-                received.values()  # also what the walk had no use for
+    def run(self, begun: Forward, stage: int, call: Callable[..., Any] | None) -> None:
+        """Run the model's forward, or `call`, on one of this rank's stages, in their order."""
+        plan, caches, above = begun.plan, begun.caches, self._above.get(stage)
+        self._ask(begun, stage)
+        expected, handed = begun.incoming.get(stage), begun.handed
+        with label(f"F stage {stage}"):
+            # Received when the walk first needs it, sent as soon as it is there; and the walk goes on to the end.
+            receive = (lambda: handed) if expected is None else partial(self._below[stage].take, expected)
+            received = _Awaited(len(plan.boundaries[stage - 1]) if stage else 0, receive)
+            output = self._split.walk(
+                plan,
+                stage,
+                begun.inputs if caches is None else caches.inputs(stage),
+                received,
+                seed=begun.seed,
+                early_exit=stage != self._own_stages[-1] and caches is not None and caches.given,
+                call=call,
+                hand_over=partial(setattr, begun, "handed") if above is None else partial(begun.send, above),
+            )
+            received.values()  # also what the walk had no use for
         if caches is not None:
-            caches.merge(output)
-        return output
+            caches.walked(stage, output)
+        if stage == self._own_stages[-1]:
+            begun.output = output
+        else:
+            self._ask_ahead(begun, self._own_stages[self._own_stages.index(stage) + 1])
 
     def _next_seed(self) -> int | None:
         """In training mode with dropout: a seed of its own for every forward, so that no rank's generator moves."""
@@ -184,12 +197,7 @@ def _limits(cache: Cache) -> Hashable:
 
 class StageCaches:
     """One cache of keys and values for a rank that holds several stages: views of the one among some inputs, one for
-    each local stage; the last stage's walk is the one that counts.
-
-    Such a rank walks the model once for each of its stages, but every walk lengthens all layers of the cache: its own
-    ones with keys and values, the others so that lengths are right. So each walk is given a view in which only those
-    layers are real that shall outlive it; afterwards the views are put together again. `inputs`: arguments of the
-    forward, of which at most one is a cache."""
+    each local stage; or the walks of these stages make one each. The last stage's walk is the one that counts."""
 
     def __init__(self, plan: ForwardPlan, stages: Sequence[int], inputs: Mapping[str, Any]) -> None:
         self._inputs = inputs
@@ -200,31 +208,45 @@ class StageCaches:
         }
         # All views are made before the first walk: a placeholder must have the cache's length before the forward.
         self._views = {} if self._name is None else {stage: self._view(inputs[self._name], stage) for stage in stages}
+        # The caches that the walks of earlier stages made, by their fields in the output.
+        self._made: dict[int, dict[str, Cache]] = {}
+
+    @property
+    def given(self) -> bool:
+        """Whether there is one among the inputs."""
+        return self._name is not None
 
     def inputs(self, stage: int) -> Mapping[str, Any]:
         """The arguments for the walk of one stage."""
         return self._inputs if self._name is None else {**self._inputs, self._name: self._views[stage]}
 
-    def merge(self, output: Any) -> None:
-        """After all walks: complete the caller's cache, and put it into the last walk's output in place of the view."""
-        made = [name for name, value in output.items() if isinstance(value, Cache)]
+    def walked(self, stage: int, output: Any) -> None:
+        """After a stage's walk. After the last one: complete the cache, and put it into that walk's output."""
+        last = stage == self._stages[-1]
         if self._name is None:
-            if made:
-                raise NotImplementedError(
-                    "its forward makes a cache itself, which the stages on one rank cannot share: pass "
-                    "use_cache=False or a cache, or place one stage on each rank"
-                )
-            return
-        whole = self._inputs[self._name]
-        layers = decoder_part(self._views[self._stages[-1]]).layers
-        for stage in self._stages[:-1]:
-            walked = decoder_part(self._views[stage]).layers
-            for layer, owner in self._owner.items():
-                if owner == stage:
-                    layers[layer] = walked[layer]
-        decoder_part(whole).layers = layers
-        for name in made:
-            output[name] = whole
+            fields = output.items() if isinstance(output, dict) else ()
+            made = {name: value for name, value in fields if isinstance(value, Cache)}
+            if not last:
+                self._made[stage] = made
+            for earlier, name in [(stage, name) for stage in self._made for name in made] if last else []:
+                self._fill(made[name], self._made[earlier][name], earlier)
+        elif last:
+            whole, complete = self._inputs[self._name], self._views[stage]
+            for earlier in self._stages[:-1]:
+                self._fill(complete, self._views[earlier], earlier)
+            decoder_part(whole).layers = decoder_part(complete).layers
+            for name in [name for name, value in output.items() if isinstance(value, Cache)]:
+                output[name] = whole
+
+    def _fill(self, cache: Cache, walked: Cache, stage: int) -> None:
+        """Put the layers of `stage` into `cache` as its walk left them."""
+        for layer in (layer for layer, owner in self._owner.items() if owner == stage):
+            decoder_part(cache).layers[layer] = decoder_part(walked).layers[layer]
+            if isinstance(cache, EncoderDecoderCache) and isinstance(walked, EncoderDecoderCache):
+                own, theirs = cache.cross_attention_cache.layers, walked.cross_attention_cache.layers
+                own += theirs[len(own) :]
+                own[layer : layer + 1] = theirs[layer : layer + 1]
+                cache.is_updated[layer] = walked.is_updated.get(layer, False)
 
     def _view(self, whole: Cache, stage: int) -> Cache:
         """A cache with the layers of `stage`, and placeholders for what other walks lengthen."""

@@ -1,7 +1,7 @@
-"""Loops in threads of which exactly one runs at a time, round and round: how groups of a batch share a rank.
+"""Loops in threads of which exactly one runs at a time: how groups of a batch share a rank.
 
-A loop passes its turn on where it would wait for another rank. As no two ever run together, they may share whatever a
-single one may use; what torch keeps for each thread is handed over to all of them.
+A loop passes its turn on where it would wait for another rank, and says when it is due again. As no two ever run
+together, they may share whatever a single one may use; what torch keeps for each thread is handed over to all of them.
 """
 
 from __future__ import annotations
@@ -24,33 +24,31 @@ class Stopped(BaseException):
 
 
 class Turns:
-    """Whose turn it is. `begins`: called on its thread whenever a loop's turn begins. `error`: what ended the first
-    loop that failed, or all of them."""
+    """Whose turn it is. `due`: when each loop's first turn is; of equals the first loop goes first. `begins`: called on
+    its thread whenever a loop's turn begins. `error`: what ended the first loop that failed, or all of them."""
 
-    def __init__(self, count: int, begins: Callable[[], None]) -> None:
+    def __init__(self, due: Sequence[int], begins: Callable[[], None]) -> None:
         self.current = 0
         self.error: BaseException | None = None
         self._begins = begins
-        self._doors = [threading.Semaphore(0) for _ in range(count)]
-        self._live = list(range(count))
+        self._doors = [threading.Semaphore(0) for _ in due]
+        self._due = dict(enumerate(due))
         self._lock = threading.Lock()
 
-    def pass_on(self) -> None:
-        """Let the other loops have a turn each. Called by the one whose turn it is."""
+    def pass_on(self, due: int) -> None:
+        """Let the loops that are due before `due` have their turns. Called by the one whose turn it is."""
         mine = self.current
-        following = self._after(mine)
-        if following != mine:
+        self._due[mine] = due
+        if (following := self._next()) != mine:
             self._doors[following].release()
             self._wait(mine)
-        elif self.error is not None:
-            raise Stopped
 
     def run(
         self, loops: Sequence[Callable[[], T]], device: torch.device, interrupted: Callable[[BaseException], Any]
     ) -> list[T]:
-        """Run all loops, the first one in this thread; return their results in order, or raise the first error.
-        `interrupted`: called with what a signal raises in this thread, also in another loop's turn; must end whatever
-        that loop waits for."""
+        """Run all loops, the first one in this thread; return their results in order, or raise the first error, after
+        which every loop ends itself at the end of what it has begun. `interrupted`: called with what a signal raises in
+        this thread, also in another loop's turn; must end whatever that loop waits for."""
         results: list[Any] = [None] * len(loops)
         settings = _ThreadSettings(device)
 
@@ -81,7 +79,7 @@ class Turns:
             )
             threads[-1].start()
         try:
-            self._doors[0].release()
+            self._doors[self._next()].release()
             run(0)
         except BaseException as error:  # a signal's, where this loop has ended
             interrupt(error)
@@ -98,21 +96,24 @@ class Turns:
     def _wait(self, number: int) -> None:
         self._doors[number].acquire()
         self.current = number
-        if self.error is not None:
+        if self.interrupted:
             raise Stopped
         self._begins()
 
-    def _after(self, number: int) -> int:
-        place = self._live.index(number)
-        return self._live[(place + 1) % len(self._live)]
+    @property
+    def interrupted(self) -> bool:
+        """Whether a signal has ended all loops."""
+        return self.error is not None and not isinstance(self.error, Exception)
+
+    def _next(self) -> int:
+        return min(self._due, key=lambda number: (self._due[number], number))
 
     def _leave(self, number: int) -> None:
-        """A loop has ended. If it failed, the others end at their next turn, one after another."""
+        """A loop has ended. If it failed, the others find that out at their next turns."""
         with self._lock:  # those that are interrupted end together
-            following = self._after(number)
-            self._live.remove(number)
-            if self._live:
-                self._doors[following].release()
+            del self._due[number]
+            if self._due:
+                self._doors[self._next()].release()
 
 
 def refusal_of_threads() -> str | None:
