@@ -154,14 +154,17 @@ def cache_mib(model: Any, prompt: torch.Tensor, new: int) -> float:
 def decoding(arguments: dict[str, Any]) -> Step:
     """All ways of decoding in two processes, one after another in each step, in an order that changes."""
     whole = gpt2(arguments)
-    split, size = on_stages(copy.deepcopy(whole)), arguments["batch_size"]
+    split, size = on_stages(copy.deepcopy(whole), schedule="zb-h1"), arguments["batch_size"]
+    in_a_v = on_stages(copy.deepcopy(whole))
     prompt = batch_of(arguments, size)
     ways: dict[str, Way | None] = {
         ONE: way_of(whole, prompt) if dist.get_rank() == 0 else None,
         BY_HAND: by_hand(whole, prompt),
         "two stages, one group": way_of(split, prompt, generation_groups=1),
+        "four in a V, one group": way_of(in_a_v, prompt, generation_groups=1),
     }
     if size > 1:
+        ways["four in a V, two groups"] = way_of(in_a_v, prompt, generation_groups=2)
         ways["two stages, two groups"] = way_of(split, prompt, generation_groups=2)
         ways[APART] = way_of(whole, prompt[: size // 2])
     if arguments["peers"]:
@@ -284,7 +287,7 @@ def measure_decoding(options: argparse.Namespace) -> None:
     if options.more and str(size) in kept:
         runs = [*kept[str(size)]["runs"], *runs]
     found = {key.removesuffix(": whole") for result in runs for key in result if key.endswith(": whole")}
-    names = sorted(found, key=lambda name: (name.startswith("two stages"), name))
+    names = sorted(found, key=lambda name: (name.endswith(("group", "groups")), name))
 
     def rate(name: str, result: dict[str, Any]) -> float:
         return size * new / median_of([result], f"{name}: whole")

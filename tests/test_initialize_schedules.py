@@ -16,7 +16,7 @@ from families import FAMILIES, batch
 from penstock import HeterogeneousParallelPlugin, PipelineTemplate
 from penstock.pictures.simulate import Costs, simulate
 from penstock.schedule import build
-from penstock.schedule.generators import share_of_1f1b
+from penstock.schedule.generators import predicted_steps
 from pool import Pool
 from training import (
     EXACT,
@@ -159,15 +159,17 @@ def test_deferred_weight_gradients_are_summed_over_replicas(pool: Pool, schedule
 # -- "auto", the default -----------------------------------------------------------------------------------------------
 
 
-def gpt2_of(width: int) -> Any:
+def gpt2_of(width: int, layers: int = 2) -> Any:
     torch.manual_seed(0)
-    sizes = {"n_embd": width, "n_layer": 2, "n_head": 4, "vocab_size": 128, "n_positions": 32}
+    sizes = {"n_embd": width, "n_layer": layers, "n_head": 4, "vocab_size": 128, "n_positions": 32}
     return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)).double()
 
 
-def train_by_default(width: int, checkpointing: bool, stages: int, by_plugin: bool) -> tuple[str, Step]:
+def train_by_default(
+    width: int, layers: int, checkpointing: bool, stages: int, by_plugin: bool, options: dict[str, Any]
+) -> tuple[str, Step]:
     """The schedule that a model gets where nobody asks for one, and a step under it."""
-    model, inputs = gpt2_of(width), batch("causal", SAMPLES)
+    model, inputs = gpt2_of(width, layers), batch("causal", SAMPLES)
     if checkpointing:
         model.gradient_checkpointing_enable()
     if by_plugin:
@@ -175,33 +177,54 @@ def train_by_default(width: int, checkpointing: bool, stages: int, by_plugin: bo
         plugin.set_pipelines([PipelineTemplate.balanced(model, stages)], [SAMPLES])
         model, *_ = plugin.configure(model)
     else:
-        model = parallelize(model, stages, num_microbatches=SAMPLES)
+        model = parallelize(model, stages, **options)
     with kept_in_double():
         losses = run_step(model, inputs)
     return model.pipeline.make_schedule(SAMPLES).name, Step(losses, gradients_of(model))
 
 
+EACH = {"num_microbatches": SAMPLES}
+
+
 @pytest.mark.parametrize(
-    ("width", "checkpointing", "stages", "by_plugin", "wanted"),
+    ("width", "layers", "checkpointing", "stages", "by_plugin", "options", "wanted"),
     [
-        (256, False, 2, False, "zb-h1"),
-        (256, False, 2, True, "zb-h1"),
-        (32, False, 2, True, "1f1b"),
-        (256, True, 2, True, "1f1b"),
-        (256, True, 2, False, "1f1b"),
-        (256, False, 1, False, "1f1b"),
+        (256, 4, False, 2, False, EACH, "zb-v"),
+        (256, 4, False, 2, False, {"num_microbatches": 2}, "zb-h1"),  # too few of them
+        (256, 4, False, 2, False, {**EACH, "split_points": ["transformer.h.2"]}, "zb-h1"),
+        (256, 2, False, 2, False, EACH, "zb-h1"),  # its four stages would be unequal
+        (256, 4, False, 2, True, {}, "zb-h1"),
+        (32, 4, False, 2, False, EACH, "1f1b"),
+        (256, 2, True, 2, True, {}, "1f1b"),
+        (256, 4, True, 2, False, EACH, "1f1b"),
+        (256, 4, False, 1, False, EACH, "1f1b"),
     ],
 )
 def test_weight_gradients_are_put_off_by_default_where_it_pays(
-    pool: Pool, width: int, checkpointing: bool, stages: int, by_plugin: bool, wanted: str
+    pool: Pool,
+    width: int,
+    layers: int,
+    checkpointing: bool,
+    stages: int,
+    by_plugin: bool,
+    options: dict[str, Any],
+    wanted: str,
 ) -> None:
-    found = pool.run(stages, train_by_default, width, checkpointing, stages, by_plugin)
+    found = pool.run(stages, train_by_default, width, layers, checkpointing, stages, by_plugin, options)
     assert {name for name, _ in found} == {wanted}
-    assert_steps_equal([step for _, step in found], unsplit_step(gpt2_of(width), (batch("causal", SAMPLES), 1.0)))
+    assert_steps_equal(
+        [step for _, step in found], unsplit_step(gpt2_of(width, layers), (batch("causal", SAMPLES), 1.0))
+    )
+
+
+def test_replicas_have_one_stage_each_by_default(pool: Pool) -> None:
+    found = pool.run(4, train_by_default, 256, 4, False, 2, False, EACH)
+    assert {name for name, _ in found} == {"zb-h1"}
 
 
 def test_the_predicted_time_is_the_simulated_one() -> None:
     for ranks in range(1, 6):
         for count in range(ranks, 12):
-            times = {name: simulate(build(name, ranks, count), Costs()).makespan for name in ("1f1b", "zb-h1")}
-            assert share_of_1f1b(ranks, count) == pytest.approx(times["zb-h1"] / times["1f1b"])
+            for name, share in (("1f1b", 3), ("zb-h1", 3), ("zb-v", 6)):  # of a rank's time on a microbatch, F, B or W
+                found = simulate(build(name, ranks, count), Costs()).makespan
+                assert predicted_steps(name, ranks, count) == pytest.approx(found / share)

@@ -35,14 +35,14 @@ class Configuration:
             attention heads, layer widths and vocabulary.
         micro_batch_size: samples in a microbatch, or None.
         num_microbatches: microbatches in a batch, or None: as many as a schedule of your own is written for, otherwise
-            4 for each stage. At most one of the two may be given.
+            4 for each rank. At most one of the two may be given.
         batch_dim: for inputs whose samples are not along the first dimension, by name, the dimension that has them, or
             None for an input without samples, which goes whole to every microbatch.
         loss_chunk_tokens: in training the head and the loss of a language model run over so many tokens at a time, and
             again in the backward, so that logits of more never exist; None for all tokens at once.
-        schedule: "auto", which is "zb-h1" where it pays to put weight gradients off and "1f1b" elsewhere, another name
-            that `penstock.schedule.build` knows, or a schedule of your own: the path of a .csv file, or a
-            list of rows, one for each rank, such as "0F0,0B0"; see `penstock.schedule.text`.
+        schedule: "auto", which is "zb-v" or "zb-h1" where it pays to put weight gradients off, else "1f1b" (see
+            docs/schedules.md), another name that `penstock.schedule.build` knows, or a schedule of your own: the path
+            of a .csv file, or a list of rows, one for each rank, such as "0F0,0B0"; see `penstock.schedule.text`.
         stages: for each stage the names of its units, or None to balance them by cost. A module that holds several
             units stands for all of them.
         split_points: instead of `stages`: the units with which the second, the third, ... stage begins.

@@ -25,9 +25,9 @@ from penstock.pipeline_model import USED_NAMES, PipelineModel, attach
 from penstock.rooms import owners_of, room
 from penstock.runtime.comm.exchange import Ranks
 from penstock.runtime.comm.forming import forming
-from penstock.runtime.engine import DEFAULT_MICROBATCHES_PER_STAGE
+from penstock.runtime.engine import DEFAULT_MICROBATCHES_PER_RANK
 from penstock.runtime.failures.board import FailureBoard
-from penstock.schedule.generators import settle, share_of_1f1b
+from penstock.schedule.generators import AUTO, default_stages_per_rank, predicted_steps, settle
 
 ConfigLike = Configuration | Mapping[str, Any] | str | os.PathLike[str]
 
@@ -108,6 +108,8 @@ def _plan(model: nn.Module, configuration: Configuration, found: UnitsAndCosts, 
     configuration = _with_size(model, replace(configuration, schedule=name), found, ranks)
     if configuration.pipeline_parallel_size == 1:
         configuration = replace(configuration, schedule=settle(asked, deferring_pays=False))
+    elif asked == AUTO and _pays_in_a_v(configuration, found.costs):
+        configuration = replace(configuration, schedule="zb-v")
     if configuration.stages is not None:
         bare = bare_modules(model, found.units)
         chosen = [[name for name in stage if name not in bare] for stage in configuration.stages]
@@ -129,12 +131,12 @@ def _plan(model: nn.Module, configuration: Configuration, found: UnitsAndCosts, 
         number = written.num_microbatches
     names = ("micro_batch_size", "batch_dim", "loss_chunk_tokens", "trace", "trace_steps", "patience")
     options = {name: getattr(configuration, name) for name in names}
-    in_words = f"{number or DEFAULT_MICROBATCHES_PER_STAGE * len(stages)} microbatches in a batch"
+    in_words = f"{number or _usual_number(configuration)} microbatches in a batch"
     in_use = str(configuration.schedule) if written is None else written.name
     if configuration.micro_batch_size is not None:
         in_words = f"microbatches of {configuration.micro_batch_size}"
-    elif in_use == "zb-h1" != asked:
-        share = share_of_1f1b(len(stages), number or DEFAULT_MICROBATCHES_PER_STAGE * len(stages))
+    elif asked == AUTO and in_use != "1f1b":
+        share = _predicted(in_use, configuration, found.costs) / _predicted("1f1b", configuration, found.costs)
         in_use += f" (predicted {share:.2f} of 1f1b's time)"
     return LayoutPlan(
         layout,
@@ -146,6 +148,33 @@ def _plan(model: nn.Module, configuration: Configuration, found: UnitsAndCosts, 
         | {"num_microbatches": number, "timeout": configuration.time_limit}
         | {"with_owners": owners_of(int(configuration.sharded_optimizer))},
     )
+
+
+def _pays_in_a_v(configuration: Configuration, costs: Sequence[float]) -> bool:
+    """Whether ZB-V is chosen for ZB-H1 where a user leaves the schedule and the stages open: it holds as much, and is
+    predicted to be 1 % faster. Not where replicas add up gradients, which they do at the end of a step then, nor with
+    so few microbatches that messages, of which it has twice as many, might decide."""
+    num_ranks = configuration.pipeline_parallel_size
+    if configuration.schedule != "zb-h1" or configuration.stages or configuration.split_points:
+        return False
+    if num_ranks != dist.get_world_size() or len(costs) < 2 * num_ranks or _usual_number(configuration) < 2 * num_ranks:
+        return False
+    return _predicted("zb-v", configuration, costs) < 0.99 * _predicted("zb-h1", configuration, costs)
+
+
+def _predicted(name: str, configuration: Configuration, costs: Sequence[float]) -> float:
+    """The time of a step, in the unit of the costs; see `predicted_steps`."""
+    num_ranks = int(configuration.pipeline_parallel_size)
+    number = num_ranks * default_stages_per_rank(name)
+    stages = [sum(run) for run in split_into(costs, partition(costs, [1.0] * number).sizes)]
+    if number > num_ranks:  # in a V
+        stages = [first + last for first, last in zip(stages[:num_ranks], reversed(stages), strict=False)]
+    return max(stages) * predicted_steps(name, num_ranks, _usual_number(configuration))
+
+
+def _usual_number(configuration: Configuration) -> int:
+    """The number of microbatches in a step, where no batch is at hand."""
+    return configuration.num_microbatches or DEFAULT_MICROBATCHES_PER_RANK * int(configuration.pipeline_parallel_size)
 
 
 def _with_size(model: nn.Module, configuration: Configuration, found: UnitsAndCosts, ranks: Ranks) -> Configuration:

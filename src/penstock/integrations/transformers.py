@@ -39,7 +39,7 @@ from penstock.modeling.adapters import base_of
 from penstock.modeling.graph.loss import NUM_ITEMS, Criterion
 from penstock.pipeline_model import PipelineModel, loss_tensor
 from penstock.plugin import HeterogeneousParallelPlugin
-from penstock.runtime.engine import DEFAULT_MICROBATCHES_PER_STAGE, Engine
+from penstock.runtime.engine import DEFAULT_MICROBATCHES_PER_RANK, Engine
 
 logger = logging.getLogger(__name__)
 
@@ -303,7 +303,7 @@ class PipelineTrainerMixin(Trainer):
         if not is_packed(inputs):
             return inputs
         inputs, engine = self._without_lengths(inputs), self._engine
-        wanted = engine.num_microbatches or DEFAULT_MICROBATCHES_PER_STAGE * engine.context.pipeline.num_stages
+        wanted = engine.num_microbatches or DEFAULT_MICROBATCHES_PER_RANK * engine.context.pipeline.num_ranks
         pieces = cut_packed(inputs, wanted, first_microbatch=engine.place.pipeline * wanted)
         return {**inputs, **pieces}
 

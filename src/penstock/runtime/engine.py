@@ -63,7 +63,7 @@ from penstock.schedule.actions import check_trains
 if TYPE_CHECKING:
     from penstock.runtime.comm.groups import Groups
 
-DEFAULT_MICROBATCHES_PER_STAGE = 4
+DEFAULT_MICROBATCHES_PER_RANK = 4
 # Calls that need the model where its stages compute, beside steps and evaluations.
 COMPUTING = frozenset({Call.GENERATE, Call.CLIP, Call.NORM})
 # Calls whose numbers all ranks should have alike.
@@ -509,7 +509,7 @@ class Engine:
         """Microbatches of a batch and their sizes."""
         wanted, dims = self.num_microbatches, self.batch_dim
         refuse_unknown_names(dims, [*inputs, *inspect.signature(self.split.model.forward).parameters] if dims else ())
-        default = DEFAULT_MICROBATCHES_PER_STAGE * self.context.pipeline.num_stages
+        default = DEFAULT_MICROBATCHES_PER_RANK * self.context.pipeline.num_ranks
         if wanted is not None and at_most:
             return microbatches_of(inputs, self._main_input_name, default=wanted, media=self._media, dims=dims)
         return microbatches_of(inputs, self._main_input_name, wanted, self.micro_batch_size, default, self._media, dims)

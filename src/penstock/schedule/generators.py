@@ -15,7 +15,7 @@ AUTO = "auto"
 
 
 def settle(name: Any, deferring_pays: bool) -> Any:
-    """The schedule to run where a user asked for `name`, or for one written out.
+    """The schedule to run where a user asked for `name`, or for one written out, with one stage on each rank.
 
     ZB-H1 has the messages of 1F1B, forwards and backwards in the same order, and holds no more microbatches than its
     first rank. It is faster where weight gradients are worth putting off.
@@ -23,9 +23,10 @@ def settle(name: Any, deferring_pays: bool) -> Any:
     return ("zb-h1" if deferring_pays else "1f1b") if name == AUTO else name
 
 
-def share_of_1f1b(num_ranks: int, num_microbatches: int) -> float:
-    """The time of a step under ZB-H1 over that under 1F1B if F = B = W; see `zb_h1`."""
-    return (num_microbatches + (num_ranks - 1) / 3) / (num_microbatches + num_ranks - 1)
+def predicted_steps(name: str, num_ranks: int, num_microbatches: int) -> float:
+    """The time of a step under one of the schedules that "auto" chooses from, over that of a microbatch on a rank, if
+    F = B = W and there are as many microbatches as ranks; see `zb_h1` and `zb_v`."""
+    return num_microbatches + (num_ranks - 1) * {"1f1b": 1.0, "zb-h1": 1 / 3, "zb-v": 1 / 6}[name]
 
 
 def build(name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int | None = None) -> Schedule:
