@@ -39,6 +39,7 @@ CONTESTANTS: dict[str, tuple[dict[str, Any], int, int]] = {
     "penstock zb-h1": ({"kind": "penstock", "schedule": "zb-h1"}, 2, 1),
     "penstock zb-h2": ({"kind": "penstock", "schedule": "zb-h2"}, 2, 1),
     "penstock zb-v": ({"kind": "penstock", "schedule": "zb-v"}, 2, 1),
+    "penstock by default": ({"kind": "penstock", "schedule": "auto"}, 2, 1),
 }
 
 

@@ -51,7 +51,7 @@ T = TypeVar("T")
 NO_TOKEN = -1
 # Prompts are worked on in parts of at least so many tokens, as smaller ones would read all weights for too few: on a
 # CPU, and on accelerators, where not measured.
-LEAST_TOKENS = 64
+LEAST_TOKENS = 256
 LEAST_TOKENS_ELSEWHERE = 2048
 
 
