@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from types import FrameType
 from typing import Any
 from unittest import mock
@@ -47,8 +48,9 @@ OWNERS = {b"//cpu//": "gloo", b"penstock": "Penstock", b"is there an answer": "P
 
 
 class CountingProxy:
-    """Between the ranks and their store: counts their connections, in all and those held when a rank says `AT_REST`,
-    what they send, which is one piece for each question, and all bytes; these also by whose they are.
+    """Between the ranks and their store: counts their connections, what they send, which is one piece for each
+    question, and all bytes; these also by whose they are. When a rank says `AT_REST`, also the connections that are
+    held then, and the questions until then.
 
     Attributes:
         port: where the ranks find it.
@@ -86,7 +88,7 @@ class CountingProxy:
                 if asks:
                     owner[0] = next(name for mark, name in OWNERS.items() if mark in piece)
                     if AT_REST.encode() in piece:
-                        self.counts["held"] = held
+                        self.counts["held"], self.counts["asked"] = held, self.counts["operations"]
                 for whose in ("", f" of {owner[0]}"):
                     self.counts[f"bytes{whose}"] += len(piece)
                     self.counts[f"operations{whose}"] += asks and bool(piece)
@@ -145,6 +147,15 @@ def _descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
+@cache
+def formed() -> tuple[Any, dict[str, torch.Tensor]]:
+    """This process's model, and its rows of a batch."""
+    model = parallelize(FAMILIES["gpt2"].build(), STAGES, num_microbatches=2)
+    return model, rows(
+        batch("causal", 2 * model.data_parallel_size), model.data_parallel_rank, model.data_parallel_size
+    )
+
+
 def form_and_step() -> dict[str, Counter[str]]:
     """What forming asked for, what this rank has then, and what a step asks for."""
     forming, held, step, before = Counter[str](), Counter[str](), Counter[str](), _descriptors()
@@ -155,8 +166,7 @@ def form_and_step() -> dict[str, Counter[str]]:
         return new_group(*args, **options)
 
     with counted(forming), mock.patch.object(dist, "new_group", counting):
-        model = parallelize(FAMILIES["gpt2"].build(), STAGES, num_microbatches=2)
-    inputs = rows(batch("causal", 2 * model.data_parallel_size), model.data_parallel_rank, model.data_parallel_size)
+        model, inputs = formed()
     run_step(model, inputs)
     with counted(step), python_calls(step):
         run_step(model, inputs)
@@ -206,8 +216,8 @@ def groups_of_one(world_size: int, num_stages: int, rank: int, device: str) -> C
 
 def lines_of_a_wait(slow: int, patience: float, seconds: float) -> int:
     """The lines that this rank sent to the watchers of others while one rank was slow for so long."""
-    model = parallelize(FAMILIES["gpt2"].build(), STAGES, num_microbatches=2, patience=patience)
-    inputs = rows(batch("causal", 2 * model.data_parallel_size), model.data_parallel_rank, model.data_parallel_size)
+    model, inputs = formed()
+    model.pipeline.board.patience = patience
     run_step(model, inputs)
     lines, send, tell = Counter[str](), ring._Peer.send, ring.Ring.tell_one
 
@@ -228,18 +238,17 @@ def lines_of_a_wait(slow: int, patience: float, seconds: float) -> int:
     return lines.total()
 
 
-def lose_one(victim: int, how: str) -> dict[str, Any]:
+def lose_one(victim: int, how: str, **told: Any) -> dict[str, Any]:
     """Three steps; then one rank is killed or stopped inside a step: what this rank says of it, after how many seconds,
-    and the lines that it sent to the watchers of others."""
-    model = parallelize(FAMILIES["gpt2"].build(), STAGES, num_microbatches=2)
-    inputs = rows(batch("causal", 2 * model.data_parallel_size), model.data_parallel_rank, model.data_parallel_size)
+    and the lines that it sent to the watchers of others; and what it has `told` already."""
+    model, inputs = formed()
     for _ in range(3):
         run_step(model, inputs)
     store, lines, send = default_store(), Counter[str](), ring._Peer.send
     assert store is not None
 
     def found(text: str) -> dict[str, Any]:
-        return {"text": text, "seconds": time.time() - float(store.get("fault")), "lines": lines.total()}
+        return {**told, "text": text, "seconds": time.time() - float(store.get("fault")), "lines": lines.total()}
 
     def counting(peer: Any, message: dict[str, Any]) -> None:
         lines["ring"] += message.keys() != {"number"}  # with which whoever calls is met

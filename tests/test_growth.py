@@ -6,10 +6,14 @@ import logging
 import os
 import re
 import resource
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from typing import Any
 
 import pytest
 
+from ended import End
 from growth_ranks import form_and_step, groups_of_one, lines_of_a_wait, lose_one, run_counted
 from penstock.layout.layout import Layout
 from penstock.runtime.comm.bootstrap import allow_descriptors
@@ -21,21 +25,47 @@ WORLDS = tuple(map(int, os.environ.get("PENSTOCK_WORLDS", "4,8,16,32").split(","
 MORE_DESCRIPTORS, MORE_QUESTIONS = 3, 25
 
 
+def lines_and_words_of_a_wait(slow: int, **told: Any) -> dict[str, Any]:
+    """The lines that this rank sent to others while one was slow, and what it said; and what it has `told` already."""
+    said: list[str] = []
+    logging.getLogger("penstock").addFilter(lambda record: said.append(record.getMessage()) or True)
+    return {**told, "lines": lines_of_a_wait(slow, 1.0, 5.0), "said": said}
+
+
+# What the ranks of a world do once they have been counted, for other tests.
+VICTIM = 7
+THEN: dict[int, Callable[..., dict[str, Any]]] = {
+    8: partial(lines_and_words_of_a_wait, VICTIM),
+    16: partial(lose_one, VICTIM, "stop"),
+    32: partial(lose_one, VICTIM, "kill"),
+}
+
+
+def count_and_then(world: int) -> dict[str, Any]:
+    return THEN.get(world, dict)(counts=form_and_step())
+
+
+@cache
+def run_world(world: int) -> tuple[list[End], Counter[str]]:
+    return run_counted(world, count_and_then, world)
+
+
 @pytest.mark.slow
 def test_what_a_rank_asks_for_does_not_grow_with_the_world() -> None:
     found, questions = {}, {}
     for world in WORLDS:
-        ends, asked = run_counted(world, form_and_step)
-        assert {end.kind for end in ends} == {"nothing"}, ends
+        ends, asked = run_world(world)
+        assert {end.kind for rank, end in enumerate(ends) if rank != VICTIM} == {"nothing"}, ends
         assert asked["held"] <= world + 4, f"connections of the store's host with {world} ranks"
-        found[world], questions[world] = [end.value for end in ends], asked["operations"] / world
+        questions[world] = asked["asked"] / world
+        # Ranks with the first and with the second stage, of the first and of the last pipelines.
+        found[world] = {rank: ends[rank].value["counts"] for rank in (0, 1, world - 2, world - 1)}
     few = found[WORLDS[0]]
     assert few[0]["forming"]["allreduce"] and few[0]["step"]["allgather"] and few[0]["step"]["python calls"], "counted"
     for world in WORLDS:
         doublings = (world // WORLDS[0]).bit_length() - 1
-        # Ranks with the first and with the second stage, of the first and of the last pipelines.
-        for rank in (0, 1, world - 2, world - 1):
-            first, mine = few[rank % 2], found[world][rank]
+        for rank, mine in found[world].items():
+            first = few[rank % 2]
             assert mine["step"] == first["step"], f"a step of rank {rank} of {world}"
             for name in ("groups", "threads"):
                 assert mine["held"][name] == first["held"][name], f"{name} of rank {rank} of {world}"
@@ -61,20 +91,13 @@ def test_a_rank_makes_its_own_groups_only(pool: Pool, device: str) -> None:
         )
 
 
-def lines_and_words_of_a_wait(slow: int) -> tuple[int, list[str]]:
-    """The lines that this rank sent to others while one was slow, and what it said."""
-    said: list[str] = []
-    logging.getLogger("penstock").addFilter(lambda record: said.append(record.getMessage()) or True)
-    return lines_of_a_wait(slow, 1.0, 5.0), said
-
-
 @pytest.mark.slow
 def test_one_rank_asks_for_all_that_wait_and_is_answered_alone_and_says_once_for_whom() -> None:
-    ends, _ = run_counted(8, lines_and_words_of_a_wait, 7)
+    ends, _ = run_world(8)
     assert {end.kind for end in ends} == {"nothing"}, ends
-    ((_, (line,)), *others) = [end.value for end in ends]
-    assert [said for _, said in others] == [[]] * 7
-    assert 8 < sum(end.value[0] for end in ends) <= 2 * 8
+    ((line,), *others) = [end.value["said"] for end in ends]
+    assert others == [[]] * 7
+    assert 8 < sum(end.value["lines"] for end in ends) <= 2 * 8
     assert line.startswith("rank 0 has waited ") and "; rank 7 is in its own program " in line
     assert re.findall(r"rank \d+", line) == ["rank 0", "rank 7"]
     assert "growth_ranks.py, line" in line and "every rank of a pipeline must make the same calls" in line
@@ -82,12 +105,12 @@ def test_one_rank_asks_for_all_that_wait_and_is_answered_alone_and_says_once_for
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("how", "kind", "words"), [("kill", "killed", "was lost"), ("stop", "stands still", "does not answer")]
+    ("world", "kind", "words"), [(32, "killed", "was lost"), (16, "stands still", "does not answer")]
 )
-def test_a_rank_of_many_that_is_lost_is_named_by_all(how: str, kind: str, words: str) -> None:
-    ends, _ = run_counted(32, lose_one, 7, how)
-    assert ends.pop(7).kind == kind
-    for end in ends:
+def test_a_rank_of_many_that_is_lost_is_named_by_all(world: int, kind: str, words: str) -> None:
+    ends, _ = run_world(world)
+    assert ends[VICTIM].kind == kind
+    for end in (*ends[:VICTIM], *ends[VICTIM + 1 :]):
         assert end.kind == "nothing" and f"rank 7 {words}" in end.value["text"], end
         assert end.value["seconds"] < 5.0
 
