@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ def _status(field: str) -> int:
 
 def peak_growth(work: Callable[[], object]) -> int:
     """By how many bytes `work` raises what is resident, pages of files included."""
+    gc.collect()  # what went meanwhile would hide as much of the growth
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
     before = _status("VmRSS")
     work()
@@ -29,6 +31,7 @@ def sampled_peak() -> Iterator[list[int]]:
         while not over.wait(0.0005):
             peak[0] = max(peak[0], _status("RssAnon") - before)
 
+    gc.collect()
     before, peak, over = _status("RssAnon"), [0], threading.Event()
     watcher = threading.Thread(target=watch)
     watcher.start()
