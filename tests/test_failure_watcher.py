@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 
 from ended import LIMIT, End, fault_now, kill_self, run_ranks
 from families import FAMILIES, batch
-from launch import run_command
+from launch import run_python
 from penstock import PipelineFailure
 from penstock.runtime import formation
 from penstock.runtime.comm import rollcall
@@ -485,6 +485,7 @@ atexit.register(ending.set)
 """
 
 
-def test_a_thread_that_is_in_torch_as_the_process_ends_does_not_abort_it() -> None:
-    ended = run_command([sys.executable, "-c", ASK_TO_THE_END], timeout=120)
+def test_a_thread_that_is_in_torch_as_the_process_ends_does_not_abort_it(tmp_path: Path) -> None:
+    (tmp_path / "ask.py").write_text(ASK_TO_THE_END)
+    ended = run_python(tmp_path / "ask.py", timeout=120)
     assert (ended.returncode, ended.stderr) == (0, "")
