@@ -13,8 +13,7 @@ from penstock.cli import app
 from penstock.layout.announce import compact
 from penstock.layout.layout import Layout
 from penstock.modeling.weights.names import stage_sizes
-from penstock.pictures.describe import LayoutDescription
-from penstock.pictures.model_layout import describe_pipelines
+from penstock.pictures.describe import LayoutDescription, describe_pipelines
 from penstock.schedule import build
 from pool import Pool
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.pictures.timeline import COLOURS
+from penstock.pictures.timeline import LOOKS
 from penstock.schedule import Costs, EventKind, TimedEvent, build, chrome_trace, gantt_svg, simulate, write_timeline
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -60,8 +60,10 @@ def test_a_chart_has_a_legend_of_what_it_shows_ranks_idle_shares_and_an_axis() -
 
 
 def test_the_colours_of_the_five_kinds_differ_also_in_grey() -> None:
-    assert set(COLOURS) == set(EventKind)
-    lightness = sorted(0.299 * red + 0.587 * green + 0.114 * blue for red, green, blue in COLOURS.values())
+    assert set(LOOKS) == set(EventKind)
+    lightness = sorted(
+        0.299 * red + 0.587 * green + 0.114 * blue for red, green, blue in (look.colour for look in LOOKS.values())
+    )
     assert min(b - a for a, b in pairwise(lightness)) > 7
 
 

@@ -33,7 +33,7 @@ _ROOMS = {
     "dividing": "penstock.sharded_optimizer.updates",
     "Recorder": "penstock.pictures.recorder",
     "LayoutDescription": "penstock.pictures.describe",
-    "describe_layout": "penstock.pictures.model_layout",
+    "describe_layout": "penstock.pictures.describe",
     "from_live_ranks": "penstock.elastic.moving",
     "check_elastic": "penstock.elastic.configure",
     "configure_elastic": "penstock.elastic.configure",

@@ -72,7 +72,7 @@ def describe(
     with waiting("following the model"):
         from penstock.checking.check import build_on_meta
         from penstock.layout.pipelines import parse_pipelines
-        from penstock.pictures.model_layout import describe_pipelines
+        from penstock.pictures.describe import describe_pipelines
 
         found = subject_of(model)
         whole = build_on_meta(found) if isinstance(found, str | type) else found

@@ -1,4 +1,4 @@
-"""What a layout of pipelines looks like: a table, a picture with the timeline of a step, lines in the log. No torch."""
+"""What a layout of pipelines looks like: a table, and a picture with the timeline of a step."""
 
 from __future__ import annotations
 
@@ -11,12 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from rich.table import Column, Table
+from transformers import PreTrainedModel
 
 from penstock.layout.announce import LENGTH, compact, ranks_of
 from penstock.layout.layout import Layout
+from penstock.layout.schedules import schedule_maker
+from penstock.modeling.graph.costs import unit_costs
+from penstock.modeling.weights.names import stage_sizes
 from penstock.pictures.simulate import Costs, LayoutSimulation, simulate_layout
 from penstock.pictures.tables import as_text
 from penstock.pictures.timeline import FAINT, gantt_svg, svg_head, svg_text
+from penstock.pipeline_template import balanced_templates
 from penstock.schedule.actions import Schedule
 
 # Colours of the pipelines, in turn; pale enough for dark letters.
@@ -28,48 +33,34 @@ LETTER = 0.56
 
 @dataclass(frozen=True)
 class LayoutDescription:
-    """The pipelines of a run. `str()` of it is the table.
-
-    Attributes:
-        model_name: what the templates are for.
-        layout: where the pipelines are placed.
-        schedules: of each pipeline in a step.
-        microbatch_size: samples in a microbatch.
-        parameters: per pipeline and stage, how many the stage holds; None if no model was at hand.
-        costs: the relative cost of each unit; None if no model was at hand.
-    """
+    """The pipelines of a run. `str()` of it is the table."""
 
     model_name: str
     layout: Layout
-    schedules: tuple[Schedule, ...]
+    schedules: tuple[Schedule, ...]  # of each pipeline in a step
     microbatch_size: int
-    parameters: Sequence[Sequence[int]] | None = None
-    costs: Mapping[str, float] | None = None
+    parameters: Sequence[Sequence[int]] | None = None  # per pipeline and stage; None if no model was at hand
+    costs: Mapping[str, float] | None = None  # the relative cost of each unit; None if no model was at hand
 
     @property
     def num_microbatches(self) -> tuple[int, ...]:
-        """The number of microbatches of each pipeline in a step."""
         return tuple(schedule.num_microbatches for schedule in self.schedules)
 
     @property
     def schedule_names(self) -> str:
-        """The schedules' names, each once."""
         return ", ".join(dict.fromkeys(schedule.name for schedule in self.schedules))
 
     @property
     def global_batch_size(self) -> int:
-        """Samples in a step, over all pipelines."""
         return sum(self.num_microbatches) * self.microbatch_size
 
     def share(self, pipeline: int) -> float:
-        """The part of the global batch that a pipeline gets, between 0 and 1."""
         return self.num_microbatches[pipeline] / sum(self.num_microbatches)
 
     def __str__(self) -> str:
         return as_text(self.title, *map(self._table, range(len(self.layout.pipelines))), self.caption)
 
     def _table(self, index: int) -> Table:
-        """The stages of one pipeline."""
         pipeline, count = self.layout.pipelines[index], self.num_microbatches[index]
         table = Table(
             Column("stage", justify="right"), Column("rank", justify="right"), Column("units", overflow="fold"),
@@ -84,17 +75,16 @@ class LayoutDescription:
         return table
 
     def data(self) -> dict[str, Any]:
-        """The same for JSON."""
         pipelines = []
         for index, pipeline in enumerate(self.layout.pipelines):
-            size = pipeline.tensor_parallel_size
-            firsts = [pipeline.global_rank(stage) for stage in range(pipeline.num_stages)]
-            stages: list[dict[str, Any]] = [
-                {"ranks": list(range(first, first + size)), "units": list(units)}
-                for first, units in zip(firsts, pipeline.stages, strict=True)
-            ]
-            for stage, held in zip(stages, self.parameters[index] if self.parameters else (), strict=False):
-                stage["parameters"] = held
+            stages = []
+            for stage, units in enumerate(pipeline.stages):
+                first = pipeline.global_rank(stage)
+                one: dict[str, Any] = {
+                    "ranks": list(range(first, first + pipeline.tensor_parallel_size)),
+                    "units": list(units),
+                }
+                stages.append(one | ({"parameters": self.parameters[index][stage]} if self.parameters else {}))
             pipelines.append(
                 {
                     "schedule": self.schedules[index].name,
@@ -127,10 +117,9 @@ class LayoutDescription:
     def simulate(self) -> LayoutSimulation:
         """A step as the modules' costs predict it, or as if all modules cost the same; without communication."""
         pipelines = []
+        costs = self.costs or dict.fromkeys(self.layout.units, 1.0)
         for pipeline, schedule in zip(self.layout.pipelines, self.schedules, strict=True):
-            stages = [
-                sum(self.costs[unit] if self.costs else 1.0 for unit in stage_units) for stage_units in pipeline.stages
-            ]
+            stages = [sum(costs[unit] for unit in units) for units in pipeline.stages]
             # Input and weight gradients take about as long as the forward each: the same matrix products.
             pipelines.append((schedule, Costs(forward=stages, backward=stages, weight=stages)))
         return simulate_layout(pipelines)
@@ -169,8 +158,7 @@ class LayoutDescription:
         pipeline, y = self.layout.pipelines[index], TOP + index * (ROW + GAP)
         count = self.num_microbatches[index]
         yield svg_text(LEFT - 12, y + 18, f"pipeline {index}", size=13, anchor="end", weight="bold")
-        plural = "" if count == 1 else "es"
-        share = f"{count} microbatch{plural}, {self.share(index):.0%}"
+        share = f"{count} microbatch{'es' * (count != 1)}, {self.share(index):.0%}"
         yield svg_text(LEFT - 12, y + 34, share, size=11, colour=FAINT, anchor="end")
         step, position = WIDTH / len(self.layout.units), 0
         for stage, units in enumerate(pipeline.stages):
@@ -182,7 +170,7 @@ class LayoutDescription:
                 f"<title>{escape(', '.join(units))}</title></rect>"
             )
             size = "" if self.parameters is None else f", {_short(self.parameters[index][stage])} parameters"
-            rank, number = ranks_of(pipeline, stage), f"{len(units)} unit" + ("" if len(units) == 1 else "s")
+            rank, number = ranks_of(pipeline, stage), f"{len(units)} unit{'s' * (len(units) != 1)}"
             for line, labels in ((18, (f"rank {rank}", rank)), (34, (number + size, number, str(len(units))))):
                 label = next((text for text in labels if len(text) * LETTER * 12 < width), "")
                 yield svg_text(x + width / 2, y + line, label, size=12, anchor="middle")
@@ -197,6 +185,31 @@ class LayoutDescription:
                 f'<line x1="{x:.1f}" y1="{TOP - 8:.0f}" x2="{x:.1f}" y2="{height - 30:.0f}" stroke="{FAINT}" '
                 'stroke-dasharray="3 3"/>'
             )
+
+
+def describe_pipelines(
+    model: PreTrainedModel, pipelines: Sequence[tuple[int, int]], microbatch_size: int, schedule: str
+) -> LayoutDescription:
+    """What pipelines, each a number of ranks with balanced stages and one of microbatches, look like for a model."""
+    templates = balanced_templates(model, (ranks for ranks, _ in pipelines), schedule)
+    schedules = tuple(schedule_maker(templates[ranks], schedule)(count) for ranks, count in pipelines)
+    stages = [templates[ranks].modules_per_stage for ranks, _ in pipelines]
+    layout = Layout.place(stages, [made.stage_to_rank for made in schedules])
+    return describe_layout(model, layout, schedules, microbatch_size)
+
+
+def describe_layout(
+    model: PreTrainedModel,
+    layout: Layout,
+    schedules: tuple[Schedule, ...],
+    microbatch_size: int,
+    costs: Sequence[float] | None = None,
+) -> LayoutDescription:
+    """What a layout looks like for a whole model. `costs`: of each unit of the layout; None estimates them."""
+    sizes = [stage_sizes(model, pipeline.stages) for pipeline in layout.pipelines]
+    costs = unit_costs(model, layout.units) if costs is None else costs
+    by_unit = dict(zip(layout.units, costs, strict=True))
+    return LayoutDescription(type(model).__name__, layout, schedules, microbatch_size, sizes, by_unit)
 
 
 def _short(number: int) -> str:

@@ -35,11 +35,8 @@ class Recorder:
     def recording(
         self, step: Generator[Any, None, None], path: str | os.PathLike[str] | None, number: int, goes_on: bool = False
     ) -> Generator[Any, None, None]:
-        """Run `step`, the training step `number`, and record it.
-
-        If a path is given, write there what all ranks of the pipeline recorded, after the steps that are there already
-        if it `goes_on`.
-        """
+        """Run `step`, the training step `number`, and record it. If a path is given, write there what all ranks of the
+        pipeline recorded, after the steps that are there already if it `goes_on`."""
         self._events.clear()
         self._channels.on_wait = self.wait
         try:
@@ -60,7 +57,10 @@ class Recorder:
                 ]
                 numbers = sorted({event.step for event in self._written if event.step is not None})
                 which = f"steps {numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else "a step"
-                _write(self._written, path, f"{which} on {dist.get_world_size(group)} ranks, as run")
+                path = Path(path)
+                draft = path.with_name(f".{path.stem}.draft{path.suffix}")
+                write_timeline(self._written, draft, f"{which} on {dist.get_world_size(group)} ranks, as run")
+                os.replace(draft, path)  # whole or not at all
 
     def action(self, kind: str, stage: int, microbatch: int, start: float, end: float) -> None:
         """An action that ran from `start` to `end`; what it waited for its input is not counted as its own."""
@@ -83,26 +83,13 @@ class Recorder:
         here = socket.gethostname()
         ranks = Ranks(group, self._context.board.guard)
         told = ranks.exchange([here, [astuple(event) for event in self._events]], "gathering the timeline")
-        gathered = [(host, [_event(*event) for event in events]) for host, events in told]
         origins: dict[str, float] = {}
-        for host, events in gathered:
-            for event in events:
-                origins[host] = min(origins.get(host, event.start), event.start)
+        for host, events in told:
+            for _, _, start, *_ in events:
+                origins[host] = min(origins.get(host, start), start)
         shifted = [
-            replace(event, start=event.start - origins[host], end=event.end - origins[host])
-            for host, events in gathered
-            for event in events
+            TimedEvent(rank, EventKind(kind), start - origins[host], end - origins[host], *others)
+            for host, events in told
+            for rank, kind, start, end, *others in events
         ]
         return with_waits(shifted, SHORTEST_WAIT), origins.get(here, 0.0)
-
-
-def _event(rank: int, kind: str, *others: Any) -> TimedEvent:
-    return TimedEvent(rank, EventKind(kind), *others)
-
-
-def _write(events: list[TimedEvent], path: str | os.PathLike[str], title: str) -> None:
-    """Write a timeline whole or not at all: .svg for a chart, .json for a Chrome trace."""
-    path = Path(path)
-    draft = path.with_name(f".{path.stem}.draft{path.suffix}")
-    write_timeline(events, draft, title)
-    os.replace(draft, path)

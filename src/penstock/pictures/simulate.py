@@ -1,7 +1,4 @@
-"""When everything happens: what actions and messages cost, an event simulation of one pipeline in time proportional to
-its number of actions, and of a layout: pipelines side by side, then the reduction of their gradients; and how fast a
-step could be at best, whatever the order of its actions.
-"""
+"""When everything happens in a pipeline and in a layout, simulated; and how fast a step could be at best."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 
 from penstock.pictures.timeline import EventKind, TimedEvent
-from penstock.schedule.actions import Kind, Schedule, ScheduleError
+from penstock.schedule.actions import Kind, Schedule
 from penstock.schedule.validation import validate
 
 Number = float | Sequence[float]
@@ -160,16 +157,9 @@ class Simulation:
         """Every action with its start and end, rank by rank, in the order of execution."""
         kinds = {kind: EventKind(kind.value) for kind in Kind}
         return tuple(
-            TimedEvent(
-                rank,
-                kinds[action.kind],
-                start,
-                start + self.durations[action.kind][action.stage],
-                action.stage,
-                action.microbatch,
-            )
+            TimedEvent(rank, kinds[kind], start, start + self.durations[kind][stage], stage, microbatch)
             for rank, (actions, starts) in enumerate(zip(self.schedule.actions, self.starts, strict=True))
-            for action, start in zip(actions, starts, strict=True)
+            for (kind, stage, microbatch), start in zip(actions, starts, strict=True)
         )
 
 
@@ -189,24 +179,9 @@ def simulate(schedule: Schedule, costs: Costs) -> Simulation:
         backward = tuple(b + w for b, w in zip(stage_costs.backward, stage_costs.weight, strict=True))
     durations = {Kind.F: stage_costs.forward, Kind.B: backward, Kind.W: stage_costs.weight}
     starts = _start_times(schedule, durations, stage_costs)
-    ends = (
-        own_starts[-1] + durations[actions[-1].kind][actions[-1].stage]
-        for own_starts, actions in zip(starts, schedule.actions, strict=True)
-    )
-    return Simulation(
-        schedule=schedule,
-        durations=durations,
-        starts=tuple(tuple(own_starts) for own_starts in starts),
-        makespan=max(ends),
-        activation_bytes=stage_costs.activation_bytes,
-    )
-
-
-@dataclass(slots=True)
-class _Link:
-    """One direction between two ranks."""
-
-    free_from: float = 0.0
+    lasts = [(own_starts[-1], actions[-1]) for own_starts, actions in zip(starts, schedule.actions, strict=True)]
+    makespan = max(start + durations[action.kind][action.stage] for start, action in lasts)
+    return Simulation(schedule, durations, tuple(map(tuple, starts)), makespan, stage_costs.activation_bytes)
 
 
 @dataclass(slots=True)
@@ -215,14 +190,20 @@ class _Route:
 
     arrivals: list[float | None]
     peer: int
-    link: _Link | None
-    occupancy: float
-    latency: float
+    link_free_from: list[float] | None = None  # one time, shared by what goes between the same two ranks
+    occupancy: float = 0.0
+    latency: float = 0.0
 
 
 def _start_times(schedule: Schedule, durations: dict[Kind, tuple[float, ...]], costs: StageCosts) -> list[list[float]]:
     """Let each rank run as far as it can, and go back to it when what it waits for arrives."""
-    arrivals = _nothing_arrived(schedule)
+    # By kind, stage and microbatch, when the input of an action is on its rank; None is not yet. An F waits for the F
+    # below it and a B for the B above it, or on the last stage for its own F; a W for its B. A B has had its own F
+    # wherever it has its gradient, since the stages above could not have run without.
+    arrivals: dict[Kind, list[list[float | None]]] = {
+        kind: [[None] * schedule.num_microbatches for _ in range(schedule.num_stages)] for kind in Kind
+    }
+    arrivals[Kind.F][0] = [0.0] * schedule.num_microbatches
     routes = _routes(schedule, arrivals, costs)
     # By kind and stage: when inputs arrive, how long it takes, where the result goes, and for a B its W's arrivals.
     table = {
@@ -255,10 +236,9 @@ def _start_times(schedule: Schedule, durations: dict[Kind, tuple[float, ...]], c
             if route is None:
                 continue
             arrival = now
-            link = route.link
+            link = route.link_free_from
             if link is not None:
-                sent = (now if now > link.free_from else link.free_from) + route.occupancy
-                link.free_from = sent
+                link[0] = sent = (now if now > link[0] else link[0]) + route.occupancy
                 arrival = sent + route.latency
             route.arrivals[microbatch] = arrival
             awaited = waits_for[route.peer]
@@ -268,33 +248,19 @@ def _start_times(schedule: Schedule, durations: dict[Kind, tuple[float, ...]], c
         free_from[rank] = now
     if any(len(own_starts) < len(actions) for own_starts, actions in zip(starts, schedule.actions, strict=True)):
         validate(schedule)  # says which action is blocked on each rank
-        raise ScheduleError(f"schedule {schedule.name!r} cannot run to its end")
     return starts
-
-
-def _nothing_arrived(schedule: Schedule) -> dict[Kind, list[list[float | None]]]:
-    """By kind, stage and microbatch, when the input of an action is on its rank; ``None`` is not yet.
-
-    An F waits for the F below it and a B for the B above it, or on the last stage for its own F; a W for its B. A B
-    has had its own F wherever it has its gradient, since the stages above could not have run without.
-    """
-    arrivals: dict[Kind, list[list[float | None]]] = {
-        kind: [[None] * schedule.num_microbatches for _ in range(schedule.num_stages)] for kind in Kind
-    }
-    arrivals[Kind.F][0] = [0.0] * schedule.num_microbatches
-    return arrivals
 
 
 def _routes(
     schedule: Schedule, arrivals: dict[Kind, list[list[float | None]]], costs: StageCosts
 ) -> dict[Kind, list[_Route | None]]:
-    links: dict[tuple[int, int], _Link] = {}
+    links: dict[tuple[int, int], list[float]] = {}
 
     def route(kind: Kind, source: int, target: int) -> _Route:
         peer = schedule.stage_to_rank[target]
         if schedule.is_local(source, target):
-            return _Route(arrivals[kind][target], peer, None, 0.0, 0.0)
-        link = links.setdefault((schedule.stage_to_rank[source], peer), _Link())
+            return _Route(arrivals[kind][target], peer)
+        link = links.setdefault((schedule.stage_to_rank[source], peer), [0.0])
         boundary = min(source, target)
         return _Route(arrivals[kind][target], peer, link, costs.occupancy[boundary], costs.latency[boundary])
 

@@ -1,6 +1,4 @@
-"""What happened when: the timed events that a simulation predicts and a run records, and what is drawn of them: a Gantt
-chart (SVG, a row per rank, time to the right), or a trace for chrome://tracing or ui.perfetto.dev.
-"""
+"""What happened when: the timed events that a simulation predicts and a run records, and what is drawn of them."""
 
 from __future__ import annotations
 
@@ -12,6 +10,7 @@ from enum import StrEnum
 from html import escape
 from itertools import groupby
 from pathlib import Path
+from typing import NamedTuple
 
 
 class EventKind(StrEnum):
@@ -68,31 +67,14 @@ def with_waits(events: Iterable[TimedEvent], shortest: float = 0.0) -> list[Time
     return result
 
 
-def busy_seconds(events: Iterable[TimedEvent], num_ranks: int) -> list[float]:
-    """Per rank, the seconds spent in F, B and W."""
+def bubble_fractions(events: Sequence[TimedEvent], num_ranks: int) -> list[float]:
+    """Per rank, the share of the step, from its first event on any rank to its last, without F, B or W."""
     busy = [0.0] * num_ranks
     for event in events:
         if event.kind in (EventKind.F, EventKind.B, EventKind.W):
             busy[event.rank] += event.duration
-    return busy
-
-
-def bubble_fractions(events: Sequence[TimedEvent], num_ranks: int) -> list[float]:
-    """Per rank, the share of the step, from its first event on any rank to its last, without F, B or W."""
-    if not events:
-        return [0.0] * num_ranks
-    span = max(event.end for event in events) - min(event.start for event in events)
-    return [1 - busy / span if span > 0 else 0.0 for busy in busy_seconds(events, num_ranks)]
-
-
-# Names from the trace viewer's fixed palette, near the chart's colours. Perfetto picks its own colours by event name.
-_TRACE_COLOURS = {
-    EventKind.F: "thread_state_running",
-    EventKind.B: "good",
-    EventKind.W: "bad",
-    EventKind.WAIT: "grey",
-    EventKind.REDUCTION: "rail_animation",
-}
+    span = max((event.end for event in events), default=0.0) - min((event.start for event in events), default=0.0)
+    return [1 - own / span if span > 0 else 0.0 for own in busy]
 
 
 def write_timeline(events: Iterable[TimedEvent], path: str | Path, title: str = "", relative: bool = False) -> Path:
@@ -135,7 +117,7 @@ def chrome_trace(events: Iterable[TimedEvent], title: str = "") -> str:
                 "tid": track,
                 "ts": event.start * 1e6,
                 "dur": event.duration * 1e6,
-                "cname": _TRACE_COLOURS[event.kind],
+                "cname": LOOKS[event.kind].in_traces,
                 "args": {key: value for key, value in arguments.items() if value is not None},
             }
         )
@@ -152,20 +134,19 @@ def _name(event: TimedEvent) -> str:
     return f"{event.stage}{event.kind.value}{event.microbatch}"
 
 
-# They differ in lightness too, so that the colour-blind, and a print in grey, can tell them apart.
-COLOURS = {
-    EventKind.F: (111, 168, 220),
-    EventKind.B: (35, 134, 92),
-    EventKind.W: (244, 190, 66),
-    EventKind.WAIT: (236, 239, 241),
-    EventKind.REDUCTION: (106, 27, 154),
-}
-_NAMES = {
-    EventKind.F: "forward",
-    EventKind.B: "backward",
-    EventKind.W: "weight gradient",
-    EventKind.WAIT: "waiting",
-    EventKind.REDUCTION: "gradient reduction",
+class _Look(NamedTuple):
+    name: str
+    colour: tuple[int, int, int]
+    in_traces: str  # of the trace viewer's fixed palette; Perfetto picks its own colours by event name
+
+
+# Colours differ in lightness too, so that the colour-blind, and a print in grey, can tell them apart.
+LOOKS = {
+    EventKind.F: _Look("forward", (111, 168, 220), "thread_state_running"),
+    EventKind.B: _Look("backward", (35, 134, 92), "good"),
+    EventKind.W: _Look("weight gradient", (244, 190, 66), "bad"),
+    EventKind.WAIT: _Look("waiting", (236, 239, 241), "grey"),
+    EventKind.REDUCTION: _Look("gradient reduction", (106, 27, 154), "rail_animation"),
 }
 INK = "#263238"
 FAINT = "#607d8b"
@@ -176,7 +157,7 @@ _DIGIT = 0.56  # width of a digit, in font sizes
 
 @dataclass(frozen=True)
 class _Chart:
-    """What is drawn, and where time and ranks lie on the page (SVG units, pixels at full size)."""
+    """What is drawn, and where time and ranks lie on the page."""
 
     events: Sequence[TimedEvent]
     begin: float
@@ -202,7 +183,23 @@ def gantt_svg(events: Iterable[TimedEvent], title: str = "", width: float | None
         width: of the chart in pixels, without the labels at its sides. ``None``: wide enough for numbers in most boxes.
         relative: times are in no unit.
     """
-    chart = _chart(list(events), width, relative)
+    drawn = list(events)
+    if not any(event.kind is EventKind.WAIT for event in drawn):
+        drawn = with_waits(drawn)
+    stages_of_rank: dict[int, set[int]] = {}
+    for event in drawn:
+        if event.microbatch is not None and event.stage is not None:
+            stages_of_rank.setdefault(event.rank, set()).add(event.stage)
+    begin = min((event.start for event in drawn), default=0.0)
+    end = max((event.end for event in drawn), default=1.0)
+    if width is None:
+        # Room for two digits in a box of lower-quartile length, within what a screen shows.
+        lengths = sorted(event.duration for event in drawn if event.microbatch is not None and event.duration > 0)
+        wanted = 13.0 * (end - begin) / lengths[len(lengths) // 4] if lengths else 0.0
+        width = min(2400.0, max(900.0, wanted))
+    num_ranks = 1 + max((event.rank for event in drawn), default=0)
+    stages = {rank: sorted(own) for rank, own in stages_of_rank.items()}
+    chart = _Chart(drawn, begin, end, num_ranks, width, stages, relative)
     total_width = _LEFT + chart.width + _RIGHT
     total_height = chart.y(chart.num_ranks) + _AXIS
     parts = [
@@ -217,46 +214,13 @@ def gantt_svg(events: Iterable[TimedEvent], title: str = "", width: float | None
     return "\n".join(parts) + "\n"
 
 
-def _chart(events: list[TimedEvent], width: float | None, relative: bool) -> _Chart:
-    if not any(event.kind is EventKind.WAIT for event in events):
-        events = with_waits(events)
-    stages_of_rank: dict[int, set[int]] = {}
-    for event in events:
-        if event.microbatch is not None and event.stage is not None:
-            stages_of_rank.setdefault(event.rank, set()).add(event.stage)
-    begin = min((event.start for event in events), default=0.0)
-    end = max((event.end for event in events), default=1.0)
-    return _Chart(
-        events=events,
-        begin=begin,
-        end=end,
-        num_ranks=1 + max((event.rank for event in events), default=0),
-        width=width or _fitting_width(events, end - begin),
-        stages_of_rank={rank: sorted(stages) for rank, stages in stages_of_rank.items()},
-        relative=relative,
-    )
-
-
-def _fitting_width(events: Sequence[TimedEvent], span: float) -> float:
-    """Room for two digits in a box of lower-quartile length, within what a screen shows."""
-    lengths = sorted(event.duration for event in events if event.microbatch is not None and event.duration > 0)
-    wanted = 13.0 * span / lengths[len(lengths) // 4] if lengths else 0.0
-    return min(2400.0, max(900.0, wanted))
-
-
 def _legend(chart: _Chart) -> Iterator[str]:
     kinds = {event.kind for event in chart.events}
-    names = dict(_NAMES)
-    if EventKind.W in kinds:
-        names[EventKind.B] = "input gradient"
-    entries = [
-        (_colour(kind), name if kind in (EventKind.WAIT, EventKind.REDUCTION) else f"{kind.value} {name}")
-        for kind, name in names.items()
-        if kind in kinds
-    ]
     x = _LEFT
-    for colour, name in entries:
-        yield f'<rect x="{x:.1f}" y="36" width="14" height="14" rx="2" fill="{colour}" stroke="{FAINT}"/>'
+    for kind in (kind for kind in EventKind if kind in kinds):
+        name = "input gradient" if kind is EventKind.B and EventKind.W in kinds else LOOKS[kind].name
+        name = name if kind in (EventKind.WAIT, EventKind.REDUCTION) else f"{kind.value} {name}"
+        yield f'<rect x="{x:.1f}" y="36" width="14" height="14" rx="2" fill="{_colour(kind)}" stroke="{FAINT}"/>'
         yield svg_text(x + 20, 47, name, size=12)
         x += 20 + 6.2 * len(name) + 22
     if any(len(stages) > 1 for stages in chart.stages_of_rank.values()):
@@ -311,35 +275,26 @@ def _boxes(chart: _Chart) -> Iterator[str]:
         paleness = (
             stages.index(event.stage) / len(stages) if event.microbatch is not None and event.stage in stages else 0
         )
+        what = LOOKS[event.kind].name
+        if event.microbatch is not None:
+            what += f" of microbatch {event.microbatch} on stage {event.stage}"
         edge = ' stroke="#ffffff" stroke-width="0.7"' if width > 4 and event.kind is not EventKind.WAIT else ""
         yield (
             f'<rect x="{x:.2f}" y="{y:.1f}" width="{width:.2f}" height="{height:.1f}" '
-            f'fill="{_colour(event.kind, paleness)}"{edge}><title>{escape(_description(event) + unit)}</title></rect>'
+            f'fill="{_colour(event.kind, paleness)}"{edge}><title>{what}: {event.start:.6g} to {event.end:.6g}{unit}'
+            "</title></rect>"
         )
-        if event.microbatch is not None:
-            yield from _number(event, x + width / 2, y + _ROW / 2, width, paleness)
-
-
-def _number(event: TimedEvent, x: float, y: float, width: float, paleness: float) -> Iterator[str]:
-    """The microbatch's number at the largest size that fits into the box; none if it would be too small to read."""
-    number = str(event.microbatch)
-    size = min(12.0, (width - 1.5) / (_DIGIT * len(number)))
-    if size >= 7.0:
-        colour = "#ffffff" if event.kind is EventKind.B and paleness < 0.4 else INK
-        yield svg_text(x, y + 0.36 * size, number, size=size, colour=colour, anchor="middle")
-
-
-def _description(event: TimedEvent) -> str:
-    """The tooltip."""
-    what = _NAMES[event.kind]
-    if event.microbatch is not None:
-        what += f" of microbatch {event.microbatch} on stage {event.stage}"
-    return f"{what}: {event.start:.6g} to {event.end:.6g}"
+        # The number at the largest size that fits into the box; none if it would be too small to read.
+        number = "" if event.microbatch is None else str(event.microbatch)
+        size = min(12.0, (width - 1.5) / (_DIGIT * max(1, len(number))))
+        if number and size >= 7.0:
+            colour = "#ffffff" if event.kind is EventKind.B and paleness < 0.4 else INK
+            yield svg_text(x + width / 2, y + _ROW / 2 + 0.36 * size, number, size=size, colour=colour, anchor="middle")
 
 
 def _colour(kind: EventKind, paleness: float = 0.0) -> str:
     """The colour of `kind`, mixed with white: 0 is none, 1 all."""
-    red, green, blue = (round(channel + (255 - channel) * paleness) for channel in COLOURS[kind])
+    red, green, blue = (round(channel + (255 - channel) * paleness) for channel in LOOKS[kind].colour)
     return f"#{red:02x}{green:02x}{blue:02x}"
 
 
