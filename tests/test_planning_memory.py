@@ -13,14 +13,12 @@ from families import FAMILIES
 from hetero import balanced
 from penstock.layout.pipelines import num_stages_on
 from penstock.modeling.graph.chunked_loss import ChunkedLossError
-from penstock.planning import memory
 from penstock.planning.cluster import Cluster, DeviceClass
 from penstock.planning.memory import Held, memory_of_ranks
 from penstock.planning.plan import Job, PlannedPipeline, evaluate
 from penstock.planning.profile import Profile, held_by_stages
 from penstock.planning.profiling import profile_model
 from penstock.planning.unit_cost import LiveBytes
-from penstock.runtime.boundary import boundaries, p2p
 from penstock.schedule import build
 from pool import Pool
 
@@ -94,12 +92,6 @@ def test_a_rank_takes_what_is_predicted_or_a_little_less(pool: Pool, profiles: l
                 ):
                     wrong.append((schedule, checkpointing, profile.measured, rank, peak, of_step, of_all))
     assert not wrong
-
-
-def test_the_messages_are_those_of_the_runtime() -> None:
-    assert memory.RECEIVES_AHEAD == p2p.RECEIVES_AHEAD
-    assert memory.SENDS_AHEAD == p2p.SENDS_AHEAD
-    assert memory.BYTES_AHEAD == boundaries.BYTES_AHEAD
 
 
 def peaks_with_logits(chunks: list[int | None]) -> list[float]:

@@ -83,7 +83,7 @@ def test_the_model_is_left_as_it_was() -> None:
 
 
 def links() -> tuple:
-    from penstock.planning.links import measure_links
+    from penstock.planning.profiling import measure_links
 
     return measure_links()
 

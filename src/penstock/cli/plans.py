@@ -114,7 +114,7 @@ def profile(
     inside = between = None
     rank = 0
     if find_place(os.environ) is not None:
-        from penstock.planning.links import measure_links
+        from penstock.planning.profiling import measure_links
 
         ensure_process_group()
         rank = torch.distributed.get_rank()

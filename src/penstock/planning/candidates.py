@@ -30,27 +30,20 @@ Stages = tuple[tuple[UnitCost, ...], ...]
 
 @dataclass(frozen=True, eq=False)
 class CandidatePipeline:
-    """A pipeline of a layout that is looked at: its devices' classes, its stages, its schedule, and bounds for them.
-
-    Attributes:
-        limits: of the ranks that may limit a step, seconds before their work or behind it, those of their work for a
-            microbatch, and bytes of gradients to reduce after the last of it: if the backward is not split those of the
-            first stage, which has its gradients last.
-        slowest, total: seconds of a microbatch on the device that has most to do, and on all.
-    """
-
     name: str
     classes: tuple[int, ...]
     sizes: tuple[int, ...]
     units: Stages
     splits_backward: bool
     costs: Costs
+    # Of the ranks that may limit a step, seconds before their work or behind it, those of their work for a microbatch,
+    # and bytes of gradients to reduce after the last of it: if the backward is not split those of the first stage,
+    # which has its gradients last.
     limits: tuple[tuple[float, float, float], ...]
-    slowest: float
-    total: float
+    slowest: float  # seconds of a microbatch on the device that has most to do
+    total: float  # and on all
 
     def schedule(self, microbatches: int) -> Schedule:
-        """The schedule of a step with this many microbatches."""
         return schedule_of(self.name, len(self.classes), microbatches)
 
     def bound(self, microbatches: int, seconds_per_byte: float = 0.0) -> float:
@@ -58,7 +51,7 @@ class CandidatePipeline:
         return max([entry + microbatches * work + size * seconds_per_byte for entry, work, size in self.limits])
 
     def seconds(self, microbatches: int) -> float:
-        """An estimate, from below for most schedules."""
+        """An estimate of a step, from below for most schedules."""
         if self.splits_backward or len(self.sizes) > len(self.classes):
             return self.bound(microbatches)
         return self.total + (microbatches - 1) * self.slowest
@@ -69,12 +62,9 @@ Candidate = list[tuple[CandidatePipeline, int]]
 
 
 class Candidates:
-    """Candidates by formula, and their simulations."""
-
     def __init__(self, job: Job) -> None:
         self.job = job
         self._chain = Chain(job.parts, job.cluster, job.num_microbatches, job.recomputed)
-        # What was found once is not looked for again.
         self.pipeline = cache(self._pipeline)
         self._tidied = cache(self._tidy)
         self._partition = cache(self._find_partition)
@@ -105,10 +95,9 @@ class Candidates:
         classes = tuple(sorted(split.classes, reverse=reverse))
         speeds = [self.job.cluster.classes[index].speed for index in classes]
         found = partition(self.job.seconds, speeds)
-        runs = split_into(self.job.seconds, found.sizes)
-        times = [sum(run) / speed for run, speed in zip(runs, speeds, strict=True)]
-        tidy = Split(classes, found.sizes, found.time, sum(times))
-        return tidy if tidy.slowest <= split.slowest * 1.1 else split
+        times = map(sum, split_into(self.job.seconds, found.sizes))
+        total = sum(seconds / speed for seconds, speed in zip(times, speeds, strict=True))
+        return Split(classes, found.sizes, found.time, total) if found.time <= split.slowest * 1.1 else split
 
     def templates(self) -> list[list[Template]]:
         """The splits for each set of devices that fit under 1F1B; and under v-half, which holds least, where memory may
@@ -125,13 +114,7 @@ class Candidates:
                 under_v_half += [template for template in found if sum(template.counts) == depth]
         return [under_1f1b, under_v_half]
 
-    def _pipeline(self, split: Split, name: str) -> CandidatePipeline | None:
-        """A split under a schedule; None if its devices cannot hold that."""
-        sizes = self._sizes(split, name, schedule_of(name, len(split.classes), 1).stage_to_rank)
-        return None if sizes is None else self.pipeline_of(split.classes, sizes, name)
-
     def pipeline_of(self, classes: tuple[int, ...], sizes: tuple[int, ...], name: str) -> CandidatePipeline:
-        """Stages of so many parts on devices of these classes."""
         schedule = schedule_of(name, len(classes), 1)
         mapping, splits = schedule.stage_to_rank, schedule.splits_backward
         units = self._relieved(stages_of(self.job.parts, sizes), sizes, classes, schedule)
@@ -165,8 +148,10 @@ class Candidates:
         pairs = zip(units, stages_of(job.recomputed, sizes), schedule.stage_to_rank, strict=True)
         return tuple(recomputed if short[rank] else plain for plain, recomputed, rank in pairs)
 
-    def _sizes(self, split: Split, name: str, mapping: Sequence[int]) -> tuple[int, ...] | None:
-        """Parts on each stage: the split's own, or the best for a schedule that has more stages or holds more."""
+    def _pipeline(self, split: Split, name: str) -> CandidatePipeline | None:
+        """A split under a schedule, with the best stages where that has more of them or holds more; None if its devices
+        cannot hold that."""
+        mapping = schedule_of(name, len(split.classes), 1).stage_to_rank
         parts, num_ranks = self.job.parts, len(split.classes)
         kinds = [self.job.cluster.classes[index] for index in split.classes]
         live = [live_microbatches(name, num_ranks, rank, self.job.num_microbatches) for rank in range(num_ranks)]
@@ -184,15 +169,15 @@ class Candidates:
         whole = Held.together(self.job.held)
         if len(mapping) > len(parts) or whole.state + min(live) * whole.kept > sum(kind.memory for kind in kinds):
             return None
-        if per_rank == 1 and fits(split.sizes):
-            return split.sizes
         speeds = tuple(kinds[rank].speed for rank in mapping)
-        sizes = self._partition(speeds, 0, None)
-        if sizes is not None and fits(sizes):
-            return sizes
-        working = max(one.working for one in self.job.held)
-        limits = tuple(max(0.0, kinds[rank].memory - working) / per_rank for rank in mapping)
-        return self._partition(speeds, max(live), limits)
+        sizes: tuple[int, ...] | None = split.sizes
+        if per_rank > 1 or not fits(split.sizes):
+            sizes = self._partition(speeds, 0, None)
+        if sizes is None or not fits(sizes):
+            working = max(one.working for one in self.job.held)
+            limits = tuple(max(0.0, kinds[rank].memory - working) / per_rank for rank in mapping)
+            sizes = self._partition(speeds, max(live), limits)
+        return None if sizes is None else self.pipeline_of(split.classes, sizes, name)
 
     def _find_partition(
         self, speeds: tuple[float, ...], live: int, limits: tuple[float, ...] | None
@@ -207,6 +192,7 @@ class Candidates:
     def under_schedules(self) -> list[tuple[float, Candidate]]:
         """Every candidate under every schedule that it fits, by rising bounds of its step."""
         found: dict[tuple, tuple[float, Candidate]] = {}
+        fastest = max(self.job.cluster.inside.bandwidth, self.job.cluster.between.bandwidth)
         for splits in self.candidates():
             names = self.job.schedules if any(len(split.sizes) > 1 for split in splits) else self.job.schedules[:1]
             fits_zb_v = False
@@ -216,21 +202,15 @@ class Candidates:
                 pipelines = [one for split in splits if (one := self.pipeline(split, name)) is not None]
                 fits_zb_v |= name == "zb-v" and len(pipelines) == len(splits)
                 key = (name, *sorted((one.classes, one.sizes) for one in pipelines))
-                if key not in found and len(pipelines) == len(splits) and self._is_short(pipelines):
+                stages = max((len(one.sizes) for one in pipelines), default=0)
+                is_short = 3 * self.job.num_microbatches / len(splits) * stages <= MOST_ACTIONS
+                if key not in found and len(pipelines) == len(splits) and is_short:
                     counts = split_microbatches([one.seconds for one in pipelines], self.job.num_microbatches)
                     candidate = list(zip(pipelines, counts, strict=True))
-                    reduction = self._seconds_per_byte(len(pipelines))
+                    # The least seconds a byte of the reduction of gradients; see `plan.reductions_of`.
+                    reduction = 2 * (len(splits) - 1) / len(splits) / fastest
                     found[key] = max(one.bound(count, reduction) for one, count in set(candidate)), candidate
         return sorted(found.values(), key=lambda entry: entry[0])
-
-    def _seconds_per_byte(self, num_pipelines: int) -> float:
-        """The least for the reduction of gradients; see `plan.reductions_of`."""
-        fastest = max(self.job.cluster.inside.bandwidth, self.job.cluster.between.bandwidth)
-        return 2 * (num_pipelines - 1) / num_pipelines / fastest
-
-    def _is_short(self, pipelines: Sequence[CandidatePipeline]) -> bool:
-        each = self.job.num_microbatches / len(pipelines)
-        return 3 * each * max(len(one.sizes) for one in pipelines) <= MOST_ACTIONS
 
     def estimate(self, candidate: Candidate) -> tuple[float, Candidate]:
         """The step of pipelines that are simulated alone, without their nodes, and with a reduction of their own; and
@@ -239,22 +219,19 @@ class Candidates:
         cluster = self.job.cluster
         link = cluster.inside if used <= max(cluster.node_sizes, default=cluster.size) else cluster.between
 
-        def late(one: CandidatePipeline, count: int) -> float:
+        late = {}
+        for one, count in candidate:
             enough = min(count, STEADY * len(one.classes))
-            return self._with_reduction(one, enough, len(candidate), link) - one.seconds(enough)
-
-        extra = {one: late(one, count) for one, count in candidate}
+            late[one] = self._with_reduction(one, enough, len(candidate), link) - one.seconds(enough)
 
         def seconds(one: CandidatePipeline, count: int) -> float:
-            return one.seconds(count) + extra[one]
+            return one.seconds(count) + late[one]
 
         pipelines = [one for one, _ in candidate]
         counts = split_microbatches([partial(seconds, one) for one in pipelines], self.job.num_microbatches)
         again = list(zip(pipelines, counts, strict=True))
-        return min(
-            ((max(seconds(one, count) for one, count in each), each) for each in (candidate, again)),
-            key=lambda estimated: estimated[0],
-        )
+        estimates = [(max(seconds(one, count) for one, count in each), each) for each in (candidate, again)]
+        return min(estimates, key=lambda estimate: estimate[0])
 
     def _with_reduction(self, pipeline: CandidatePipeline, count: int, num_pipelines: int, link: Link) -> float:
         """The step of a pipeline that is simulated alone, and then reduces what it has in common with the others."""
@@ -269,7 +246,7 @@ class Candidates:
         return end
 
     def _simulate(self, pipeline: CandidatePipeline, count: int) -> tuple[float, dict[int, float]]:
-        """Seconds of a step of a pipeline alone, without reduction, and until each stage has its gradients."""
+        """Seconds of a step without reduction, and until each stage has its gradients."""
         inside = self.job.cluster.inside
         crossing = tuple(stage[-1].crossing for stage in pipeline.units[:-1])
         costs = replace(pipeline.costs, latency=inside.latency, bandwidth=inside.bandwidth, message_bytes=crossing)
@@ -281,17 +258,13 @@ class Candidates:
         devices = place(self.job.cluster, [one.classes for one, _ in candidate], self.job.copies)
         if devices is None:
             return None
-        return evaluate(
-            self.job,
-            [
-                PlannedPipeline(tuple(own), one.units, one.schedule(count))
-                for own, (one, count) in zip(devices, candidate, strict=True)
-            ],
-        )
+        pairs = zip(devices, candidate, strict=True)
+        placed = [PlannedPipeline(tuple(own), one.units, one.schedule(count)) for own, (one, count) in pairs]
+        return evaluate(self.job, placed)
 
 
 def live_microbatches(name: str, num_ranks: int, rank: int, num_microbatches: int) -> int:
-    """Microbatches that a rank holds at most under a schedule; see the table of docs/schedules.md."""
+    """Microbatches that a rank holds at most; see the table of docs/schedules.md."""
     most = {
         "gpipe": num_microbatches,
         "1f1b": num_ranks - rank,

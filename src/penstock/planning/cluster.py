@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property
@@ -36,19 +35,10 @@ WITHOUT_BFLOAT16 = frozenset({"v100", "t4"})
 
 @dataclass(frozen=True)
 class DeviceClass:
-    """Devices that are alike.
-
-    Attributes:
-        name: for messages.
-        count: how many there are.
-        speed: a stage takes (its time in the profile) / speed.
-        memory: bytes that a run may use on each.
-    """
-
     name: str
     count: int
-    speed: float = 1.0
-    memory: float = math.inf
+    speed: float = 1.0  # a stage takes (its time in the profile) / speed
+    memory: float = math.inf  # bytes that a run may use on each
 
     def __post_init__(self) -> None:
         if self.count < 1 or not self.speed > 0 or not self.memory > 0:
@@ -72,23 +62,14 @@ USUAL_INSIDE, USUAL_BETWEEN = Link(2e-5, 16e9), Link(5e-5, 1.25e9)
 
 @dataclass(frozen=True)
 class Cluster:
-    """All devices, class by class; nodes take them in that order.
-
-    Attributes:
-        classes: of devices.
-        node_sizes: devices of each node; empty is one node for all.
-        inside: the link between two devices of a node.
-        between: the link between devices of different nodes.
-    """
+    """All devices, class by class; nodes take them in that order."""
 
     classes: tuple[DeviceClass, ...]
-    node_sizes: tuple[int, ...] = ()
-    inside: Link = Link()
+    node_sizes: tuple[int, ...] = ()  # devices of each node; empty is one node for all
+    inside: Link = Link()  # between two devices of a node
     between: Link = Link()
 
     def __post_init__(self) -> None:
-        if not self.classes:
-            raise ValueError("a cluster needs at least 1 device")
         if self.node_sizes and sum(self.node_sizes) != self.size:
             raise ValueError(
                 f"the nodes have {' + '.join(map(str, self.node_sizes))} devices, but there are {self.size} devices"
@@ -112,11 +93,9 @@ class Cluster:
         return tuple(node for node, size in enumerate(sizes) for _ in range(size))
 
     def kind_of(self, device: int) -> DeviceClass:
-        """The class of a device."""
         return self.classes[self.class_of_device[device]]
 
     def link(self, first: int, second: int) -> Link:
-        """Between two devices."""
         same = self.node_of_device[first] == self.node_of_device[second]
         return self.inside if same else self.between
 
@@ -138,10 +117,13 @@ def parse_devices(text: str, memory: str | None = None, speed: str | None = None
         counts[name] = counts.get(name, 0) + int(match[2])
     if (total := sum(counts.values())) > MAX_DEVICES:
         raise ValueError(f"there are {total:,} devices in {text!r}, and the planner looks at {MAX_DEVICES:,} at most")
-    limits = {name: parse_bytes(value) for name, value in _per_class("memory", memory, counts).items()}
-    speeds = {name: _positive(value) for name, value in _per_class("speed", speed, counts).items()}
-    fastest = max((KNOWN_DEVICES[name][0] for name in counts if name in KNOWN_DEVICES), default=1.0)
-    unknown = [name for name in counts if name not in KNOWN_DEVICES and name not in speeds]
+    known = {name: KNOWN_DEVICES[name] for name in counts if name in KNOWN_DEVICES}
+    fastest = max((operations for operations, _ in known.values()), default=1.0)
+    limits = {name: USABLE * size for name, (_, size) in known.items()}
+    limits |= {name: parse_bytes(value) for name, value in _per_class("memory", memory, counts).items()}
+    speeds = {name: operations / fastest for name, (operations, _) in known.items()}
+    speeds |= {name: _positive(value) for name, value in _per_class("speed", speed, counts).items()}
+    unknown = [name for name in counts if name not in speeds]
     if unknown and len(counts) > 1:
         raise ValueError(
             f"how fast is {unknown[0]}? Known are {', '.join(KNOWN_DEVICES)}; for others give the speed relative to "
@@ -154,13 +136,7 @@ def parse_devices(text: str, memory: str | None = None, speed: str | None = None
             f"memory: --memory {unknown[0]}=24GB"
         )
     return tuple(
-        DeviceClass(
-            name,
-            count,
-            speeds.get(name, KNOWN_DEVICES[name][0] / fastest if name in KNOWN_DEVICES else 1.0),
-            limits.get(name, USABLE * KNOWN_DEVICES[name][1] if name in KNOWN_DEVICES else math.inf),
-        )
-        for name, count in counts.items()
+        DeviceClass(name, count, speeds.get(name, 1.0), limits.get(name, math.inf)) for name, count in counts.items()
     )
 
 
@@ -175,7 +151,7 @@ def parse_nodes(text: str) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def _per_class(what: str, text: str | None, names: Sequence[str] | dict[str, int]) -> dict[str, str]:
+def _per_class(what: str, text: str | None, names: dict[str, int]) -> dict[str, str]:
     if text is None:
         return {}
     if "=" not in text:

@@ -1,9 +1,7 @@
 """The best layouts of a small job: every split over every order of devices is bounded, and simulated if it may win.
 
 The formula of `penstock.planning.search` is off where a pipeline has few microbatches, or its slowest stage has faster
-ones before it: 1F1B is then faster than the formula says. Where there are few enough splits, branch and bound finds
-the layout whose simulated step is shortest, of pipelines that are simulated one by one. Links are counted within a
-pipeline, the reduction of gradients is not.
+ones before it. Links are counted within a pipeline, the reduction of gradients is not.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heappush
-from itertools import combinations, pairwise, product
+from itertools import combinations, islice, product
 
 import numpy as np
 
@@ -36,15 +34,12 @@ def exact_layouts(planner: Candidates, most: int) -> Iterator[Candidate]:
     job = planner.job
     if job.num_microbatches > MOST_MICROBATCHES or job.cluster.size > MOST_DEVICES:
         return
-    possible = [
-        counts
-        for counts in product(*(range(count + 1) for count in job.cluster.counts))
-        if 0 < sum(counts) <= len(job.parts)
-    ]
+    sets = product(*(range(count + 1) for count in job.cluster.counts))
+    possible = [counts for counts in sets if 0 < sum(counts) <= len(job.parts)]
     names = [n for n in job.schedules if sum(_num_splits(planner, counts, n) for counts in possible) <= MOST_SPLITS]
     if not names:
         return
-    layouts = list(_sets_of(possible, job.cluster.counts, job.num_microbatches, MOST_LAYOUTS + 1))
+    layouts = list(islice(_sets_of(possible, job.cluster.counts, job.num_microbatches), MOST_LAYOUTS + 1))
     if len(layouts) > MOST_LAYOUTS:
         return
     queue: list[tuple[float, int, tuple[_Pipelines, ...], list[int]]] = []  # the second breaks ties
@@ -77,38 +72,35 @@ def exact_layouts(planner: Candidates, most: int) -> Iterator[Candidate]:
 
 
 class _Pipelines:
-    """All pipelines of certain devices under a schedule.
-
-    Attributes:
-        found: by number of microbatches, the seconds of the fastest that was simulated, and it.
-    """
+    """All pipelines of certain devices under a schedule."""
 
     def __init__(self, planner: Candidates, counts: Counts, name: str) -> None:
+        # By number of microbatches, the seconds of the fastest that was simulated, and it.
         self.found: dict[int, tuple[float, CandidatePipeline | None]] = {}
         self._planner, self._name, self._depth = planner, name, sum(counts)
         self._bounds: dict[int, np.ndarray] = {}
         job = planner.job
         schedule = schedule_of(name, self._depth, 1)
         mapping, splits = schedule.stage_to_rank, schedule.splits_backward
-        self._orders = sorted({o for o in product(range(len(counts)), repeat=self._depth) if _counted(o, counts)})
-        if len(mapping) > len(job.parts):
-            self._orders = []
+        orders = product(range(len(counts)), repeat=self._depth) if len(mapping) <= len(job.parts) else ()
+        self._orders = [o for o in orders if all(o.count(kind) == number for kind, number in enumerate(counts))]
         inner = list(combinations(range(1, len(job.parts)), len(mapping) - 1))
         self._ends = np.array([(0, *ends, len(job.parts)) for ends in inner], int).reshape(-1, len(mapping) + 1)
         forward, backward, weight = (self._of_stages(column) for column in zip(*map(sums, job.parts), strict=True))
-        state, kept = (self._of_stages([getattr(one, what) for one in job.held]) for what in ("state", "kept"))
+        state, kept = self._of_stages([one.state for one in job.held]), self._of_stages([one.kept for one in job.held])
         ranks = [list(schedule.stages_of(rank)) for rank in range(self._depth)]
-        work, before, path, squares = [], [], [], []
-        for order in self._orders:
-            speeds = np.array([job.cluster.classes[order[rank]].speed for rank in mapping])
-            f, b, w = forward / speeds, backward / speeds, weight / speeds
-            first = np.cumsum(f if splits else f + b + w, 1) - (f if splits else f + b + w)
-            work.append(np.stack([(f + b + w)[:, own].sum(1) for own in ranks], 1))
-            before.append(first[:, [own[0] for own in ranks]])
-            path.append((f + b).sum(1) + (w[:, 0] if splits else w.sum(1)))
-            squares.append(((f + b + w) ** 2).sum(1))
-        self._work, self._before, self._path, self._squares = work, before, path, np.array(squares)
+        classes = [[job.cluster.classes[kind] for kind in order] for order in self._orders]
+        speeds = np.array([[own[rank].speed for rank in mapping] for own in classes]).reshape(-1, 1, len(mapping))
+        # By order, split, and stage or rank.
+        f, b, w = forward / speeds, backward / speeds, weight / speeds
+        every = f + b + w
+        first = np.cumsum(f if splits else every, -1) - (f if splits else every)
+        self._work = np.stack([every[..., own].sum(-1) for own in ranks], -1)
+        self._before = first[..., [own[0] for own in ranks]]
+        self._path = (f + b).sum(-1) + (w[..., 0] if splits else w.sum(-1))
+        self._squares = (every**2).sum(-1)
         self._state, self._kept = (np.stack([one[:, own].sum(1) for own in ranks], 1) for one in (state, kept))
+        self._limits = np.array([[kind.memory for kind in own] for own in classes]).reshape(-1, 1, self._depth)
 
     def _of_stages(self, values: Sequence[float]) -> np.ndarray:
         before = np.concatenate([[0.0], np.cumsum(values)])
@@ -123,16 +115,11 @@ class _Pipelines:
     def _all(self, microbatches: int) -> np.ndarray:
         """A lower bound of the step of each order and split; infinite if it fits in no case."""
         if microbatches not in self._bounds:
-            rows = []
-            classes = self._planner.job.cluster.classes
             one_stage_each = self._ends.shape[1] - 1 == self._depth
             live = [min(microbatches, self._depth - rank) if one_stage_each else 1 for rank in range(self._depth)]
-            needs = self._state + self._kept * np.array(live)
-            for order, work, before, path in zip(self._orders, self._work, self._before, self._path, strict=True):
-                limits = np.array([classes[kind].memory for kind in order])
-                bound = np.maximum((before + microbatches * work).max(1), path)
-                rows.append(np.where((needs <= limits * (1 + ROUNDING)).all(1), bound, np.inf))
-            self._bounds[microbatches] = np.array(rows)
+            fits = (self._state + self._kept * np.array(live) <= self._limits * (1 + ROUNDING)).all(-1)
+            bound = np.maximum((self._before + microbatches * self._work).max(-1), self._path)
+            self._bounds[microbatches] = np.where(fits, bound, np.inf)
         return self._bounds[microbatches]
 
     def simulate(self, microbatches: int) -> None:
@@ -142,7 +129,6 @@ class _Pipelines:
         best: tuple[float, CandidatePipeline | None] = math.inf, None
         bounds = self._all(microbatches)
         schedule = schedule_of(self._name, self._depth, microbatches)
-        classes = self._planner.job.cluster.classes
         # Of equal bounds the most even stages come first.
         finite = bounds[np.isfinite(bounds)]
         rounded = np.round(bounds / finite.min(), 9) if finite.size and finite.min() > 0 else bounds
@@ -150,14 +136,12 @@ class _Pipelines:
             order, row = np.unravel_index(place, bounds.shape)
             if bounds[order, row] >= best[0] * (1 - ROUNDING):
                 break
-            ends = self._ends[row].tolist()
-            sizes = tuple(end - start for start, end in pairwise(ends))
+            sizes = tuple(np.diff(self._ends[row]).tolist())
             pipeline = self._planner.pipeline_of(self._orders[order], sizes, self._name)
             seconds, _ = self._planner.simulated(pipeline, microbatches)
             if seconds < best[0]:
                 memories = memory_of_ranks(schedule, held_by_stages(pipeline.units))
-                limits = [classes[kind].memory for kind in pipeline.classes]
-                if all(memory.total <= limit for memory, limit in zip(memories, limits, strict=True)):
+                if all(memory.total <= limit for memory, limit in zip(memories, self._limits[order, 0], strict=True)):
                     best = seconds, pipeline
         self.found[microbatches] = best
 
@@ -173,17 +157,10 @@ def _num_splits(planner: Candidates, counts: Counts, name: str) -> int:
     return orders * math.comb(len(planner.job.parts) - 1, stages - 1)
 
 
-def _counted(order: Sequence[int], counts: Counts) -> bool:
-    return all(order.count(kind) == count for kind, count in enumerate(counts))
-
-
-def _sets_of(templates: Sequence[Counts], free: Counts, deepest: int, most: int) -> Iterator[tuple[Counts, ...]]:
-    """The first `most` multisets of at most `deepest` templates within the free devices."""
+def _sets_of(templates: Sequence[Counts], free: Counts, deepest: int) -> Iterator[tuple[Counts, ...]]:
+    """The multisets of at most `deepest` templates within the free devices."""
     for index, counts in enumerate(templates):
         left = tuple(have - need for have, need in zip(free, counts, strict=True))
-        if min(left) >= 0 and deepest and most > 0:
+        if min(left) >= 0 and deepest:
             yield (counts,)
-            most -= 1
-            for rest in _sets_of(templates[index:], left, deepest - 1, most):
-                yield (counts, *rest)
-                most -= 1
+            yield from ((counts, *rest) for rest in _sets_of(templates[index:], left, deepest - 1))

@@ -12,7 +12,7 @@ from torch import nn
 
 from penstock.modeling.graph.chunked_loss import ChunkedLossError
 from penstock.planning.cluster import Cluster
-from penstock.planning.memory import MemoryEstimate, memory_of_ranks
+from penstock.planning.memory import Held, memory_of_ranks
 from penstock.planning.plan import Job, Plan
 from penstock.planning.planner import Infeasible, best_of, make_plans, shares_of
 from penstock.planning.profile import Profile, held_by_stages
@@ -24,42 +24,23 @@ CHUNK = 1024
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is trained, and how its numbers are kept.
-
-    Attributes:
-        name: for the table.
-        dtype: of the weights.
-        lines: what to write for it.
-        states: as `optimizer_states` of `profile_model`.
-        sharded: whether the holders of a parameter divide its optimizer's state.
-        change: what is done to the model, which the recipes before it have changed already.
-    """
-
     name: str
-    dtype: torch.dtype
-    lines: tuple[str, ...] = ()
-    states: float = 2
-    sharded: bool = False
+    dtype: torch.dtype  # of the weights
+    lines: tuple[str, ...] = ()  # what to write for it
+    states: float = 2  # as `optimizer_states` of `profile_model`
+    sharded: bool = False  # whether the holders of a parameter divide its optimizer's state
+    # What is done to the model, which the recipes before it have changed already.
     change: Callable[[nn.Module], None] | None = None
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way to train a model on given devices.
-
-    Attributes:
-        checkpointing: whether activations are recomputed.
-        loss_chunk_tokens: as in the configuration.
-        plan: the best one; None if it does not fit, and then the one that it would be with more memory is in `larger`.
-        reason: why it does not fit.
-    """
-
     recipe: Recipe
-    checkpointing: bool
+    checkpointing: bool  # whether activations are recomputed
     loss_chunk_tokens: int | None
-    plan: Plan | None
-    larger: Plan | None = None
-    reason: str = ""
+    plan: Plan | None  # the best one; None if it does not fit
+    larger: Plan | None = None  # then the one that it would be with more memory
+    reason: str = ""  # and why it does not fit
 
     @property
     def shown(self) -> Plan | None:
@@ -69,33 +50,26 @@ class Way:
         """Bytes on the fullest device: weights, gradients, optimizer, activations, logits, messages."""
         assert self.shown is not None
         rank, whole = self.shown.fullest
-        logits = whole.activations - self._without(rank, logits=True).activations
-        messages = whole.activations - self._without(rank, messages=True).activations
-        rest = max(0.0, whole.activations - logits - messages)
-        return {
-            "weights": whole.weights, "gradients": whole.gradients, "optimizer": whole.optimizer,
-            "activations": rest, "logits": logits, "messages": messages,
-        }  # fmt: skip
-
-    def _without(self, rank: int, logits: bool = False, messages: bool = False) -> MemoryEstimate:
-        """What a rank needs without what the head makes, or without messages."""
-        assert self.shown is not None
         for pipeline in self.shown.pipelines:
             if rank < len(pipeline.devices):
                 break
             rank -= len(pipeline.devices)
-        stages = list(pipeline.stages)
-        if logits:
-            head = replace(stages[-1][-1], kept=0.0, working=0.0, splitting=0.0, deferred=0.0, output=0.0)
-            stages[-1] = (*stages[-1][:-1], head)
-        held = held_by_stages(stages)
-        if messages:
-            held = [replace(one, kept=one.kept - one.sent, received=0.0, sent=0.0) for one in held]
-        return memory_of_ranks(pipeline.schedule, held)[rank]
+
+        def of_others(held: Sequence[Held]) -> float:
+            return whole.activations - memory_of_ranks(pipeline.schedule, held)[rank].activations
+
+        *below, last = pipeline.stages
+        head = replace(last[-1], kept=0.0, working=0.0, splitting=0.0, deferred=0.0, output=0.0)
+        logits = of_others(held_by_stages([*below, (*last[:-1], head)]))
+        held = held_by_stages(pipeline.stages)
+        messages = of_others([replace(one, kept=one.kept - one.sent, received=0.0, sent=0.0) for one in held])
+        return {
+            "weights": whole.weights, "gradients": whole.gradients, "optimizer": whole.optimizer,
+            "activations": max(0.0, whole.activations - logits - messages), "logits": logits, "messages": messages,
+        }  # fmt: skip
 
 
 def ways(profiles: Iterator[tuple[Recipe, int | None, Profile]], cluster: Cluster, num_microbatches: int) -> list[Way]:
-    """Every way to train the model on the devices, fitting or not."""
     found = []
     for recipe, chunk, profile in profiles:
         job = Job(profile, cluster, num_microbatches, schedules=("1f1b",))
@@ -112,11 +86,7 @@ def profiles_of(
     model: nn.Module, recipes: Sequence[Recipe], microbatch: int, length: int, operations_per_second: float
 ) -> Iterator[tuple[Recipe, int | None, Profile]]:
     """The costs of a model in every way to train it, from its configuration alone: with whole logits and, if the model
-    can, with those of a chunk. The model is changed; recipes of one type follow each other.
-
-    Raises:
-        NotImplementedError: the model cannot be split.
-    """
+    can, with those of a chunk. The model is changed; recipes of one type follow each other."""
     followed: dict[torch.dtype, Followed] = {}
     chunks: tuple[int | None, ...] = (None,)
     for recipe in recipes:

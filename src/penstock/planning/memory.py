@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from penstock.runtime.boundary.boundaries import BYTES_AHEAD
+from penstock.runtime.boundary.p2p import RECEIVES_AHEAD, SENDS_AHEAD
 from penstock.schedule.actions import Kind, Schedule
 
 _POWERS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2.0**10, "mi": 2.0**20, "gi": 2.0**30, "ti": 2.0**40}
@@ -28,43 +30,24 @@ class MemoryEstimate:
         return ", ".join(f"{name} {readable(getattr(self, name))}" for name in parts)
 
 
-# The runtime's limits of messages under way on a CPU, see `runtime.boundary`: receives of a channel are posted ahead
-# for at least so many messages, and for as many as fit in so many bytes. On an accelerator fewer are posted.
-RECEIVES_AHEAD, BYTES_AHEAD = 2, 1 << 20
-# A sender keeps up to twice so many messages of a channel before it lets go of those that have left.
-SENDS_AHEAD = 8
-
-
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """What units hold, in bytes.
-
-    Attributes:
-        weights, gradients, optimizer: for as long as the run lasts.
-        kept: for each microbatch, from its forward to the end of its backward.
-        working: besides `kept`, while a forward or a backward of a whole microbatch is under way.
-        deferred: for each microbatch in place of `kept`, from its input gradient to its weight gradient, where a
-            schedule splits the backward: inputs and gradients of the layers; None: as many.
-        splitting: as `working`, where the backward is split; None if that is the same.
-        received: what comes from the stage below for a microbatch, a part of `kept`; as much goes back.
-        sent: what goes to the stage above for a microbatch, a part of `kept`; as much comes back.
-        output: of the model's output, what the caller holds until it is given the next one; a part of `kept` before.
-        forwarding: as `working`, in a forward; None if that is the same.
-        tied: of weights that other units have, too, a name, and bytes in `weights` and in `gradients`.
-    """
+    """What units hold, in bytes."""
 
     weights: float = 0.0
     gradients: float = 0.0
     optimizer: float = 0.0
-    kept: float = 0.0
-    working: float = 0.0
+    kept: float = 0.0  # for each microbatch, from its forward to the end of its backward
+    working: float = 0.0  # besides `kept`, while a forward or a backward of a whole microbatch is under way
+    # For each microbatch in place of `kept`, from its input gradient to its weight gradient, where a schedule splits
+    # the backward: inputs and gradients of the layers; None: as many.
     deferred: float | None = None
-    splitting: float | None = None
-    received: float = 0.0
-    sent: float = 0.0
-    output: float = 0.0
-    forwarding: float | None = None
-    tied: tuple[tuple[str, float, float], ...] = ()
+    splitting: float | None = None  # as `working`, where the backward is split; None if that is the same
+    received: float = 0.0  # what comes from the stage below for a microbatch, a part of `kept`; as much goes back
+    sent: float = 0.0  # what goes to the stage above for a microbatch, a part of `kept`; as much comes back
+    output: float = 0.0  # the model's, which the caller holds until it is given the next one; a part of `kept` before
+    forwarding: float | None = None  # as `working`, in a forward; None if that is the same
+    tied: tuple[tuple[str, float, float], ...] = ()  # weights that other units have, too: name, bytes, and of gradients
 
     @property
     def state(self) -> float:
@@ -82,10 +65,8 @@ class Held:
 
     @staticmethod
     def together(parts: Iterable[Held]) -> Held:
-        """What units hold on one stage, given in forward order: only one of them works at a time.
-
-        In a backward the units above the one at work have let go of `kept`, or hold `deferred` in its place.
-        """
+        """What units hold on one stage, given in forward order: only one of them works at a time. In a backward the
+        units above it have let go of `kept`, or hold `deferred` in its place."""
         weights = gradients = optimizer = kept = working = deferred = splitting = output = forwarding = 0.0
         tied: dict[str, tuple[str, float, float]] = {}
         for part in parts:
@@ -112,33 +93,26 @@ class Held:
 
 
 def memory_of_ranks(schedule: Schedule, stages: Sequence[Held]) -> list[MemoryEstimate]:
-    """The most that each rank of a pipeline holds at once in a step.
+    """The most that each rank of a pipeline holds at once in a step, followed action by action, as the stages of a rank
+    need not peak together:
 
-    Activations are followed action by action, as the stages of a rank need not peak together:
-
-    - each microbatch's `kept` from its forward to the end of its backward, and `deferred` from there to its weight
-      gradients;
-    - `working` or `splitting` of the stage whose forward or backward is under way, and the gradient that came for it;
-    - buffers of receives that are posted ahead, and gradients that were sent and not let go of (see `_Around`);
-    - a gradient that waits on this rank for the backward of the stage below;
+    - what `Held` says of microbatches, and of the stage whose forward or backward is under way;
+    - messages around it, see `_Around`, and the gradient that came for it or waits for the backward of the stage below;
     - what the caller's loop holds until it is given the next loss: the output, and through the loss's graph the value
       that the rank's top stage received, with its gradient.
 
     Where two neighbouring stages are on one rank, what crosses is handed over and not copied.
     """
     found = []
-    last, count = schedule.num_stages - 1, schedule.num_microbatches
-    forward, weight = Kind.F, Kind.W
+    count, forward, weight = schedule.num_microbatches, Kind.F, Kind.W
     for rank, actions in enumerate(schedule.actions):
         own = schedule.stages_of(rank)
         top = own[-1]
-        from_here = {stage for stage in own if stage and schedule.is_local(stage - 1, stage)}
-        to_here = {stage for stage in own if stage < last and schedule.is_local(stage, stage + 1)}
-        around = {stage: _Around(stages[stage], count, stage in from_here, stage in to_here) for stage in own}
+        around = {stage: _Around(stages[stage], count, stage - 1 in own, stage + 1 in own) for stage in own}
         # Backwards whose weight gradients follow at once are not split.
         whole = schedule.whole_backwards(rank)
         deferred: set[tuple[int, int]] = set()
-        of_loop = stages[top].output + stages[top].received * (2 if top in from_here else 1)
+        of_loop = stages[top].output + stages[top].received * (2 if top - 1 in own else 1)
         held = peak = of_caller = 0.0
         under_way = sum(one.num_bytes for one in around.values())
         for position, action in enumerate(actions):
@@ -151,17 +125,13 @@ def memory_of_ranks(schedule: Schedule, stages: Sequence[Held]) -> list[MemoryEs
             if kind is forward:
                 held += here.kept
                 under_way += here.forward()
-                now = held + under_way + of_caller + here.forwarding
-                if now > peak:
-                    peak = now
+                peak = max(peak, held + under_way + of_caller + here.forwarding)
                 continue
             splits = schedule.splits_backward and position not in whole
             under_way += here.backward()
             if index == top:
                 of_caller = 0.0
-            now = held + under_way + of_caller + (here.splitting if splits else here.backing)
-            if now > peak:
-                peak = now
+            peak = max(peak, held + under_way + of_caller + (here.splitting if splits else here.backing))
             held += here.handed_over - here.kept
             if splits:
                 held += here.deferred
@@ -169,9 +139,7 @@ def memory_of_ranks(schedule: Schedule, stages: Sequence[Held]) -> list[MemoryEs
             if index == top:
                 of_caller = of_loop
             under_way += here.answer()
-            now = held + under_way + of_caller
-            if now > peak:
-                peak = now
+            peak = max(peak, held + under_way + of_caller)
         state = Held.together(stages[stage] for stage in own)
         found.append(MemoryEstimate(state.weights, state.gradients, state.optimizer, peak))
     return found
@@ -188,19 +156,9 @@ class _Around:
 
     Receives are posted ahead, of activations as of gradients, for the microbatches that are left. An activation that
     was sent is held by its microbatch anyway, as its gradient is awaited. A gradient that was sent is the sender's
-    until so many were that it looks which have left.
-
-    Args:
-        from_here, to_here: whether the stage below, and above, is on the same rank.
-
-    Attributes:
-        handed_over: what a backward leaves for the stage below, less what the stage above left for it.
+    until so many were that it looks which have left. `from_here`, `to_here`: whether the stage below, and above, is on
+    the same rank.
     """
-
-    __slots__ = (
-        "_activations", "_answered", "_gradients", "_received", "_sent", "_to_come_back", "_to_receive", "backing",
-        "deferred", "forwarding", "handed_over", "kept", "num_bytes", "splitting",
-    )  # fmt: skip
 
     def __init__(self, held: Held, count: int, from_here: bool, to_here: bool) -> None:
         self.kept = held.kept - (held.received if from_here else 0.0)
@@ -208,6 +166,7 @@ class _Around:
         self.forwarding = held.working if held.forwarding is None else held.forwarding
         self.backing = held.working + held.sent
         self.splitting = (held.working if held.splitting is None else held.splitting) + held.sent
+        # What a backward leaves for the stage below, less what the stage above left for it.
         self.handed_over = (held.received if from_here else 0.0) - (held.sent if to_here else 0.0)
         self._received, self._sent = (0.0 if from_here else held.received), (0.0 if to_here else held.sent)
         self._activations, self._gradients = _ahead(self._received), _ahead(self._sent)
@@ -216,21 +175,19 @@ class _Around:
         self.num_bytes = self._received * min(count, self._activations) + self._sent * min(count, self._gradients)
 
     def forward(self) -> float:
-        """A microbatch is received. Returns by how much the messages grow."""
+        """By how much the messages grow when a microbatch is received."""
         self._to_receive -= 1
         return -self._received if self._to_receive < self._activations else 0.0
 
     def backward(self) -> float:
-        """The gradient of what was sent has come back. Returns by how much the messages grow."""
+        """As `forward`, when the gradient of what was sent has come back."""
         self._to_come_back -= 1
         return -self._sent if self._to_come_back < self._gradients else 0.0
 
     def answer(self) -> float:
-        """The gradient of what was received is on its way. Returns by how much the messages grow."""
+        """As `forward`, when the gradient of what was received is on its way."""
         before = self._answered
-        self._answered += 1
-        if self._answered > 2 * SENDS_AHEAD:
-            self._answered = SENDS_AHEAD
+        self._answered = before + 1 if before < 2 * SENDS_AHEAD else SENDS_AHEAD
         return self._received * (self._answered - before)
 
 
@@ -240,13 +197,12 @@ def _ahead(num_bytes: float) -> int:
 
 
 def unit_of(num_bytes: float) -> tuple[str, float]:
-    """The unit to write a number of bytes in, and how many bytes that is."""
+    """The unit to write a number of bytes in, and its size."""
     power = next((power for power in range(4) if num_bytes < 1000 ** (power + 1)), 4)
     return ("bytes", "kB", "MB", "GB", "TB")[power], 1000.0**power
 
 
 def readable(num_bytes: float) -> str:
-    """A number of bytes in a readable form."""
     unit, size = unit_of(num_bytes)
     return f"{num_bytes / size:.3g} {unit}"
 

@@ -23,26 +23,15 @@ SCHEDULES = tuple(name for name in schedule_names() if name != "gpipe")
 
 @dataclass(frozen=True)
 class Job:
-    """The job to plan for.
-
-    Attributes:
-        profile: the model's costs; its microbatch is the run's.
-        cluster: the devices.
-        num_microbatches: of a step, over all pipelines.
-        copies: the least number of pipelines, and of nodes where there are several, that hold each unit.
-        checkpointing: whether activations are recomputed in the backward: on all stages, or with "stages" on those of
-            ranks whose memory is short.
-        schedules: that may be chosen; the same for all pipelines of a layout.
-        sharded: not 0 if the holders of each parameter divide its optimizer's state: then the least number of
-            pipelines, and the search assumes that each keeps as much. What is found has the owners of the run.
-    """
-
-    profile: Profile
+    profile: Profile  # its microbatch is the run's
     cluster: Cluster
-    num_microbatches: int
-    copies: int = 1
+    num_microbatches: int  # of a step, over all pipelines
+    copies: int = 1  # the least number of pipelines, and of nodes where there are several, that hold each unit
+    # Whether activations are recomputed: on all stages, or with "stages" on those of ranks whose memory is short.
     checkpointing: bool | Literal["stages"] = False
-    schedules: tuple[str, ...] = SCHEDULES
+    schedules: tuple[str, ...] = SCHEDULES  # that may be chosen; the same for all pipelines of a layout
+    # Not 0 if the holders of each parameter divide its optimizer's state: then the least number of pipelines, and the
+    # search assumes that each keeps as much. What is found has the owners of the run.
     sharded: int = 0
 
     def __post_init__(self) -> None:
@@ -72,7 +61,6 @@ class Job:
 
     @cached_property
     def seconds(self) -> list[float]:
-        """The seconds of each part, for a microbatch."""
         return seconds_of(self.parts)
 
     @cached_property
@@ -96,15 +84,12 @@ class PlannedPipeline:
 
 @dataclass(frozen=True)
 class Plan:
-    """Pipelines and what a step of them is predicted to cost."""
-
     job: Job
     pipelines: tuple[PlannedPipeline, ...]
     simulation: LayoutSimulation
 
     @property
     def seconds(self) -> float:
-        """The seconds of a step."""
         return self.simulation.makespan
 
     @property
@@ -115,7 +100,6 @@ class Plan:
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """The device of each rank."""
         return tuple(device for pipeline in self.pipelines for device in pipeline.devices)
 
     @property
@@ -125,12 +109,10 @@ class Plan:
 
     @cached_property
     def memory(self) -> tuple[MemoryEstimate, ...]:
-        """The memory that each rank needs."""
         return memory_of_layout(self.job, self.pipelines)
 
     @cached_property
     def recomputing(self) -> tuple[bool, ...]:
-        """Whether each rank recomputes activations."""
         kept = {unit.name: unit.kept for unit in self.job.profile.units}
         return tuple(
             any(unit.kept < kept[unit.name] for stage in own for unit in pipeline.stages[stage])
@@ -199,13 +181,8 @@ def reductions_of(job: Job, pipelines: Sequence[PlannedPipeline]) -> list[Reduct
 
 
 def place(cluster: Cluster, pipelines: Sequence[Sequence[int]], copies: int = 1) -> list[list[int]] | None:
-    """Devices for pipelines given as the device class of each rank, neighbours on one node where it can be.
-
-    Nodes are filled one after another, the largest pipelines first.
-
-    Returns:
-        for each pipeline its devices; None if fewer than `copies` pipelines stand on nodes of their own.
-    """
+    """Devices for pipelines given as the device class of each rank, neighbours on one node where it can be: nodes are
+    filled one after another, the largest pipelines first. None if fewer than `copies` stand on nodes of their own."""
     num_nodes = max(cluster.node_of_device) + 1
     free: list[dict[int, list[int]]] = [{} for _ in range(num_nodes)]
     for device in reversed(range(cluster.size)):
@@ -226,10 +203,8 @@ def place(cluster: Cluster, pipelines: Sequence[Sequence[int]], copies: int = 1)
         found[index] = devices
     placed = [found[index] for index in range(len(pipelines))]
     if copies > 1 and num_nodes > 1:
-        apart: set[int] = set()
-        on_their_own = 0
-        for devices in sorted(placed, key=lambda own: len({cluster.node_of_device[device] for device in own})):
-            nodes = {cluster.node_of_device[device] for device in devices}
+        apart, on_their_own = set[int](), 0
+        for nodes in sorted(({cluster.node_of_device[device] for device in own} for own in placed), key=len):
             if not nodes & apart:
                 apart |= nodes
                 on_their_own += 1
@@ -240,7 +215,7 @@ def place(cluster: Cluster, pipelines: Sequence[Sequence[int]], copies: int = 1)
 
 @lru_cache(maxsize=512)
 def schedule_of(name: str, num_ranks: int, num_microbatches: int) -> Schedule:
-    """The schedule of a pipeline; on a single rank there is nothing to overlap, and nothing to split."""
+    """On a single rank there is nothing to overlap, and nothing to split."""
     return build("1f1b" if num_ranks == 1 else name, num_ranks, num_microbatches)
 
 
@@ -251,7 +226,6 @@ def costs_of(stages: Sequence[Sequence[UnitCost]], speeds: Sequence[float]) -> C
 
 
 def memory_of_layout(job: Job, pipelines: Sequence[PlannedPipeline]) -> tuple[MemoryEstimate, ...]:
-    """The memory that each rank needs."""
     known: dict[tuple, list[MemoryEstimate]] = {}
     found: list[MemoryEstimate] = []
     for pipeline in pipelines:

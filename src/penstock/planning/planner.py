@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from bisect import insort
 from collections import Counter
 from collections.abc import Sequence
@@ -22,12 +21,9 @@ class Infeasible(ValueError):
 
 
 def make_plans(job: Job, most: int = 5) -> list[Plan]:
-    """The best plans, fastest first.
-
-    Those of a small job are exact. Besides, layouts that are good by formula are looked at under every schedule, by
-    rising bounds; the pipelines of those that may be among the best are simulated alone, and the best of them all
-    together on their nodes, with the reduction of gradients.
-    """
+    """The best plans, fastest first. Those of a small job are exact. Besides, layouts that are good by formula are
+    looked at under every schedule, by rising bounds; the pipelines of those that may be among the best are simulated
+    alone, and the best of them all together on their nodes, with the reduction of gradients."""
     planner = Candidates(job)
     plans: list[Plan] = []
     seen = set()
@@ -41,27 +37,18 @@ def make_plans(job: Job, most: int = 5) -> list[Plan]:
 
     for candidate in exact_layouts(planner, most):
         add(candidate)
-    # What is estimated and not simulated as a whole yet, the most promising first. An estimate is no bound, but the
-    # bounds of what is not estimated yet are, so both queues end where they can give nothing better than `plans`.
-    estimated: list[tuple[float, int, Candidate]] = []  # the second breaks ties
-    waiting = planner.under_schedules()[::-1]
-
-    def worst() -> float:
-        return plans[most - 1].seconds if len(plans) >= most else math.inf
-
-    while waiting or estimated:
-        if waiting and (not estimated or waiting[-1][0] <= estimated[0][0]):
-            bound, candidate = waiting.pop()
-            if bound >= worst():
-                waiting.clear()
-                continue
-            seconds, candidate = planner.estimate(candidate)
-            heappush(estimated, (seconds, len(waiting), candidate))
-            continue
-        seconds, _, candidate = heappop(estimated)
-        if seconds >= worst():
+    # Bounds, and estimates of what is not simulated as a whole yet, the most promising first; the third breaks ties. An
+    # estimate is no bound, but the bounds of what is not estimated yet are: the search ends where both are no better.
+    queue = [(bound, False, place, candidate) for place, (bound, candidate) in enumerate(planner.under_schedules())]
+    while queue:
+        seconds, is_estimate, place, candidate = heappop(queue)
+        if len(plans) >= most and seconds >= plans[most - 1].seconds:
             break
-        add(candidate)
+        if is_estimate:
+            add(candidate)
+        else:
+            seconds, candidate = planner.estimate(candidate)
+            heappush(queue, (seconds, True, -place, candidate))
     if not plans:
         raise explain(job)
     return plans[:most]
@@ -137,7 +124,6 @@ def equal_pipelines(job: Job, schedule: str = "1f1b", depth: int | None = None) 
 
 
 def explain(job: Job) -> Infeasible:
-    """Why no layout exists."""
     classes, parts, held = job.cluster.classes, job.parts, job.held
     for part, one in zip(parts, held, strict=True):
         least = one.with_live(1)

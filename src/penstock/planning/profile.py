@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 from penstock.layout.partition import split_into
 from penstock.layout.template import end_modules
@@ -17,31 +16,20 @@ from penstock.planning.cluster import Link
 from penstock.planning.memory import Held
 
 FORMAT = "penstock profile 1"
-# What JSON has as lists, and of what.
-_LISTS: dict[str, Callable[[Any], Any]] = {"sizes": float, "tied": tuple}
 
 
 @dataclass(frozen=True)
 class UnitCost(Held):
-    """One unit and one microbatch: its seconds, those of the device that the profile is of, and what it holds.
-
-    Attributes:
-        name: the unit.
-        forward, backward, weight: seconds of a forward, of a backward, and of the weight gradients that can be put off.
-        kept_checkpointed: as `kept` with gradient checkpointing: a block's input; `kept` where nothing is recomputed.
-        crossing: bytes that the next stage receives if this unit is a stage's last.
-        joined: whether no stage may end with this unit.
-        sizes: bytes of each trained parameter; `gradients` together.
-    """
+    """One unit and one microbatch: its seconds on the device that the profile is of, and what it holds."""
 
     name: str
     forward: float
     backward: float
-    weight: float
-    kept_checkpointed: float = 0.0
-    crossing: float = 0.0
-    joined: bool = False
-    sizes: tuple[float, ...] = ()
+    weight: float  # of the backward's gradients, those that can be put off
+    kept_checkpointed: float = 0.0  # as `kept` with gradient checkpointing: a block's input; `kept` if not recomputed
+    crossing: float = 0.0  # bytes that the next stage receives if this unit is a stage's last
+    joined: bool = False  # no stage may end with this unit
+    sizes: tuple[float, ...] = ()  # bytes of each trained parameter; `gradients` together
 
     @property
     def seconds(self) -> float:
@@ -61,21 +49,11 @@ class UnitCost(Held):
 
 @dataclass(frozen=True)
 class Profile:
-    """The units of a model in forward order, and how they were found.
-
-    Attributes:
-        model: its name.
-        units: in forward order.
-        measured: False if the seconds are estimated from operations and bytes.
-        about: microbatch size, length, dtype, device, ...
-        inside, between: the links that were measured, None if they were not.
-    """
-
-    model: str
-    units: tuple[UnitCost, ...]
-    measured: bool = False
-    about: Mapping[str, str | int | float] = field(default_factory=dict)
-    inside: Link | None = None
+    model: str  # its name
+    units: tuple[UnitCost, ...]  # in forward order
+    measured: bool = False  # else the seconds are estimated from operations and bytes
+    about: Mapping[str, str | int | float] = field(default_factory=dict)  # microbatch size, length, dtype, device, ...
+    inside: Link | None = None  # these were measured
     between: Link | None = None
 
     def __post_init__(self) -> None:
@@ -110,20 +88,21 @@ class Profile:
         return tuple(parts)
 
     def write(self, path: str | Path) -> Path:
-        """Write the profile as JSON."""
         path = Path(path)
         path.write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n", encoding="utf-8")
         return path
 
     @classmethod
     def read(cls, path: str | Path) -> Profile:
-        """Read a profile. Raises ValueError if the file is none."""
+        """Raises ValueError if the file is none."""
         try:
             content = json.loads(Path(path).read_text(encoding="utf-8"))
             if content.pop("format") != FORMAT:
                 raise ValueError("another format")
             units = tuple(
-                UnitCost(**unit | {key: tuple(map(kind, unit.get(key, ()))) for key, kind in _LISTS.items()})
+                UnitCost(
+                    **unit | {"sizes": tuple(unit.get("sizes", ())), "tied": tuple(map(tuple, unit.get("tied", ())))}
+                )
                 for unit in content.pop("units")
             )
             inside, between = (Link(**link) if (link := content.pop(name)) else None for name in ("inside", "between"))
@@ -133,7 +112,6 @@ class Profile:
 
 
 def stages_of(parts: Sequence[Sequence[UnitCost]], sizes: Sequence[int]) -> tuple[tuple[UnitCost, ...], ...]:
-    """The units of each stage, of stages of so many parts."""
     return tuple(tuple(chain.from_iterable(run)) for run in split_into(parts, sizes))
 
 
@@ -147,10 +125,7 @@ SMALL_VALUES = 4096.0
 
 
 def held_by_stages(stages: Sequence[Sequence[UnitCost]]) -> list[Held]:
-    """What the units of each stage hold together, with what crosses between the stages.
-
-    A stage keeps its output for each microbatch until the gradient comes back, beside what its units keep.
-    """
+    """What the units of each stage hold together, and its output for each microbatch until the gradient comes back."""
     found = []
     received = 0.0
     for number, units in enumerate(stages):
@@ -166,5 +141,4 @@ def held_by_stages(stages: Sequence[Sequence[UnitCost]]) -> list[Held]:
 
 
 def sums(units: Sequence[UnitCost]) -> tuple[float, float, float]:
-    """Seconds of F, B and W of units together."""
     return sum(u.forward for u in units), sum(u.backward for u in units), sum(u.weight for u in units)

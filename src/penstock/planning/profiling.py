@@ -1,17 +1,18 @@
-"""What each unit of a model costs: measured on a device, or estimated from operations and bytes on the meta device.
-
-Each kind of unit is run alone, see `unit_cost`: a model needs not fit the device. Units of equal shapes are run once.
-"""
+"""What each unit of a model costs: measured on a device, or estimated from operations and bytes on the meta device; and
+how fast messages between ranks are."""
 
 from __future__ import annotations
 
 import contextlib
+import socket
+import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
@@ -28,26 +29,25 @@ from penstock.modeling.graph.units import trace_units, traced_units
 from penstock.modeling.instrumentation import known_of
 from penstock.modeling.weights.whole import tensors_of
 from penstock.nested import map_tensors
+from penstock.planning.cluster import Link
 from penstock.planning.profile import Profile, UnitCost
-from penstock.planning.unit_cost import Call, cost_of, of_all
+from penstock.planning.unit_cost import Call, cost_of, of_all, timed
+from penstock.runtime.comm.devices import local_device
+from penstock.runtime.comm.exchange import Ranks
+
+# Bytes of the messages by which links are measured, and how often.
+SMALL, LARGE, REPETITIONS = 4096, 8 * 2**20, 9
 
 
 @dataclass(frozen=True)
 class Followed:
-    """A forward of a model, followed once.
-
-    Attributes:
-        calls: what each unit is called with.
-        boundaries: behind each unit but the last.
-        costs: of the units that were run; those of equal shapes cost the same.
-        inputs: what it was called with.
-    """
+    """A forward of a model, followed once."""
 
     names: list[str]
-    calls: dict[str, list[Call]]
-    boundaries: list[BoundaryReport]
-    costs: dict[Any, UnitCost]
-    inputs: Mapping[str, Any]
+    calls: dict[str, list[Call]]  # what each unit is called with
+    boundaries: list[BoundaryReport]  # behind each unit but the last
+    costs: dict[Any, UnitCost]  # of the units that were run; those of equal shapes cost the same
+    inputs: Mapping[str, Any]  # what it was called with
 
 
 def profile_model(
@@ -64,10 +64,8 @@ def profile_model(
 
     Args:
         length: of what models of text are given; not of inputs of the user's own.
-        device: where the units are run; None estimates the seconds and runs nothing.
-        operations_per_second: of the device that seconds are estimated for.
+        device: where the units are run; None estimates the seconds for one of so many `operations_per_second`.
         optimizer_states: numbers of a parameter's type that the optimizer keeps for it: 2 for Adam.
-        loss_chunk_tokens: as in the configuration.
         followed: a forward of this model, or of one that differs in what is inside the units.
 
     Raises:
@@ -113,12 +111,11 @@ def profile_model(
                 ),
             )
         )
-    where = "estimated" if device is None else str(device)
     about: dict[str, str | int | float] = {
         "microbatch": batch,
         **({} if known_of(model).example_inputs else {"length": length}),
         "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
-        "device": where,
+        "device": "estimated" if device is None else str(device),
     }
     if device is None:
         about["operations per second"] = operations_per_second
@@ -210,3 +207,41 @@ def _key(call: Call) -> Any:
         (tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else type(x) if isinstance(x, Cache) else repr(x)
         for x in call[0]
     )
+
+
+# ---------------------------------------------------------------- links
+
+
+def measure_links() -> tuple[Link | None, Link | None]:
+    """The link inside a node and the one between nodes, on every rank; None for one that no two ranks have. Every rank
+    calls it."""
+    ranks = Ranks(dist.group.WORLD, lambda doing, peers: contextlib.nullcontext())
+    hosts = ranks.exchange(socket.gethostname(), "measuring links")
+    inside = [rank for rank, host in enumerate(hosts) if rank and host == hosts[0]]
+    between = [rank for rank, host in enumerate(hosts) if host != hosts[0]]
+    found = [_between_first_and(peers[0]) if peers else None for peers in (inside, between)]
+    measured = ranks.exchange([link and astuple(link) for link in found], "measuring links")[0]
+    first, second = (link and Link(*link) for link in measured)
+    return first, second
+
+
+def _between_first_and(peer: int) -> Link | None:
+    rank, device = dist.get_rank(), local_device()
+    if rank not in (0, peer):
+        return None
+
+    def one_way(size: int) -> float:
+        buffer = torch.zeros(size, dtype=torch.uint8, device=device)
+
+        def there_and_back() -> None:
+            for sender, receiver in ((0, peer), (peer, 0)):
+                if rank == sender:
+                    dist.send(buffer, receiver)
+                else:
+                    dist.recv(buffer, sender)
+
+        return statistics.median([timed(there_and_back, device)[0] / 2 for _ in range(REPETITIONS)][1:])
+
+    small, large = one_way(SMALL), one_way(LARGE)
+    bandwidth = (LARGE - SMALL) / max(large - small, 1e-9)
+    return Link(max(0.0, small - SMALL / bandwidth), bandwidth)

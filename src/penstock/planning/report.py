@@ -17,16 +17,11 @@ from penstock.layout.announce import compact
 from penstock.pictures.tables import as_text
 from penstock.planning.fit import Way, best, nearest
 from penstock.planning.memory import readable, unit_of
-from penstock.planning.plan import Plan, PlannedPipeline
+from penstock.planning.plan import Plan
 
 
 def plans_table(plans: Sequence[Plan], equal: Plan | None, words: Sequence[str] = ()) -> str:
-    """The plans, one a row, and below it the first one's pipelines.
-
-    Args:
-        words: sentences to print between.
-        equal: the best plan of equal pipelines, with which the speed is compared.
-    """
+    """The plans, one a row, then `words`, and the first one's pipelines. Speeds are relative to the plan `equal`."""
     job = plans[0].job
     about = job.profile.about
     samples = about.get("microbatch")
@@ -66,9 +61,7 @@ def fit_text(found: Sequence[Way], about: str, samples: int, microbatch: int, to
     """The verdict, a row for each way, and the configuration of the best.
 
     Args:
-        about: the model and its size.
-        samples: of a step.
-        tokens: of a sample; None if it is no sequence of them.
+        tokens: of a sample, of which a step has so many `samples`; None if it is no sequence of them.
         enable: the model's method that has activations recomputed.
     """
     chosen = best(found)
@@ -83,9 +76,8 @@ def fit_text(found: Sequence[Way], about: str, samples: int, microbatch: int, to
     )  # fmt: skip
     for way, own in zip(found, parts, strict=True):
         sizes = [f"{size / scale:.2f}" for size in own.values()]
-        marks = {(0, 0): "", (1, 0): "ckpt", (0, 1): "chunk"}.get(
-            (way.checkpointing, bool(way.loss_chunk_tokens)), "both"
-        )
+        chunks = bool(way.loss_chunk_tokens)
+        marks = "both" if way.checkpointing and chunks else "ckpt" * way.checkpointing + "chunk" * chunks
         rate = samples * (tokens or 1) / way.plan.seconds if way.plan else math.nan
         speed = "" if math.isnan(rate) else f"{rate:,.0f}" if tokens else f"{rate:.3g}"
         table.add_row(way.recipe.name, marks, *sizes, "yes" if way.plan else "no", speed)
@@ -103,10 +95,8 @@ def fit_text(found: Sequence[Way], about: str, samples: int, microbatch: int, to
         section["loss_chunk_tokens"] = chosen.loss_chunk_tokens
     stages = [pipeline.stage_names for pipeline in plan.pipelines]
     if any(one != stages[0] for one in stages):
-        return (
-            as_text(verdict, table)
-            + "\nThe pipelines differ: HeterogeneousParallelPlugin forms them, see penstock plan."
-        )
+        more = "The pipelines differ: HeterogeneousParallelPlugin forms them, see penstock plan."
+        return f"{as_text(verdict, table)}\n{more}"
     if len(stages[0]) > 1:
         section["split_points"] = [names[0] for names in stages[0][1:]]
     lines = [as_text(verdict, table), json.dumps({"model_parallelism": section})]
@@ -119,16 +109,14 @@ def fit_text(found: Sequence[Way], about: str, samples: int, microbatch: int, to
 def draw_memory(found: Sequence[Way], path: Path) -> Path:
     """A bar for each device of the best way, or of the one that needs least."""
     try:
-        import matplotlib
+        from matplotlib.figure import Figure
     except ImportError:
         raise ImportError("--plot needs matplotlib: pip install 'penstock[plot]'") from None
-    matplotlib.use("svg" if path.suffix == ".svg" else "agg")
-    import matplotlib.pyplot as plt
-
     way = best(found) or nearest(found)
     assert way.shown is not None
     unit, scale = unit_of(max(memory.total for memory in way.shown.memory))
-    figure, axes = plt.subplots(figsize=(7, 4))
+    figure = Figure(figsize=(7, 4))
+    axes = figure.subplots()
     bottom = [0.0] * len(way.shown.memory)
     for name in ("weights", "gradients", "optimizer", "activations"):
         sizes = [getattr(memory, name) / scale for memory in way.shown.memory]
@@ -137,23 +125,30 @@ def draw_memory(found: Sequence[Way], path: Path) -> Path:
     axes.set(xlabel="rank", ylabel=unit, title=way.recipe.name, xticks=range(len(bottom)))
     axes.legend()
     figure.savefig(path)
-    plt.close(figure)
     return path
 
 
 def _pipelines(plan: Plan) -> Iterator[Table]:
     """A table for each pipeline, or for several alike that follow each other."""
-    firsts = plan.simulation.first_ranks
-    rows = [_rows_of(plan, first, pipeline) for first, pipeline in zip(firsts, plan.pipelines, strict=True)]
+    cluster = plan.job.cluster
+    rows: list[list[tuple[str, ...]]] = []
+    for first, pipeline in zip(plan.simulation.first_ranks, plan.pipelines, strict=True):
+        rows.append([])
+        for rank, device in enumerate(pipeline.devices):
+            units = [compact([unit.name for unit in pipeline.stages[s]]) for s in pipeline.schedule.stages_of(rank)]
+            kind = cluster.kind_of(device)
+            limit = f" of {readable(kind.memory)}" if math.isfinite(kind.memory) else ""
+            needed = readable(plan.memory[first + rank].total)
+            some = plan.job.checkpointing == "stages" and plan.recomputing[first + rank]
+            rows[-1].append((str(first + rank), kind.name, "; ".join(units) + " (recomputed)" * some, needed + limit))
 
-    def kind(index: int) -> object:
+    def look(index: int) -> object:
         return plan.pipelines[index].schedule.num_microbatches, [row[1:] for row in rows[index]]
 
-    for _, group in groupby(range(len(rows)), kind):
+    for _, group in groupby(range(len(rows)), look):
         alike = list(group)
         count = plan.pipelines[alike[0]].schedule.num_microbatches
         which = f"pipeline {alike[0]}" if len(alike) == 1 else f"pipelines {alike[0]} to {alike[-1]}, each"
-        cluster = plan.job.cluster
         nodes = sorted({cluster.node_of_device[device] for index in alike for device in plan.pipelines[index].devices})
         where = f" on node {nodes[0]}" if len(nodes) == 1 else f" on nodes {nodes[0]} to {nodes[-1]}"
         table = Table(
@@ -221,16 +216,3 @@ def plan_data(plan: Plan, equal: Plan | None) -> dict[str, Any]:
         "speed over equal pipelines": None if equal is None else equal.seconds / plan.seconds,
         "pipelines": pipelines,
     }
-
-
-def _rows_of(plan: Plan, first: int, pipeline: PlannedPipeline) -> list[tuple[str, ...]]:
-    """A row for each rank of a pipeline, of which `first` is the first."""
-    rows: list[tuple[str, ...]] = []
-    for rank, device in enumerate(pipeline.devices):
-        units = [compact([unit.name for unit in pipeline.stages[s]]) for s in pipeline.schedule.stages_of(rank)]
-        kind = plan.job.cluster.kind_of(device)
-        limit = f" of {readable(kind.memory)}" if math.isfinite(kind.memory) else ""
-        needed = readable(plan.memory[first + rank].total)
-        some = plan.job.checkpointing == "stages" and plan.recomputing[first + rank]
-        rows.append((str(first + rank), kind.name, "; ".join(units) + " (recomputed)" * some, needed + limit))
-    return rows

@@ -1,16 +1,12 @@
 """Which pipelines, by formula: the best splits for every set of devices, and the best sets of pipelines for a cluster.
 
 The formula: a pipeline whose stages take t_1, ..., t_p seconds for F, B and W of a microbatch needs at least
-sum(t) + (m - 1) max(t) for m of them (1F1B and GPipe reach it without communication). A layout takes as long as its
-slowest pipeline. `penstock.planning.candidates` ranks what is found here by simulation.
-
-Three steps, each exact where it is not said otherwise:
+sum(t) + (m - 1) max(t) for m of them (1F1B and GPipe reach it without communication). Exact, where not said otherwise:
 
 - `find_splits`: dynamic programming over (devices used of each class, first unit of the remaining stages), from the
   last stage to the first, since a stage holds as many microbatches under 1F1B as stages follow it, and its own.
-- `layouts`: a step of T seconds is possible if some set of pipelines has room for all microbatches within T. That
-  is a knapsack: pipelines weigh devices of each class and are worth the microbatches they finish. T is searched.
-- Microbatches are given out by the greedy rule (`split_microbatches`).
+- `layouts`: a step of T seconds, which is searched, is possible if some set of pipelines has room for all microbatches
+  within T: a knapsack, of pipelines that weigh devices of each class and are worth the microbatches they finish.
 """
 
 from __future__ import annotations
@@ -18,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cache, partial
 from itertools import product
 
 import numpy as np
@@ -40,44 +36,28 @@ MOST_STATES = 500
 
 @dataclass(frozen=True)
 class Split:
-    """A model's parts split into stages for devices of certain classes. Equal ones have the same classes and sizes.
-
-    Attributes:
-        slowest: seconds of the slowest stage for a microbatch.
-        total: seconds of all stages for a microbatch, and of its messages.
-    """
+    """A model's parts split into stages for devices of certain classes. Equal ones have the same classes and sizes."""
 
     classes: Counts
     sizes: Counts
-    slowest: float = field(compare=False)
-    total: float = field(compare=False)
+    slowest: float = field(compare=False)  # seconds of the slowest stage for a microbatch
+    total: float = field(compare=False)  # seconds of all stages for a microbatch, and of its messages
 
 
 @dataclass(frozen=True, eq=False)
 class Template:
-    """The best splits for a number of devices of each class.
-
-    Attributes:
-        times: `slowest` and `total` of each split; none is better than another in both.
-    """
+    """The best splits for a number of devices of each class."""
 
     counts: Counts
-    times: tuple[tuple[float, float], ...]
-    follow: Callable[[int], tuple[Counts, Counts]]
+    times: tuple[tuple[float, float], ...]  # `slowest` and `total` of each; none is better than another in both
+    follow: Callable[[int], tuple[Counts, Counts]]  # on demand: most are never used
 
     def seconds(self, microbatches: int) -> float:
-        """The time of a step of the best split, by the formula."""
         return min([total + (microbatches - 1) * slowest for slowest, total in self.times])
 
     def split_for(self, microbatches: int) -> Split:
-        """The fastest split for a number of microbatches."""
         label = min(range(len(self.times)), key=lambda i: self.times[i][1] + (microbatches - 1) * self.times[i][0])
-        return self.splits[label]
-
-    @cached_property
-    def splits(self) -> tuple[Split, ...]:
-        """The split written out, on demand: most are never used."""
-        return tuple(Split(*self.follow(label), *times) for label, times in enumerate(self.times))
+        return Split(*self.follow(label), *self.times[label])
 
 
 def find_splits(
@@ -97,10 +77,8 @@ def find_splits(
     nothing = (0,) * num_classes
     # Per devices used: (slowest, total) of the best splits of the parts from each first part on; and what they came
     # from: the class, the end and the alternative of the rest.
-    slowest = {nothing: np.full((num_parts + 1, 1), np.inf)}
-    total = {nothing: np.full((num_parts + 1, 1), np.inf)}
-    slowest[nothing][num_parts] = total[nothing][num_parts] = 0.0
-    origin: dict[Counts, np.ndarray] = {}
+    ended = np.where(np.arange(num_parts + 1) == num_parts, 0.0, np.inf)[:, None]
+    best, origin = {nothing: (ended, ended)}, dict[Counts, np.ndarray]()
     templates = []
     level = [nothing]
     for depth in range(1, deepest + 1):
@@ -117,19 +95,17 @@ def find_splits(
         level = []
         for counts, added in successors.items():
             rests = [(*counts[:k], counts[k] - 1, *counts[k + 1 :]) for k in added]
-            alternatives = [(*stages[k], slowest[rest], total[rest]) for k, rest in zip(added, rests, strict=True)]
-            found = (_single_best if width == 1 else _several_best)(added, alternatives, width)
+            alternatives = [(*stages[k], *best[rest]) for k, rest in zip(added, rests, strict=True)]
+            found = _best(added, alternatives, width)
             if found is None:
                 continue
-            best_slowest, best_total, origin[counts] = found
+            slowest, total, origin[counts] = found
             level.append(counts)
-            closed = np.full((1, best_slowest.shape[1]), np.inf)
-            slowest[counts] = np.concatenate([best_slowest, closed])
-            total[counts] = np.concatenate([best_total, closed])
-            times = tuple(pair for pair in zip(best_slowest[0].tolist(), best_total[0].tolist(), strict=True))
-            if times[0][0] < math.inf:
-                finite = tuple(pair for pair in times if pair[0] < math.inf)
-                templates.append(Template(counts, finite, partial(_follow, origin, counts)))
+            closed = np.full((1, slowest.shape[1]), np.inf)
+            best[counts] = np.concatenate([slowest, closed]), np.concatenate([total, closed])
+            pairs = zip(slowest[0].tolist(), total[0].tolist(), strict=True)
+            if times := tuple(pair for pair in pairs if pair[0] < math.inf):
+                templates.append(Template(counts, times, cache(partial(_follow, origin, counts))))
     return templates
 
 
@@ -177,21 +153,13 @@ class Chain:
         link = self.cluster.inside if depth <= self._largest_node else self.cluster.between
         key = device_class, live, link
         if key not in self._times:
-            best: tuple[np.ndarray, np.ndarray] | None = None
-            for way, (_, each, always) in enumerate(self._ways):
-                fits = always + live * each <= self.cluster.classes[device_class].memory
-                longest, together = self._without_limit(way, device_class, link)
-                times = np.where(fits, longest, np.inf)
-                found = times, times if together is longest else np.where(fits, together, np.inf)
-                best = found if best is None else (np.minimum(best[0], found[0]), np.minimum(best[1], found[1]))
-            assert best is not None
-            self._times[key] = best
-        return self._times[key]
-
-    def _without_limit(self, way: int, device_class: int, link: Link) -> tuple[np.ndarray, np.ndarray]:
-        key = None, way, device_class, link
-        if key not in self._times:
-            times = self._ways[way][0] / self.cluster.classes[device_class].speed
+            kind = self.cluster.classes[device_class]
+            times = np.minimum.reduce(
+                [
+                    np.where(always + live * each <= kind.memory, seconds / kind.speed, np.inf)
+                    for seconds, each, always in self._ways
+                ]
+            )
             self._times[key] = times, times
             if link != Link():
                 occupied = self._crossing / link.bandwidth
@@ -201,39 +169,13 @@ class Chain:
         return self._times[key]
 
 
-# What `find_splits` knows about an alternative: times of stages, and of the best splits of the parts after them.
-_Alternative = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
-_Found = tuple[np.ndarray, np.ndarray, np.ndarray]
-
-
-def _single_best(added: Sequence[int], alternatives: Sequence[_Alternative], width: int) -> _Found | None:
-    """For each first part, the split with the fastest slowest stage, and among equal ones the least total."""
-    best: list[np.ndarray] = []
-    rows = np.arange(len(alternatives[0][0]))
-    for k, (bottleneck, seconds, slowest, total) in zip(added, alternatives, strict=True):
-        scores = np.maximum(bottleneck, slowest[:, 0])
-        together = seconds + total[:, 0]
-        together *= ROUNDING
-        scores += together
-        ends = scores.argmin(1)
-        own = [
-            scores[rows, ends], np.maximum(bottleneck[rows, ends], slowest[ends, 0]),
-            seconds[rows, ends] + total[ends, 0], np.full_like(ends, k), ends,
-        ]  # fmt: skip
-        if best:
-            better = own[0] < best[0]
-            own = [np.where(better, new, old) for new, old in zip(own, best, strict=True)]
-        best = own
-    _, front, latest, classes, ends = best
-    if not np.isfinite(front).any():
-        return None
-    return front[:, None], latest[:, None], np.stack([classes, ends, np.zeros_like(ends)])[:, :, None]
-
-
-def _several_best(added: Sequence[int], alternatives: Sequence[_Alternative], width: int) -> _Found | None:
+def _best(
+    added: Sequence[int], alternatives: Sequence[tuple[np.ndarray, ...]], width: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
     """For each first part, the splits that no other beats in both numbers, at most `width`: fastest stages first.
-
     Numbers are infinite where there are fewer.
+
+    Alternatives are times of stages, and of the best splits of the parts after them.
     """
     num_parts = len(alternatives[0][0])
     fronts, latests, sources = [], [], []
@@ -246,6 +188,9 @@ def _several_best(added: Sequence[int], alternatives: Sequence[_Alternative], wi
     if not np.isfinite(front).any():
         return None
     rows = np.arange(num_parts)[:, None]
+    if width == 1:  # faster than in order: the second number decides among equal first ones
+        only = (front + latest * ROUNDING).argmin(1)[:, None]
+        return front[rows, only], latest[rows, only], np.concatenate(sources, 1)[:, only]
     order = np.lexsort((latest, front), axis=1)
     sorted_latest = latest[rows, order]
     best_before = np.minimum.accumulate(sorted_latest, 1)
@@ -287,12 +232,8 @@ def _deepest_mixture(num_classes: int) -> int:
 def layouts(
     templates: Sequence[Template], limits: Counts, microbatches: int, copies: int, tolerance: float = 0.0
 ) -> Iterator[tuple[float, list[Split]]]:
-    """Layouts by falling time of a step, by formula; the last is the best. Nothing if there is none.
-
-    Args:
-        microbatches: of all pipelines together; each gets at least one.
-        tolerance: how much slower than the best, as a share, the last may be.
-    """
+    """Layouts by falling time of a step, by formula; the last is the best, or slower by at most the share `tolerance`.
+    Nothing if there is none. Each pipeline gets at least one of the microbatches."""
     if not templates or microbatches < copies:
         return
     knapsack = _Knapsack(templates, limits, copies)
@@ -345,8 +286,8 @@ class _Knapsack:
         if not len(able):
             return None
         exact = math.prod(limit + 1 for limit in self.limits) * (self.copies + 1) <= MOST_STATES
-        solve = self._exactly if exact else self._rounded
-        picked = solve(worth[able], self.weights[able], np.array(self.limits), microbatches)
+        problem = worth[able], self.weights[able], np.array(self.limits), microbatches, self.copies
+        picked = _exactly(*problem) if exact else _rounded(*problem)
         if picked is None:
             return None
         chosen = [int(able[index]) for index in picked]
@@ -358,51 +299,51 @@ class _Knapsack:
             return None
         return [self.templates[index] for index in chosen]
 
-    def _exactly(self, worth: np.ndarray, weights: np.ndarray, limits: np.ndarray, enough: int) -> list[int] | None:
-        """Dynamic programming over the devices used of each class, and the number of pipelines up to `copies`."""
-        strides = np.concatenate([np.cumprod((limits + 1)[::-1])[-2::-1], [1]]).astype(int)
-        offsets = weights @ strides
-        states = list(product(*(range(limit + 1) for limit in limits)))
-        best = np.full((self.copies + 1, len(states)), -(10**12))
-        source = np.full((self.copies + 1, len(states), 2), -1)
-        best[0, 0] = 0
-        for place, used in enumerate(states):
-            able = np.nonzero((weights <= used).all(1))[0]
-            if len(able):
-                values = best[:, place - offsets[able]] + worth[able]
-                choice = values.argmax(1)
-                for have, index in enumerate(choice):
-                    then = min(have + 1, self.copies)
-                    if values[have, index] > best[then, place]:
-                        best[then, place] = values[have, index]
-                        source[then, place] = able[index], have
-        place, have = int(best[self.copies].argmax()), self.copies
-        if best[have, place] < enough:
-            return None
-        chosen = []
-        while place:
-            index, have = (int(number) for number in source[have, place])
-            chosen.append(index)
-            place -= int(offsets[index])
-        return chosen
 
-    def _rounded(self, worth: np.ndarray, weights: np.ndarray, limits: np.ndarray, enough: int) -> list[int] | None:
-        """The linear program's pipelines, rounded down, and the devices left over filled one pipeline at a time."""
-        amounts = _linear_program(worth.astype(float), weights.T.astype(float), limits.astype(float))
-        if worth @ amounts < enough - 0.5:  # nothing whole does better
-            return None
-        whole = np.floor(amounts + ROUNDING).astype(int)
-        chosen = [int(index) for index in np.nonzero(whole)[0] for _ in range(whole[index])]
-        left = limits - whole @ weights
-        while len(fitting := np.nonzero((weights <= left).all(1))[0]):
-            if math.prod(left + 1) * (self.copies + 1) <= MOST_STATES and len(chosen) >= self.copies:
-                rest = _Knapsack(self.templates, tuple(left), 0)
-                rest_chosen = rest._exactly(worth, weights, left, 0)
-                return chosen + (rest_chosen or [])
-            index = int(fitting[np.argmax(worth[fitting] / weights[fitting].sum(1))])
-            chosen.append(index)
-            left = left - weights[index]
-        return chosen
+def _exactly(worth: np.ndarray, weights: np.ndarray, limits: np.ndarray, enough: int, copies: int) -> list[int] | None:
+    """Dynamic programming over the devices used of each class, and the number of pipelines up to `copies`."""
+    strides = np.concatenate([np.cumprod((limits + 1)[::-1])[-2::-1], [1]]).astype(int)
+    offsets = weights @ strides
+    states = list(product(*(range(limit + 1) for limit in limits)))
+    best = np.full((copies + 1, len(states)), -(10**12))
+    source = np.full((copies + 1, len(states), 2), -1)
+    best[0, 0] = 0
+    for place, used in enumerate(states):
+        able = np.nonzero((weights <= used).all(1))[0]
+        if len(able):
+            values = best[:, place - offsets[able]] + worth[able]
+            choice = values.argmax(1)
+            for have, index in enumerate(choice):
+                then = min(have + 1, copies)
+                if values[have, index] > best[then, place]:
+                    best[then, place] = values[have, index]
+                    source[then, place] = able[index], have
+    place, have = int(best[copies].argmax()), copies
+    if best[have, place] < enough:
+        return None
+    chosen = []
+    while place:
+        index, have = (int(number) for number in source[have, place])
+        chosen.append(index)
+        place -= int(offsets[index])
+    return chosen
+
+
+def _rounded(worth: np.ndarray, weights: np.ndarray, limits: np.ndarray, enough: int, copies: int) -> list[int] | None:
+    """The linear program's pipelines, rounded down, and the devices left over filled one pipeline at a time."""
+    amounts = _linear_program(worth.astype(float), weights.T.astype(float), limits.astype(float))
+    if worth @ amounts < enough - 0.5:  # nothing whole does better
+        return None
+    whole = np.floor(amounts + ROUNDING).astype(int)
+    chosen = [int(index) for index in np.nonzero(whole)[0] for _ in range(whole[index])]
+    left = limits - whole @ weights
+    while len(fitting := np.nonzero((weights <= left).all(1))[0]):
+        if math.prod(left + 1) * (copies + 1) <= MOST_STATES and len(chosen) >= copies:
+            return chosen + (_exactly(worth, weights, left, 0, 0) or [])
+        index = int(fitting[np.argmax(worth[fitting] / weights[fitting].sum(1))])
+        chosen.append(index)
+        left = left - weights[index]
+    return chosen
 
 
 def _linear_program(values: np.ndarray, columns: np.ndarray, limits: np.ndarray) -> np.ndarray:

@@ -1,20 +1,18 @@
-"""What one unit of a model costs, run alone: seconds, and bytes of memory.
-
-A unit is made with random weights and called with inputs of the shapes it has in the model. On a device its seconds are
-measured; on the meta device they are estimated from operations and bytes. Memory is followed on either.
-"""
+"""What one unit of a model costs, run alone with random weights on inputs of the shapes it has in the model: seconds,
+measured on a device or on the meta device estimated from operations and bytes, and bytes of memory."""
 
 from __future__ import annotations
 
 import statistics
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
+from unittest import mock
 
 import torch
 from torch import nn
@@ -60,10 +58,8 @@ def cost_of(
     """The cost of one run of a unit alone, in a training step.
 
     Args:
-        call: what it is called with.
-        device: where it is run; None estimates the seconds and runs nothing.
+        device: where it is run; None estimates the seconds for one of so many `operations_per_second`.
         is_last: whether its first result gives the loss.
-        operations_per_second: of the device that seconds are estimated for.
         loss_chunk_tokens: of a last unit that is a head, of how many tokens the logits exist at once; None for all.
         recomputed: whether gradient checkpointing runs its forward again; a model's ends it does not.
     """
@@ -80,7 +76,7 @@ def cost_of(
     hidden = next((leaf for leaf in call[0] if _is_hidden(leaf)), None)
     leaves = [_argument(leaf, where, hidden) for leaf in call[0]]
     args, kwargs = pytree.tree_unflatten(leaves, call[1])
-    sources = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    sources = [leaf for leaf in _tensors(leaves) if leaf.requires_grad]
     parameters = list(filter(requires_grad, unit.parameters()))
 
     returned: list[torch.Tensor] = []
@@ -91,7 +87,7 @@ def cost_of(
             logits = output.flatten(0, -2).float()
             return [functional.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.long, device=where))]
         output = unit(*args, **kwargs)
-        found = [x for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor) and x.requires_grad]
+        found = [tensor for tensor in _tensors(output) if tensor.requires_grad]
         if is_last and found and found[0].dim() > 1:  # the loss, which is outside of all units
             returned[:] = found[:1]  # the caller has them
             logits = found[0].float().flatten(0, -2)
@@ -99,35 +95,27 @@ def cost_of(
         return found[:1] if is_last else found
 
     # Masks and the like are one for all units.
-    shared = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.requires_grad]
+    shared = [leaf for leaf in _tensors(leaves) if not leaf.requires_grad]
     shared += [parameter for parameter in unit.parameters() if not parameter.requires_grad]
-    kept, forwarding, working, operations = _memory(forward, parameters, shared, sources, returned)
+    kept, forwarding, working, of_forward, of_backward = _memory(forward, parameters, shared, sources, returned)
     queue = _Queue()
     # The head's weight gradient is not put off where logits come in chunks.
     puts_off = install(unit, queue, None if loss_chunk_tokens is None else unit)
-    _, _, splitting, put_off = _memory(forward, parameters, shared, sources, returned)
+    _, _, splitting, _, of_input = _memory(forward, parameters, shared, sources, returned)
     uninstall(unit)
     checkpointed = float(sum(source.nbytes for source in sources)) if recomputed else kept
     if device is None:
-        number = operations.forward, put_off.backward, max(0.0, operations.backward - put_off.backward)
-        seconds, backward, weight = (each / (REACHED * operations_per_second) for each in number)
+        operations = of_forward, of_input, max(0.0, of_backward - of_input)
+        seconds, backward, weight = (each / (REACHED * operations_per_second) for each in operations)
     else:
         seconds, backward, weight = _seconds(forward, sources, parameters, where)
         if not puts_off:
             backward, weight = backward + weight, 0.0
     return UnitCost(
-        name="",
-        forward=seconds,
-        backward=backward,
-        weight=weight,
-        kept=kept,
-        kept_checkpointed=min(kept, checkpointed),
-        deferred=queue.num_bytes(parameters),
-        output=float(sum(tensor.nbytes for tensor in returned)),
-        working=working,
-        splitting=splitting,
+        "", seconds, backward, weight, min(kept, checkpointed), kept=kept, deferred=queue.num_bytes(parameters),
+        output=float(sum(tensor.nbytes for tensor in returned)), working=working, splitting=splitting,
         forwarding=forwarding,
-    )
+    )  # fmt: skip
 
 
 def _is_hidden(leaf: Any, like: torch.Tensor | None = None) -> bool:
@@ -154,10 +142,8 @@ def _seconds(
     parameters: list[nn.Parameter],
     device: torch.device,
 ) -> tuple[float, float, float]:
-    """Median seconds of F, of a backward for the inputs, and of what a backward for all takes longer.
-
-    The three are measured in turns, so that a machine whose speed drifts is as fast for one as for another.
-    """
+    """Median seconds of F, of a backward for the inputs, and of what a backward for all takes longer; measured in
+    turns, so that a machine whose speed drifts is as fast for one as for another."""
     samples: list[tuple[float, float, float]] = []
     begin = time.perf_counter()
     # The first turn, which sets things up, is left out.
@@ -187,7 +173,6 @@ def _gradients(outputs: list[torch.Tensor], sources: list[torch.Tensor]) -> None
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a device is idle."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -207,18 +192,9 @@ class _Queue(WeightGradientQueues):
     def num_bytes(self, parameters: list[nn.Parameter]) -> float:
         """The bytes of what was left, without the parameters, which are there anyway."""
         owned = {parameter.untyped_storage()._cdata for parameter in parameters}
-        left = [leaf for entry in self._left for leaf in pytree.tree_leaves(cast(partial[None], entry.compute).args)]
-        storages = {
-            one.untyped_storage()._cdata: one.untyped_storage() for one in left if isinstance(one, torch.Tensor)
-        }
-        return float(sum(storage.nbytes() for key, storage in storages.items() if key not in owned))
-
-
-class Operations(NamedTuple):
-    """Of products, and of reading and writing as many as take as long; what is put off is in neither."""
-
-    forward: float
-    backward: float
+        left = _tensors([cast(partial[None], entry.compute).args for entry in self._left])
+        sizes = {one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in left}
+        return float(sum(size for key, size in sizes.items() if key not in owned))
 
 
 def _memory(
@@ -227,12 +203,10 @@ def _memory(
     shared: list[torch.Tensor],
     sources: list[torch.Tensor],
     returned: list[torch.Tensor],
-) -> tuple[float, float, float, Operations]:
-    """Bytes that live from a forward to its backward, the most besides them at once in the forward, and in either, and
-    operations.
-
-    What lives is what autograd keeps and what `forward` leaves in `returned`.
-    """
+) -> tuple[float, float, float, float, float]:
+    """Bytes that live from a forward to its backward: what autograd keeps, and what `forward` leaves in `returned`. The
+    most besides them at once in the forward, and in either. Operations of the forward and of the backward: of products,
+    and of reading and writing as many as take as long; what is put off is in neither."""
     owned = {tensor.untyped_storage()._cdata for tensor in (*parameters, *shared)}
     given = {tensor.untyped_storage()._cdata for tensor in sources}
     kept: dict[int, int] = {}
@@ -258,7 +232,7 @@ def _memory(
     of_backward = backward_products + OPERATIONS_PER_BYTE * 2 * (live.written - traffic)
     made_here = sum(size for key, size in kept.items() if key not in given)
     forwarding, working = (max(0.0, float(peak - made_here)) for peak in (most, live.peak))
-    return float(sum(kept.values())), forwarding, working, Operations(of_forward, of_backward)
+    return float(sum(kept.values())), forwarding, working, of_forward, of_backward
 
 
 class _Attention(torch.autograd.Function):
@@ -295,14 +269,12 @@ def _fused_attention() -> Iterator[SimpleNamespace]:
         # Each row with its own expert's weight: as much work as with one of them; on meta torch's takes bfloat16 only.
         return input @ weight[0] if input.is_meta else grouped(input, weight, **kwargs)
 
-    functional.scaled_dot_product_attention = attention
-    functional.grouped_mm = product  # type: ignore[assignment]  # as transformers calls it
-    torch.is_autocast_enabled = lambda kind="cpu": kind != "meta" and is_autocast_enabled(kind)
-    try:
+    def enabled(kind: str = "cpu") -> bool:
+        return kind != "meta" and is_autocast_enabled(kind)
+
+    products = mock.patch.multiple(functional, scaled_dot_product_attention=attention, grouped_mm=product)
+    with products, mock.patch.object(torch, "is_autocast_enabled", enabled):
         yield counter
-    finally:
-        functional.scaled_dot_product_attention, functional.grouped_mm = plain, grouped
-        torch.is_autocast_enabled = is_autocast_enabled
 
 
 class LiveBytes(TorchDispatchMode):
@@ -316,12 +288,12 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        for tensor in _tensors((*args, *kwargs.values())):
+        for tensor in _tensors((args, kwargs)):
             self._follow(tensor.untyped_storage(), counts=False)  # it was there before
         output = func(*args, **kwargs)
         self.products += operations_of_product(func, args, kwargs, output)
         if not func.is_view:
-            for tensor in _tensors((output,)):
+            for tensor in _tensors(output):
                 self.written += tensor.nbytes
                 self._follow(tensor.untyped_storage())
         return output
@@ -340,10 +312,5 @@ class LiveBytes(TorchDispatchMode):
         self.now -= size
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """The tensors among an operation's arguments or results, also those in lists."""
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _tensors(value)
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
