@@ -51,10 +51,8 @@ def build(subject: type | PretrainedConfig | str, layers: int | None, ranks: int
 
 
 def made_batch(model: nn.Module, samples: int) -> dict[str, Any]:
-    """A batch of random tokens, or numbers, with uneven padding where there is a mask, and labels.
-
-    Raises ValueError if the model computes no loss from any that was tried.
-    """
+    """A batch of random tokens, or numbers, with uneven padding where there is a mask, and labels. Raises ValueError if
+    the model computes no loss from any that was tried."""
     generator = torch.Generator().manual_seed(0)
     for inputs in filter(None, dummy_inputs(model, samples, TOKENS)):
         drawn = _drawn(model, inputs, generator)

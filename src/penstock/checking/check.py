@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import textwrap
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -22,29 +21,22 @@ from penstock.modeling.graph.trace import Trace
 from penstock.modeling.graph.units import traced_units
 from penstock.modeling.weights.initialise import meta_model, resolve_model_class
 from penstock.modeling.weights.names import alias_groups, unit_of
-from penstock.pictures.tables import WIDTH
+from penstock.pictures.tables import WIDTH, wrapped
 
 NOT_LOOKED_AT = "whether it is exact over stages, which penstock verify says"
 
 
 @dataclass(frozen=True)
 class UnitReport:
-    """A unit by its name in a pipeline template, and its class.
-
-    Attributes:
-        parameters: elements of its parameters; a tied one counts at each holder.
-        cost: its relative cost, 1.0 on average.
-    """
-
     name: str
-    kind: str
-    parameters: int
-    cost: float
+    kind: str  # its class
+    parameters: int  # elements; a tied one counts at each holder
+    cost: float  # 1.0 on average
 
 
 @dataclass(frozen=True)
 class BoundaryValue:
-    """One value that crosses a boundary: where it comes from, and its shape and dtype for the shown inputs."""
+    """One value that crosses a boundary, for the shown inputs."""
 
     origin: str
     shape: tuple[int, ...]
@@ -64,17 +56,9 @@ class BoundaryValue:
 
 @dataclass(frozen=True)
 class BoundaryReport:
-    """The boundary between two neighbouring units.
-
-    Attributes:
-        before: the unit before the boundary.
-        crossing: what crosses it in two stages, empty if impossible.
-        reason: why no stage can end here, empty if one can.
-    """
-
-    before: str
+    before: str  # the unit before the boundary
     crossing: tuple[BoundaryValue, ...]
-    reason: str = ""
+    reason: str = ""  # why no stage can end here
 
     def in_words(self) -> str:
         return f"no boundary: {self.reason}" if self.reason else "; ".join(map(str, self.crossing)) or "nothing"
@@ -82,30 +66,18 @@ class BoundaryReport:
 
 @dataclass(frozen=True)
 class Report:
-    """The result of `check`.
+    """The result of `check`."""
 
-    Attributes:
-        model: the model's class.
-        parameters: elements of all parameters, tied ones once.
-        inputs: name and shape of the arguments that the boundaries were found with.
-        units: in forward order; empty if the model cannot be split.
-        boundaries: one between each two units.
-        ties: names of each parameter that several units hold.
-        everywhere: names of the parameters outside of units, which every stage holds.
-        reason: why the model cannot be split, empty if it can.
-    """
-
-    model: str
-    parameters: int
-    inputs: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    units: tuple[UnitReport, ...] = ()
-    boundaries: tuple[BoundaryReport, ...] = ()
-    ties: tuple[tuple[str, ...], ...] = ()
-    everywhere: tuple[str, ...] = ()
-    reason: str = ""
+    model: str  # its class
+    parameters: int  # elements, tied ones once
+    inputs: tuple[tuple[str, tuple[int, ...]], ...] = ()  # that the boundaries were found with
+    units: tuple[UnitReport, ...] = ()  # in forward order; empty if the model cannot be split
+    boundaries: tuple[BoundaryReport, ...] = ()  # one between each two units
+    ties: tuple[tuple[str, ...], ...] = ()  # names of each parameter that several units hold
+    everywhere: tuple[str, ...] = ()  # names of the parameters outside of units, which every stage holds
+    reason: str = ""  # why it cannot be split
 
     def data(self) -> dict[str, Any]:
-        """The report for JSON."""
         about = {"model": self.model, "splittable": self.splittable, "reason": self.reason}
         return about | {
             "parameters": self.parameters,
@@ -125,13 +97,11 @@ class Report:
         return not self.reason and any(not boundary.reason for boundary in self.boundaries)
 
     def render(self) -> str:
-        """The report as plain text."""
         lines = [f"{self.model}: {self.parameters:,} parameters"]
         if self.reason:
-            return "\n".join([*lines, *wrapped(f"cannot be split: {self.reason}")])
+            return "\n".join([*lines, wrapped(f"cannot be split: {self.reason}")])
         shown = ", ".join(f"{name}{list(shape)}" for name, shape in self.inputs)
-        lines += wrapped(f"{len(self.units)} units; boundaries shown for {shown}")
-        lines.append(f"costs are {LENGTH}")
+        lines += [wrapped(f"{len(self.units)} units; boundaries shown for {shown}"), f"costs are {LENGTH}"]
         groups = self._alike()
         names = [compact([unit.name for unit in units]) for units, _ in groups]
         width = max(map(len, names))
@@ -141,28 +111,25 @@ class Report:
             figures = f"{each + format(first.parameters, ','):>18}  cost {each + format(first.cost, '.2f'):>10}"
             line = f"  {name:<{width}}  {first.kind:<{kinds}}  {figures}"
             lines += [line] if len(line) <= WIDTH else [f"  {name}", f"    {first.kind:<{WIDTH - 45}}{figures}"]
-            if below is not None:
-                lines += wrapped(("each " if len(units) > 1 else "") + below, "    | ")
-        for holders in self.ties:
-            lines += wrapped(f"tied: {' = '.join(holders)}")
+            if below:
+                lines.append(wrapped(f"    | {'each ' * (len(units) > 1)}{below}"))
+        lines += [wrapped(f"tied: {' = '.join(holders)}") for holders in self.ties]
         if self.everywhere:
-            lines += wrapped(f"on every stage: {', '.join(self.everywhere)}")
-        lines += wrapped(f"not looked at: {NOT_LOOKED_AT}")
-        return "\n".join(lines)
+            lines.append(wrapped(f"on every stage: {', '.join(self.everywhere)}"))
+        return "\n".join([*lines, wrapped(f"not looked at: {NOT_LOOKED_AT}")])
 
-    def _alike(self) -> list[tuple[list[UnitReport], str | None]]:
-        """Units, those that follow each other in a list and are equal together, with what crosses after each."""
-        groups: list[tuple[list[UnitReport], str | None]] = []
+    def _alike(self) -> list[tuple[list[UnitReport], str]]:
+        """Units, those that follow each other in a list and are equal together, with what crosses after each: with N
+        for the number of several."""
+        groups: list[tuple[list[UnitReport], str, str]] = []
         for unit, boundary in zip(self.units, [*self.boundaries, None], strict=True):
-            below = None if boundary is None else boundary.in_words()
-            if groups and _follows(groups[-1][0][-1], unit):
-                before, alike = groups[-1]
-                alike = _generic(alike, before[-1] if len(before) == 1 else None)
-                if _generic(below, unit) == alike:
-                    groups[-1] = [*before, unit], alike
-                    continue
-            groups.append(([unit], below))
-        return groups
+            below = "" if boundary is None else boundary.in_words()
+            alike = re.sub(rf"{re.escape(unit.name)}(?![\w.])", unit.name.rpartition(".")[0] + ".N", below)
+            if groups and groups[-1][1] == alike and _follows(groups[-1][0][-1], unit):
+                groups[-1][0].append(unit)
+            else:
+                groups.append(([unit], alike, below))
+        return [(units, alike if len(units) > 1 else below) for units, alike, below in groups]
 
 
 def _follows(unit: UnitReport, after: UnitReport) -> bool:
@@ -171,19 +138,6 @@ def _follows(unit: UnitReport, after: UnitReport) -> bool:
     follows = number.isdigit() and later.isdigit() and head == other and int(later) == int(number) + 1
     figures = ((one.kind, one.parameters, f"{one.cost:.2f}") for one in (unit, after))
     return follows and next(figures) == next(figures)
-
-
-def _generic(words: str | None, unit: UnitReport | None) -> str | None:
-    """What crosses after a unit, with N for its number."""
-    if words is None or unit is None:
-        return words
-    return re.sub(rf"{re.escape(unit.name)}(?![\w.])", unit.name.rpartition(".")[0] + ".N", words)
-
-
-def wrapped(text: str, indent: str = "") -> list[str]:
-    """`text` in lines that fit a terminal."""
-    rest = " " * (len(indent) or 2)
-    return textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=rest, break_on_hyphens=False)
 
 
 def check(

@@ -65,14 +65,7 @@ class Trained:
     rate: float
 
     @classmethod
-    def of(
-        cls,
-        model: Any,
-        losses: Callable[[], Iterable[torch.Tensor]],
-        steps: int,
-        rate: float = 0.0,
-        pieces: Pieces = (),
-    ) -> Trained:
+    def of(cls, model: Any, losses: Losses, steps: int, rate: float = 0.0, pieces: Pieces = ()) -> Trained:
         """Train with SGD and momentum; 0 chooses a `rate` by the first gradients."""
         totals, gradients, optimizer = {}, {}, None
         for number in range(1, steps + 1):
@@ -92,10 +85,8 @@ class Trained:
 
 
 class Comparison:
-    """A model parallelised on the ranks of this job, beside the same model unsplit on each of them.
-
-    It is given whole, without noise, in training, and left alone. Raises whatever the unsplit model raises.
-    """
+    """A model parallelised on the ranks of this job, beside the same model unsplit on each of them. It is given whole,
+    without noise, in training, and left alone. Raises whatever the unsplit model raises."""
 
     def __init__(
         self,

@@ -21,9 +21,8 @@ from penstock.nested import map_tensors
 def kept_in_double() -> Iterator[None]:
     """Keep transformers from rounding double precision to single inside a model.
 
-    Its losses call `logits.float()` or `log_softmax(dtype=torch.float32)`, and some attentions
-    `query.to(torch.float32)`, to *raise* half precision. Doubles they round, differently for a share of a mean than for
-    the mean, and for one sample than for a batch of it, which would hide whether the pipeline itself is exact.
+    Its losses and attentions raise half precision by calls that round doubles, differently for one sample than for a
+    batch of it, which would hide whether the pipeline itself is exact.
     """
     rounding, converting = torch.Tensor.float, torch.Tensor.to
 
@@ -50,9 +49,7 @@ def kept_in_double() -> Iterator[None]:
 
 def in_double(model: Any, inputs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """A model and a batch in double precision; in single precision where the model's code does not run in double.
-
-    Raises ValueError if the model's weights cannot be converted, as packed ones cannot.
-    """
+    Raises ValueError if the model's weights cannot be converted, as packed ones cannot."""
     for dtype in (torch.float64, torch.float32):
         to = lambda _, tensor, dtype=dtype: tensor.to(dtype) if tensor.is_floating_point() else tensor  # noqa: E731
         batch = {name: map_tensors(to, name, value) for name, value in inputs.items()}

@@ -54,13 +54,11 @@ class Verification:
         return all(row.result in (EXACT, ACCUMULATED, NOT_TRIED) for row in self.rows)
 
     def data(self) -> dict[str, Any]:
-        """The same for JSON."""
         finite = [row if math.isfinite(row.difference or 0) else replace(row, difference=None) for row in self.rows]
         rows = {"rows": [asdict(row) for row in finite], "not_looked_at": NOT_LOOKED_AT}
         return {"about": self.about, "exact": self.exact, **rows}
 
     def render(self) -> str:
-        """The table as plain text."""
         lines = [wrapped(self.about)]
         for row in self.rows:
             compared = "" if row.difference is None else f"{row.difference:7.1e}  {row.where if row.difference else ''}"

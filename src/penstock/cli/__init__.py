@@ -6,6 +6,7 @@ import atexit
 import gc
 import logging
 import os
+import time
 from typing import Annotated, Any
 
 import typer
@@ -13,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from penstock import __version__
-from penstock.cli import bench, checkpoints, models, plans, schedules, stores
+from penstock.cli import bench, checkpoints, models, plans, schedules
 
 
 class _Commands(typer.core.TyperGroup):
@@ -25,7 +26,10 @@ class _Commands(typer.core.TyperGroup):
         except BrokenPipeError:
             raise  # the reader of our output has left; click ends quietly
         except (ValueError, NotImplementedError, OSError, ImportError) as error:
-            Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {_plain(error)}", highlight=False)
+            text = str(error) or type(error).__name__
+            if isinstance(error, OSError) and error.filename is not None:
+                text = f"{error.filename}: {error.strerror}"
+            Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {escape(text)}", highlight=False)
             raise typer.Exit(1) from None
 
 
@@ -49,31 +53,43 @@ def main() -> None:
     app(prog_name="penstock")
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+@app.callback(invoke_without_command=True)
+def common(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    """Options before the command."""
+    if version:
         print(__version__)
         raise typer.Exit
 
 
-@app.callback()
-def common(
-    version: Annotated[
-        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
-    ] = False,
+def store(
+    port: Annotated[int, typer.Option(help="TCP port to serve at; 0 takes a free one.")] = 29400,
+    host: Annotated[str, typer.Option(help="Name or address by which the others reach this machine.")] = "0.0.0.0",
 ) -> None:
-    """Options before the command."""
+    """Serve the store in which the processes of elastic runs meet, until it is stopped.
+
+    Many runs may share one (Elastic(run=...)). It needs no GPU and next to no memory; it should outlive the runs.
+    """
+    import torch.distributed as dist
+
+    from penstock.runtime.failures.strangers import interface, listen
+
+    try:
+        listener = listen(None if host == "0.0.0.0" else interface(host), port)
+        port, descriptor = listener.getsockname()[1], listener.detach()
+        served = dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
+    except (RuntimeError, OSError) as error:
+        raise OSError(f"cannot serve a store at {host}:{port}: {str(error).splitlines()[0]}") from None
+    print(f"store for elastic runs at tcp://{host}:{served.port}", flush=True)
+    while True:
+        time.sleep(3600)
 
 
 for command in (
     *(models.check, models.verify, plans.describe, plans.profile, plans.plan, plans.fit),
     *(schedules.simulate, schedules.draw),
-    *(checkpoints.inspect, checkpoints.merge, stores.store),
+    *(checkpoints.inspect, checkpoints.merge, store),
 ):
     app.command(short_help=(command.__doc__ or "").partition("\n")[0])(command)  # whole, where a doc would be cut
 app.command(context_settings=bench.CONTEXT, short_help="Train one model in every mode; print one table.")(bench.bench)
-
-
-def _plain(error: Exception) -> str:
-    if isinstance(error, OSError) and error.filename is not None:
-        return escape(f"{error.filename}: {error.strerror}")
-    return escape(str(error) or type(error).__name__)

@@ -24,9 +24,7 @@ def bench(
             show_default=False,
         ),
     ] = None,
-    devices: Annotated[
-        int | None, typer.Option(min=1, help="Devices of each run (default: the GPUs, or else up to 2 CPU cores).")
-    ] = None,
+    devices: Annotated[int | None, typer.Option(min=1, help="Devices of each run (default: GPUs, or 2 cores).")] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the results.")] = Path("bench"),
     rounds: Annotated[int, typer.Option(min=1, help="Run every mode this many times, in turns.")] = 1,
     timeout: Annotated[float, typer.Option(help="Seconds that one run may take.")] = 1800.0,
@@ -55,7 +53,9 @@ def bench(
         for line in differences:
             console.print(line, highlight=False, markup=False)
         return
-    count = devices or _default_devices()
+    import torch
+
+    count = devices or torch.cuda.device_count() or min(2, len(os.sched_getaffinity(0)))
     suite = run_suite(
         entries_of(mode or default_modes(count), count),
         count,
@@ -79,12 +79,6 @@ def bench(
     console.print(f"{output}: {', '.join(written)}", highlight=False)
     if suite["failures"] or not suite["losses"]["agree"]:
         raise typer.Exit(1)
-
-
-def _default_devices() -> int:
-    import torch
-
-    return torch.cuda.device_count() or min(2, len(os.sched_getaffinity(0)))
 
 
 def _find() -> None:

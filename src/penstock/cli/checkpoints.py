@@ -15,9 +15,7 @@ _SHOWN = 12
 
 
 def inspect(
-    folder: Annotated[
-        Path, typer.Argument(help="What save_checkpoint or save_parallelized wrote: a checkpoint, or a folder of them.")
-    ],
+    folder: Annotated[Path, typer.Argument(help="What save_checkpoint or save_parallelized wrote, or its folder.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
     quick: Annotated[bool, typer.Option(help="Compare the files' sizes only, and do not read them.")] = False,
     parameters: Annotated[bool, typer.Option(help="List every weight.")] = False,
@@ -47,7 +45,6 @@ def inspect(
 
 
 def _lines(found: dict[str, Any], parameters: bool) -> list[str]:
-    """The lines that describe one checkpoint."""
     lines = [f"{found['path']}: {'whole' if found['whole'] else 'NOT WHOLE'}"]
     lines += [f"  {fault}" for fault in found["faults"]]
     if "files" not in found:
@@ -67,9 +64,8 @@ def _lines(found: dict[str, Any], parameters: bool) -> list[str]:
     )
     lines.append(f"  {len(weights)} weights, {sum(math.prod(one['shape']) for one in weights):,} numbers")
     for one in weights if parameters else weights[:_SHOWN]:
-        notes = [f"tied to {', '.join(one['tied_to'])}"] if one["tied_to"] else []
-        notes += ["sharded"] if one["sharded"] else []
-        notes += [f"with {', '.join(one['optimizer_states'])}"] if one["optimizer_states"] else []
+        notes = [f"tied to {', '.join(one['tied_to'])}"] * bool(one["tied_to"]) + ["sharded"] * bool(one["sharded"])
+        notes += [f"with {', '.join(one['optimizer_states'])}"] * bool(one["optimizer_states"])
         lines.append(f"    {one['name']} {one['shape']} {one['dtype']}" + (f" ({'; '.join(notes)})" if notes else ""))
     if not parameters and len(weights) > _SHOWN:
         lines.append(f"    and {len(weights) - _SHOWN} more (--parameters shows all)")

@@ -9,20 +9,18 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 import typer
 from rich.console import Console
 
-if TYPE_CHECKING:
-    from penstock.checking.check import UnitReport
-
+from penstock.pictures.tables import wrapped
 
 Model = Annotated[
     str,
@@ -41,9 +39,7 @@ TrustRemoteCode = Annotated[
 
 def check(
     model: Model,
-    stages: Annotated[
-        int | None, typer.Option(min=1, help="Also show how the units are spread over this many stages.")
-    ] = None,
+    stages: Annotated[int | None, typer.Option(min=1, help="Also show how so many stages share the units.")] = None,
     as_json: AsJson = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
@@ -56,22 +52,21 @@ def check(
     """
     with waiting("following the model"):
         from penstock.checking.check import check as check_model
-        from penstock.checking.check import wrapped
         from penstock.layout.partition import partition, split_into
 
         report = check_model(subject_of(model), trust_remote_code=trust_remote_code)
-    spread: list[Sequence[UnitReport]] = []
+    rows: list[dict[str, Any]] = []
     if stages is not None and report.units:
-        spread = split_into(report.units, partition([unit.cost for unit in report.units], [1.0] * stages).sizes)
-    parameters = [sum(unit.parameters for unit in own) for own in spread]
+        sizes = partition([unit.cost for unit in report.units], [1.0] * stages).sizes
+        for own in split_into(report.units, sizes):
+            rows.append({"units": [unit.name for unit in own], "parameters": sum(unit.parameters for unit in own)})
     if as_json:
-        named = [[unit.name for unit in own] for own in spread]
-        rows = [{"units": names, "parameters": held} for names, held in zip(named, parameters, strict=True)]
         print(json.dumps(report.data() | ({"stages": rows} if stages is not None else {}), indent=1))
     else:
         print(report.render())
-        for stage, (own, held) in enumerate(zip(spread, parameters, strict=True)):
-            print("\n".join(wrapped(f"stage {stage}: {own[0].name} to {own[-1].name}, {held:,} parameters")))
+        for stage, row in enumerate(rows):
+            first, last = row["units"][0], row["units"][-1]
+            print(wrapped(f"stage {stage}: {first} to {last}, {row['parameters']:,} parameters"))
     if not report.splittable:
         raise typer.Exit(1)
 
@@ -134,25 +129,29 @@ def waiting(text: str) -> Iterator[None]:
 
 
 def subject_of(model: str, inputs: str | None = None) -> Any:
-    """What the user's MODEL_OR_CLASS means: a model or class of their own, a model of diffusers, or a name.
+    """What the user's MODEL_OR_CLASS means: a model or class of their own, a model of diffusers, or a name. With
+    `inputs`, SCRIPT.py:NAME of a forward's or of a function that returns them, it is a model."""
+    import torch
+    import transformers
 
-    Args:
-        inputs: SCRIPT.py:NAME of a forward's inputs, or of a function that returns them; then it is a model.
-    """
-    found = own_model(model) if ":" in model else _of_diffusers(model)
-    if found is None:
-        refuse_misspelt_class(model)
-        if not Path(model).exists() and not (model[:1].isupper() and model.isidentifier()):  # a class
-            _look_for_a_hub()
+    if ":" in model:
+        found = named(model)
+        if callable(found) and not isinstance(found, type):
+            with torch.device("meta"):
+                found = found()
+    elif (found := _of_diffusers(model)) is None:
         found = model
+        if not Path(model).exists() and not (model[:1].isupper() and model.isidentifier()):
+            _look_for_a_hub()
+        elif not Path(model).exists() and not hasattr(transformers, model):
+            close = difflib.get_close_matches(model, dir(transformers), n=1, cutoff=0.8)
+            raise ValueError(f"transformers has no class {model}" + (f"; did you mean {close[0]}?" if close else ""))
     if inputs is not None:
-        from torch import nn
-
         from penstock.checking.check import build_on_meta
         from penstock.modeling.instrumentation import record_of
 
         given = named(inputs)
-        found = found if isinstance(found, nn.Module) else build_on_meta(found)
+        found = found if isinstance(found, torch.nn.Module) else build_on_meta(found)
         record_of(found).example_inputs = given() if callable(given) else given
     return found
 
@@ -195,26 +194,6 @@ def _look_for_a_hub() -> None:
     threading.Thread(target=connect, daemon=True).start()
     if not found.wait(2) and not proxies:
         constants.HF_HUB_OFFLINE = True
-
-
-def refuse_misspelt_class(name: str) -> None:
-    """Raise for a name that looks like a class but is none, before it is looked for as a checkpoint on a hub."""
-    import transformers
-
-    if name.isidentifier() and name[0].isupper() and not Path(name).exists() and not hasattr(transformers, name):
-        close = difflib.get_close_matches(name, dir(transformers), n=1, cutoff=0.8)
-        raise ValueError(f"transformers has no class {name}" + (f"; did you mean {close[0]}?" if close else ""))
-
-
-def own_model(reference: str) -> Any:
-    """The model class, or the model, at `module:name` or `script.py:name`."""
-    import torch
-
-    found = named(reference)
-    if isinstance(found, type) or not callable(found):
-        return found
-    with torch.device("meta"):
-        return found()
 
 
 def named(reference: str) -> Any:

@@ -1,7 +1,4 @@
-"""`penstock describe`, `penstock profile` and `penstock plan`: which pipelines a model has, or should have.
-
-What imports torch is imported in the functions, because the command line shall start without it.
-"""
+"""`penstock describe`, `profile`, `plan` and `fit`: which pipelines a model has, or should have."""
 
 from __future__ import annotations
 
@@ -20,16 +17,12 @@ if TYPE_CHECKING:
     from torch import nn
 
     from penstock.planning.fit import Recipe
-    from penstock.planning.plan import Job
-    from penstock.planning.profile import Profile
 
 Length = Annotated[int, typer.Option(min=1, help="Tokens of a sample.")]
 Dtype = Annotated[str, typer.Option(help="Type of weights and activations: float32, bfloat16 or float16.")]
 Optimizer = Annotated[str, typer.Option(help="adam (two numbers for each weight) or sgd (none).")]
 STATES = {"adam": 2, "sgd": 0}
-Chunk = Annotated[
-    int | None, typer.Option(min=1, help="Tokens of which logits exist at once, as loss_chunk_tokens of the run.")
-]
+Chunk = Annotated[int | None, typer.Option(min=1, help="Tokens of which logits exist at once, as in the run.")]
 # What switches recomputed activations on in transformers, and in diffusers.
 ENABLING = ("gradient_checkpointing_enable", "enable_gradient_checkpointing")
 # Whether activations are recomputed: what is tried.
@@ -58,9 +51,7 @@ def describe(
     ],
     microbatch_size: Annotated[int, typer.Option(min=1, help="Samples in a microbatch.")] = 1,
     schedule: Annotated[str, typer.Option(help=f"Schedule of every pipeline: {', '.join(schedule_names())}.")] = AUTO,
-    plot: Annotated[
-        Path | None, typer.Option(help="Also draw the layout and a step's timeline to this .svg file.")
-    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the layout and a step's timeline to this .svg file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the layout as JSON.")] = False,
 ) -> None:
     """Show how pipelines, maybe of different depth, hold a model: stages, ranks, units, parameters, share of the batch.
@@ -107,15 +98,13 @@ def profile(
 
     from penstock.pictures.tables import wrapped
     from penstock.planning.memory import readable
-    from penstock.planning.profiling import profile_model
+    from penstock.planning.profiling import measure_links, profile_model
     from penstock.runtime.comm.bootstrap import ensure_process_group, find_place
     from penstock.runtime.comm.devices import local_device
 
     inside = between = None
     rank = 0
     if find_place(os.environ) is not None:
-        from penstock.planning.profiling import measure_links
-
         ensure_process_group()
         rank = torch.distributed.get_rank()
         inside, between = measure_links()
@@ -128,12 +117,9 @@ def profile(
             )  # fmt: skip
             found = replace(found, inside=inside, between=between)
         seconds = sum(unit.seconds for unit in found.units)
-        text = (
-            f"{found.model}: {len(found.units)} units, {seconds:.4g} s for a microbatch on {where}, "
-            f"{readable(sum(unit.state for unit in found.units))} of weights, gradients and optimizer; "
-            f"written to {found.write(output)}"
-        )
-        print(wrapped(text))
+        about = f"{found.model}: {len(found.units)} units, {seconds:.4g} s for a microbatch on {where}, "
+        about += f"{readable(sum(unit.state for unit in found.units))} of weights, gradients and optimizer; "
+        print(wrapped(f"{about}written to {found.write(output)}"))
         for name, link in (("inside a node", found.inside), ("between nodes", found.between)):
             if link is not None:
                 print(f"link {name}: {link.latency * 1e6:.0f} microseconds, {readable(link.bandwidth)} a second")
@@ -158,9 +144,7 @@ def plan(
     microbatch: Annotated[
         int, typer.Option("--microbatch-size", "--microbatch", min=1, help="Samples in a microbatch.")
     ] = 4,
-    profile: Annotated[
-        Path | None, typer.Option(help="What `penstock profile` wrote (default: estimated, for --length and --dtype).")
-    ] = None,
+    profile: Annotated[Path | None, typer.Option(help="What `penstock profile` wrote (default: estimated).")] = None,
     length: Length = 128,
     inputs: Inputs = None,
     dtype: Dtype = "float32",
@@ -180,9 +164,7 @@ def plan(
     lora_rank: Rank = None,
     most: Annotated[int, typer.Option(min=1, help="How many plans to show.")] = 5,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plans as JSON.")] = False,
-    plot: Annotated[
-        Path | None, typer.Option(help="Draw the first plan's step: an .svg, or .json for Perfetto.")
-    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the first plan's step: .svg, or .json for Perfetto.")] = None,
 ) -> None:
     """Find the best pipelines for any set of devices: how many, their stages, microbatches and schedule.
 
@@ -190,7 +172,8 @@ def plan(
     """
     with waiting("planning"):
         from penstock.pictures.timeline import write_timeline
-        from penstock.planning.cluster import parse_devices
+        from penstock.planning.cluster import USUAL_BETWEEN, USUAL_INSIDE, Cluster, parse_devices, parse_nodes
+        from penstock.planning.plan import SCHEDULES, Job
         from penstock.planning.planner import best_of, equal_pipelines, shares_of
         from penstock.planning.profile import Profile
         from penstock.planning.profiling import profile_model
@@ -217,7 +200,12 @@ def plan(
                 operations_per_second=_fastest([kind.name for kind in classes]), optimizer_states=_states(optimizer),
                 loss_chunk_tokens=loss_chunk_tokens,
             )  # fmt: skip
-        job = _job(found, classes, nodes, global_batch, microbatch, copies, schedule)
+        if schedule != "auto" and schedule not in schedule_names():
+            raise ValueError(f"unknown schedule {schedule!r}: known are auto, {', '.join(schedule_names())}")
+        links = found.inside or USUAL_INSIDE, found.between or USUAL_BETWEEN
+        cluster = Cluster(classes, parse_nodes(nodes) if nodes else (), *links)
+        names = SCHEDULES if schedule == "auto" else (schedule,)
+        job = Job(found, cluster, _microbatches(global_batch, microbatch), copies, schedules=names)
         shares = [*shares_of(job), 0] if sharded_optimizer else [0]
         ways: Any = product(CHECKPOINTING[checkpointing], shares)
         plans, words = best_of([replace(job, checkpointing=how, sharded=share) for how, share in ways], most)
@@ -235,20 +223,10 @@ def plan(
             print(f"drawn to {path}")
 
 
-def _job(
-    found: Profile, classes: tuple, nodes: str | None, global_batch: int, microbatch: int, copies: int, schedule: str
-) -> Job:
-    from penstock.planning.cluster import USUAL_BETWEEN, USUAL_INSIDE, Cluster, parse_nodes
-    from penstock.planning.plan import SCHEDULES, Job
-
+def _microbatches(global_batch: int, microbatch: int) -> int:
     if global_batch % microbatch:
         raise ValueError(f"a global batch of {global_batch} samples is no whole number of microbatches of {microbatch}")
-    if schedule != "auto" and schedule not in schedule_names():
-        raise ValueError(f"unknown schedule {schedule!r}: known are auto, {', '.join(schedule_names())}")
-    inside, between = found.inside or USUAL_INSIDE, found.between or USUAL_BETWEEN
-    cluster = Cluster(classes, parse_nodes(nodes) if nodes else (), inside, between)
-    names = SCHEDULES if schedule == "auto" else (schedule,)
-    return Job(found, cluster, global_batch // microbatch, copies, schedules=names)
+    return global_batch // microbatch
 
 
 def _model(
@@ -297,9 +275,7 @@ def fit(
     lora_rank: Annotated[
         int | None, typer.Option(min=1, help="Also with LoRA adapters of this rank, on a plain base and in 4 bits.")
     ] = None,
-    plot: Annotated[
-        Path | None, typer.Option(help="Draw the memory of each device of the best way: .svg, .png.")
-    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the memory of the best way's devices: .svg, .png.")] = None,
 ) -> None:
     """Does a model fit on these devices, and what must be switched on? From its configuration alone.
 
@@ -311,10 +287,7 @@ def fit(
         from penstock.planning.report import draw_memory, fit_text
 
         classes = parse_devices(devices, memory)
-        if global_batch % microbatch:
-            raise ValueError(
-                f"a global batch of {global_batch} samples is no whole number of microbatches of {microbatch}"
-            )
+        num_microbatches = _microbatches(global_batch, microbatch)
         cluster = Cluster(classes, (), USUAL_INSIDE, USUAL_BETWEEN)
         fastest = _fastest([kind.name for kind in classes])
         subject = _model(model, inputs, microbatch, "float32")
@@ -325,18 +298,15 @@ def fit(
         about += f"; no bfloat16 on {' and '.join(without)}" * bool(without)
         checkpointing = next((name for name in ENABLING if hasattr(subject, name)), "gradient checkpointing")
         profiles = profiles_of(subject, _recipes(lora_rank, not without), microbatch, length, fastest)
-        found = ways(profiles, cluster, global_batch // microbatch)
+        found = ways(profiles, cluster, num_microbatches)
     print(fit_text(found, about, global_batch, microbatch, None if inputs else length, checkpointing))
     if plot is not None:
         print(f"drawn to {draw_memory(found, plot)}")
 
 
 def _recipes(lora_rank: int | None, bfloat16: bool = True) -> list[Recipe]:
-    """What `fit` tries: what changes training least comes first.
-
-    Args:
-        bfloat16: whether the devices compute in it. Without it only a frozen base is in 16 bits, in float16.
-    """
+    """What `fit` tries: what changes training least comes first. Devices without `bfloat16` have only a frozen base in
+    16 bits, in float16."""
     import torch
 
     from penstock.integrations.outlines import adapt, pack

@@ -21,12 +21,8 @@ from penstock.schedule.text import load_schedule, resolve_schedule
 
 SCHEDULE = f"{', '.join(schedule_names())}, or a .csv file in torch's text form (0F0,0F1,0B0,...)"
 Ranks = Annotated[int | None, typer.Option("--ranks", "-p", help="Ranks of the pipeline (default: 4, or the file's).")]
-Microbatches = Annotated[
-    int | None, typer.Option("--microbatches", "-m", help="Microbatches in a step (default: 8, or the file's).")
-]
-StagesPerRank = Annotated[
-    int | None, typer.Option(help="Stages on each rank, for interleaved-1f1b (default: the schedule's own).")
-]
+Microbatches = Annotated[int | None, typer.Option("--microbatches", "-m", help="Per step (default: 8, or the file's).")]
+StagesPerRank = Annotated[int | None, typer.Option(help="For interleaved-1f1b (default: the schedule's own).")]
 _PER_RANK = "one number, or one per rank with commas"
 Forward = Annotated[str, typer.Option(help=f"Seconds of a forward through all stages of a rank: {_PER_RANK}.")]
 Backward = Annotated[str, typer.Option(help=f"Seconds of the backward for the input's gradient: {_PER_RANK}.")]
@@ -60,20 +56,17 @@ def simulate(
     names = schedules or schedule_names()
     ranks, microbatches = _numbers(names, ranks, microbatches)
     table = Table(
-        Column("schedule", no_wrap=True),
-        Column("seconds", justify="right"),
-        Column("at best", justify="right"),
-        Column("bubble", justify="right"),
-        "bubble of each rank",
-        "held by each rank",
+        Column("schedule", no_wrap=True), *(Column(name, justify="right") for name in ("seconds", "at best", "bubble")),
+        "bubble of each rank", "held by each rank",
         title=f"{ranks} ranks, {microbatches} microbatches",
         caption="at best: no order of these actions is faster; held: "
         + ("microbatches, at most" if activation_bytes == "1" else "bytes of activations, at most"),
-    )
+    )  # fmt: skip
     data = []
     for name in names:
         schedule = resolve_schedule(name, ranks, microbatches, stages_per_rank if schedules else None)
-        costs = _costs(schedule, forward, backward, weight, latency, bandwidth, message_bytes, activation_bytes)
+        numbers = {"forward": forward, "backward": backward, "weight": weight, "activation_bytes": activation_bytes}
+        costs = _costs(schedule, numbers, latency=latency, bandwidth=bandwidth, message_bytes=message_bytes)
         result = simulate_schedule(schedule, costs)
         best = lower_bound(schedule.stage_to_rank, microbatches, costs)
         data.append(
@@ -88,14 +81,9 @@ def simulate(
                 "held_by_each_rank": list(result.peak_bytes),
             }
         )
-        table.add_row(
-            schedule.name,
-            f"{result.makespan:.6g}",
-            f"{best:.6g}",
-            f"{result.bubble_fraction:.1%}",
-            _each(result.bubble, "{:.0%}"),
-            _each(result.peak_bytes, "{:.4g}"),
-        )
+        figures = f"{result.makespan:.6g}", f"{best:.6g}", f"{result.bubble_fraction:.1%}"
+        of_ranks = _each(result.bubble, "{:.0%}"), _each(result.peak_bytes, "{:.4g}")
+        table.add_row(schedule.name, *figures, *of_ranks)
     if as_json:
         print(json.dumps(data, indent=1))
     else:
@@ -123,9 +111,9 @@ def draw(
     Example: penstock draw zb-h1 -p 4 -m 8 -o zb-h1.svg
     """
     chosen = resolve_schedule(schedule, *_numbers([schedule], ranks, microbatches), stages_per_rank)
-    result = simulate_schedule(
-        chosen, _costs(chosen, forward, backward, weight, latency, bandwidth, message_bytes, "0")
-    )
+    numbers = {"forward": forward, "backward": backward, "weight": weight}
+    costs = _costs(chosen, numbers, latency=latency, bandwidth=bandwidth, message_bytes=message_bytes)
+    result = simulate_schedule(chosen, costs)
     relative = (forward, backward, weight, latency, bandwidth) == ("1", "1", "1", 0.0, float("inf"))
     seconds = "" if relative else f"{result.makespan:.4g} s, "
     title = (
@@ -138,45 +126,27 @@ def draw(
 
 def _numbers(names: Sequence[str], ranks: int | None, microbatches: int | None) -> tuple[int, int]:
     """Ranks and microbatches: those given, else those of the first schedule that is a file, else 4 and 8."""
-    for name in names:
-        if name.endswith(".csv") and (ranks is None or microbatches is None):
-            written = load_schedule(name)
-            ranks = written.num_ranks if ranks is None else ranks
-            microbatches = written.num_microbatches if microbatches is None else microbatches
-    return 4 if ranks is None else ranks, 8 if microbatches is None else microbatches
+    found = 4, 8
+    if (file := next((name for name in names if name.endswith(".csv")), None)) and None in (ranks, microbatches):
+        written = load_schedule(file)
+        found = written.num_ranks, written.num_microbatches
+    return found[0] if ranks is None else ranks, found[1] if microbatches is None else microbatches
 
 
-def _costs(
-    schedule: Schedule,
-    forward: str,
-    backward: str,
-    weight: str,
-    latency: float,
-    bandwidth: float,
-    message_bytes: float,
-    activation_bytes: str,
-) -> Costs:
+def _costs(schedule: Schedule, numbers: dict[str, str], **of_links: float) -> Costs:
     """Costs per stage from numbers per rank, which the rank's stages share."""
-
-    def per_stage(option: str, text: str) -> list[float]:
+    of_stages = {}
+    for name, text in numbers.items():
+        option = f"--{name.replace('_', '-')}"
         try:
-            numbers = [float(number) for number in text.split(",")]
+            given = [float(number) for number in text.split(",")]
         except ValueError:
             raise ValueError(f"{option} must be {_PER_RANK}, but is {text!r}") from None
-        per_rank = numbers * schedule.num_ranks if len(numbers) == 1 else numbers
+        per_rank = given * schedule.num_ranks if len(given) == 1 else given
         if len(per_rank) != schedule.num_ranks:
-            raise ValueError(f"{option} has {len(numbers)} numbers, but the pipeline has {schedule.num_ranks} ranks")
-        return divide_over_stages(per_rank, schedule)
-
-    return Costs(
-        forward=per_stage("--forward", forward),
-        backward=per_stage("--backward", backward),
-        weight=per_stage("--weight", weight),
-        latency=latency,
-        bandwidth=bandwidth,
-        message_bytes=message_bytes,
-        activation_bytes=per_stage("--activation-bytes", activation_bytes),
-    )
+            raise ValueError(f"{option} has {len(given)} numbers, but the pipeline has {schedule.num_ranks} ranks")
+        of_stages[name] = divide_over_stages(per_rank, schedule)
+    return Costs(**of_stages, **of_links)
 
 
 def _each(values: Sequence[float], form: str) -> str:
