@@ -23,7 +23,7 @@ import penstock
 from families import batch
 from penstock.checkpoint.tensors import bytes_of
 from penstock.checkpoint.untrusted import CheckpointError
-from penstock.integrations import outlines
+from penstock.integrations import packed_layers
 from penstock.integrations.packed_layers import mark_packed, tensors_inside
 from penstock.integrations.transformers import PipelineTrainer
 from penstock.modeling.adapters import base_of
@@ -186,8 +186,8 @@ def held_in_training(folder: Path, kind: str) -> tuple[list[str], int]:
 def test_the_planner_counts_what_a_stage_of_a_quantised_model_holds(pool: Pool, kind: str, said: str) -> None:
     """`penstock plan --quantization nf4 --lora-rank 16`, of the configuration alone."""
     outline = base_of(load("llama", wide_base("llama"), None, adapters=False)).to("meta")
-    outlines.adapt(outline, 16)
-    outlines.pack(outline, said)
+    packed_layers.adapt(outline, 16)
+    packed_layers.pack(outline, said)
     planned = {unit.name: unit for unit in profile_model(outline).units}
     for units, found in pool.run(2, held_in_training, wide_base("llama"), kind):
         together = Held.together(planned[name] for name in units)

@@ -236,7 +236,7 @@ def _model(
     from torch import nn
 
     from penstock.checking.check import build_on_meta
-    from penstock.integrations.outlines import adapt, pack
+    from penstock.integrations.packed_layers import adapt, pack
     from penstock.modeling.instrumentation import known_of
 
     if rank is None and quantization is not None:
@@ -309,7 +309,7 @@ def _recipes(lora_rank: int | None, bfloat16: bool = True) -> list[Recipe]:
     16 bits, in float16."""
     import torch
 
-    from penstock.integrations.outlines import adapt, pack
+    from penstock.integrations.packed_layers import adapt, pack
     from penstock.planning.fit import Recipe
 
     whole, half = torch.float32, torch.bfloat16 if bfloat16 else torch.float16

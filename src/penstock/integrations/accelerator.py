@@ -28,7 +28,7 @@ class OwnShares(IterableDataset[Any]):
     """
 
     def __init__(self, loader: DataLoader, index: int, num_pipelines: int, at_once: int):
-        self.loader, self._index, self._num_pipelines, self._at_once = loader, index, num_pipelines, at_once
+        self.loader, self._index, self._num_pipelines, self.at_once = loader, index, num_pipelines, at_once
         self._collate = loader.collate_fn
         if num_pipelines > 1:
             loader.collate_fn = list
@@ -36,24 +36,18 @@ class OwnShares(IterableDataset[Any]):
     def __len__(self) -> int:
         return len(self.loader.dataset)  # type: ignore[arg-type]  # as any data set's: it may have no length
 
-    def num_batches(self) -> int:
-        """How many there are of this pipeline. Raises TypeError if nobody knows."""
-        rest = 0 if self.loader.drop_last else self._at_once - 1
-        return (len(self.loader) + rest) // self._at_once
-
     def set_epoch(self, epoch: int) -> None:
-        """Tell the data set, if it wants to know."""
         if hasattr(self.loader.dataset, "set_epoch"):
             self.loader.dataset.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
         batches = iter(self.loader)
         first: list[Any] = []
-        while group := list(itertools.islice(batches, self._at_once)):
+        while group := list(itertools.islice(batches, self.at_once)):
             if self._num_pipelines == 1:
                 (share,) = group
                 count = find_batch_size(share) or -1
-            elif self.loader.drop_last and len(group) < self._at_once:
+            elif self.loader.drop_last and len(group) < self.at_once:
                 return
             else:
                 samples = list(itertools.chain(*group))
@@ -68,21 +62,13 @@ class OwnShares(IterableDataset[Any]):
 
 
 class StreamLoader(DataLoaderShard):
-    """Loads `OwnShares`."""
-
     def __len__(self) -> int:
-        return int(self.dataset.num_batches())
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch
+        shares: Any = self.dataset
+        return (len(shares.loader) + (0 if shares.loader.drop_last else shares.at_once - 1)) // shares.at_once
 
 
 class PipelineAccelerator(Accelerator):
-    """Shares out data among pipelines, gives all ranks of a pipeline the same batches, and wraps no model.
-
-    Made from an ordinary accelerator with `take_over`.
-    """
+    """Shares out data among pipelines, gives all ranks of a pipeline the same batches, and wraps no model."""
 
     engine: Engine
     # With a plugin, which clips in its own way, and accelerate does not know this optimizer.
@@ -98,12 +84,11 @@ class PipelineAccelerator(Accelerator):
 
     @property
     def num_processes(self) -> int:
-        """The number of pipelines."""
+        """Of pipelines, which accelerate counts in place of ranks."""
         return len(self.engine.layout.pipelines)
 
     @property
     def process_index(self) -> int:
-        """The index of this rank's pipeline."""
         return self.engine.place.pipeline
 
     @property
@@ -141,7 +126,7 @@ class PipelineAccelerator(Accelerator):
             OwnShares(data_loader, self.process_index, self.num_processes, at_once),
             device=self.device if self.device_placement else None,
             batch_size=None,
-            collate_fn=_as_it_is,
+            collate_fn=lambda batch: batch,
             pin_memory=data_loader.pin_memory,
             generator=torch.Generator(),  # the data set's loader alone draws from the user's random stream
             rng_types=None if shuffling is None else ["generator"],
@@ -171,7 +156,6 @@ class PipelineAccelerator(Accelerator):
         return recursively_apply(of_each_pipeline, tensor, error_on_other_type=True)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-        """Pad to the longest of all pipelines."""
         if self.num_processes == 1:
             return tensor
 
@@ -186,7 +170,6 @@ class PipelineAccelerator(Accelerator):
         return recursively_apply(padded, tensor, error_on_other_type=True)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """The sum or mean over pipelines."""
 
         def over_pipelines(mine: torch.Tensor) -> torch.Tensor:
             total = self.gather(mine[None]).sum(0) * scale

@@ -1,17 +1,17 @@
 """Linear layers whose weights a library keeps packed, in a few bits a number: a quantised model.
 
-They are recognised by the libraries' names, and nothing of a library is imported. A layer that is recognised is marked,
-and the core asks the mark: for what stands for the layer where only shapes and costs count, and to let go of what it
-holds where the layer is another stage's.
+They are recognised by the libraries' names, and marked, as the core imports nothing of a library: it asks the mark.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from penstock.modeling.instrumentation import absent_of, record_of
 
@@ -68,19 +68,18 @@ def tensors_inside(parameter: torch.Tensor) -> list[torch.Tensor]:
     if hasattr(parameter, "__tensor_flatten__"):
         names, _ = parameter.__tensor_flatten__()
         return [inner for name in names for inner in tensors_inside(getattr(parameter, name))]
-    found = {one.data_ptr(): one for one in (parameter.detach().as_subclass(torch.Tensor), *_tensors_in(parameter))}
+    attached = [tensor for _, _, tensor in _attached_to(parameter)]
+    found = {one.data_ptr(): one for one in (parameter.detach().as_subclass(torch.Tensor), *attached)}
     return list(found.values())
 
 
-def _tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors among what a library has attached to an object, or in objects of its own there."""
-    found = []
-    for inner in vars(value).values():
+def _attached_to(value: Any) -> Iterator[tuple[Any, str, torch.Tensor]]:
+    """The tensors that a library has attached to an object, or to objects of its own there, by owner and name."""
+    for name, inner in list(vars(value).items()):
         if isinstance(inner, torch.Tensor):
-            found.append(inner)
-        elif _library_of(inner) == _library_of(value) and not isinstance(inner, nn.Module):
-            found += _tensors_in(inner) if hasattr(inner, "__dict__") else []
-    return found
+            yield value, name, inner
+        elif _library_of(inner) in LIBRARIES and not isinstance(inner, nn.Module) and hasattr(inner, "__dict__"):
+            yield from _attached_to(inner)
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,6 @@ class PackedLayer:
 
     @property
     def num_weights(self) -> int:
-        """How many numbers its weight has."""
         return self.in_features * self.out_features
 
     def stand_in(self, layer: nn.Module) -> nn.Module:
@@ -104,16 +102,10 @@ class PackedLayer:
     inside = staticmethod(tensors_inside)  # for replicas to start alike
 
     def release(self, value: Any) -> None:
-        """Let go of the tensors that the library has attached to a layer or a weight, or to objects of its own there.
-
-        Somebody else may hold the weight, such as an optimizer that was given all parameters.
-        """
-        for name, inner in list(vars(value).items()):
-            if isinstance(inner, torch.Tensor):
-                if not inner.is_meta:
-                    vars(value)[name] = torch.empty(0, dtype=inner.dtype)
-            elif _library_of(inner) in LIBRARIES and not isinstance(inner, nn.Module) and hasattr(inner, "__dict__"):
-                self.release(inner)
+        """Let go of the tensors of a layer or a weight, which an optimizer, say, may hold."""
+        for owner, name, tensor in _attached_to(value):
+            if not tensor.is_meta:
+                vars(owner)[name] = torch.empty(0, dtype=tensor.dtype)
         if isinstance(value, torch.Tensor) and not hasattr(value, "__tensor_flatten__"):
             value.data = torch.empty(0, dtype=value.dtype, device=value.device)
 
@@ -143,3 +135,62 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return gradient @ gradient.new_empty(gradient.shape[-1], ctx.in_features), None
+
+
+# ---------------------------------------------------------------- estimates, without PEFT or the libraries that pack
+
+# Bits of a number, with its share of the scales: bitsandbytes keeps a float32 for 64 numbers; quantised twice, 8 bits,
+# and a float32 for 256 of these. In 8 bits there is one for a whole row.
+BITS = {"nf4": 4 + 32 / 64, "fp4": 4 + 32 / 64, "nf4-double": 4 + 8 / 64 + 32 / (64 * 256), "int8": 8.0}
+
+
+def pack(model: nn.Module, kind: str) -> None:
+    """Pack the weights of every adapted layer: as transformers does with `quantization_config`, of all but the head
+    and of what the model keeps in float32."""
+    if kind not in BITS:
+        raise ValueError(f"quantization must be one of {', '.join(BITS)}, but is {kind!r}")
+    whole = getattr(model, "_keep_in_fp32_modules", None) or ()
+    for name, adapted in list(model.named_modules()):
+        if not isinstance(adapted, _Adapted) or set(whole) & set(name.split(".")):
+            continue
+        inner, outer = _sizes(adapted.layer)
+        weight = torch.empty(round(inner * outer * BITS[kind] / 8), dtype=torch.uint8, device="meta")
+        adapted.layer = Unpacking(inner, outer, weight, adapted.layer.bias)
+
+
+def adapt(model: nn.Module, rank: int) -> None:
+    """Freeze the model, and adapt every linear layer but the head, as `target_modules="all-linear"` does."""
+    model.requires_grad_(False)
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    for parent in list(model.modules()):
+        for name, child in parent.named_children():
+            if isinstance(child, nn.Linear | Conv1D) and child is not head:
+                setattr(parent, name, _Adapted(child, rank))
+
+
+def _sizes(layer: nn.Linear | Conv1D) -> tuple[int, int]:
+    return (layer.in_features, layer.out_features) if isinstance(layer, nn.Linear) else (layer.nx, layer.nf)
+
+
+class _Adapted(nn.Module):
+    """A frozen layer with an adapter, as PEFT makes them: in float32, of whatever type the layer is."""
+
+    def __init__(self, layer: nn.Linear | Conv1D, rank: int) -> None:
+        super().__init__()
+        inner, outer = _sizes(layer)
+        self.layer = layer
+        self.down = nn.Linear(inner, rank, bias=False, device="meta", dtype=torch.float32)
+        self.up = nn.Linear(rank, outer, bias=False, device="meta", dtype=torch.float32)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The layer's, as `bias`: code of T5 and Mamba asks for them."""
+        return self.layer.weight
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        return self.layer.bias
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.layer(input)
+        return (output + self.up(self.down(input.float())) * 1.0).to(output.dtype)

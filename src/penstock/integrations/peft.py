@@ -1,8 +1,7 @@
 """PEFT over pipeline stages: a PeftModel whose transformers model is parallelised.
 
-PEFT puts adapters into the layers of a model, and a PeftModel around it that hands its calls on. So the model inside,
-adapters and all, is what is split, and the PeftModel hands on to it as before. What is written here is what concerns
-the whole model: counting, saving, merging, and what cannot be done to a model of which each rank has a part.
+The model inside, adapters and all, is split, and the PeftModel hands its calls on to it. Here is what concerns the
+whole model: counting, saving, merging, and what cannot be done to a model of which each rank has a part.
 """
 
 from __future__ import annotations
@@ -49,7 +48,6 @@ class PipelinePeftModel(PipelineModel, PeftModel):
 
     @property
     def base(self) -> Any:
-        """The parallelised transformers model inside."""
         return self.get_base_model()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -74,15 +72,12 @@ class PipelinePeftModel(PipelineModel, PeftModel):
             super().set_adapter(adapter_name, inference_mode)
 
     def add_adapter(self, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-        """Refused."""
         raise NotImplementedError(f"add the adapter {adapter_name} before penstock.initialize() splits the model")
 
     def delete_adapter(self, adapter_name: str) -> None:
-        """Refused."""
         raise NotImplementedError(f"delete the adapter {adapter_name} before penstock.initialize() splits the model")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PipelineModel:
-        """See `PipelineModel`."""
         # What is between this and the model inside hands on to that what it does not have: a `__deepcopy__`, too.
         tuner: Any = self.base_model
         kind: Any = type(tuner)
@@ -194,7 +189,6 @@ class PipelinePeftModel(PipelineModel, PeftModel):
         return cast(PipelineModel, base)
 
     def merge_adapter(self, *args: Any, **kwargs: Any) -> None:
-        """Refused."""
         raise NotImplementedError("merge_adapter() keeps the adapters beside the layers: use merge_and_unload()")
 
     def _adapter_folders(self, directory: str) -> dict[str, str]:

@@ -1,8 +1,7 @@
 """The Trainer over a plugin's pipelines: of different depth, and with `elastic=` changing while it trains.
 
-A step is the Booster's: the plugin's loader shares a global batch out among the pipelines, and all else that the
-Trainer does (its loop, clipping, logging, evaluation, checkpoints, callbacks) stays the Trainer's own. As a step takes
-its batch itself, and takes it again if a rank is lost meanwhile, the Trainer's loop goes over empty batches.
+A step is the Booster's; all else stays the Trainer's own. As a step takes its batch itself, and takes it again if a
+rank is lost meanwhile, the Trainer's loop goes over empty batches.
 """
 
 from __future__ import annotations
@@ -88,7 +87,7 @@ class PluginTraining:
             )
         if args.train_sampling_strategy not in ("random", "sequential"):
             refused[f"train_sampling_strategy={args.train_sampling_strategy!r}"] = "use 'random' or 'sequential'"
-        if getattr(args, "include_num_input_tokens_seen", "no") not in ("no", False):
+        if args.include_num_input_tokens_seen != "no":
             refused["include_num_input_tokens_seen"] = "no rank reads all inputs"
         if plugin.elastic is not None and args.eval_on_start:
             refused["eval_on_start"] = "a process that joins would evaluate alone"
@@ -135,19 +134,28 @@ class PluginTraining:
 
     def begin(self, max_steps: int, steps_per_epoch: int, checkpoint: str | None) -> tuple[int, int]:
         """Make optimizer and scheduler, with `elastic=` meet the other processes, and load the checkpoint that training
-        goes on from, unless this process joins a run under way.
-
-        Returns the epoch, and the step in it, with which training begins here.
-        """
+        goes on from, unless this process joins a run. Returns the epoch, and the step in it, to begin with."""
         loader = self._loader
         assert loader is not None
         self._boost(loader, max_steps)
         if self.joined:  # epochs may have been stopped before their end
             place = loader.state_dict()
             return place["epoch"], -(-place["position"] // loader.global_batch_size)
-        epoch, step = divmod(self.trainer.state.global_step, steps_per_epoch)
+        trainer, run = self.trainer, self.plugin.run
+        epoch, step = divmod(trainer.state.global_step, steps_per_epoch)
+
+        def load() -> int:
+            trainer._load_weights(checkpoint)
+            trainer._load_optimizer_and_scheduler(checkpoint)
+            position = step * loader.global_batch_size
+            loader.load_state_dict({**loader.state_dict(), "epoch": epoch, "position": position})
+            return int(trainer.state.global_step)
+
         if checkpoint is not None:
-            self._load(checkpoint, loader, epoch, step)
+            if run is None:
+                load()
+            else:
+                run.load(load)
         return epoch, step
 
     def _boost(self, loader: HeterogeneousDataLoader, max_steps: int) -> None:
@@ -174,7 +182,6 @@ class PluginTraining:
 
     @property
     def joined(self) -> bool:
-        """Whether this process joined a run under way."""
         return self.plugin.run is not None and self.plugin.run.joined
 
     def state_dict(self) -> dict[str, Any]:
@@ -186,7 +193,6 @@ class PluginTraining:
         return {"state": asdict(trainer.state), "callbacks": callbacks, "sums": (*sums, *steps)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over the Trainer's state of another process."""
         trainer = self.trainer
         trainer.state = TrainerState(**state["state"])
         trainer.state.global_step = self.booster.step
@@ -208,13 +214,9 @@ class PluginTraining:
         trainer.state.is_world_process_zero = rank == 0
         if rank == 0:
             for callback in trainer.callback_handler.callbacks:
-                if isinstance(callback, ProgressCallback) and callback.training_bar is None and self._has_begun:
+                has_begun = hasattr(trainer, "_tr_loss")
+                if isinstance(callback, ProgressCallback) and callback.training_bar is None and has_begun:
                     callback.on_train_begin(trainer.args, trainer.state, trainer.control)
-
-    @property
-    def _has_begun(self) -> bool:
-        """Whether training has begun here."""
-        return hasattr(self.trainer, "_tr_loss")
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
@@ -244,11 +246,8 @@ class PluginTraining:
         return loss
 
     def surviving(self, work: Callable[[], Any]) -> Any:
-        """Do what all ranks do between steps; with `elastic=` again after one was lost meanwhile.
-
-        It ends on all ranks together. A rank that had done it already does it again for the others' sake, which leaves
-        nothing behind: logs, callbacks and what the Trainer decided stay as they were.
-        """
+        """Do what all ranks do between steps, and end together; with `elastic=` again after one was lost meanwhile. Who
+        had done it already does it again for the others' sake: logs, callbacks and decisions stay as they were."""
         run = self.plugin.run
         if self.plugin.elastic is None:
             return work()
@@ -291,20 +290,3 @@ class PluginTraining:
         for callback, values in callbacks.items():
             vars(callback).update(values)
         trainer.model.train(training)
-
-    # -- checkpoints -----------------------------------------------------------------------------------------------
-
-    def _load(self, checkpoint: str, loader: HeterogeneousDataLoader, epoch: int, step: int) -> None:
-        run, trainer = self.plugin.run, self.trainer
-
-        def load() -> int:
-            trainer._load_weights(checkpoint)
-            trainer._load_optimizer_and_scheduler(checkpoint)
-            position = step * loader.global_batch_size
-            loader.load_state_dict({**loader.state_dict(), "epoch": epoch, "position": position})
-            return int(trainer.state.global_step)
-
-        if run is None:
-            load()
-        else:
-            run.load(load)

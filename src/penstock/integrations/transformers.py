@@ -99,9 +99,9 @@ class PipelineTrainerMixin(Trainer):
         if isinstance(parallelism, HeterogeneousParallelPlugin):
             self._plugin = PluginTraining(self, parallelism)
         elif parallelism is not None:
-            self._parallelism = _configuration(parallelism)
-        if kwargs.get("model_init") is not None:
-            raise _not_over_pipelines("model_init", "give the model itself")
+            self._parallelism = Configuration.from_any(parallelism)
+            if not self._parallelism.enable:
+                raise ValueError("parallelism with enable=False is no parallelism: use the Trainer itself")
         if kwargs.get("peft_config") is not None and isinstance(
             args[0] if args else kwargs.get("model"), PipelineModel
         ):
@@ -163,7 +163,7 @@ class PipelineTrainerMixin(Trainer):
         for name, instead in REFUSED_IF_SET.items():
             if getattr(self.args, name, None):
                 raise _not_over_pipelines(name, instead)
-        if getattr(self.args, "train_sampling_strategy", "") == "batch_rebalance":
+        if self.args.train_sampling_strategy == "batch_rebalance":
             raise _not_over_pipelines("train_sampling_strategy='batch_rebalance'", "use 'random' or 'group_by_length'")
         if getattr(self.args, "loss_type", None) not in (None, "nll"):
             raise _not_over_pipelines(f"loss_type={self.args.loss_type!r}", "use compute_loss_func")
@@ -201,7 +201,6 @@ class PipelineTrainerMixin(Trainer):
     # -- with a plugin ---------------------------------------------------------------------------------------------
 
     def get_train_dataloader(self) -> Any:
-        """The loader of the training data; with a plugin its own, of this pipeline's shares."""
         return super().get_train_dataloader() if self._plugin is None else self._plugin.loader()
 
     def _init_training_state(self, max_steps: int, steps_per_epoch: int, *args: Any) -> tuple[int, int]:
@@ -233,11 +232,9 @@ class PipelineTrainerMixin(Trainer):
         return work() if self._plugin is None else self._plugin.surviving(work)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's; over all pipelines."""
         return self._surviving(partial(super().evaluate, *args, **kwargs))
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's; over all pipelines."""
         return self._surviving(partial(super().predict, *args, **kwargs))
 
     def save_model(self, *args: Any, **kwargs: Any) -> None:
@@ -245,7 +242,6 @@ class PipelineTrainerMixin(Trainer):
         self._surviving(partial(super().save_model, *args, **kwargs))
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> str:
-        """Refused by a NotImplementedError that says what to do."""
         raise NotImplementedError(
             "push_to_hub() of a PipelineTrainer: call trainer.save_model(folder) on every rank, and then "
             "huggingface_hub.upload_folder(repo_id=..., folder_path=folder) on one"
@@ -404,8 +400,7 @@ class PipelineTrainerMixin(Trainer):
         self.model.load_ordinary(folder)
 
     def _load_best_model(self) -> None:
-        best = self.state.best_model_checkpoint
-        self._surviving(partial(self._load_weights, best))
+        self._surviving(partial(self._load_weights, self.state.best_model_checkpoint))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load what `_save_optimizer_and_scheduler` wrote, from any number of stages."""
@@ -451,14 +446,6 @@ class _RatesOfThisRank(AdafactorSchedule):
 
 def _not_over_pipelines(name: str, instead: str) -> ValueError:
     return ValueError(f"{name} does not work over pipelines: {instead}")
-
-
-def _configuration(parallelism: ConfigLike) -> Configuration:
-    """Raises ConfigurationError, a ValueError."""
-    configuration = Configuration.from_any(parallelism)
-    if not configuration.enable:
-        raise ValueError("parallelism with enable=False is no parallelism: use the Trainer itself")
-    return configuration
 
 
 def _newest_whole(folder: str) -> str | None:

@@ -84,15 +84,8 @@ class TokenMetrics:
 
 
 def token_sums(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Over the tokens that have a label: the entropy of their prediction, whether it is right, and 1, summed up.
-
-    Args:
-        logits: (samples, tokens, vocabulary), of the token that follows.
-        labels: (samples, tokens); -100 counts for nothing.
-
-    Returns:
-        float64, shape (3,).
-    """
+    """Over the tokens that have a label: the entropy of their prediction, whether it is right, and 1, summed up in
+    float64, shape (3,). `logits`: (samples, tokens, vocabulary), of the token that follows."""
     sums = torch.zeros(3, dtype=torch.float64, device=logits.device)
     count = max(1, PART // logits.shape[-1])
     with torch.no_grad():

@@ -1,8 +1,7 @@
 """Inputs without samples among those that a forward is tried with: position ids of a diffusion transformer, say.
 
-They are found by a forward on the meta device, and by another with twice as many samples. An input is without samples
-if each operation then has the same shapes, but for the dimensions that follow the number of samples, and if nothing
-that is made of it has a row for each sample by its size alone, such as by a slice.
+An input is without samples if each operation of a forward with twice as many samples has the same shapes, but for the
+dimensions that follow their number, and nothing made of it has a row for each sample by its size alone, as by a slice.
 """
 
 from __future__ import annotations
