@@ -107,6 +107,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "num_buckets": 4,
         "attn_layers": ["local", "local", "local", "local"],
     },
+    # Four layers take the keys and values of the first two.
+    "Gemma3nTextConfig": {"num_hidden_layers": 6, "num_kv_shared_layers": 4},
     "GPTNeoConfig": {"attention_types": [[["global", "local"], 2]], "window_size": 5},
     "GPTJConfig": {"rotary_dim": 4},
     "CodeGenConfig": {"rotary_dim": 4},

@@ -66,9 +66,13 @@ OTHERS = {
 }  # fmt: skip
 
 
+def examine_all(names: Collection[tuple[str, str]], *sizes: int) -> list[dict[str, str]]:
+    """On a worker."""
+    return in_turn([partial(examine, name, task, *sizes) for task, name in names])
+
+
 def examined(pool: Pool, ranks: int, names: Collection[tuple[str, str]], *sizes: int) -> dict[str, dict[str, str]]:
-    calls = [partial(examine, name, task, *sizes) for task, name in names]
-    found = zip(*pool.run(ranks, in_turn, calls, timeout=400), strict=True)
+    found = zip(*pool.run(ranks, examine_all, [*names], *sizes, timeout=400), strict=True)
     return {name: worst(list(each)) for (_, name), each in zip(names, found, strict=True)}
 
 
