@@ -38,7 +38,7 @@ from training import parallelize, rows, run_step
 
 TRANSPORT = ("allreduce", "allgather", "broadcast", "send", "recv")
 # Python of a step that could look at every rank or pipeline.
-COMPARING = ("settings.py", "layout.py", "frozen.py", "parts.py")
+COMPARING = ("settings.py", "layout.py", "parts.py")
 STAGES = 2
 AT_REST = "penstock/at rest"
 

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from families import FAMILIES, batch
 from penstock.data.loader import HeterogeneousDataLoader
+from penstock.runtime.comm.forming import PIECE_BYTES, copy_from_first_holders
 from penstock.runtime.gradients.ownership import HeldParameter
-from penstock.runtime.replicas import PIECE_BYTES, copy_from_first_holders
 from pool import Pool
 from training import (
     EXACT,

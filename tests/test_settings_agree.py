@@ -159,9 +159,9 @@ def form_another_layout(what: str) -> str:
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        ("sizes", r"pipeline 0 has stages of \[2, \d\] units on rank 0 and \[3, \d\] on rank 1"),
-        ("units", r"pipeline 0 has transformer\.\S+ on rank 0 where it has transformer\.\S+ on rank 1"),
-        ("ranks", r"pipeline 0 has its stages on its ranks \(0, 1\) on rank 0, on \(1, 0\) on rank 1"),
+        ("sizes", r"pipeline 0's split into units of each stage is \[2, \d\] on rank 0 and \[3, \d\] on rank 1"),
+        ("units", r"unit 0 of pipeline 0 is 'transformer\.\S+' on rank 0 and 'transformer\.\S+' on rank 1"),
+        ("ranks", r"pipeline 0's order of ranks that hold its stages is \(0, 1\) on rank 0 and \(1, 0\) on rank 1"),
     ],
 )
 def test_ranks_with_different_layouts_are_refused(pool: Pool, what: str, words: str) -> None:
@@ -259,7 +259,7 @@ def form_with_a_maker_that_fails() -> None:
     def fail(num_microbatches: int) -> Any:
         raise KeyError("no such schedule")
 
-    meeting = mock.patch.object(formation, "_meet", side_effect=AssertionError("groups were made"))
+    meeting = mock.patch.object(formation, "Groups", side_effect=AssertionError("groups were made"))
     with meeting, pytest.raises(KeyError, match="no such schedule"):
         formation.parallelize(model, layout, fail)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, MutableMapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,22 +15,15 @@ from torch.optim import Optimizer
 
 from penstock.elastic.protocol import Decision
 from penstock.modeling.tensor_spec import TensorSpec
-from penstock.runtime.comm.exchange import Ranks
+from penstock.runtime.comm.exchange import Ranks, from_plain, to_plain
 from penstock.runtime.comm.gloo import contact
-from penstock.runtime.comm.plain import from_plain, to_plain
 from penstock.runtime.engine import Engine
 from penstock.runtime.formation import Values
 
-if TYPE_CHECKING:
-    from penstock.runtime.engine import Engine
-    from penstock.runtime.formation import Values
-
 
 class _Told(NamedTuple):
-    """What a rank reports: what it needs, and whether with the optimizer's state; and what it has with that.
-
-    Of tensors in a state the others are told their specs, of anything else the value.
-    """
+    """What a rank reports: what it needs, and whether with the optimizer's state; and what it has with that. Of tensors
+    in a state the others are told their specs, of anything else the value."""
 
     tensor_parallel_rank: int
     needs: dict[str, bool]
@@ -176,19 +169,16 @@ class _Transfers:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._under_way: deque[tuple[dist.Work, torch.Tensor, Callable[[], object]]] = deque()
-        self._sent: Counter[int] = Counter()
-        self._received: Counter[int] = Counter()
+        # The message, the tensor it is for, and what follows.
+        self._under_way: deque[tuple[dist.Work, torch.Tensor, torch.Tensor, Callable[[], object]]] = deque()
+        self._num_begun: Counter[tuple[Any, int]] = Counter()
 
     def send(self, tensor: torch.Tensor, state: Mapping[str, Any], to: int) -> None:
         """Send a tensor, and those of a parameter's state."""
         for value in (tensor, *state.values()):
             if isinstance(value, torch.Tensor):
                 message = value.detach().contiguous().cpu()
-                contact(self._group, to)
-                work = dist.isend(message, to, group=self._group, tag=self._sent[to])
-                self._sent[to] += 1
-                self._add(work, message, _nothing)
+                self._begin(dist.isend, to, message, message, _nothing)
 
     def receive(
         self,
@@ -215,31 +205,25 @@ class _Transfers:
 
         coming = [tensor.detach(), *(value for value in values.values() if isinstance(value, torch.Tensor))]
         for value in coming:
-            self._receive(value, source, complete if value is coming[-1] else _nothing)
+            here = value.device.type == "cpu" and value.is_contiguous()
+            message = value if here else torch.empty(value.shape, dtype=value.dtype)
+            self._begin(dist.irecv, source, message, value, complete if value is coming[-1] else _nothing)
 
-    def _receive(self, value: torch.Tensor, source: int, complete: Callable[[], object]) -> None:
-        here = value.device.type == "cpu" and value.is_contiguous()
-        message = value if here else torch.empty(value.shape, dtype=value.dtype)
-        contact(self._group, source)
-        work = dist.irecv(message, source, group=self._group, tag=self._received[source])
-        self._received[source] += 1
-
-        def ended() -> None:
-            if not here:
-                value.copy_(message)
-            complete()
-
-        self._add(work, message, ended)
-
-    def _add(self, work: dist.Work | None, message: torch.Tensor, ended: Callable[[], object]) -> None:
-        assert work is not None  # of a group that this rank is in
-        self._under_way.append((work, message, ended))
+    def _begin(
+        self, begin: Any, peer: int, message: torch.Tensor, value: torch.Tensor, ended: Callable[[], object]
+    ) -> None:
+        contact(self._group, peer)
+        work = begin(message, peer, group=self._group, tag=self._num_begun[begin, peer])
+        self._num_begun[begin, peer] += 1
+        self._under_way.append((work, message, value, ended))
         if len(self._under_way) > self.MOST:
             self._end_oldest()
 
     def _end_oldest(self) -> None:
-        work, _, ended = self._under_way.popleft()
+        work, message, value, ended = self._under_way.popleft()
         work.wait()
+        if message is not value:
+            value.copy_(message)
         ended()
 
     def finish(self) -> None:
@@ -249,8 +233,7 @@ class _Transfers:
 
 
 class SharedStates:
-    """The optimizer of a run, and objects whose states a process that joins is given. `objects`: by name; see
-    `register`."""
+    """The optimizer of a run, and objects whose states a process that joins is given."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer

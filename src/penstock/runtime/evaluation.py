@@ -15,8 +15,7 @@ from penstock.modeling.stage.split import SplitModel
 from penstock.modeling.tensor_spec import TensorSpec
 from penstock.runtime.boundary.boundaries import Boundaries
 from penstock.runtime.boundary.tensors import carried
-from penstock.runtime.comm.exchange import Ranks
-from penstock.runtime.comm.plain import from_plain, to_plain
+from penstock.runtime.comm.exchange import Ranks, from_plain, to_plain
 from penstock.runtime.context import RankContext
 from penstock.runtime.inputs import StepInputs
 from penstock.runtime.labels import numbered

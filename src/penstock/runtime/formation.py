@@ -6,7 +6,6 @@ each of these calls together.
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Callable, Mapping, MutableMapping
 from functools import partial
 from typing import Any
@@ -21,7 +20,14 @@ from penstock.modeling.stage.split import SplitModel, refuse_moved
 from penstock.modeling.weights.names import alias_groups
 from penstock.runtime import torch_calls
 from penstock.runtime.comm.devices import default_timeout, local_device
-from penstock.runtime.comm.forming import adopt_random_state, forming, job_board, require_layout, shared_progress
+from penstock.runtime.comm.forming import (
+    adopt_random_state,
+    copy_from_first_holders,
+    forming,
+    job_board,
+    require_layout,
+    shared_progress,
+)
 from penstock.runtime.comm.groups import Groups
 from penstock.runtime.context import RankContext
 from penstock.runtime.engine import Engine
@@ -29,7 +35,6 @@ from penstock.runtime.failures.board import FailureBoard
 from penstock.runtime.failures.interrupts import Interrupts
 from penstock.runtime.failures.watcher import interruptible
 from penstock.runtime.parts import Parts, ScheduleMaker, holders_of
-from penstock.runtime.replicas import copy_from_first_holders
 
 # Fills in what a rank holds newly after a re-formation: given the engine, these parameters and buffers by their unsplit
 # names, and the values that the rank had before, which are nobody's any more afterwards. What it adds to the latter
@@ -49,9 +54,8 @@ def parallelize(
     functions: ShapeFunctions | None = None,
     **options: Any,
 ) -> Engine:
-    """Split `model` for this rank's place in `layout`, move it to this rank's device, and form the engine.
-
-    All ranks of the layout call this together, with equal models.
+    """Split `model` for this rank's place in `layout`, move it to this rank's device, and form the engine. All ranks
+    call this together, with equal models.
 
     Args:
         model: a whole model, or one whose foreign units are ghosts already; it is shrunk in place.
@@ -85,16 +89,12 @@ def reform(engine: Engine, layout: Layout, make_schedule: ScheduleMaker | None =
 
     The ranks that remain of the old layout call this together, after `engine.dissolve()`, `destroy_process_group()` and
     a new `init_process_group()`; ranks that come new call `parallelize(..., values=...)` meanwhile. Units that are held
-    no longer give up their storage; those that are held newly get storage on the same `Parameter` objects.
+    no longer give up their storage; those that are held newly get storage on the same `Parameter` objects. Raises
+    ValueError if the layout does not fit the model or the world; nothing has changed then.
 
     Args:
-        layout: of all ranks; its tensor-parallel size is the one before.
         make_schedule: for this rank's pipeline; by default the present one, if it fits.
-        values: fills in what is held newly, see `Values`: from a checkpoint, or
-            `elastic.moving.from_live_ranks(optimizer)`, from the ranks that have them.
-
-    Raises:
-        ValueError: the layout does not fit the model or the world; nothing has changed then.
+        values: fills in what is held newly: from a checkpoint, or from the ranks that have them (`from_live_ranks`).
     """
     size, before = layout.tensor_parallel_size, engine.layout
     if layout.world_size != dist.get_world_size():
@@ -177,15 +177,25 @@ def _form(
     require_layout(layout, board)
     make_schedule(1)  # what the maker refuses, it refuses before anything is made
     held, shared = holders_of(split, layout)
-    context = _meet(layout, device, board, shared, engine.timeout, engine.with_owners is not None)
-    groups, board.patience = context.groups, engine.patience
+    rank, timeout = dist.get_rank(), engine.timeout
+    broadcasts = engine.with_owners is not None
+    with board.guard("making process groups", range(layout.world_size)):
+        groups = interruptible(
+            partial(Groups, layout, rank, device, shared, timeout, board.refuse_if_failed, broadcasts),
+            board,
+            timeout or default_timeout(device),
+        )
+    context = RankContext(layout, rank, device, groups, board, Interrupts())
+    board.mates, board.patience = frozenset(context.pipeline_ranks), engine.patience
+    board.on_end(groups.abort)
+    # Registered first, to be called last: a group closes only when nothing refers to it.
+    board.on_abort(groups.destroy)
     if split.tensor_parallel is not None:
         assert groups.tensor_parallel is not None
         split.tensor_parallel.connect(groups.tensor_parallel, device, board)
     parts = Parts(split, context, make_schedule, held, engine.with_owners)
     engine.take_up(parts)
-    with board.guard("agreeing on the run's seed", context.everyone):
-        first, engine.seed, engine.step_number = shared_progress(groups, engine.seed, engine.step_number)
+    first, engine.seed, engine.step_number = shared_progress(context, engine.seed, engine.step_number)
     with board.guard("sharing weights and random numbers before the first step", context.everyone):
         parts.connect()
         share_values()
@@ -194,27 +204,3 @@ def _form(
             adopt_random_state(context.pipeline_ranks[0], groups.model_parallel_control, device)
         else:  # a re-formation: the ranks that come new go on from one that was there
             adopt_random_state(first, groups.world_control, device)
-
-
-def _meet(
-    layout: Layout,
-    device: torch.device,
-    board: FailureBoard,
-    shared: set[tuple[int, ...]],
-    timeout: datetime.timedelta | None,
-    broadcasts: bool,
-) -> RankContext:
-    """Make the process groups; `shared` are the sets of ranks that hold something together."""
-    rank, interrupts = dist.get_rank(), Interrupts()
-    with board.guard("making process groups", range(layout.world_size)):
-        groups = interruptible(
-            partial(Groups, layout, rank, device, shared, timeout, board.refuse_if_failed, broadcasts),
-            board,
-            timeout or default_timeout(device),
-        )
-    context = RankContext(layout, rank, device, groups, board, interrupts)
-    board.mates = frozenset(context.pipeline_ranks)
-    board.on_end(groups.abort)
-    # Registered first, to be called last: a group closes only when nothing refers to it.
-    board.on_abort(groups.destroy)
-    return context

@@ -28,10 +28,9 @@ def label(*words: object) -> contextlib.AbstractContextManager[object]:
 
 def numbered(actions: Sequence[Action]) -> Iterator[tuple[int, Action]]:
     """`actions` with their positions, each labelled until the next one is asked for."""
-    return _labelled(actions) if profiling() else enumerate(actions)
-
-
-def _labelled(actions: Sequence[Action]) -> Iterator[tuple[int, Action]]:
+    if not profiling():
+        yield from enumerate(actions)
+        return
     for position, action in enumerate(actions):
         with record_function(f"{PREFIX}{action.kind.value} stage {action.stage} microbatch {action.microbatch}"):
             yield position, action

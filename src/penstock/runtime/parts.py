@@ -1,8 +1,5 @@
-"""An engine's parts: what one rank has for as long as the ranks of a layout work together.
-
-They are made when the ranks form their pipelines, and given up when those are dissolved; ranks that form others make
-new ones. What lasts is the engine, the model, and its parameters.
-"""
+"""An engine's parts: what one rank has for as long as the ranks of a layout work together. What lasts is the engine,
+the model, and its parameters."""
 
 from __future__ import annotations
 
@@ -12,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
+import torch
 import torch.distributed as dist
 
 from penstock.layout.layout import Layout
@@ -19,9 +17,16 @@ from penstock.modeling.stage.split import SplitModel
 from penstock.runtime.boundary.boundaries import Boundaries
 from penstock.runtime.boundary.p2p import P2PChannels
 from penstock.runtime.comm.exchange import Ranks
-from penstock.runtime.comm.frozen import FrozenParameters, refuse_differing
 from penstock.runtime.comm.rollcall import Answers, RollCall, Summary
-from penstock.runtime.comm.settings import Modes, Settings, SettingsMismatch, autocast_code, bits_of
+from penstock.runtime.comm.settings import (
+    FrozenParameters,
+    Modes,
+    Settings,
+    SettingsMismatch,
+    autocast_code,
+    bits_of,
+    refuse_differing,
+)
 from penstock.runtime.comm.totals import Totals
 from penstock.runtime.context import RankContext
 from penstock.runtime.gradients.gradients import Gradients
@@ -31,7 +36,6 @@ from penstock.runtime.gradients.weight_gradients import install, uninstall
 from penstock.runtime.inputs import StepInputs
 from penstock.runtime.loop import OpenStep
 from penstock.runtime.program import Program
-from penstock.runtime.replicas import share_changes
 from penstock.schedule.actions import Schedule
 
 # (number of microbatches) -> the schedule of this rank's pipeline
@@ -53,18 +57,9 @@ def holders_of(split: SplitModel, layout: Layout) -> tuple[list[HeldParameter], 
 
 
 class Parts:
-    """One rank's parts. All ranks of the layout make theirs together.
-
-    Args:
-        held: the parameters this rank holds, with the other ranks that do.
-        with_owners: see `Engine`.
-
-    Attributes:
-        make_schedule: gives this pipeline's schedule for a number of microbatches.
-        held: as given, or with the owners that `with_owners` chose.
-        updates: whether the weights have changed since the last step.
-        roll_call: what begins each call on all ranks or on none.
-    """
+    """One rank's parts. All ranks of the layout make theirs together. `held`: the parameters this rank holds, with the
+    other ranks that do, and the owners that `with_owners` chooses. `updates`: whether the weights have changed since
+    the last step."""
 
     gradients: Gradients
     updates: UpdateWatch
@@ -126,12 +121,28 @@ class Parts:
         try:
             yield
             with context.board.guard("sharing tied weights", context.everyone):
-                share_changes(before, tied, context.groups, context.place.pipeline == 0)
+                for parameter, ranks in tied.items():
+                    self._share_change(parameter, before[parameter], context.groups.reduction[ranks])
         finally:
             held = self.held
             self._split.renew()
             self.held, _ = holders_of(self._split, context.layout)
             self._build_gradients(held)
+
+    def _share_change(self, parameter: torch.nn.Parameter, before: torch.Tensor, group: dist.ProcessGroup) -> None:
+        """Give all holders of a parameter the change that any of them made. Pipelines change the same: one speaks."""
+        value = parameter.detach()
+        speaker = self.context.place.pipeline == 0 and not torch.equal(value, before)
+        count = torch.full((), float(speaker), device=value.device)
+        dist.all_reduce(count, group=group)
+        if count == 1:  # the value itself, to the last bit
+            told = value.clone() if speaker else torch.zeros_like(value)
+            dist.all_reduce(told, group=group)
+            value.copy_(told)
+        elif count > 1:
+            told = value - before if speaker else torch.zeros_like(value)
+            dist.all_reduce(told, group=group)
+            value.copy_(before + told)
 
     def give_up(self) -> None:
         """Give up groups, hooks and threads."""

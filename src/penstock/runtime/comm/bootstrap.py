@@ -35,17 +35,10 @@ SPARE_DESCRIPTORS = 256
 
 
 def ensure_process_group(timeout: datetime.timedelta | None = None) -> None:
-    """Initialise torch.distributed from the environment, unless somebody has, and make this rank's device current.
+    """Initialise torch.distributed from the environment (see `LAUNCHERS`), unless somebody has, and make this rank's
+    device current. Without a launcher the job is this one process.
 
-    Understands torchrun and `python -m torch.distributed.launch` (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), the
-    DeepSpeed launcher (the same variables), SLURM (SLURM_PROCID, ...) and Open MPI (OMPI_COMM_WORLD_RANK, ...). With
-    none of them the job is this one process.
-
-    Args:
-        timeout: how long the default process group lets a transfer take; torch's own by default.
-
-    Raises:
-        ValueError: the environment names a rank outside the world, or a value that is no number.
+    Raises ValueError if the environment names a rank outside the world, or a value that is no number.
     """
     if dist.is_initialized():
         allow_descriptors(dist.get_world_size())
@@ -60,14 +53,18 @@ def ensure_process_group(timeout: datetime.timedelta | None = None) -> None:
     for name, value in place.items():
         os.environ.setdefault(name, value)
     use_local_device()
-    _join(timeout)
+    limit = timeout or dist.distributed_c10d.default_pg_timeout
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=limit))
+    store.set_timeout(limit)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store = dist.PrefixStore(agree_on_start(store, rank, world_size, limit), store)
+    _meet(store, rank, world_size, timeout, here=all_here(world_size))
 
 
 def allow_descriptors(world_size: int) -> None:
-    """Raise this process's limit on open files to what so many ranks need; RuntimeError if the hard limit is lower.
-
-    The process that has the job's store is called twice by each rank, and where torch's default group was made by
-    somebody else, it connects all pairs."""
+    """Raise this process's limit on open files to what so many ranks need; RuntimeError if the hard limit is lower. The
+    process that has the store is called twice by each rank, and a default group of somebody else's connects all pairs.
+    """
     needed = 2 * world_size + SPARE_DESCRIPTORS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if resource.RLIM_INFINITY != hard < needed:
@@ -80,28 +77,15 @@ def allow_descriptors(world_size: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
-def _join(timeout: datetime.timedelta | None) -> None:
-    """Initialise torch.distributed from the environment, as torch does it, but watched from the moment ranks meet."""
-    limit = timeout or dist.distributed_c10d.default_pg_timeout
-    store, rank, world_size = next(dist.rendezvous("env://", timeout=limit))
-    store.set_timeout(limit)
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        store = dist.PrefixStore(agree_on_start(store, rank, world_size, limit), store)
-    _meet(store, rank, world_size, timeout, here=all_here(world_size))
-
-
 def all_here(world_size: int) -> bool:
     """Whether the launcher says that all ranks are on this machine."""
     return os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE")) == str(world_size)
 
 
 def agree_on_start(store: dist.Store, rank: int, world_size: int, limit: datetime.timedelta) -> str:
-    """A name that the ranks of this start of the job have in common, and those of an earlier one have not.
-
-    torchrun keeps its store when it starts a job again, with all that the ranks before have left in it, such as
-    addresses. Every rank leaves a name of its own in a queue, which rank 0 answers with its own until all ranks have
-    heard it. What lies there from earlier starts is answered too, and read by nobody.
-    """
+    """A name for this start of the job: torchrun keeps its store when it starts a job again, with all that the ranks
+    before have left in it. Every rank leaves a name of its own in a queue, which rank 0 answers with its own until all
+    have heard it. What lies there from earlier starts is answered too, and read by nobody."""
     mine, where, answered = uuid.uuid4().hex, "penstock/start", 0
 
     def all_have_come() -> bool:
@@ -132,8 +116,8 @@ def form_world(
     timeout: datetime.timedelta,
     on_board: Callable[[FailureBoard], object],
 ) -> None:
-    """Give up torch's default process group, if there is one, and make a new one with the ranks that meet in `store`;
-    `on_board` is given the board on which failures of their meeting are."""
+    """Make a new default process group of torch's with the ranks that meet in `store`; `on_board` is given the board on
+    which failures of their meeting are."""
     leave_world()
     # The counter by which torch names groups must agree on all ranks; an attempt that failed has advanced it.
     dist.distributed_c10d._world.group_count = 0

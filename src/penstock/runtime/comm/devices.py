@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,15 +36,12 @@ def backend() -> str:
 
 
 def local_device() -> torch.device:
-    """This rank's device.
-
-    It is the one that torch's default process group was bound to (`init_process_group(device_id=...)`), or the only one
-    that this process sees, or the one of its local rank. Where no launcher has set LOCAL_RANK it is the current device.
-    """
+    """This rank's device: the one that torch's default process group was bound to (`init_process_group(device_id=...)`)
+    or the only one that this process sees, or the one of its local rank, or, without LOCAL_RANK, the current one."""
     kind = accelerator()
     if kind is None:
         return torch.device("cpu")
-    world = dist.group.WORLD if dist.is_initialized() else None
+    world = dist.group.WORLD
     bound = None if world is None else world.bound_device_id
     if bound is not None and bound.type == kind.type:
         return torch.device(kind.type, bound.index)
@@ -90,17 +88,12 @@ def refuse_shared_devices(store: dist.Store | None, board: FailureBoard) -> None
 
 def default_timeout(device: torch.device) -> datetime.timedelta | None:
     """How long transfers of torch's default process group may take between tensors on `device`, or on what it has."""
-    world = dist.group.WORLD if dist.is_initialized() else None
-    if world is None:
-        return None
-    kinds = [kind.type for kind in world._device_types]
+    world: Any = dist.group.WORLD
+    kinds = [] if world is None else [kind.type for kind in world._device_types]
     if not kinds:
         return None
-    kind = device.type if device.type in kinds else kinds[0]
-    timeout: datetime.timedelta | None = getattr(
-        getattr(world._get_backend(torch.device(kind)), "options", None), "_timeout", None
-    )
-    return timeout
+    carrier = world._get_backend(torch.device(device.type if device.type in kinds else kinds[0]))
+    return getattr(getattr(carrier, "options", None), "_timeout", None)
 
 
 def device_memory() -> float | None:

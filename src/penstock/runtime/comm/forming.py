@@ -19,13 +19,16 @@ from transformers import PretrainedConfig
 
 from penstock.layout.layout import Layout
 from penstock.modeling.instrumentation import known_of
+from penstock.modeling.weights.whole import tensors_of
 from penstock.random_state import generators_of, set_states, states_of
 from penstock.runtime.comm.bootstrap import all_here, default_store, ensure_process_group
 from penstock.runtime.comm.devices import refuse_shared_devices
 from penstock.runtime.comm.exchange import Ranks
 from penstock.runtime.comm.groups import Groups, abort_groups
+from penstock.runtime.context import RankContext
 from penstock.runtime.failures import watcher
 from penstock.runtime.failures.board import FailureBoard
+from penstock.runtime.gradients.ownership import HeldParameter
 
 
 def facts_of(model: nn.Module) -> dict[str, Any]:
@@ -100,13 +103,11 @@ def world_ranks(board: FailureBoard) -> Ranks:
     return Ranks(world, guard)
 
 
-def require_agreement(facts: Mapping[str, Any], board: FailureBoard) -> None:
+def require_agreement(facts: Mapping[str, Any], board: FailureBoard, of: str = "models or configurations") -> None:
     """Compare what every rank of the world was given, by name. Raises ValueError, on every rank, that quotes what
     differs."""
     told = {name: _told(value) for name, value in facts.items()}
-    every = world_ranks(board).differing(told, "comparing models")
-    if every is None:
-        return
+    every = world_ranks(board).differing(told, f"comparing {of}") or [{}]
     differences = []
     for name in sorted(set().union(*every)):
         values = [theirs.get(name, "nothing") for theirs in every]
@@ -115,36 +116,18 @@ def require_agreement(facts: Mapping[str, Any], board: FailureBoard) -> None:
             differences.append(f"{name} is {values[0][:200]} on rank 0 and {values[other][:200]} on rank {other}")
     if differences:
         raise ValueError(
-            "the ranks were given different models or configurations, but all must be given the same: "
-            + "; ".join(differences[:5])
+            f"the ranks were given different {of}, but all must be given the same: {'; '.join(differences[:5])}"
         )
 
 
 def require_layout(layout: Layout, board: FailureBoard) -> None:
     """Compare every rank's layout, before groups are made of it. Raises ValueError, on every rank, if they differ."""
-    mine = [(p.stages, p.stage_to_rank) for p in layout.pipelines]
-    world_ranks(board).alike(mine, "comparing layouts", _different_layouts)
-
-
-def _different_layouts(first: Sequence[Any], theirs: Sequence[Any], rank: int) -> str:
-    if len(first) != len(theirs):
-        what = f"{len(first)} pipelines on rank 0 and {len(theirs)} on rank {rank}"
-    else:
-        index = next(index for index, pair in enumerate(zip(first, theirs, strict=True)) if pair[0] != pair[1])
-        (stages, places), (their_stages, their_places) = first[index], theirs[index]
-        sizes, their_sizes = [len(stage) for stage in stages], [len(stage) for stage in their_stages]
-        if sizes != their_sizes:
-            what = f"pipeline {index} has stages of {sizes} units on rank 0 and {their_sizes} on rank {rank}"
-        elif stages != their_stages:
-            pairs = zip(chain(*stages), chain(*their_stages), strict=True)
-            here, there = next(pair for pair in pairs if pair[0] != pair[1])
-            what = f"pipeline {index} has {here} on rank 0 where it has {there} on rank {rank}"
-        else:
-            what = (
-                f"pipeline {index} has its stages on its ranks {tuple(places)} on rank 0, on {tuple(their_places)} "
-                f"on rank {rank}"
-            )
-    return f"the ranks have different layouts: {what}; give all ranks the same templates or stages"
+    facts: dict[str, Any] = {"the number of pipelines": len(layout.pipelines)}
+    for index, pipeline in enumerate(layout.pipelines):
+        facts[f"pipeline {index}'s split into units of each stage"] = [len(stage) for stage in pipeline.stages]
+        facts[f"pipeline {index}'s order of ranks that hold its stages"] = tuple(pipeline.stage_to_rank)
+        facts |= {f"unit {number} of pipeline {index}": unit for number, unit in enumerate(chain(*pipeline.stages))}
+    require_agreement(facts, board, "layouts")
 
 
 def digest_of(facts: Mapping[str, Any]) -> str:
@@ -163,15 +146,12 @@ def _told(value: Any) -> str:
     return repr(value)
 
 
-def shared_progress(groups: Groups, seed: int | None, step_number: int) -> tuple[int | None, int, int]:
+def shared_progress(context: RankContext, seed: int | None, step_number: int) -> tuple[int | None, int, int]:
     """How far the run is: the first rank that has been part of it, None if no rank has (its `seed` is None), the seed
     of its dropout and the number of training steps begun. The seed of a new run is that of rank 0's generator, so that
     a user's manual_seed decides the run's dropout."""
-    fresh = torch.initial_seed() & ((1 << 62) - 1)
-    mine = torch.tensor([seed is not None, fresh if seed is None else seed, step_number], dtype=torch.int64)
-    every = [torch.empty_like(mine) for _ in range(dist.get_world_size(groups.world_control))]
-    dist.all_gather(every, mine, group=groups.world_control)
-    told = [numbers.tolist() for numbers in every]
+    mine = [seed is not None, torch.initial_seed() & ((1 << 62) - 1) if seed is None else seed, step_number]
+    told = Ranks(context.groups.world_control, context.board.guard).exchange(mine, "agreeing on the run's seed")
     first = next((rank for rank, (is_live, _, _) in enumerate(told) if is_live), None)
     _, shared, steps = told[first or 0]
     return first, shared, steps
@@ -189,3 +169,30 @@ def adopt_random_state(first_rank: int, group: dist.ProcessGroup, device: torch.
         return None
     set_states(generators, shared)
     return own
+
+
+# So much of a tensor is passed on at a time.
+PIECE_BYTES = 4 * 2**20
+
+
+@torch.no_grad()
+def copy_from_first_holders(held: Sequence[HeldParameter], model: torch.nn.Module, groups: Groups) -> None:
+    """Give every holder of a parameter the first holder's values, as replicas must start alike."""
+    inside = tensors_of(model)
+    shared = [(tensor, one.ranks) for one in held if len(one.ranks) > 1 for tensor in inside[one.parameter]]
+    sent: list[dist.Work] = []
+    for tensor, ranks in shared:
+        group, place = groups.reduction[ranks], ranks.index(dist.get_rank())
+        flat = tensor.reshape(-1)
+        if tensor.device.type != "cpu":
+            dist.broadcast(flat.view(torch.uint8), ranks[0], group=group)
+        else:  # over a connection of the ring in which sums go round: a broadcast would need others
+            for piece in flat.view(torch.uint8).split(PIECE_BYTES):
+                if place > 0:
+                    group.recv([piece], place - 1, 0).wait()
+                if place < len(ranks) - 1:
+                    sent.append(group.send([piece], place + 1, 0))
+        if flat.data_ptr() != tensor.data_ptr():  # it does not lie in one piece
+            tensor.copy_(flat.view(tensor.shape))
+    for work in sent:
+        work.wait()

@@ -145,11 +145,8 @@ def contact(group: dist.ProcessGroup | None, peer: int) -> None:
 
 
 def wait_for_all(work: dist.Work, check: Callable[[], object]) -> None:
-    """Wait for a collective; `check` ends the wait by what it raises.
-
-    After an `abort` a collective may stay without an end: gloo tells nobody of a send that breaks in its own thread,
-    as a neighbour's connection closes.
-    """
+    """Wait for a collective; `check` ends the wait by what it raises. After an `abort` a collective may stay without an
+    end: gloo tells nobody of a send that breaks in its own thread, as a neighbour's connection closes."""
     while not work.is_completed():
         with contextlib.suppress(RuntimeError):  # the time is over; an error of the work is raised below
             work.wait(timedelta(seconds=LAST_PAUSE))

@@ -2,16 +2,9 @@
 
 It is one small gather on the CPU over the pipeline, and one small maximum over the world of what all must have alike,
 in both signs: its messages do not grow with the world. Only where that differs, or a call asks for what each rank said,
-does everyone hear everyone. What it buys:
-
-- No rank sends or awaits a message of a step, a save or an evaluation that another rank does not take part in. Ranks
-  that do different things get an error which says who does what, and nothing is under way then: the pipeline stays
-  usable.
-- An interrupt that reaches one rank before a step and another inside it would leave the second waiting for the first.
-  It waits here instead, where a signal can still end the wait: the one that was interrupted goes on to save, say; the
-  other one sees so, is interrupted too, and follows.
-- Settings that decide what is computed (autocast, train or eval mode, frozen parameters, ...) are compared on all
-  ranks at once, replicas and tensor-parallel ranks included.
+does everyone hear everyone. Ranks that do different things get an error which says who does what, and nothing is under
+way then: the pipeline stays usable. A rank that an interrupt reaches inside a step, which another has before it, waits
+here, where a signal can still end the wait: it sees what the other one does, is interrupted too, and follows.
 
 A training step starts its roll call and computes its first forward before it needs the answer.
 """
@@ -80,12 +73,8 @@ class CallMismatch(RuntimeError):
 
 
 class RollCall:
-    """This rank's voice in the roll calls of its pipeline and of the world.
-
-    Attributes:
-        own_group, world_group: the numbers of the groups of this pipeline and of all; None where there is nobody else,
-            or where the world is this pipeline.
-    """
+    """This rank's voice in the roll calls of its pipeline and of the world. `own_group`, `world_group`: the numbers of
+    their groups; None where there is nobody else, or where the world is this pipeline."""
 
     def __init__(self, context: RankContext):
         pipeline, world = context.groups.model_parallel_control, context.groups.world_control
@@ -129,13 +118,9 @@ class Said(NamedTuple):
 
 @dataclass
 class Answers:
-    """What ranks said in a roll call, all of which made the same call.
-
-    Attributes:
-        pipeline: the facts of this pipeline's ranks, by global rank.
-        alike: whether it is known that what must be the same in all pipelines is, and that nothing is wrong.
-        everyone: gives the facts of all ranks that were asked. All of them call it, or none.
-    """
+    """What ranks said in a roll call, all of which made the same call. `pipeline`: the facts of this pipeline's ranks,
+    by global rank. `alike`: whether it is known that what must be the same in all pipelines is, and that nothing is
+    wrong. `everyone`: gives the facts of all ranks that were asked; all of them call it, or none."""
 
     pipeline: Mapping[int, Sequence[int]]
     alike: bool

@@ -16,11 +16,7 @@ MAX_LOSS_TERMS = 16
 
 
 class StepFacts(NamedTuple):
-    """What one rank knows at the end of a step; summed, what all ranks do.
-
-    Attributes:
-        num_samples, num_tokens: of the pipeline; summed, of the global batch.
-    """
+    """What one rank knows at the end of a step; summed, what all ranks do. Samples and tokens are a pipeline's."""
 
     num_left: int = 0
     num_interrupted: int = 0
@@ -33,10 +29,7 @@ NO_FACTS = StepFacts()
 
 class Totals:
     """Sums over the pipelines of a layout. All ranks make these calls in one order with those of the gradients.
-
-    Attributes:
-        shared: whether there is another rank at all, which may know what this one does not.
-    """
+    `shared`: whether there is another rank at all, which may know what this one does not."""
 
     def __init__(self, context: RankContext):
         self._several = len(context.layout.pipelines) > 1
