@@ -13,22 +13,20 @@ import os
 import re
 import threading
 import time
-import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from datetime import timedelta
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from penstock.runtime.failures.account import Account, Endings, Watching
 from penstock.runtime.failures.keys import Keys, Unanswered
 from penstock.runtime.failures.position import Position
 
-# How long a rank that learned of a failure waits to learn more: which rank was lost, what a failing rank's own
+# Seconds that a rank which learned of a failure waits to learn more: which rank was lost, what a failing rank's own
 # interpreter says. It gives that rank the time to show its error first.
-DETAIL_WAIT = timedelta(seconds=2.0)
-# How long ranks that left the training loop wait for the others to have left it at the same place.
-AGREEMENT_WAIT = timedelta(seconds=3.0)
+DETAIL_WAIT = 2.0
+# Seconds that ranks which left the training loop wait for the others to have left it at the same place.
+AGREEMENT_WAIT = 3.0
 # How long a rank waits for others before it asks where they are.
 PATIENCE_SECONDS = 10.0
 # How gloo's errors begin, without the path of its source file. NCCL's and the store's have classes.
@@ -37,9 +35,71 @@ TRANSPORT_ERROR = re.compile(
     r"Connection closed by peer|Socket (closed|unexpectedly closed)|Socket Timeout|"
     r"(readv?|writev?|sendmsg|recvmsg|connect) ?[\[(:]"
 )
-
+KILLED = "its process ended without a word, as one that is killed does (by hand, by the system for want of memory)"
 
 _num_failures = 0
+
+
+class Account(NamedTuple):
+    """What a rank tells of a failure. `suspects`: the ranks to blame: the one that tells it, or those of which one
+    closed a connection; none if no single rank is to blame. `at`: seconds since the epoch."""
+
+    suspects: list[int]
+    cause: str
+    seen_by: int
+    at: float
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the rank that tells it has failed itself."""
+        return self.suspects == [self.seen_by]
+
+
+@dataclass
+class Endings:
+    """How ranks ended, as far as this process knows. `lost`: without taking leave. `words`: what they said of the
+    exception that ended them."""
+
+    lost: set[int] = field(default_factory=set)
+    left: set[int] = field(default_factory=set)
+    words: dict[int, str] = field(default_factory=dict)
+
+    def confirm(self, account: Account) -> bool:
+        """Whether an account is of an exception of the rank that tells it, or of the end of a process."""
+        return not account.suspects or account.is_own or any(rank in self.lost for rank in account.suspects)
+
+    def explain(self, account: Account, rank: int) -> bool:
+        """Whether `rank` can learn nothing more about a failure."""
+        seen_by = account.seen_by
+        if not account.suspects or account.suspects == [rank]:
+            return True
+        if account.is_own:
+            # Its interpreter shows the exception before it says so.
+            return seen_by in self.words or seen_by in self.lost or seen_by in self.left
+        return bool(self.lost)
+
+    def tell(self, account: Account) -> tuple[str, int | None]:
+        """A failure in words, and the rank to blame, as far as known."""
+        suspects, cause, seen_by, _ = account
+        if not suspects:
+            return cause, None
+        if account.is_own:
+            said = self.words.get(seen_by, "")
+            # Its exception may have come up through the loop's body, which this library does not see.
+            said = f"{said}; " if said and said not in cause else ""
+            return f"rank {seen_by} failed: {said}{cause}", seen_by
+        # A connection may also have been closed by one that lost another rank itself.
+        certain = [rank for rank in suspects if rank in self.lost] or sorted(self.lost) or suspects
+        if len(certain) > 1:
+            return f"one of ranks {certain} was lost: rank {seen_by} {cause}", None
+        return f"rank {certain[0]} was lost: {self._end_of(certain[0])}rank {seen_by} {cause}", certain[0]
+
+    def _end_of(self, rank: int) -> str:
+        if rank in self.words:
+            return f"it ended with {self.words[rank]}; "
+        if rank in self.lost:
+            return f"{KILLED}; "
+        return "its program had ended; " if rank in self.left else ""
 
 
 class PipelineFailure(RuntimeError):
@@ -60,22 +120,16 @@ class FailureBoard:
         resume: the calls that load what this run has saved last: of "model", of "optimizer".
 
     Args:
-        watch: this process's watcher, None if there is nobody to watch.
+        watch: this process's `watcher.Watch`, None if there is nobody to watch.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        name: str,
-        watch: Watching | None = None,
-        mates: Collection[int] = (),
-    ):
+    def __init__(self, rank: int, name: str, watch: Any = None, mates: Collection[int] = ()):
         self.name = name
         self.position = Position()
         self.patience = PATIENCE_SECONDS
         self.mates: Collection[int] = mates
         self.resume: dict[str, str] = {}
-        self.detail_wait = DETAIL_WAIT.total_seconds()
+        self.detail_wait = DETAIL_WAIT
         self.failed: PipelineFailure | None = None
         # For what ranks agree on.
         self._keys: Keys | None = None if watch is None else watch.keys.within(f"penstock/{name}")
@@ -89,10 +143,6 @@ class FailureBoard:
         # The host and the watcher may both learn something.
         self._lock = threading.RLock()
         if watch is not None:
-            watch.hold()
-            self._let_go = weakref.finalize(self, watch.release)
-            # At the interpreter's end the watcher says goodbye by itself.
-            self._let_go.atexit = False
             watch.add(self)
 
     # -- what to end -----------------------------------------------------------------------------------------------
@@ -130,7 +180,6 @@ class FailureBoard:
         self._keys = None
         if self._watch is not None:
             self._watch.remove(self)
-            self._let_go()
 
     # -- failing ---------------------------------------------------------------------------------------------------
 
@@ -240,7 +289,7 @@ class FailureBoard:
         if self._keys is None:
             return False
         ours, keys = self._keys, [f"{key}/{rank}" for rank in ranks]
-        deadline = time.monotonic() + AGREEMENT_WAIT.total_seconds()
+        deadline = time.monotonic() + AGREEMENT_WAIT
         try:
             ours.put(f"{key}/{self._rank}", position)
             # Not the store's own wait: it prints a long message when it times out.

@@ -10,9 +10,8 @@ import weakref
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.runtime.failures.account import Watching
 from penstock.runtime.failures.board import FailureBoard
-from penstock.runtime.failures.position import CallRecord, difference
+from penstock.runtime.failures.position import CallRecord, differ
 from penstock.runtime.threads import start_thread
 
 logger = logging.getLogger("penstock")
@@ -43,7 +42,7 @@ class Inquiries:
     rank before one that has been stopped asks at once.
     """
 
-    def __init__(self, watch: Watching):
+    def __init__(self, watch: Any):
         self._watch = watch
         self._waits: weakref.WeakKeyDictionary[FailureBoard, _Wait] = weakref.WeakKeyDictionary()
         # Of the latest question: its number, who asked, when, and what each rank answered.
@@ -109,8 +108,7 @@ class Inquiries:
         first = {theirs["pipeline"]: theirs for theirs in reversed(others.values())}
         impossible = [
             other for other, theirs in others.items()
-            if difference(mine, theirs, other in board.mates) is not None
-            or difference(first[theirs["pipeline"]], theirs, same_pipeline=True) is not None
+            if differ(mine, theirs, other in board.mates) or differ(first[theirs["pipeline"]], theirs, True)
         ]  # fmt: skip
         gone = [other for other in sorted(self._watch.endings.left) if other in asked and other not in others]
         here = [f"rank {rank} has waited {waited:.0f} s in {mine['words']}"]

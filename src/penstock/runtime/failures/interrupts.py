@@ -1,11 +1,10 @@
 """Signals that end a run (Ctrl-C, a scheduler's SIGTERM), held back until they can do no harm.
 
-Python runs a signal's handler between any two bytecodes, and many handlers raise: KeyboardInterrupt, SystemExit. Raised
-in the middle of an action, of a backward or of a save, such an exception tears what the other ranks rely on: a message
-is received but not noted, a collective is entered by some. So while a rank works together with others, handlers wait,
-and are called where nothing is half done: at the end of a step or of a save. A handler that is
-pressed for again a second later, in the user's own code, is called at once, so that Ctrl-C, Ctrl-C still gets out of an
-endless loop.
+Python runs a signal's handler between any two bytecodes, and what it raises in the middle of an action, of a backward
+or of a save tears what the other ranks rely on: a message is received but not noted, a collective is entered by some.
+So while a rank works together with others, handlers wait for the end of a step or of a save. One that is pressed for
+again a second later, in the user's own code, is called at once, so that Ctrl-C, Ctrl-C still gets out of an endless
+loop.
 """
 
 from __future__ import annotations
@@ -30,13 +29,9 @@ RESEND_AFTER = 0.02
 
 
 class Interrupts:
-    """Holds signal handlers back on this rank.
-
-    Attributes:
-        pending: signals that came and whose handlers were not called yet, with the time of each.
-        called: signals whose handlers were called since they were first held.
-        busy: whether the pipeline's own code runs, which even a repeated signal does not interrupt.
-    """
+    """Holds signal handlers back on this rank. `pending`: signals whose handlers were not called yet, with the time of
+    each. `called`: those whose handlers were, since they were first held. `busy`: whether the pipeline's own code runs,
+    which even a repeated signal does not interrupt."""
 
     def __init__(self) -> None:
         self.pending: dict[int, float] = {}
@@ -58,11 +53,8 @@ class Interrupts:
         self._depth += 1
 
     def release(self, deliver: bool = True) -> None:
-        """Restore the signals' handlers, and call those of the signals that came.
-
-        Args:
-            deliver: False where nobody would see what they raise; they are sent again a moment later.
-        """
+        """Restore the signals' handlers, and call those of the signals that came; without `deliver`, where nobody would
+        see what they raise, they are sent again a moment later."""
         if self._depth > 1 or threading.current_thread() is not threading.main_thread():
             self._depth -= 1
             return

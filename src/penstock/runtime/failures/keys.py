@@ -31,16 +31,11 @@ class Unanswered(dist.DistNetworkError):
 
 
 class Keys:
-    """A part of a store, whose keys begin with `prefix`.
+    """A part of a store, whose keys begin with `prefix`. `own`: a clone of the store, which is asked in its place, and
+    closed while there are no questions. `host`: which has the store; None if no single one has it.
 
     Every method raises `Unanswered` if there is no answer within `seconds`, and at once while an earlier question is
     without one; other errors are the store's.
-
-    Args:
-        own: a clone of the store, which is asked in its place; closed while there are no questions.
-
-    Attributes:
-        host: the host that has the store; None if no single one has it.
     """
 
     def __init__(self, store: dist.Store, seconds: float, prefix: str = "", own: dist.Store | None = None) -> None:

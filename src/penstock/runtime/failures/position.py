@@ -31,15 +31,13 @@ class CallRecord(NamedTuple):
 
 
 class Progress(Protocol):
-    """Something that knows where in a call the host is, so that the host need not report it all the time."""
+    """Something that knows where in a call the host is, so that the host need not report it all the time. `progress`
+    changes when the host makes progress; `place` is a text for a reader, to follow the call's name."""
 
     @property
-    def progress(self) -> int:
-        """A value that changes when the host makes progress."""
-
+    def progress(self) -> int: ...
     @property
-    def place(self) -> str:
-        """Text for a reader, to follow the call's name."""
+    def place(self) -> str: ...
 
 
 class Position:
@@ -143,14 +141,11 @@ class Position:
         return ""
 
 
-def difference(one: dict[str, Any], other: dict[str, Any], same_pipeline: bool) -> tuple[str, str] | None:
-    """The first calls at one place in which two ranks differ, of those that both remember; None if there is none. Ranks
-    of one pipeline must make all calls alike, others those of the whole world only."""
+def differ(one: dict[str, Any], other: dict[str, Any], same_pipeline: bool) -> bool:
+    """Whether two ranks made different calls at one place, of those that both remember. Ranks of one pipeline must make
+    all calls alike, others those of the whole world only."""
     ours, theirs = _numbered(one, same_pipeline), _numbered(other, same_pipeline)
-    for number in sorted(ours.keys() & theirs.keys()):
-        if ours[number] != theirs[number]:
-            return ours[number], theirs[number]
-    return None
+    return any(ours[number] != theirs[number] for number in ours.keys() & theirs.keys())
 
 
 def _numbered(report: dict[str, Any], same_pipeline: bool) -> dict[int, str]:

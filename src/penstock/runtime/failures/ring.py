@@ -4,9 +4,7 @@ The kernel closes a process's connections however it ends, so both neighbours of
 milliseconds, whatever its host or its device was doing, and before any process group exists. News is passed on by every
 rank that has not heard it, so it reaches all ranks even when some are gone; no key-value store is needed for that.
 
-Who calls proves that it knows the job's secret, by an answer to a number that was made for this call, and so does who
-is called. The secret is the variable PENSTOCK_SECRET; without it, what is in the store, which whoever reaches the
-store can read.
+Both sides of a call prove that they know the job's secret (see `strangers`); without one, what is in the store.
 """
 
 from __future__ import annotations
@@ -15,9 +13,9 @@ import contextlib
 import functools
 import json
 import logging
+import multiprocessing.connection
 import os
 import secrets
-import select
 import socket
 import threading
 import time
@@ -48,8 +46,6 @@ NEWS_SECONDS = 3.0
 # How often to look for the next rank's address: often at first, because its process starts beside this one.
 FIRST_LOOK, LAST_LOOK = 0.01, 1.0
 NEWS_KEPT = 64
-# So many messages are known again when they come by the other way, beside some for each rank.
-HEARD_KEPT = 4096
 
 _open_rings: weakref.WeakSet[Ring] = weakref.WeakSet()
 
@@ -118,8 +114,8 @@ class Ring:
         self._leaves = False
         self._peers: list[_Peer] = []
         self._gone: set[int] = set()
-        self._heard: dict[tuple[int, int], None] = {}
-        self._most_heard = HEARD_KEPT + 8 * world_size
+        # Messages that are known again when they come by the other way.
+        self._heard: set[tuple[int, int]] = set()
         self._num_told = 0
         # For a neighbour that is connected later.
         self._latest: deque[dict[str, Any]] = deque(maxlen=NEWS_KEPT)
@@ -160,7 +156,7 @@ class Ring:
         with self._lock:
             self._num_told += 1
             identity = (self._rank, self._num_told)
-            self._remember(identity)
+            self._heard.add(identity)
         self._pass_on({"id": identity, "news": news, "lasting": lasting})
 
     def tell_one(self, address: dict[str, Any], news: dict[str, Any]) -> None:
@@ -229,16 +225,12 @@ class Ring:
         if time.monotonic() >= self._look_at:
             self._call_next()
         seconds = max(0.0, min(until, self._look_at) - time.monotonic())
-        sources = {peer.connection.fileno(): peer for peer in self._peers}
-        listener, wakes = self._listener.fileno(), self._wakes.fileno()
-        poll = select.poll()
-        for descriptor in (*sources, listener, wakes):
-            poll.register(descriptor, select.POLLIN)
-        for descriptor, _ in poll.poll(seconds * 1000 + 1):
-            if descriptor == listener:
+        peers: dict[Any, _Peer] = {peer.connection: peer for peer in self._peers}
+        for ready in multiprocessing.connection.wait([*peers, self._listener, self._wakes], seconds):
+            if ready is self._listener:
                 self._accept()
-            elif descriptor in sources:
-                self._read(sources[descriptor])
+            elif ready is not self._wakes:
+                self._read(peers[ready])
             else:
                 with contextlib.suppress(OSError):
                     self._wakes.recv(64)
@@ -334,7 +326,7 @@ class Ring:
             origin, number = message["id"]
             with self._lock:
                 known = (origin, number) in self._heard
-                self._remember((origin, number))
+                self._heard.add((origin, number))
             if not known:
                 self._pass_on(message, but=peer)
                 self._on_news(origin, message["news"])
@@ -366,11 +358,6 @@ class Ring:
         """What is said to a rank that is called, and has made the number `theirs`; with the news that is all of it."""
         proved = proof("calls", self._rank, address["token"], theirs, number, news)
         return {"calls": self._rank, "number": number, "news": news, "proof": proved}
-
-    def _remember(self, identity: tuple[int, int]) -> None:
-        self._heard[identity] = None
-        if len(self._heard) > self._most_heard:
-            del self._heard[next(iter(self._heard))]
 
     def _pass_on(self, message: dict[str, Any], but: _Peer | None = None) -> None:
         with self._lock:

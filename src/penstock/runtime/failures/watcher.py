@@ -23,8 +23,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from penstock.runtime.failures.account import Endings
-from penstock.runtime.failures.board import FailureBoard, PipelineFailure
+from penstock.runtime.failures.board import Endings, FailureBoard, PipelineFailure
 from penstock.runtime.failures.inquiry import Inquiries
 from penstock.runtime.failures.keys import Keys, Unanswered, in_one_line, in_thread
 from penstock.runtime.failures.ring import NEWS_SECONDS, Ring
@@ -50,7 +49,6 @@ class Watch:
         self.rank = rank
         self.world_size = world_size
         self.endings = Endings()
-        self.holds = 0
         # The default process group it was started for, once there is one.
         self.world: dist.ProcessGroup | None = None
         self._boards: weakref.WeakSet[FailureBoard] = weakref.WeakSet()
@@ -68,12 +66,19 @@ class Watch:
         self._thread = start_thread(self._serve, name="penstock-watcher")
 
     def add(self, board: FailureBoard) -> None:
-        """Tell `board` of failures from now on, and of those before."""
+        """Tell `board` of failures from now on, and of those before. The watch goes on as long as it has boards."""
         self._boards.add(board)
+        # At the interpreter's end the watcher says goodbye by itself.
+        weakref.finalize(board, self._close_if_alone).atexit = False
         self._tell_boards()
 
     def remove(self, board: FailureBoard) -> None:
         self._boards.discard(board)
+        self._close_if_alone()
+
+    def _close_if_alone(self) -> None:
+        if not list(self._boards) and not self.expecting:
+            _close(self)
 
     def ends_with(self, error: BaseException) -> None:
         """Tell the other ranks that `error` is ending this process."""
@@ -89,16 +94,6 @@ class Watch:
     def notify(self) -> None:
         with self._learned:
             self._learned.notify_all()
-
-    def hold(self) -> None:
-        """Go on at least until `release`."""
-        self.holds += 1
-
-    def release(self) -> None:
-        """End a `hold`; the last one closes the watch."""
-        self.holds -= 1
-        if not self.holds and not self.expecting:
-            _close(self)
 
     def close(self, leave: bool = True) -> None:
         """End the thread and close the connections."""
@@ -177,12 +172,7 @@ def _own_client(store: Any) -> dist.Store | None:  # torch's stubs know neither 
         store.set_timeout(CONNECT)
         return store.clone()
     except Exception as error:
-        logger.warning(
-            "the watcher got no connection of its own to the job's store in %g s (%s): it shares this process's, and "
-            "while that is in use it may learn late of a lost rank",
-            CONNECT.total_seconds(),
-            in_one_line(error),
-        )
+        logger.warning("the watcher may learn late of a lost rank: it has no store of its own (%s)", in_one_line(error))
         return None
     finally:
         store.set_timeout(before)
@@ -190,7 +180,7 @@ def _own_client(store: Any) -> dist.Store | None:  # torch's stubs know neither 
 
 def start(store: dist.Store | None, rank: int, world_size: int, here: bool = False) -> Watch | None:
     """Begin to watch the other ranks of a world that meets in `store`, all of them on this machine if they are `here`;
-    None if there is nobody to watch. The watch closes with the last of those who hold it (`Watch.hold`)."""
+    None if there is nobody to watch. The watch closes with the last of its boards."""
     global _watch
     with _lock:
         world = dist.group.WORLD if dist.is_initialized() else None
@@ -268,11 +258,9 @@ def hear_of_errors(watch: Watch) -> None:
 
 
 def interruptible(call: Callable[[], T], board: FailureBoard, limit: datetime.timedelta | None) -> T:
-    """Do `call`, which waits for other ranks where nothing can wake it, such as torch's rendezvous.
-
-    It runs in a thread of its own, which is left behind if the job fails meanwhile (PipelineFailure), until the call's
-    own time `limit`. From then on the store must answer.
-    """
+    """Do `call`, which waits for other ranks where nothing can wake it, such as torch's rendezvous: in a thread of its
+    own, which is left behind if the job fails meanwhile (PipelineFailure), until the call's own time `limit`. From then
+    on the store must answer."""
     watch = _watch
     if watch is None:
         return call()
