@@ -111,7 +111,7 @@ def main(store: str, folder: str, steps: int, start: int, *orders: str) -> None:
         run = plugin.run
         note(
             step=0 if run is None else run.step,
-            generation=0 if run is None else run.generation,
+            generation=0 if run is None else run.generations.now.generation,
             pipeline=plugin.pipeline_index,
             samples=[sample["index"] for sample in samples],
         )
@@ -129,7 +129,7 @@ def main(store: str, folder: str, steps: int, start: int, *orders: str) -> None:
 
         def state_dict(self) -> dict[str, int]:
             if plugin.run is not None:
-                here(f"saving in {plugin.run.generation}")
+                here(f"saving in {plugin.run.generations.now.generation}")
             return {}
 
         def load_state_dict(self, state: dict[str, int]) -> None:
@@ -150,7 +150,7 @@ def main(store: str, folder: str, steps: int, start: int, *orders: str) -> None:
 
             def moved(*given: Any) -> Any:
                 here("moved")
-                here(f"moved in {plugin.run.generation}")
+                here(f"moved in {plugin.run.generations.now.generation}")
                 return adopt(*given)
 
             formation.adopt_random_state = moved

@@ -64,11 +64,7 @@ def configure_elastic(
         raise ValueError("with elastic= configure() needs the optimizer: the run goes on from its steps after a loss")
     if dataloader is not None and dataloader not in plugin._loaders:
         raise TypeError("the dataloader was not made by this plugin: make it with plugin.prepare_dataloader(...)")
-    num_microbatches = plugin.global_batch_size // plugin.microbatch_size
-    formations = Formations(
-        model, elastic, plugin.settle_schedule(model), num_microbatches, plugin.microbatch_size, plugin.tp_size,
-        plugin.loss_chunk_tokens, bool(plugin.sharded_optimizer),
-    )  # fmt: skip
+    formations = Formations(model, plugin)
     facts = {**facts_of(model), **plugin._facts(), "the global batch size": plugin.global_batch_size}
     states = SharedStates(optimizer.unwrap() if isinstance(optimizer, PipelineOptimizer) else optimizer)
     for name, one in (("dataloader", dataloader), ("lr_scheduler", lr_scheduler)):

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from penstock.elastic.membership import MemberRecord, Membership
@@ -31,42 +31,38 @@ STATES = 2
 
 
 class Formations:
-    """The pipelines that a model can be placed on. `model`: a whole one; what is needed of it is read now. `sharded`:
-    whether not all that hold a parameter have its optimizer's state."""
+    """The pipelines of a plugin that a whole model can be placed on."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        settings: Elastic,
-        schedule: Schedules,
-        num_microbatches: int,
-        microbatch_size: int,
-        tp_size: int,
-        loss_chunk_tokens: int | None = None,
-        sharded: bool = False,
-    ) -> None:
-        self.model_name = type(model).__name__
+    def __init__(self, model: PreTrainedModel, plugin: Any) -> None:
+        self._model_name = type(model).__name__
         self.units = PipelineTemplate.get_modules(model)
-        settings = replace(
+        settings: Elastic = plugin.elastic
+        self._settings = settings = replace(
             settings, templates=tuple(template.fitted(model, self.units) for template in settings.templates)
         )
-        self._settings, self._schedule, self._num_microbatches = settings, schedule, num_microbatches
-        self._tp_size = tp_size
-        self._owned = [names[0] for names in alias_groups(model)] if sharded else []
-        if not isinstance(schedule, str) and not settings.templates:
+        self._schedule: Schedules = plugin.settle_schedule(model)
+        self._num_microbatches = plugin.global_batch_size // plugin.microbatch_size
+        self._tp_size = plugin.tp_size
+        # With a sharded optimizer not all that hold a parameter have its state.
+        self._owned = [names[0] for names in alias_groups(model)] if plugin.sharded_optimizer else []
+        if not isinstance(self._schedule, str) and not settings.templates:
             raise TypeError(
-                f"with elastic= the planner needs the name of one schedule, but the plugin has {schedule!r}"
+                f"with elastic= the planner needs the name of one schedule, but the plugin has {self._schedule!r}"
             )
+        chunk = plugin.loss_chunk_tokens
         self._memory = device_memory() if settings.memory is None else settings.memory
         if self._memory is not None and not settings.templates:
-            self._profile = profile_model(model, microbatch_size, loss_chunk_tokens=loss_chunk_tokens)
+            self._profile = profile_model(model, plugin.microbatch_size, loss_chunk_tokens=chunk)
         else:  # an estimate of the seconds is enough to balance stages
-            costs = unit_costs(model, self.units, loss_in_chunks=loss_chunk_tokens is not None)
+            costs = unit_costs(model, self.units, loss_in_chunks=chunk is not None)
             self._profile = Profile(
-                self.model_name,
+                self._model_name,
                 tuple(UnitCost(unit, cost, cost, cost) for unit, cost in zip(self.units, costs, strict=True)),
             )
-        self._size_of = {unit: _num_bytes(model.get_submodule(unit)) * (1 + STATES) for unit in self.units}
+        self._size_of = {
+            unit: sum(parameter.nbytes for parameter in model.get_submodule(unit).parameters()) * (1.0 + STATES)
+            for unit in self.units
+        }
 
     @cached_property
     def _shapes(self) -> Mapping[int, Shape]:
@@ -81,26 +77,21 @@ class Formations:
                 found[shape.num_devices] = shape
             return found
         assert isinstance(self._schedule, str)
-        most = len(self.units)
         mappings: dict[int, Sequence[int]] = {}
-        for devices in range(1, most + 1):
+        for devices in range(1, len(self.units) + 1):
             stages = num_stages_on(devices, self._schedule)
-            template = PipelineTemplate(self.model_name, [[f"stage {index}"] for index in range(stages)])
+            template = PipelineTemplate(self._model_name, [[f"stage {index}"] for index in range(stages)])
             mappings[devices] = schedule_maker(template, self._schedule)(1).stage_to_rank
         memory = math.inf if self._memory is None else self._memory
-        return best_shapes(self._profile, most, self._num_microbatches, memory, mappings)
+        return best_shapes(self._profile, self._num_microbatches, memory, mappings)
 
     def layout(self, decision: Decision) -> tuple[list[PipelineTemplate], list[int]]:
         """The templates and microbatches of a generation's pipelines."""
         chosen = {template.modules_per_stage: template for template in self._settings.templates}
         templates = [
-            chosen.get(stages) or PipelineTemplate(self.model_name, stages) for stages, _ in decision.pipelines
+            chosen.get(stages) or PipelineTemplate(self._model_name, stages) for stages, _ in decision.pipelines
         ]
         return templates, [count for _, count in decision.pipelines]
-
-    def first(self, members: Sequence[int], record: Callable[[int], MemberRecord | None]) -> Decision:
-        """The first generation: of members that came, by what each said of itself."""
-        return self._decide((), members, 0, record)
 
     def following(
         self, view: View, now: Decision, membership: Membership, checkpoint: Callable[[], tuple[int, str] | None]
@@ -116,22 +107,17 @@ class Formations:
             joining += membership.candidates(now.members)
         while True:
             number = now.generation + 1
-            found = self._decide(going_on, joining, number, membership.pulse.record, now, step, checkpoint)
+            found = self.decide(going_on, joining, number, membership.pulse.record, now, step, checkpoint)
             if not found.end or not joining:
                 break
             membership.refuse(joining.pop(), found.end)  # the members go on without the last who came
         left = tuple(report.member for report in view.reports.values() if report.leaving)
-        return replace(
-            found,
-            calls=0 if fresh or found.restore else calls,
-            dropped=0 if fresh or found.restore else dropped,
-            fresh=fresh,
-            requests=requests if fresh else 0,
-            left=left,
-            lost=tuple(member for member in found.lost if member not in left),
-        )
+        lost = tuple(member for member in found.lost if member not in left)
+        if not fresh and not found.restore:
+            found = replace(found, calls=calls, dropped=dropped)
+        return replace(found, fresh=fresh, requests=requests if fresh else 0, left=left, lost=lost)
 
-    def _decide(
+    def decide(
         self,
         reports: Sequence[MemberReport],
         joining: Sequence[int],
@@ -165,10 +151,8 @@ class Formations:
                 values,
                 self._size_of,
                 self._num_microbatches,
-                self._settings.copies,
+                self._settings,
                 self._pipelines_left(before, devices),
-                self._settings.bandwidth,
-                self._settings.horizon,
             )
         except (Infeasible, ValueError) as error:
             # Those who came new go on waiting, and all others are told.
@@ -230,7 +214,3 @@ class Formations:
             [index_of[before.members[rank]] for rank in pipeline.ranks(0) if before.members[rank] in index_of]
             for pipeline in layout.pipelines
         ]
-
-
-def _num_bytes(module: torch.nn.Module) -> float:
-    return float(sum(parameter.nbytes for parameter in module.parameters()))

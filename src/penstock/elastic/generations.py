@@ -50,16 +50,10 @@ class RunEnded(PipelineFailure):
 class Generations:
     """This process as a member of one generation after the other, from `enter` on until `close`.
 
-    Args:
-        facts: a digest of the model and the settings, the same for all members.
-
     Attributes:
         now: the present generation, the one that is being formed, or the one that says why the run has ended.
         num_fruitless: how many changes there were in a row that no loss explains.
         checkpoint: finds step and path of one to go back to, if there is one.
-
-    Raises:
-        ValueError: the launcher is no good for the run.
     """
 
     now: Decision
@@ -136,7 +130,7 @@ class Generations:
                     self.number, len(here), settings.start,
                 )  # fmt: skip
             if enough and here and here[0] == self.number:
-                proposal = self.formations.first(here[: settings.start or len(here)], pulse.record)
+                proposal = self.formations.decide((), here[: settings.start or len(here)], 0, pulse.record)
                 meeting.create("decision/0", proposal.to_json())
             time.sleep(PAUSE)
         return first
@@ -207,18 +201,14 @@ class Generations:
         return tuple(sorted(gone | self.membership.silent & set(members)))
 
     def end(self, report: MemberReport, announce: bool = True) -> Decision:
-        """End the present generation with this member's last word in it, and agree with the others on the next one.
-        `announce`: whether the others need to be told that the generation ends. Raises LeftOut if this member is not
-        part of it."""
+        """End the present generation with this member's last word in it; see `agree`."""
         self.membership.unwatch()
         before = self.now
-        following = agree(
-            self.membership,
-            before,
-            report,
-            lambda view: self.formations.following(view, before, self.membership, self.checkpoint),
-            announce,
-        )
+
+        def plan(view: View) -> Decision:
+            return self.formations.following(view, before, self.membership, self.checkpoint)
+
+        following = agree(self.membership, before, report, plan, announce)
         # To a member that comes itself it explains nothing that somebody does.
         explained = following.lost or (following.joining and not report.new)
         self.num_fruitless = 0 if explained else self.num_fruitless + 1
@@ -235,9 +225,7 @@ def _come(settings: Elastic, tp_size: int, facts: str) -> Membership:
     """Make this process a member."""
     store, number = meet(settings.store, settings.run), 0
     # A run that is over leaves its keys behind; the next one of that name goes by another number.
-    while (room := store.within(str(number))).get("over") is not None or _is_dead(room):
-        room.put("over", "1")
-        _refuse_if_late(room)
+    while _is_over(room := store.within(str(number))):
         number += 1
     local = os.environ.get("LOCAL_RANK")
     if tp_size > 1 and not local:
@@ -250,20 +238,21 @@ def _come(settings: Elastic, tp_size: int, facts: str) -> Membership:
     return Membership(room, settings.hang_timeout, group, shard, facts)
 
 
-def _refuse_if_late(room: Meeting) -> None:
-    """Refuse a process that was to join a run which ended before it came: it would wait for others to begin a new one.
-
-    One that was itself a member of the run, or began after it, begins a new one.
-    """
+def _is_over(room: Meeting) -> bool:
+    """Whether an earlier run has no living member. RunEnded is raised in a process that was to join it and came too
+    late: it would wait for others to begin a new one. One that was itself a member, or began after it, does so."""
     now, pulse = latest(room), Pulse(room)
-    members = () if now is None else now.members
-    records = [record for member in members if (record := pulse.record(member)) is not None]
-    ended = max((float(room.get(f"gone/{member}") or 0) for member in members), default=0.0)
+    if now is None or (room.get("over") is None and not _are_dead(now.members, pulse)):
+        return False
+    room.put("over", "1")
+    records = [record for member in now.members if (record := pulse.record(member)) is not None]
+    ended = max((float(room.get(f"gone/{member}") or 0) for member in now.members), default=0.0)
     if _began() < ended and all((record.machine, record.process) != (machine(), os.getpid()) for record in records):
         raise RunEnded(
             f"the run that this process was to join has ended {time.time() - ended:.0f} s ago; "
             "to begin a new one, start all processes again"
         )
+    return True
 
 
 def _began() -> float:
@@ -274,17 +263,13 @@ def _began() -> float:
     return _imported
 
 
-def _is_dead(room: Meeting) -> bool:
-    """Whether an earlier run exists that has no living member."""
-    now = latest(room)
-    if now is None:
-        return False
-    pulse, deadline = Pulse(room), time.monotonic() + DEAD
+def _are_dead(members: Sequence[int], pulse: Pulse) -> bool:
+    deadline = time.monotonic() + DEAD
     while time.monotonic() < deadline:
-        lost = pulse.lost(now.members, (), DEAD / 2)
-        if len(lost) == len(now.members):
+        lost = pulse.lost(members, (), DEAD / 2)
+        if len(lost) == len(members):
             return True
-        if any(pulse.still(member) == 0.0 for member in now.members if member not in lost) and (
+        if any(pulse.still(member) == 0.0 for member in members if member not in lost) and (
             time.monotonic() > deadline - DEAD / 2
         ):
             return False
@@ -298,17 +283,17 @@ AGREEMENT_PAUSE, MEMBERS_A_PAUSE = 0.01, 32
 # the training loop without an end.
 REPORT_PATIENCE = 5
 
-# (what the decider sees) -> the next generation
-Plan = Callable[[View], Decision]
-
 
 class LeftOut(RuntimeError):
     """The other members went on without this one."""
 
 
-def agree(membership: Membership, now: Decision, report: MemberReport, plan: Plan, announce: bool) -> Decision:
+def agree(
+    membership: Membership, now: Decision, report: MemberReport, plan: Callable[[View], Decision], announce: bool
+) -> Decision:
     """End a generation and return the next one. `plan`: makes the next generation, on the member that decides.
-    `announce`: whether the others need to be told that the generation ends."""
+    `announce`: whether the others need to be told that the generation ends. Raises LeftOut if this member is not part
+    of the next one, unless it is to be `leaving`."""
     meeting, pulse = membership.meeting, membership.pulse
     pulse.forget()
     me, decided = membership.id, None
@@ -320,7 +305,9 @@ def agree(membership: Membership, now: Decision, report: MemberReport, plan: Pla
         if pulse.has_news():
             decided = decision(meeting, now.generation + 1)
             if decided is None:
-                _read_reports(meeting, now, reports)
+                for member in now.members:
+                    if member not in reports and (text := meeting.get(f"report/{now.generation}/{member}")) is not None:
+                        reports[member] = MemberReport.from_json(text)
                 lost |= {member for member in others if pulse.has_ended(member)}
         if decided is None:
             suspects = {suspect for one in reports.values() for suspect in one.suspects} - {me}
@@ -333,6 +320,13 @@ def agree(membership: Membership, now: Decision, report: MemberReport, plan: Pla
                 lost |= {member for member in now.members if member not in reports}
         view = View(me, now.members, reports, lost, decided)
         move = next_move(view)
+        if move is Move.END and not report.leaving:
+            raise LeftOut(
+                f"member {me} was taken for lost, and the others went on without it (generation "
+                f"{now.generation + 1}): it ends. Start it again to join them"
+            )
+        if decided is not None:
+            return decided
         if move is Move.REPORT:
             meeting.create(f"report/{now.generation}/{me}", report.to_json())
             if announce:
@@ -341,17 +335,6 @@ def agree(membership: Membership, now: Decision, report: MemberReport, plan: Pla
         elif move is Move.DECIDE:
             meeting.create(f"decision/{now.generation + 1}", plan(view).to_json())
             tell(meeting)
-        elif move is Move.ENTER:
-            assert decided is not None
-            return decided
-        elif move is Move.END and not report.leaving:
-            raise LeftOut(
-                f"member {me} was taken for lost, and the others went on without it (generation "
-                f"{now.generation + 1}): it ends. Start it again to join them"
-            )
-        elif move is Move.END:
-            assert decided is not None
-            return decided
         else:
             time.sleep(AGREEMENT_PAUSE * (1 + len(now.members) / MEMBERS_A_PAUSE))
 
@@ -368,11 +351,3 @@ def latest(meeting: Meeting) -> Decision | None:
     while (following := decision(meeting, number)) is not None:
         found, number = following, number + 1
     return found
-
-
-def _read_reports(meeting: Meeting, now: Decision, reports: dict[int, MemberReport]) -> None:
-    for member in now.members:
-        if member not in reports:
-            text = meeting.get(f"report/{now.generation}/{member}")
-            if text is not None:
-                reports[member] = MemberReport.from_json(text)

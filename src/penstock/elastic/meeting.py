@@ -1,6 +1,7 @@
 """Where the members of a run meet: a key-value store that outlives any of them, served by `penstock store` or a folder.
 
-Values are strings. What a key holds may be created once and for all, which is what decisions are made with.
+Values are strings. What a key holds may be created once and for all, which is what decisions are made with. Every
+method may raise one of `STORE_ERRORS` when the store is gone.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import re
 import secrets
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 from urllib.parse import quote
 
 import torch.distributed as dist
@@ -21,35 +21,6 @@ from penstock.runtime.failures.keys import Keys, in_one_line, in_thread
 
 # How long an answer of the store may take.
 ANSWER = datetime.timedelta(seconds=10)
-
-
-class Meeting(Protocol):
-    """A store of a run. Every method may raise an error of the store's when it is gone; see `STORE_ERRORS`."""
-
-    address: str
-
-    def put(self, key: str, value: str) -> None:
-        """Set a key."""
-
-    def get(self, key: str) -> str | None:
-        """The value of a key, or None."""
-
-    def create(self, key: str, value: str) -> str:
-        """Set a key that has no value; returns its value afterwards, which another member may have set first."""
-
-    def next_number(self, key: str) -> int:
-        """The next of 0, 1, 2, ...: every call of any member gets a different one."""
-
-    def process_store(self, name: str, timeout: datetime.timedelta) -> dist.Store:
-        """A torch store in which a world of processes can meet; `name` is that world's."""
-
-    def clone(self) -> Meeting:
-        """The same store by a connection of its own, for another thread."""
-
-    def within(self, prefix: str) -> Meeting:
-        """A part of this store, whose keys are its own."""
-
-
 STORE_ERRORS = (OSError, RuntimeError)  # torch's are RuntimeErrors
 
 
@@ -71,19 +42,22 @@ class TcpMeeting(Keys):
         super().__init__(client, ANSWER.total_seconds(), prefix)
 
     def next_number(self, key: str) -> int:
+        """The next of 0, 1, 2, ...: every call of any member gets a different one."""
         return self.ask(lambda: self.store.add(key, 1)) - 1
 
     def process_store(self, name: str, timeout: datetime.timedelta) -> dist.Store:
+        """A torch store in which a world of processes can meet; `name` is that world's."""
         store = dist.PrefixStore(name, self.store)
         store.set_timeout(timeout)
         return store
 
     def clone(self) -> TcpMeeting:
+        """The same store by a connection of its own, for another thread."""
         return TcpMeeting(self._host, self._port, self._prefix)
 
 
 class FolderMeeting:
-    """A shared folder: a file for each key."""
+    """A shared folder: a file for each key. It has the methods of a `TcpMeeting`."""
 
     def __init__(self, folder: Path) -> None:
         self.address = folder.as_uri()
@@ -135,6 +109,9 @@ class FolderMeeting:
         path = self._folder / f".{secrets.token_hex(8)}"
         path.write_text(value, encoding="utf-8")
         return path
+
+
+Meeting = TcpMeeting | FolderMeeting
 
 
 def parse_address(address: str) -> tuple[str, int] | Path:

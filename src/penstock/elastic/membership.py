@@ -42,8 +42,7 @@ def tell(meeting: Meeting) -> None:
 @dataclass(frozen=True)
 class MemberRecord(Told):
     """What a member says about itself when it joins. `group`, `shard`: members of one group share stages, each with a
-    shard of their weights. `facts`: a digest of its model and settings, which must be everybody's. `machine`,
-    `process`: tell whether it has ended, to those on the same machine."""
+    shard of their weights. `facts`: a digest of its model and settings, which must be everybody's."""
 
     member: int
     group: str
@@ -97,16 +96,12 @@ class Pulse:
 
     def everyone(self) -> list[int]:
         """All members that have ever joined."""
-        found: list[int] = []
-        number = missed = 0
-        while missed < LONGEST_GAP:
-            if self.record(number) is None:
-                missed += 1
-            else:
-                missed = 0
-                found.append(number)
+        number, end = 0, LONGEST_GAP
+        while number < end:
+            if self.record(number) is not None:
+                end = number + 1 + LONGEST_GAP
             number += 1
-        return found
+        return [number for number in range(end) if number in self._records]
 
     def lowest(self, members: Sequence[int], lost: set[int], suspects: Collection[int], patience: float) -> int | None:
         """The first of `members` that is not lost, None if all are. Those found lost are added to `lost`."""
@@ -141,8 +136,7 @@ class Pulse:
 
 
 class Membership:
-    """This process's membership in the run. `hang`: seconds of silence after which a member is lost, whatever its
-    connections say. `asked`: how many requests to change the members are known here."""
+    """This process's membership in the run. `asked`: how many requests to change the members are known here."""
 
     def __init__(self, meeting: Meeting, hang: float, group: str, shard: int, facts: str) -> None:
         self.meeting = meeting
@@ -154,7 +148,7 @@ class Membership:
         self.asked = 0
         self.silent: set[int] = set()
         self._generation = -1
-        self._watched: int | None = None
+        self._watched = self.id
         self._fail: Callable[[str, Sequence[int]], None] | None = None
         self._patience = hang
         self._lock = threading.Lock()
@@ -172,7 +166,7 @@ class Membership:
         ends, or a member is lost or silent for `patience` seconds."""
         with self._lock:
             self._generation, self._fail, self._patience = generation, fail, patience
-            self._watched = self._after(members)
+            self._watched = members[(members.index(self.id) + 1) % len(members)]
 
     def unwatch(self) -> None:
         """This member is in no generation now."""
@@ -227,12 +221,6 @@ class Membership:
                 found.append(member)
         return found
 
-    def _after(self, members: Sequence[int]) -> int | None:
-        """The member that this one looks after, if there is another."""
-        if self.id not in members or len(members) == 1:
-            return None
-        return members[(members.index(self.id) + 1) % len(members)]
-
     # -- the thread ------------------------------------------------------------------------------------------------
 
     def _live(self) -> None:
@@ -267,7 +255,7 @@ class Membership:
             self.asked = int(meeting.get("requests") or 0)
             if meeting.get(f"ending/{generation}") is not None:
                 self._tell(generation, "the members change", ())
-        if member is None or pulse.has_left(member):
+        if member == self.id or pulse.has_left(member):
             return
         if pulse.process_has_ended(member):
             self._tell(generation, f"the process of member {member} has ended", (member,))

@@ -193,11 +193,6 @@ class Log:
         return self._drops[-1][0]
 
     @property
-    def trains(self) -> bool:
-        """Whether there are gradients."""
-        return bool(self.training)
-
-    @property
     def training(self) -> list[LoggedCall]:
         """The calls that made the gradients that are here."""
         return [call for number, call in self.calls.items() if call.trains and number >= self.dropped]

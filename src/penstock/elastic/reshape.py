@@ -1,4 +1,4 @@
-"""Which pipelines to form of the devices that are there now, and which device takes which place. No torch.
+"""Which pipelines to form of the devices that are there now, and which device takes which place.
 
 Candidates are pipelines of equal depth, or of two neighbouring depths, for every number of pipelines; and the pipelines
 that there were, each with what is left of it. The best costs least until the next change: the bytes that have to move,
@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from penstock.elastic.settings import Elastic
 from penstock.layout.partition import partition, split_microbatches
 from penstock.planning.cluster import Cluster, DeviceClass
 from penstock.planning.planner import Infeasible
@@ -58,23 +59,19 @@ def shape_of(stages: Sequence[Sequence[str]], stage_to_rank: Sequence[int], seco
 
 
 def best_shapes(
-    profile: Profile,
-    most_devices: int,
-    num_microbatches: int,
-    memory: float,
-    stage_to_rank: Mapping[int, Sequence[int]],
+    profile: Profile, num_microbatches: int, memory: float, stage_to_rank: Mapping[int, Sequence[int]]
 ) -> dict[int, Shape]:
     """For each number of devices that can hold the model, the best pipeline on so many equal ones. `memory`: bytes of
     each device. `stage_to_rank`: for each number of devices its stages' devices, under the schedule that the run has.
     """
     parts = profile.parts
     seconds = {unit.name: unit.seconds for unit in profile.units}
-    cluster = Cluster((DeviceClass("device", most_devices, memory=memory),))
+    cluster = Cluster((DeviceClass("device", len(stage_to_rank), memory=memory),))
     found: dict[int, Shape] = {}
     for template in find_splits(Chain(parts, cluster, num_microbatches)):
         (devices,) = template.counts
-        mapping = stage_to_rank.get(devices)
-        if mapping is None or len(mapping) > len(parts):
+        mapping = stage_to_rank[devices]
+        if len(mapping) > len(parts):
             continue
         sizes: Sequence[int] = template.split_for(num_microbatches).sizes
         if len(mapping) != devices:  # several stages on a device
@@ -86,14 +83,11 @@ def best_shapes(
 
 @dataclass(frozen=True)
 class Formation:
-    """Pipelines on devices. `devices`: which device is at each rank, as an index into what `choose` was given. `moved`:
-    bytes of state that devices receive."""
+    """Pipelines on devices. `devices`: which device is at each rank, as an index into what `choose` was given."""
 
-    shapes: tuple[Shape, ...]
-    microbatches: tuple[int, ...]
+    shapes: Sequence[Shape]
+    microbatches: Sequence[int]
     devices: tuple[int, ...]
-    seconds: float
-    moved: float
 
 
 def choose(
@@ -101,26 +95,17 @@ def choose(
     held: Sequence[Collection[str]],
     size_of: Mapping[str, float],
     num_microbatches: int,
-    copies: int = 1,
-    before: Sequence[Sequence[int]] = (),
-    bandwidth: float = 1e9,
-    horizon: float = 600.0,
+    settings: Elastic,
+    before: Sequence[Sequence[int]],
 ) -> Formation:
-    """The formation of all devices that costs least until the next change.
-
-    Args:
-        size_of: bytes of each unit's state.
-        copies: the least number of pipelines; fewer if there are not devices enough.
-        before: the devices that are left of each former pipeline.
-        bandwidth: of a link, bytes per second.
-        horizon: seconds until the next change.
-    """
+    """The formation of all devices that costs least until the next change. `size_of`: bytes of each unit's state.
+    `before`: the devices that are left of each former pipeline."""
     if not shapes:
         raise Infeasible("no pipeline of any number of these devices holds the model in their memory")
     formations = []
     most_copies = min(len(held) // min(shapes), num_microbatches)
     for depths in _depths(sorted(shapes), len(held), before):
-        if min(copies, most_copies) <= len(depths) <= num_microbatches:
+        if min(settings.copies, most_copies) <= len(depths) <= num_microbatches:
             chosen = [shapes[depth] for depth in depths]
             counts = split_microbatches([shape.seconds for shape in chosen], num_microbatches)
             seconds = max(shape.seconds(count) for shape, count in zip(chosen, counts, strict=True))
@@ -132,16 +117,16 @@ def choose(
         )
     fastest = min(seconds for seconds, _, _ in formations)
     # What is too slow to win even if nothing moved need not be placed.
-    most = sum(size_of.values()) * len(held) / bandwidth
+    most = sum(size_of.values()) * len(held) / settings.bandwidth
     best: tuple[float, Formation] | None = None
     for seconds, chosen, counts in sorted(formations, key=lambda one: one[0]):
-        lost = horizon * (1 - fastest / seconds) if seconds > 0 else 0.0
+        lost = settings.horizon * (1 - fastest / seconds) if seconds > 0 else 0.0
         if best is not None and lost > min(best[0], most):
             break
         devices, moved = _placed(chosen, held, size_of)
-        cost = lost + moved / bandwidth
+        cost = lost + moved / settings.bandwidth
         if best is None or cost < best[0]:
-            best = cost, Formation(tuple(chosen), tuple(counts), devices, seconds, moved)
+            best = cost, Formation(chosen, counts, devices)
     assert best is not None
     return best[1]
 

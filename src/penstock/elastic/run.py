@@ -1,10 +1,9 @@
 """Steps as transactions, and the recovery when members of a run are lost.
 
 `perform` makes the calls in which all ranks take part, and keeps a log of those since the last update; `commit` makes
-the update, after a vote. When a rank is lost in any of them, those that are left agree on the next generation
-(`generations`), take up its layout with the same objects (`Engine.reform`), and repeat what the log says is lost
-(`log`). So the caller sees a call that took longer. If values were lost with all that had them, everybody goes back to
-the last checkpoint.
+the update, after a vote. When a rank is lost in any of them, those that are left agree on the next generation, take up
+its layout with the same objects, and repeat what the log says is lost. So the caller sees a call that took longer. If
+values were lost with all that had them, everybody goes back to the last checkpoint.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 
@@ -28,30 +27,19 @@ from penstock.runtime.comm.rollcall import Call
 from penstock.runtime.engine import Engine, ScheduleMaker
 from penstock.runtime.failures.board import PipelineFailure, is_transport_error
 from penstock.runtime.failures.keys import in_one_line
-from penstock.runtime.formation import Values, reform
+from penstock.runtime.formation import reform
 
 logger = logging.getLogger("penstock")
-
-
-class LastResort(Protocol):
-    """Where to load values from that no member has any more."""
-
-    def newest(self) -> tuple[int, str] | None:
-        """Step and path of a checkpoint to go back to, if there is one."""
-
-    def go_back(self, step: int) -> None:
-        """Load the checkpoint of a step. All members call this."""
 
 
 class ElasticRun:
     """This process's part in a run, once the engine of its first generation stands.
 
-    Args:
-        on_layout: takes up a generation's layout; gives it with the schedules of this rank's pipeline.
-
     Attributes:
+        on_layout: takes up a generation's layout; gives it with the schedules of this rank's pipeline.
         performing: whether `perform` is at work.
         joined: whether this process came to a run under way.
+        last_resort: the `CheckpointManager` that has values which no member has any more.
         num_restored: how many times the run went back to a checkpoint.
         after_update: completes an update, if that needs other ranks: it sends the new weights of a sharded optimizer.
     """
@@ -71,7 +59,7 @@ class ElasticRun:
         self.joined = not generations.now.is_first
         self.changes: list[Change] = []
         self.performing = False
-        self.last_resort: LastResort | None = None
+        self.last_resort: Any = None
         self.num_restored = 0
         self._restoring = self._going_back = False
         self._num_updates = 0
@@ -91,11 +79,6 @@ class ElasticRun:
         generations.formed()
         self._begin_log()
 
-    @property
-    def generation(self) -> int:
-        """The number of the present generation."""
-        return self.generations.now.generation
-
     def leave(self) -> None:
         """Leave the run at the end of the step."""
         self.generations.membership.wants_to_leave = True
@@ -107,19 +90,12 @@ class ElasticRun:
     # -- steps -----------------------------------------------------------------------------------------------------
 
     def perform(self, work: Callable[[], Any], trains: bool, local: bool = False) -> Any:
-        """Do something that all ranks do, however many are lost meanwhile.
-
-        Args:
-            trains: whether it makes gradients, which are lost with the layout.
-            local: whether a rank does it without the others.
-
-        Raises:
-            what it raises that is no loss of a rank; RunEnded: those that are left cannot go on.
-        """
+        """Do something that all ranks do, however many are lost meanwhile; see `LoggedCall`. Raises what it raises that
+        is no loss of a rank, and RunEnded if those that are left cannot go on."""
         return self._perform(LoggedCall(work, trains, local))
 
     def _perform(self, call: LoggedCall) -> Any:
-        if call.trains and not self._log.trains:
+        if call.trains and not self._log.training:
             self._change_if_due()
         while True:
             self.performing = True
@@ -195,7 +171,7 @@ class ElasticRun:
     @property
     def accumulating(self) -> bool:
         """Whether there are gradients that no update has used."""
-        return self._log.trains
+        return bool(self._log.training)
 
     def drop(self) -> None:
         """Gradients were dropped: what made them need not be repeated once all ranks have dropped them."""
@@ -279,23 +255,13 @@ class ElasticRun:
                 f"the members cannot agree how to go on, because the store at {generations.settings.store} "
                 f"does not answer ({in_one_line(error)}), after this: {cause}"
             ) from error
-        self._change = self._changed(following, cause, started, failed_at)
-        if leaving:
-            self._say_goodbye()
-        if following.end:
-            raise RunEnded(f"the run cannot go on: {following.end}. {engine.board.advice()}")
-        self._settle(following)
-        return following
-
-    def _changed(self, following: Decision, cause: str, started: float, failed_at: float) -> Change:
-        """The record of the change that began at `started`; what it takes from here on is noted later."""
         unfinished = () if self._change is None else self._change.lost  # by a generation that did not come about
         seconds = {
             "detect": max(0.0, started - failed_at) if failed_at else 0.0,
             "agree": time.time() - started - following.seconds,
             "plan": following.seconds,
         }
-        return Change(
+        self._change = Change(
             following.generation,
             cause,
             (*unfinished, *following.lost),
@@ -307,6 +273,12 @@ class ElasticRun:
             failed_at or started,
             seconds,
         )
+        if leaving:
+            self._say_goodbye()
+        if following.end:
+            raise RunEnded(f"the run cannot go on: {following.end}. {engine.board.advice()}")
+        self._settle(following)
+        return following
 
     def _settle(self, following: Decision) -> None:
         """Make the last update, if another survivor has made it; otherwise forget its gradients."""
@@ -338,7 +310,14 @@ class ElasticRun:
         layout, make_schedule = self.on_layout(following)
         self.generations.meet()
         values = from_elsewhere(self.states.optimizer) if following.restore else self.states.values(following)
-        reform(engine, layout, make_schedule, values=_noting(values, change))
+
+        def timed_values(engine: Engine, taken: Any, had: Any) -> None:
+            started = time.perf_counter()
+            values(engine, taken, had)
+            change.seconds["move"] = time.perf_counter() - started
+            change.num_bytes = sum(tensor.nbytes for tensor in taken.values())
+
+        reform(engine, layout, make_schedule, values=timed_values)
         self.generations.formed()
         if following.restore:
             self._restore(following, change)
@@ -401,18 +380,6 @@ class ElasticRun:
             if names[0] not in known:
                 lacking.update(unit_of(name, units) for name in names)
         return tuple(unit for unit in units if unit not in lacking)
-
-
-def _noting(values: Values, change: Change) -> Values:
-    """`values`, noting what they take."""
-
-    def fill(engine: Engine, taken: Any, had: Any) -> None:
-        started = time.perf_counter()
-        values(engine, taken, had)
-        change.seconds["move"] = time.perf_counter() - started
-        change.num_bytes = sum(tensor.nbytes for tensor in taken.values())
-
-    return fill
 
 
 PHASES = ("detect", "agree", "plan", "form", "move", "redo")
