@@ -205,9 +205,8 @@ class _DeferringLinear(torch.autograd.Function):
         if weight.dtype != input.dtype:
             weight = weight.to(input.dtype)
             bias = None if bias is None else bias.to(input.dtype)
-        output = functional.linear(input, weight.t() if transposed else weight, bias)
-        # A view made in here could not be changed in place, as some models do with what a layer returns.
-        return torch._unsafe_view(output, output.shape) if output._is_view() else output
+        # A view that was made in here could not be changed in place, as some models do with what a layer returns.
+        return functional.linear(input, weight.t() if transposed else weight, bias).data
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
