@@ -401,8 +401,6 @@ class Decoding:
         """Let other groups go first that are due on this rank before this group is on `stage` in its next forward."""
         if self._turns is not None:
             self._turns.pass_on(self._clock.time(self.group.begun, self.number, stage))
-            if self._board.failed is not None:
-                raise Stopped
 
     def _prefill(self, inputs: Mapping[str, Any]) -> Prefill | None:
         """How the prompts of a group are worked on in parts, so that the next stage has not to wait for all of them."""
