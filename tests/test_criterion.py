@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from transformers import GPT2Config, GPT2Model
 import penstock
 from families import FAMILIES, VOCABULARY, batch
 from pool import Pool
-from training import Step, assert_steps_equal, gradients_of, kept_in_double, rows, unsplit_step
+from training import Step, assert_steps_equal, gradients_of, in_turn, kept_in_double, rows, unsplit_step
 
 Inputs = Mapping[str, Any]
 
@@ -99,26 +100,23 @@ def train(criterion: str, stages: int, at_each_call: bool) -> tuple[Step, float,
         return Step(losses, gradients_of(model)), evaluated, own
 
 
-@pytest.mark.parametrize(
-    ("criterion", "ranks", "stages", "at_each_call"),
-    [
-        ("smoothed", 2, 2, True),
-        ("summed", 2, 2, False),
-        ("summed", 4, 2, True),
-        ("distilled", 2, 2, False),
-        ("weighted", 2, 2, True),
-    ],
-)
-def test_a_criterion_is_exact(pool: Pool, criterion: str, ranks: int, stages: int, at_each_call: bool) -> None:
-    found = pool.run(ranks, train, criterion, stages, at_each_call)
-    whole = Closed(criterion)
-    expected = unsplit_step(whole, (inputs_of(criterion), 1.0))
-    assert_steps_equal([step for step, _, _ in found], expected, replicas=ranks // stages)
-    with torch.no_grad(), kept_in_double():
-        own = whole.model(**batch("causal", 6)).loss.item()
-    for _, evaluated, without in found:
-        assert evaluated == pytest.approx(expected.losses[0], rel=1e-10)
-        assert without == pytest.approx(own, rel=1e-10)
+# By number of ranks: criteria, and whether each call is given them.
+CASES = {2: [("smoothed", True), ("summed", False), ("distilled", False), ("weighted", True)], 4: [("summed", True)]}
+
+
+@pytest.mark.parametrize("ranks", CASES)
+def test_a_criterion_is_exact(pool: Pool, ranks: int) -> None:
+    every = pool.run(ranks, in_turn, [partial(train, name, 2, at_each_call) for name, at_each_call in CASES[ranks]])
+    for (criterion, _), found in zip(CASES[ranks], zip(*every, strict=True), strict=True):
+        print(criterion)  # for a failure to name
+        whole = Closed(criterion)
+        expected = unsplit_step(whole, (inputs_of(criterion), 1.0))
+        assert_steps_equal([step for step, _, _ in found], expected, replicas=ranks // 2)
+        with torch.no_grad(), kept_in_double():
+            own = whole.model(**batch("causal", 6)).loss.item()
+        for _, evaluated, without in found:
+            assert evaluated == pytest.approx(expected.losses[0], rel=1e-10)
+            assert without == pytest.approx(own, rel=1e-10)
 
 
 def shape_of(outputs: Any, inputs: Inputs) -> torch.Tensor:

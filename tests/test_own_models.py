@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -31,6 +32,7 @@ from training import (
     assert_steps_equal,
     cut,
     gradients_of,
+    in_turn,
     kept_in_double,
     run_step,
     unsplit_step,
@@ -104,29 +106,33 @@ def expected_step(own: OwnModel) -> tuple[torch.nn.Module, Step]:
     return model, Step(losses, gradients_of(model))
 
 
-@pytest.mark.parametrize(
-    ("name", "ranks", "stages", "schedule"),
-    [
-        ("gpt", 3, 3, "zb-h1"),
-        ("gpt", 2, 1, "1f1b"),
-        ("convnet", 3, 3, "1f1b"),
-        ("sequential", 2, 2, "interleaved-1f1b"),
-        ("sequential, summed", 2, 2, "1f1b"),
-        ("dataclass", 2, 2, "1f1b"),
-        ("named tuple", 2, 2, "1f1b"),
-        ("dictionary", 3, 3, "1f1b"),
-        ("loss alone", 2, 2, "1f1b"),
-        ("around transformers", 3, 3, "1f1b"),
+# By number of ranks: models, stages, schedules.
+CASES = {
+    2: [
+        ("gpt", 1, "1f1b"),
+        ("sequential", 2, "interleaved-1f1b"),
+        *((name, 2, "1f1b") for name in ("sequential, summed", "dataclass", "named tuple", "loss alone")),
     ],
-)
+    3: [("gpt", 3, "zb-h1"), *((name, 3, "1f1b") for name in ("convnet", "dictionary", "around transformers"))],
+}
+
+
+@pytest.mark.parametrize("ranks", CASES)
 def test_a_model_of_ones_own_is_trained_evaluated_and_saved_as_the_unsplit_one(
-    pool: Pool, name: str, ranks: int, stages: int, schedule: str, tmp_path: Path
+    pool: Pool, ranks: int, tmp_path: Path
 ) -> None:
-    own = OWN_MODELS[name]
-    found = pool.run(ranks, train_own, name, stages, str(tmp_path), schedule)
+    calls = [
+        partial(train_own, name, stages, str(tmp_path / name), schedule) for name, stages, schedule in CASES[ranks]
+    ]
+    for (name, stages, _), found in zip(CASES[ranks], zip(*pool.run(ranks, in_turn, calls), strict=True), strict=True):
+        print(name)  # for a failure to name
+        assert_as_unsplit(OWN_MODELS[name], found, stages, tmp_path / name)
+
+
+def assert_as_unsplit(own: OwnModel, found: Sequence[Any], stages: int, folder: Path) -> None:
+    """`found`: what each rank's `train_own` returned."""
     model, expected = expected_step(own)
-    replicas = ranks // stages
-    assert_steps_equal([step for step, *_ in found], expected, replicas=replicas)
+    assert_steps_equal([step for step, *_ in found], expected, replicas=len(found) // stages)
     model.eval()
     with torch.no_grad():
         output = own.call(model, own.inputs())
@@ -142,9 +148,9 @@ def test_a_model_of_ones_own_is_trained_evaluated_and_saved_as_the_unsplit_one(
         for key, tensor in held.items():
             if key in state:
                 torch.testing.assert_close(tensor, state[key], rtol=EXACT, atol=EXACT)
-    assert merge_checkpoint(tmp_path / "parallel", tmp_path / "command") == ["model.safetensors"]
-    saved = [load_file(tmp_path / folder / "model.safetensors") for folder in ("safe", "command")]
-    for content in (torch.load(tmp_path / "merged/pytorch_model.bin"), *saved):
+    assert merge_checkpoint(folder / "parallel", folder / "command") == ["model.safetensors"]
+    saved = [load_file(folder / name / "model.safetensors") for name in ("safe", "command")]
+    for content in (torch.load(folder / "merged/pytorch_model.bin"), *saved):
         fresh = own.build()
         fresh.load_state_dict(content)
         for key, tensor in fresh.state_dict().items():
@@ -216,20 +222,21 @@ def train_time_major(loss: str, **section: Any) -> tuple[Step, torch.Tensor, flo
     return step, out.output, out.loss.item(), str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("loss", "split"), [("tokens", {"num_microbatches": 4}), ("elements", {"micro_batch_size": SIDE})]
-)
-def test_samples_may_be_along_another_dimension_or_none(pool: Pool, loss: str, split: dict[str, int]) -> None:
-    model, inputs = OwnModel(TimeMajor).build(), time_major()
-    outputs = model(inputs["src"], inputs["places"])
-    whole = CRITERIA[loss](outputs, inputs)
-    whole.backward()
-    found = pool.run(2, train_time_major, loss, pipeline_parallel_size=2, **split)
-    assert_steps_equal([step for step, *_ in found], Step([whole.item()], gradients_of(model)))
-    for _, evaluated, its_loss, refused in found:
-        torch.testing.assert_close(evaluated, outputs.detach(), rtol=EXACT, atol=EXACT)
-        assert its_loss == pytest.approx(whole.item(), rel=EXACT)
-        assert "batch_dim names 'scr', which is no input of the model" in refused and 'did you mean "src"?' in refused
+def test_samples_may_be_along_another_dimension_or_none(pool: Pool) -> None:
+    splits: dict[str, dict[str, int]] = {"tokens": {"num_microbatches": 4}, "elements": {"micro_batch_size": SIDE}}
+    calls = [partial(train_time_major, loss, pipeline_parallel_size=2, **split) for loss, split in splits.items()]
+    for loss, found in zip(splits, zip(*pool.run(2, in_turn, calls), strict=True), strict=True):
+        print(loss)  # for a failure to name
+        model, inputs = OwnModel(TimeMajor).build(), time_major()
+        outputs = model(inputs["src"], inputs["places"])
+        whole = CRITERIA[loss](outputs, inputs)
+        whole.backward()
+        assert_steps_equal([step for step, *_ in found], Step([whole.item()], gradients_of(model)))
+        for _, evaluated, its_loss, refused in found:
+            torch.testing.assert_close(evaluated, outputs.detach(), rtol=EXACT, atol=EXACT)
+            assert its_loss == pytest.approx(whole.item(), rel=EXACT)
+            assert "batch_dim names 'scr', which is no input of the model" in refused
+            assert 'did you mean "src"?' in refused
 
 
 def collate_time_major(samples: list[dict[str, Any]]) -> dict[str, Any]:
@@ -350,16 +357,18 @@ def train_one_batch(kind: str) -> tuple[Step, torch.Tensor, str]:
     return step, logits, str(caught.value)
 
 
-@pytest.mark.parametrize("kind", ["data class", "dictionary", "named tuple"])
-def test_a_batch_in_one_piece_is_split_and_a_hidden_tensor_refused(pool: Pool, kind: str) -> None:
-    model: Any = OwnModel(TakesOneBatch).build()
-    loss, logits = model(one_batch(kind), one_batch("data class"))
-    loss.backward()
-    found = pool.run(2, train_one_batch, kind)
-    assert_steps_equal([step for step, *_ in found], Step([loss.item()], gradients_of(model)))
-    for _, evaluated, refused in found:
-        torch.testing.assert_close(evaluated, logits.detach(), rtol=EXACT, atol=EXACT)
-        assert refused.startswith("more is a Hidden, and the tensors in it cannot be split into microbatches")
+def test_a_batch_in_one_piece_is_split_and_a_hidden_tensor_refused(pool: Pool) -> None:
+    kinds = ["data class", "dictionary", "named tuple"]
+    every = pool.run(2, in_turn, [partial(train_one_batch, kind) for kind in kinds])
+    for kind, found in zip(kinds, zip(*every, strict=True), strict=True):
+        print(kind)  # for a failure to name
+        model: Any = OwnModel(TakesOneBatch).build()
+        loss, logits = model(one_batch(kind), one_batch("data class"))
+        loss.backward()
+        assert_steps_equal([step for step, *_ in found], Step([loss.item()], gradients_of(model)))
+        for _, evaluated, refused in found:
+            torch.testing.assert_close(evaluated, logits.detach(), rtol=EXACT, atol=EXACT)
+            assert refused.startswith("more is a Hidden, and the tensors in it cannot be split into microbatches")
 
 
 UNITS = {
@@ -571,21 +580,18 @@ def train_shared(pattern: str, inside: bool, folder: str) -> Step:
     return step
 
 
-@pytest.mark.parametrize(
-    ("pattern", "inside"), [("bxyb", False), ("bbbb", False), ("bbxb", False), ("bxby", False), ("bb", True)]
-)
-def test_a_module_that_several_stages_share_is_a_tied_weight(
-    pool: Pool, tmp_path: Path, pattern: str, inside: bool
-) -> None:
-    steps = pool.run(2, train_shared, pattern, inside, str(tmp_path))
-    model = Shared(pattern, inside)
-    loss = nn.functional.cross_entropy(model(SHARED_INPUTS["x"]), SHARED_INPUTS["target"])
-    loss.backward()
-    assert_steps_equal(steps, Step([loss.item()], gradients_of(model)))
-    torch.optim.SGD(model.parameters(), 0.1).step()
-    torch.testing.assert_close(
-        load_file(tmp_path / "model.safetensors"), dict(model.state_dict()), rtol=EXACT, atol=EXACT
-    )
+def test_a_module_that_several_stages_share_is_a_tied_weight(pool: Pool, tmp_path: Path) -> None:
+    cases = [("bxyb", False), ("bbbb", False), ("bbxb", False), ("bxby", False), ("bb", True)]
+    calls = [partial(train_shared, *case, str(tmp_path / case[0])) for case in cases]
+    for case, steps in zip(cases, zip(*pool.run(2, in_turn, calls), strict=True), strict=True):
+        print(case)  # for a failure to name
+        model = Shared(*case)
+        loss = nn.functional.cross_entropy(model(SHARED_INPUTS["x"]), SHARED_INPUTS["target"])
+        loss.backward()
+        assert_steps_equal(steps, Step([loss.item()], gradients_of(model)))
+        torch.optim.SGD(model.parameters(), 0.1).step()
+        saved = load_file(tmp_path / case[0] / "model.safetensors")
+        torch.testing.assert_close(saved, dict(model.state_dict()), rtol=EXACT, atol=EXACT)
 
 
 def test_a_shared_module_with_running_statistics_is_refused_by_name() -> None:

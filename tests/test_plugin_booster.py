@@ -1,5 +1,6 @@
 """The Booster's calls: criteria, outputs, evaluation, accumulation, clipping by hand, schedulers."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from families import FAMILIES, VOCABULARY
 from hetero import batch_size, make_plugin, pad, samples, train, unsplit
 from penstock import Booster
 from pool import Pool
-from training import gradients_of, kept_in_double
+from training import gradients_of, in_turn, kept_in_double
 
 PIPELINES = "1x2,2x3"
 NUMBER = batch_size(PIPELINES) + 3
@@ -65,19 +66,18 @@ def with_a_criterion(name: str) -> tuple[float, dict[str, Any]]:
     return result["loss"].item(), gradients_of(model)
 
 
-@pytest.mark.parametrize("name", CRITERIA)
-def test_a_criterion_is_the_mean_over_the_global_batch(pool: Pool, name: str) -> None:
-    ranks = pool.run(3, with_a_criterion, name)
-    build, collate, criterion = CRITERIA[name]
-    model, batch = build(), collate(samples("gpt2", NUMBER)[: batch_size(PIPELINES)])
-    with kept_in_double():
-        loss = criterion(model(**batch), batch)
-    loss.backward()
-    expected = gradients_of(model)
-    for found, gradients in ranks:
-        assert found == pytest.approx(loss.item(), abs=1e-10)
-        for key, gradient in gradients.items():
-            torch.testing.assert_close(gradient, expected[key], atol=1e-10, rtol=0)
+def test_a_criterion_is_the_mean_over_the_global_batch(pool: Pool) -> None:
+    every = pool.run(3, in_turn, [partial(with_a_criterion, name) for name in CRITERIA])
+    for (name, (build, collate, criterion)), ranks in zip(CRITERIA.items(), zip(*every, strict=True), strict=True):
+        model, batch = build(), collate(samples("gpt2", NUMBER)[: batch_size(PIPELINES)])
+        with kept_in_double():
+            loss = criterion(model(**batch), batch)
+        loss.backward()
+        expected = gradients_of(model)
+        for found, gradients in ranks:
+            assert found == pytest.approx(loss.item(), abs=1e-10), name
+            for key, gradient in gradients.items():
+                torch.testing.assert_close(gradient, expected[key], atol=1e-10, rtol=0)
 
 
 def with_outputs(schedule: str) -> list[tuple[Any, ...]]:

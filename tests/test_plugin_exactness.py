@@ -1,6 +1,8 @@
 """Pipelines of different depth train as the unsplit model does: loss, gradients, norm and parameters after the step."""
 
 import time
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,6 @@ from hetero import (
     assert_equal_training,
     balanced,
     batch_size,
-    num_ranks,
     train,
     train_with,
     unsplit,
@@ -21,25 +22,48 @@ from hetero import (
 from penstock import HeterogeneousParallelPlugin, PipelineTemplate
 from penstock.data.batch import MicrobatchedBatch
 from pool import Pool
+from training import in_turn
 
-# As stages x microbatches. GPT-2 ties its embedding to its head: both on one rank in a pipeline of one stage, on two in
-# a deeper one.
-LAYOUTS = {
-    "one stage twice beside three": "1x1,1x2,3x4",
-    "two stages twice, with unequal microbatches": "2x1,2x3",
-    "two beside three": "2x2,3x3",
-    "one pipeline alone": "3x4",
+# By number of ranks: a family, pipelines as stages x microbatches, and options. GPT-2 ties its embedding to its head:
+# both on one rank in a pipeline of one stage, on two in a deeper one.
+CASES: dict[int, list[tuple[str, str, dict[str, Any]]]] = {
+    3: [
+        ("gpt2", "3x4", {"max_norm": 0.5}),
+        *((family, "1x2,2x2", {}) for family in ("bert_classification", "bert_mlm", "llama", "opt", "vit")),
+    ],
+    4: [
+        ("gpt2", "2x1,2x3", {"max_norm": 0.5}),
+        ("gpt2", "1x2,1x1,2x3", {"by_hand": True}),
+        *(
+            ("gpt2", pipelines, {"schedule": schedule, "max_norm": 0.5})
+            for schedule, pipelines in (
+                ("gpipe", "1x2,3x4"),
+                ("zb-h1", "2x3,2x4"),
+                ("zb-h2", "1x2,3x4"),
+                ("interleaved-1f1b", "1x2,3x4"),
+                ("zb-v", "1x2,3x4"),
+                ("v-half", "2x3,2x4"),
+            )
+        ),
+    ],
+    5: [("gpt2", pipelines, {"max_norm": 0.5}) for pipelines in ("1x1,1x2,3x4", "2x2,3x3")],
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_any_mix_of_pipelines_trains_as_the_unsplit_model(pool: Pool, name: str) -> None:
+@pytest.mark.parametrize("ranks", CASES)
+def test_any_mix_of_pipelines_family_and_schedule_trains_as_the_unsplit_model(pool: Pool, ranks: int) -> None:
     """Samples of unequal length, padded per microbatch; an incomplete last batch; clipping at every step."""
-    pipelines = LAYOUTS[name]
-    size = batch_size(pipelines)
-    number = 2 * size - 3
-    ranks = pool.run(num_ranks(pipelines), train, "gpt2", pipelines, number, max_norm=0.5)
-    assert_equal_training(ranks, unsplit("gpt2", number, size, max_norm=0.5))
+    numbers = [2 * batch_size(pipelines) - 3 for _, pipelines, _ in CASES[ranks]]
+    calls = [
+        partial(train, family, pipelines, number, **options)
+        for (family, pipelines, options), number in zip(CASES[ranks], numbers, strict=True)
+    ]
+    for case, number, found in zip(
+        CASES[ranks], numbers, zip(*pool.run(ranks, in_turn, calls), strict=True), strict=True
+    ):
+        print(case)  # for a failure to name
+        family, pipelines, options = case
+        assert_equal_training(found, unsplit(family, number, batch_size(pipelines), options.get("max_norm", 0.0)))
 
 
 def test_a_pipeline_without_a_sample_of_the_last_batch_takes_part(pool: Pool) -> None:
@@ -47,32 +71,6 @@ def test_a_pipeline_without_a_sample_of_the_last_batch_takes_part(pool: Pool) ->
     number = batch_size(pipelines) + 2
     ranks = pool.run(4, train, "gpt2", pipelines, number, max_norm=0.5)
     assert [steps[1].report["num_microbatches"] for steps in ranks] == [1, 0, 1, 1]
-    assert_equal_training(ranks, unsplit("gpt2", number, batch_size(pipelines), max_norm=0.5))
-
-
-@pytest.mark.parametrize("family", ["bert_classification", "bert_mlm", "llama", "opt", "vit"])
-def test_any_family_trains_as_unsplit(pool: Pool, family: str) -> None:
-    pipelines, number = "1x2,2x2", 11
-    ranks = pool.run(3, train, family, pipelines, number)
-    assert_equal_training(ranks, unsplit(family, number, batch_size(pipelines)))
-
-
-@pytest.mark.parametrize(
-    ("schedule", "pipelines"),
-    [
-        ("gpipe", "1x2,3x4"),
-        ("zb-h1", "2x3,2x4"),
-        ("zb-h2", "1x2,3x4"),
-        ("interleaved-1f1b", "1x2,3x4"),
-        ("zb-v", "1x2,3x4"),
-        ("zb-v", "2x3,2x4"),
-        ("v-half", "2x3,2x4"),
-    ],
-)
-def test_any_schedule_trains_as_unsplit(pool: Pool, schedule: str, pipelines: str) -> None:
-    """Also those that put several stages on a rank; with an incomplete last batch."""
-    number = 2 * batch_size(pipelines) - 3
-    ranks = pool.run(4, train, "gpt2", pipelines, number, schedule=schedule, max_norm=0.5)
     assert_equal_training(ranks, unsplit("gpt2", number, batch_size(pipelines), max_norm=0.5))
 
 
@@ -101,26 +99,19 @@ def test_a_template_may_name_modules_without_parameters(pool: Pool) -> None:
     assert_equal_training(pool.run(3, train_with_a_dropout_named), unsplit("gpt2", 6, 6))
 
 
-def test_a_loop_by_hand_trains_as_unsplit(pool: Pool) -> None:
-    pipelines = "1x2,1x1,2x3"
-    number = batch_size(pipelines) + 2
-    ranks = pool.run(4, train, "gpt2", pipelines, number, by_hand=True)
-    assert_equal_training(ranks, unsplit("gpt2", number, batch_size(pipelines)))
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
-def test_dropout_does_not_depend_on_the_layout(pool: Pool, schedule: str) -> None:
+def test_dropout_does_not_depend_on_the_layout(pool: Pool) -> None:
     """The same microbatches, also in the incomplete last batch, on one rank and on three."""
-    number = 2 * batch_size("1x5") - 3
-    (whole,) = pool.run(1, train, "gpt2", "1x5", number, dropout=0.3)
-    (plain,) = pool.run(1, train, "gpt2", "1x5", number)
+    number, schedules = 2 * batch_size("1x5") - 3, ("1f1b", "zb-v")
+    alone = [partial(train, "gpt2", "1x5", number, dropout=dropout) for dropout in (0.3, 0.0)]
+    ((whole, plain),) = pool.run(1, in_turn, alone)
     assert abs(whole[0].loss - plain[0].loss) > 1e-3
-    ranks = pool.run(3, train, "gpt2", "1x2,2x3", number, dropout=0.3, schedule=schedule)
-    for steps in ranks:
-        for step, expected in zip(steps, whole, strict=True):
-            assert step.loss == pytest.approx(expected.loss, abs=1e-10)
-            for name, gradient in step.gradients.items():
-                torch.testing.assert_close(gradient, expected.gradients[name], atol=1e-10, rtol=0)
+    calls = [partial(train, "gpt2", "1x2,2x3", number, dropout=0.3, schedule=schedule) for schedule in schedules]
+    for found in pool.run(3, in_turn, calls):
+        for schedule, steps in zip(schedules, found, strict=True):
+            for step, expected in zip(steps, whole, strict=True):
+                assert step.loss == pytest.approx(expected.loss, abs=1e-10), schedule
+                for name, gradient in step.gradients.items():
+                    torch.testing.assert_close(gradient, expected.gradients[name], atol=1e-10, rtol=0)
 
 
 def seconds_to_the_first_loss(slow: float) -> float:

@@ -1,6 +1,8 @@
 """bf16 and fp16: the gradients are autocast's, and an overflow anywhere makes all ranks skip the step together."""
 
+import functools
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from hetero import batch_size, make_plugin, pad, samples
 from penstock import Booster, HeterogeneousParallelPlugin
 from penstock.runtime.gradients.precision import LossScale
 from pool import Pool
-from training import gradients_of
+from training import gradients_of, in_turn
 
 PIPELINES = "1x2,1x1,2x3"
 NUMBER = batch_size(PIPELINES) + 2  # the second pipeline has no sample of the second batch
@@ -44,23 +46,15 @@ def steps_in(precision: str, by_hand: bool, schedule: str) -> list[tuple[float, 
     return seen
 
 
-@pytest.mark.parametrize(
-    ("precision", "by_hand", "schedule"),
-    [("bf16", False, "zb-v"), ("fp16", False, "1f1b"), ("fp16", True, "1f1b")],
-)
-def test_half_precision_gives_the_gradients_of_autocast(
-    pool: Pool, precision: str, by_hand: bool, schedule: str
-) -> None:
+@functools.cache
+def autocast(precision: str) -> list[tuple[float, dict[str, Any]]]:
     """The oracle accumulates over the same microbatches, so both round alike but for the order of sums."""
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
-    ranks = pool.run(4, steps_in, precision, by_hand, schedule)
-    every = samples("gpt2", NUMBER)
-    size = batch_size(PIPELINES)
-    for index, chosen in enumerate((every[:size], every[size:])):
+    every, size = samples("gpt2", NUMBER), batch_size(PIPELINES)
+    first, second = every[:size], every[size:]
+    seen = []
+    for cuts in ([first[start : start + 2] for start in range(0, size, 2)], [[sample] for sample in second]):
         model = FAMILIES["gpt2"].build(dtype=torch.float32)
-        cuts = (
-            [chosen[start : start + 2] for start in range(0, len(chosen), 2)] if index == 0 else [[s] for s in chosen]
-        )
         tokens = [sum(len(sample["input_ids"]) - 1 for sample in part) for part in cuts]
         total = 0.0
         for part, count in zip(cuts, tokens, strict=True):
@@ -68,13 +62,21 @@ def test_half_precision_gives_the_gradients_of_autocast(
                 loss = model(**pad(part)).loss * (count / sum(tokens))
             (loss * 2.0**16).backward()
             total += loss.item()
-        expected = {name: gradient / 2.0**16 for name, gradient in gradients_of(model).items() if gradient is not None}
+        seen.append((total, {name: grad / 2.0**16 for name, grad in gradients_of(model).items() if grad is not None}))
+    return seen
+
+
+def test_half_precision_gives_the_gradients_of_autocast(pool: Pool) -> None:
+    cases = [("bf16", False, "zb-v"), ("fp16", False, "1f1b"), ("fp16", True, "1f1b")]
+    found = pool.run(4, in_turn, [partial(steps_in, *case) for case in cases])
+    for case, ranks in zip(cases, zip(*found, strict=True), strict=True):
+        print(case)  # for a failure to name
         for steps in ranks:
-            found, gradients = steps[index]
-            assert found == pytest.approx(total, abs=1e-5)
-            for name, gradient in gradients.items():
-                scale = float(expected[name].abs().max())
-                torch.testing.assert_close(gradient, expected[name], atol=scale * 2e-2, rtol=0)
+            for (loss, gradients), (total, expected) in zip(steps, autocast(case[0]), strict=True):
+                assert loss == pytest.approx(total, abs=1e-5)
+                for name, gradient in gradients.items():
+                    scale = float(expected[name].abs().max())
+                    torch.testing.assert_close(gradient, expected[name], atol=scale * 2e-2, rtol=0)
 
 
 def with_an_overflow(rank: int, max_norm: float, sharded: bool) -> dict[str, Any]:
@@ -102,12 +104,12 @@ def with_an_overflow(rank: int, max_norm: float, sharded: bool) -> dict[str, Any
     return {"unchanged": unchanged, "changed": changed, "scales": scales, "skipped": optimizer.num_skipped_steps}
 
 
-@pytest.mark.parametrize(("rank", "max_norm", "sharded"), [(0, 0.0, False), (2, 1.0, False), (3, 1.0, True)])
-def test_an_overflow_on_one_rank_makes_all_skip_and_lower_their_scale(
-    pool: Pool, rank: int, max_norm: float, sharded: bool
-) -> None:
-    for seen in pool.run(4, with_an_overflow, rank, max_norm, sharded):
-        assert seen == {"unchanged": True, "changed": True, "scales": [2.0**9, 2.0**10], "skipped": 1}
+def test_an_overflow_on_one_rank_makes_all_skip_and_lower_their_scale(pool: Pool) -> None:
+    cases = [(0, 0.0, False), (2, 1.0, False), (3, 1.0, True)]
+    for found in pool.run(4, in_turn, [partial(with_an_overflow, *case) for case in cases]):
+        for case, seen in zip(cases, found, strict=True):
+            expected = {"unchanged": True, "changed": True, "scales": [2.0**9, 2.0**10], "skipped": 1}
+            assert seen == expected, case
 
 
 def with_a_scaler_of_the_users_own() -> tuple[list[float], list[bool]]:
