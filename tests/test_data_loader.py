@@ -106,7 +106,7 @@ def test_set_epoch_chooses_the_order_and_equal_seeds_agree():
     assert len({tuple(read(epoch, seed)) for epoch in range(3) for seed in range(3)}) == 9
 
 
-@pytest.mark.parametrize(("stop", "num_workers"), [(0, 0), (1, 2), (2, 0), (3, 2)])
+@pytest.mark.parametrize(("stop", "num_workers"), [(0, 0), (1, 2), (3, 0)])
 def test_a_resumed_run_sees_the_batches_of_an_uninterrupted_one(num_workers, stop):
     def make():
         return heterogeneous(1, collate_fn=noisy, shuffle=True, seed=4, num_workers=num_workers)
