@@ -119,8 +119,7 @@ class Report:
         return "\n".join([*lines, wrapped(f"not looked at: {NOT_LOOKED_AT}")])
 
     def _alike(self) -> list[tuple[list[UnitReport], str]]:
-        """Units, those that follow each other in a list and are equal together, with what crosses after each: with N
-        for the number of several."""
+        """Units, equal ones in a list together, and what crosses after each: with N for the number of several."""
         groups: list[tuple[list[UnitReport], str, str]] = []
         for unit, boundary in zip(self.units, [*self.boundaries, None], strict=True):
             below = "" if boundary is None else boundary.in_words()

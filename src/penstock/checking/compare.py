@@ -280,8 +280,7 @@ def _furthest(ours: Named, theirs: Named, scale: float | None = None) -> tuple[f
 
 
 def _difference(ours: torch.Tensor | None, theirs: torch.Tensor | None, scale: float | None) -> float:
-    """Infinite for unlike shapes; where one has none, the other is to be zero; 0 for one infinity, or no number, in
-    both."""
+    """Infinite for unlike shapes; where one has none, the other is to be zero; 0 for one infinity, or nan, in both."""
     if ours is None or theirs is None:
         return math.inf if any(each is not None and each.any() for each in (ours, theirs)) else 0.0
     if ours.shape != theirs.shape:

@@ -35,8 +35,7 @@ def reason_of_difference(
     pieces: Sequence[tuple[Mapping[str, Any], float]],
     loss_of: LossOf,
 ) -> str:
-    """Why training `model` on `inputs` in microbatches, `pieces` with their shares, differs, in words, with what to
-    do. `model` is left alone."""
+    """Why training on `inputs` in microbatches, `pieces` with their shares, differs, in words, with what to do."""
     first, used = _forward(model, inputs, 0, 0)
     if not _same(first, _forward(model, inputs, 0, 1)[0]):
         return (

@@ -129,8 +129,7 @@ def waiting(text: str) -> Iterator[None]:
 
 
 def subject_of(model: str, inputs: str | None = None) -> Any:
-    """What the user's MODEL_OR_CLASS means: a model or class of their own, a model of diffusers, or a name. With
-    `inputs`, SCRIPT.py:NAME of a forward's or of a function that returns them, it is a model."""
+    """What MODEL_OR_CLASS means: an own model or class, one of diffusers, or a name; with `inputs` it is a model."""
     import torch
     import transformers
 

@@ -305,8 +305,7 @@ def fit(
 
 
 def _recipes(lora_rank: int | None, bfloat16: bool = True) -> list[Recipe]:
-    """What `fit` tries: what changes training least comes first. Devices without `bfloat16` have only a frozen base in
-    16 bits, in float16."""
+    """What `fit` tries, by how little it changes training. Without `bfloat16` a frozen base is in float16."""
     import torch
 
     from penstock.integrations.packed_layers import adapt, pack

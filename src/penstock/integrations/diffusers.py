@@ -110,8 +110,7 @@ def load_stage(
     adapt: Callable[[Any], Any] | None = None,
     **kwargs: Any,
 ) -> tuple[Any, StageLoadingInfo]:
-    """As `modeling.weights.load.load_stage`, through the `from_pretrained` of a class of diffusers. Raises ValueError
-    if the checkpoint lacks a weight of the model."""
+    """As `weights.load.load_stage`, of a class of diffusers. Raises ValueError if the checkpoint lacks a weight."""
     stage_class = _stage_class(kind, lambda names: held_names(names, stages, local_stages))
     model, info = stage_class.from_pretrained(path_or_name, output_loading_info=True, **_arguments(kwargs))
     model.__class__ = kind

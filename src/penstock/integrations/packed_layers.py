@@ -145,8 +145,7 @@ BITS = {"nf4": 4 + 32 / 64, "fp4": 4 + 32 / 64, "nf4-double": 4 + 8 / 64 + 32 / 
 
 
 def pack(model: nn.Module, kind: str) -> None:
-    """Pack the weights of every adapted layer: as transformers does with `quantization_config`, of all but the head
-    and of what the model keeps in float32."""
+    """Pack the weights of all adapted layers but those that the model keeps in float32, as transformers does."""
     if kind not in BITS:
         raise ValueError(f"quantization must be one of {', '.join(BITS)}, but is {kind!r}")
     whole = getattr(model, "_keep_in_fp32_modules", None) or ()

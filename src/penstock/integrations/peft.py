@@ -236,8 +236,7 @@ def refuse_peft(model: PeftModel) -> None:
 
 
 def initialize_peft(model: PeftModel, parallelize: Callable[[PreTrainedModel], T]) -> T:
-    """Let `parallelize` parallelise the transformers model inside `model` in place, which is a `PipelineModel` then.
-    Returns and raises what it does."""
+    """Let `parallelize` parallelise the model inside `model` in place. Returns and raises what it does."""
     refuse_peft(model)
     base = model.get_base_model()
     if isinstance(base, PipelineModel) and not isinstance(model, PipelineModel):

@@ -38,8 +38,7 @@ def weigh_routers(trainer: Any) -> None:
 
 
 class TokenMetrics:
-    """The figures of one batch of a pipeline: `entropy`, `mean_token_accuracy`, `num_tokens`, and `aux_loss` of a
-    mixture of experts."""
+    """The figures of one batch of a pipeline, and `aux_loss` of a mixture of experts."""
 
     def __init__(self, trainer: Any, inputs: Mapping[str, Any]):
         self._trainer = trainer

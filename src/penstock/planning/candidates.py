@@ -71,8 +71,7 @@ class Candidates:
         self.simulated = cache(self._simulate)
 
     def candidates(self) -> list[list[Split]]:
-        """Layouts that may be the best, fastest first by formula: the last ones found on the way to the best, with
-        pipelines of any depth and of at least so many stages."""
+        """Layouts that may be the best, fastest first by formula: those found last, with pipelines of any depth."""
         found: dict[tuple[Split, ...], tuple[float, list[Split]]] = {}
         for templates in self.templates():
             deepest = max((sum(template.counts) for template in templates), default=0)
@@ -149,8 +148,7 @@ class Candidates:
         return tuple(recomputed if short[rank] else plain for plain, recomputed, rank in pairs)
 
     def _pipeline(self, split: Split, name: str) -> CandidatePipeline | None:
-        """A split under a schedule, with the best stages where that has more of them or holds more; None if its devices
-        cannot hold that."""
+        """A split under a schedule, or other stages on its devices; None if these cannot hold that."""
         mapping = schedule_of(name, len(split.classes), 1).stage_to_rank
         parts, num_ranks = self.job.parts, len(split.classes)
         kinds = [self.job.cluster.classes[index] for index in split.classes]

@@ -29,8 +29,7 @@ MOST_SIMULATED = 200
 
 
 def exact_layouts(planner: Candidates, most: int) -> Iterator[Candidate]:
-    """The candidates with the shortest simulated steps, one for each of the best `most` ways to group devices; none for
-    a job that is not small."""
+    """The best candidates, one for each of the best `most` ways to group devices; none for a job that is not small."""
     job = planner.job
     if job.num_microbatches > MOST_MICROBATCHES or job.cluster.size > MOST_DEVICES:
         return

@@ -55,8 +55,7 @@ def make_plans(job: Job, most: int = 5) -> list[Plan]:
 
 
 def best_of(jobs: Sequence[Job], most: int = 5) -> tuple[list[Plan], list[str]]:
-    """The best plans of the first of the fastest of some jobs, which differ in what is switched on; and what of that
-    makes the job fit, or how it would be without."""
+    """The plans of the fastest of some jobs, which differ in what is switched on; and what they would be without."""
     found: list[list[Plan]] = []
     failures: list[tuple[Job, Infeasible]] = []
     for job in jobs:

@@ -66,8 +66,7 @@ class Profile:
 
     @cached_property
     def parts(self) -> tuple[tuple[UnitCost, ...], ...]:
-        """The units, those that must stay together as one part: the ones before the first block, the ones after the
-        last, and those without a boundary between them."""
+        """The units, as one part those at an end of the model, and those without a boundary between them."""
         return self._joined(self.units)
 
     @cached_property

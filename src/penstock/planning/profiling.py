@@ -1,5 +1,4 @@
-"""What each unit of a model costs: measured on a device, or estimated from operations and bytes on the meta device; and
-how fast messages between ranks are."""
+"""What each unit of a model costs, measured or estimated; and how fast messages between ranks are."""
 
 from __future__ import annotations
 
@@ -140,8 +139,7 @@ def chunked_head(model: nn.Module, followed: Followed) -> str | None:
 
 
 def follow(model: nn.Module, batch: int, length: int) -> Followed:
-    """Follow a forward: on the first guess of inputs that the model can be traced with; of one with so many samples, if
-    there is one."""
+    """Follow a forward on the first guess of inputs that can be traced, of one with so many samples if there is one."""
     guesses = sorted(
         dummy_inputs(model, batch, length),
         key=lambda guess: not any(isinstance(x, torch.Tensor) and len(x) == batch for x in guess.values()),
@@ -213,8 +211,7 @@ def _key(call: Call) -> Any:
 
 
 def measure_links() -> tuple[Link | None, Link | None]:
-    """The link inside a node and the one between nodes, on every rank; None for one that no two ranks have. Every rank
-    calls it."""
+    """The link inside a node and the one between nodes; None for one that no two ranks have. Every rank calls it."""
     ranks = Ranks(dist.group.WORLD, lambda doing, peers: contextlib.nullcontext())
     hosts = ranks.exchange(socket.gethostname(), "measuring links")
     inside = [rank for rank, host in enumerate(hosts) if rank and host == hosts[0]]

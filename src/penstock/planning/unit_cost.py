@@ -1,5 +1,4 @@
-"""What one unit of a model costs, run alone with random weights on inputs of the shapes it has in the model: seconds,
-measured on a device or on the meta device estimated from operations and bytes, and bytes of memory."""
+"""What one unit of a model costs, run alone with random weights: seconds, measured or estimated, and bytes."""
 
 from __future__ import annotations
 
@@ -278,8 +277,7 @@ def _fused_attention() -> Iterator[SimpleNamespace]:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Follows the storages that operations make: what lives, the most that ever did, and how much was written; and
-    the operations of products."""
+    """Follows what operations make: bytes that live, the most that did, bytes written, and products' operations."""
 
     def __init__(self) -> None:
         super().__init__()
