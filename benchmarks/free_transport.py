@@ -140,7 +140,7 @@ def by_hand(arguments: dict[str, Any]) -> Step:
                 at_end(lambda: None)
             return () if index == last else gradients_of(index, microbatch)
 
-        for action in schedule.actions_of(rank):
+        for action in schedule.actions[rank]:
             index, microbatch = key = (action.stage, action.microbatch)
             if action.kind is compute.Kind.F:
                 inputs = []

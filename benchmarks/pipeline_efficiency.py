@@ -201,7 +201,7 @@ def executor(rounds: int, steps: int) -> None:
     title = "The executor alone: microseconds per action"
     table = Comparison("executor", title, columns, {**common, "steps": steps, "rounds": rounds}, medians_of(results))
     for (name, runs), (schedule, size, rank) in zip(results.items(), places, strict=True):
-        count = len(build(schedule, size, common["num_microbatches"]).actions_of(rank))
+        count = len(build(schedule, size, common["num_microbatches"]).actions[rank])
         # Of the steps, which come in pairs.
         extra = [a - b for run in runs for a, b in zip(run["executor"], run["by_hand"], strict=True)]
         seconds = (median_of(runs, "by_hand"), median_of(runs, "executor"), statistics.median(extra))

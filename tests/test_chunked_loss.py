@@ -140,7 +140,7 @@ def refusals(family: str, use: str) -> list[str]:
                 model(**batch(kind, 4), criterion=lambda out, inputs: out.logits.mean())
             for out in model(**batch(kind, 4)):
                 out.loss.backward()
-                if use == "read" and model.pipeline.holds_output:
+                if use == "read" and model.pipeline.context.holds_output:
                     assert "not made" in repr(out.logits)
                     out.logits.argmax(-1)
         except Exception as error:

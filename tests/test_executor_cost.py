@@ -58,7 +58,7 @@ def test_an_action_takes_few_calls(free_transport: ModuleType, schedule: str, nu
     step = free_transport.with_executor(arguments)
     step()  # learns the shapes
     calls = calls_of(step).total()
-    num_actions = len(build(schedule, num_ranks, NUM_MICROBATCHES).actions_of(rank))
+    num_actions = len(build(schedule, num_ranks, NUM_MICROBATCHES).actions[rank])
     assert calls > num_actions, "nothing was run"
     assert calls / num_actions <= MOST_CALLS
 

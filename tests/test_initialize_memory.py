@@ -107,7 +107,7 @@ def left_over(closed: bool) -> tuple[int, int]:
     model = parallelize(FAMILIES["gpt2"].build(), 1)
     run_step(model, batch("causal", 4))
     watched = [weakref.ref(parameter) for parameter in model.parameters()]
-    groups = [weakref.ref(group) for group in model.pipeline.groups._mine]
+    groups = [weakref.ref(group) for group in model.pipeline.context.groups._mine]
     if closed:
         model.pipeline.close()
     else:

@@ -134,7 +134,7 @@ def test_a_profile_names_every_action_message_and_sum_of_a_step(pool: Pool, fold
         counts = Counter(each.step)
         expected = Counter(
             f"penstock: {action.kind.value} stage {action.stage} microbatch {action.microbatch}"
-            for action in build(SCHEDULE, 2, MICROBATCHES).actions_of(place)
+            for action in build(SCHEDULE, 2, MICROBATCHES).actions[place]
         )
         down, up = ("send", "receive") if place == 0 else ("receive", "send")
         expected[f"penstock: {down} activations between stages 0 and 1"] = MICROBATCHES
@@ -170,8 +170,8 @@ def test_the_timeline_covers_the_steps_asked_for_and_no_others(pool: Pool, folde
     assert records[0]["args"]["name"] == "steps 1 to 2 on 2 ranks, as run"
     # The planner takes it as it takes a step.
     schedule, _, measured = read_step(folder / "steps.json")
-    assert [Counter(schedule.actions_of(rank)) for rank in range(2)] == [
-        Counter(build(SCHEDULE, 2, MICROBATCHES).actions_of(rank)) for rank in range(2)
+    assert [Counter(schedule.actions[rank]) for rank in range(2)] == [
+        Counter(build(SCHEDULE, 2, MICROBATCHES).actions[rank]) for rank in range(2)
     ]
     assert measured * 1e6 <= max(end - begin for begin, end in zip(begins, ends, strict=True)) + 1
 

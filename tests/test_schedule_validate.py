@@ -16,7 +16,6 @@ from penstock.schedule.communication import (
     insert_communication,
     within_window,
 )
-from penstock.schedule.validation import check_rendezvous
 
 SMALL = st.builds(
     build, st.sampled_from(schedule_names()), num_ranks=st.integers(1, 5), num_microbatches=st.integers(1, 6)
@@ -130,17 +129,6 @@ def test_communication_is_a_send_and_a_receive_per_message_with_the_compute_unch
 
 def messages(row: Sequence[Operation], peer: int) -> list[tuple[Action, Action]]:
     return [(op.source, op.destination) for op in row if isinstance(op, Transfer) and op.peer == peer]
-
-
-def test_a_send_right_after_each_action_of_1f1b_deadlocks_if_sends_block() -> None:
-    places = ((Kind.F, 0), (Kind.F, 1), (Kind.B, 1), (Kind.B, 0))
-    f, g, b, c = ([Action(kind, stage, mb) for mb in (0, 1)] for kind, stage in places)
-    sends = [Transfer(Direction.SEND, f[mb], g[mb], 1) for mb in (0, 1)]
-    takes = [Transfer(Direction.RECEIVE, f[mb], g[mb], 0) for mb in (0, 1)]
-    first = [f[0], sends[0], f[1], sends[1], Transfer(Direction.RECEIVE, b[0], c[0], 1), c[0]]
-    last = [takes[0], g[0], b[0], Transfer(Direction.SEND, b[0], c[0], 0), takes[1], g[1]]
-    with pytest.raises(ScheduleError, match="deadlock if sends block: rank 0: 0SEND_F1, rank 1: 1SEND_B0"):
-        check_rendezvous([first, last])
 
 
 def test_a_schedule_that_needs_a_wider_window_says_so() -> None:

@@ -185,7 +185,7 @@ class Booster:
             kept = []
             for output in pipeline.train(self._inputs(batch), criterion):
                 self.backward(output.loss, optimizer)
-                if return_outputs and pipeline.holds_output:
+                if return_outputs and pipeline.context.holds_output:
                     kept.append(without_graph(output))
             if kept:
                 parts, sizes = pipeline.microbatches(batch)

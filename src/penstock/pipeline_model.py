@@ -410,7 +410,7 @@ def attach(
     _hand_over_saving(type(model))
     record = record_of(model)
     record.engine, record.configuration, record.criterion = pipeline, configuration, criterion
-    pipeline.make_recorder = lambda context, channels: room("Recorder")(context, channels)
+    pipeline.make_recorder = lambda engine: room("Recorder")(engine.context, engine.channels)
     return model
 
 

@@ -125,8 +125,8 @@ def load_parallelized(model: Any, directory: str | os.PathLike[str], variant: st
 
 def checkpoint_comm(pipeline: Engine) -> CheckpointRanks:
     """How all ranks talk about checkpoints."""
-    pipeline.check_open()
-    return CheckpointRanks(pipeline.groups.world_control, pipeline.board.guard)
+    pipeline.refuse_if_over()
+    return CheckpointRanks(pipeline.context.groups.world_control, pipeline.board.guard)
 
 
 def saving_rank(pipeline: Engine) -> SavingRank:

@@ -266,7 +266,7 @@ class SharedStates:
             states = {name: one.state_dict() for name, one in self.objects.items()}
             settings = [{k: v for k, v in group.items() if k != "params"} for group in groups]
             content = to_plain((states, settings, engine.loss_scale))
-        ranks = Ranks(engine.groups.world_control, engine.board.guard)
+        ranks = Ranks(engine.context.groups.world_control, engine.board.guard)
         content = ranks.exchange(content, "sharing the states of a run")[first]
         if now.members[dist.get_rank()] not in now.joining:
             return

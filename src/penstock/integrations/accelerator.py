@@ -147,7 +147,7 @@ class PipelineAccelerator(Accelerator):
         def of_each_pipeline(mine: torch.Tensor) -> torch.Tensor:
             mine = (mine[None] if mine.ndim == 0 else mine).contiguous()
             every = [torch.empty_like(mine) for _ in range(self.engine.layout.world_size)]
-            groups, board = self.engine.groups, self.engine.board
+            groups, board = self.engine.context.groups, self.engine.board
             group = groups.world_control if mine.device.type == "cpu" else groups.world
             with board.guard("gathering what the pipelines have", self.engine.context.everyone):
                 dist.all_gather(every, mine, group=group)

@@ -320,7 +320,7 @@ class PipelineTrainerMixin(Trainer):
         # Not TRL's, which looks at logits for its metrics; any other is the Trainer's.
         loss, outputs = Trainer.compute_loss(self, model, {**inputs}, True, num_items_in_batch)
         if metrics is not None:
-            if self._engine.holds_output:
+            if self._engine.context.holds_output:
                 metrics.add(outputs, inputs)
             metrics.note()
         return (loss, outputs) if return_outputs else loss
@@ -396,7 +396,7 @@ class PipelineTrainerMixin(Trainer):
             self._load_weights(resume_from_checkpoint)
 
     def _load_weights(self, folder: str) -> None:
-        self._engine.check_open()
+        self._engine.refuse_if_over()
         self.model.load_ordinary(folder)
 
     def _load_best_model(self) -> None:

@@ -15,7 +15,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Collection, Generator, Hashable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -56,12 +56,9 @@ from penstock.runtime.inputs import (
 )
 from penstock.runtime.loop import TrainingLoop
 from penstock.runtime.parts import Parts, ScheduleMaker
-from penstock.runtime.report import StepRecorder, StepReport
+from penstock.runtime.report import StepReport
 from penstock.runtime.step import TrainingStep
 from penstock.schedule.actions import check_trains
-
-if TYPE_CHECKING:
-    from penstock.runtime.comm.groups import Groups
 
 DEFAULT_MICROBATCHES_PER_RANK = 4
 # Calls that need the model where its stages compute, beside steps and evaluations.
@@ -142,7 +139,7 @@ class Engine:
         self.on_board: Callable[[FailureBoard], object] = lambda board: None
         self.run: Any = None
         self.forward: Callable[[dict[str, Any]], Any] | None = None
-        self.make_recorder: Callable[[RankContext, P2PChannels], StepRecorder] | None = None
+        self.make_recorder: Callable[[Engine], Any] | None = None
         self.timeout, self.patience = timeout, patience
         self.synchronises = True
         self.had: dict[str, torch.Tensor] | None = None
@@ -178,9 +175,6 @@ class Engine:
     def channels(self) -> P2PChannels:
         """Between the stages of this rank and their neighbours."""
         return self._parts.boundaries.channels
-
-    def _recorder(self) -> StepRecorder | None:
-        return None if self.make_recorder is None else self.of_formation(_new_recorder)
 
     @contextlib.contextmanager
     def renewing(self) -> Iterator[None]:
@@ -273,16 +267,6 @@ class Engine:
         """Where failures are recorded."""
         return self.context.board
 
-    @property
-    def groups(self) -> Groups:
-        """The process groups of the layout."""
-        return self.context.groups
-
-    @property
-    def holds_output(self) -> bool:
-        """Whether this rank holds the pipeline's last stage, which has the model's output."""
-        return self.context.holds_output
-
     def values_here(self) -> dict[str, torch.Tensor]:
         """The values that this rank has, by unsplit name; they last until the result is dropped."""
         return {one.name: one.parameter.detach() for one in self.held} | dict(self.split.model.named_buffers())
@@ -333,7 +317,7 @@ class Engine:
             first_microbatch = self.place.pipeline * len(microbatches)
         inputs = self._prepare(microbatches, sizes, first_microbatch, criterion, training=True)
         refuse_without_loss(self.split.model, inputs)
-        if self.holds_output:
+        if self.context.holds_output:
             warn_of_inexact_loss(self.split.model, inputs)
         schedule = self._parts.schedule(len(microbatches))
         if microbatches:
@@ -356,7 +340,9 @@ class Engine:
 
     def _run(self, step: TrainingStep, settings: Settings) -> Generator[Any, None, None]:
         number, steps = self.step_number, self.trace_steps
-        recorder = self._recorder() if self.trace and (steps is None or steps[0] <= number <= steps[1]) else None
+        recorder = None
+        if self.trace and self.make_recorder is not None and (steps is None or steps[0] <= number <= steps[1]):
+            recorder = self.of_formation(self.make_recorder)
         roll_call = self._parts.roll_call.begin(Call.TRAIN, settings, shared=self._parts.shared(settings))
 
         def all_begin() -> Sequence[Hashable]:
@@ -450,13 +436,6 @@ class Engine:
     def note_loaded(self) -> None:
         """The weights were given values that no step of an optimizer has made."""
         self._parts.updates.end_step()
-
-    def check_open(self) -> None:
-        """Raise if the ranks of this engine can do nothing together any more."""
-        if self.board.failed is not None:
-            raise self.board.failed
-        if self._parts.closed:
-            raise RuntimeError("this model's pipeline was closed: its ranks can no longer save or load together")
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -562,10 +541,13 @@ class Engine:
             yield
 
     def refuse_if_over(self) -> None:
-        """Raise if this engine runs no more steps."""
+        """Raise if the ranks of this engine can do nothing together any more."""
         self.board.check()
         if self._parts.closed:
-            raise RuntimeError("this model's pipeline was closed: it keeps its weights, but runs no more steps")
+            raise RuntimeError(
+                "this model's pipeline was closed: it keeps its weights, but runs no more steps, and saves and loads "
+                "nothing together"
+            )
 
     def _prepare(
         self,
@@ -586,10 +568,5 @@ class Engine:
         plan = partial(self.split.plan, in_chunks=training and self.split.loss_chunk_tokens is not None)
         return StepInputs.of(
             microbatches, plan, sizes, first_microbatch, self.step_number,
-            with_counts=self.holds_output, hosts=hosts, run_seed=self.seed, criterion=criterion,
+            with_counts=self.context.holds_output, hosts=hosts, run_seed=self.seed, criterion=criterion,
         )  # fmt: skip
-
-
-def _new_recorder(engine: Engine) -> StepRecorder:
-    assert engine.make_recorder is not None
-    return engine.make_recorder(engine.context, engine.channels)

@@ -161,7 +161,7 @@ def _form_first(
 ) -> None:
     def fill() -> None:
         if values is None:
-            copy_from_first_holders(engine.held, engine.split.model, engine.groups)
+            copy_from_first_holders(engine.held, engine.split.model, engine.context.groups)
         else:
             values(engine, engine.values_here(), {})
 

@@ -47,7 +47,7 @@ class Program:
     @classmethod
     def of(cls, schedule: Schedule, rank: int, far_ahead: bool) -> Program:
         """The program of `rank`, a rank in the pipeline. `far_ahead`: see `posts`."""
-        actions = schedule.actions_of(rank)
+        actions = schedule.actions[rank]
         backwards = [i for i, action in enumerate(actions) if action.kind is Kind.B]
         final_weights = {action.stage: i for i, action in enumerate(actions) if action.kind is Kind.W}
         # What runs within a window runs within any larger one: mostly one imagined run is enough.

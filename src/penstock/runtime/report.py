@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Generator, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import torch
 
@@ -74,18 +71,3 @@ class StepReport:
         if self.reduction is not None:
             parts.append(f"{self.reduction.num_bytes / 1e6:.3g} MB reduced, {self.reduction.hidden:.0%} of it hidden")
         return f"<step: {', '.join(parts)}>"
-
-
-class StepRecorder(Protocol):
-    """Notes when what was run in a step."""
-
-    def recording(
-        self, step: Generator[Any, None, None], path: str | os.PathLike[str] | None, number: int, goes_on: bool = False
-    ) -> Generator[Any, None, None]:
-        """Run `step` and record it."""
-
-    def action(self, kind: str, stage: int, microbatch: int, start: float, end: float) -> None:
-        """An action ran from `start` to `end`."""
-
-    def reductions(self, intervals: Iterable[tuple[float, float]]) -> None:
-        """Buckets of gradients were under way in these intervals."""

@@ -34,7 +34,7 @@ from penstock.runtime.inputs import StepInputs
 from penstock.runtime.labels import numbered
 from penstock.runtime.loss_proxy import LiveMicrobatch, StageOutput, copied, hook_loss, proxy_loss, requires_grad
 from penstock.runtime.program import Program
-from penstock.runtime.report import StepRecorder, StepReport
+from penstock.runtime.report import StepReport
 from penstock.schedule.actions import Kind
 from penstock.schedule.communication import Step
 
@@ -78,7 +78,7 @@ class TrainingStep:
         self._marks_backwards = program.splits_backward or self._anything_shared
         self._loss_scale = loss_scale
         self._own_means = own_means
-        self._recorder: StepRecorder | None = None
+        self._recorder: Any = None
         self._live: dict[tuple[int, int], LiveMicrobatch] = {}
         self._total_counts: Sequence[int] | None = None
         self._counting = False
@@ -122,7 +122,7 @@ class TrainingStep:
         return self._inputs.microbatches[self.microbatch]
 
     def run(
-        self, all_begin: Callable[[], Sequence[Hashable]], number: int = 0, recorder: StepRecorder | None = None
+        self, all_begin: Callable[[], Sequence[Hashable]], number: int = 0, recorder: Any = None
     ) -> Generator[Any, None, None]:
         """Run the step, yielding each microbatch's output when its backward is due.
 
@@ -130,6 +130,7 @@ class TrainingStep:
             all_begin: waits until all ranks have begun the step, and gives their states, see `Boundaries.begin`; called
                 before the first message. What it raises ends a step that no rank has begun.
             number: which training step this is, counted from 0 alike on all ranks; it seeds dropout.
+            recorder: notes what ran when, see `pictures.recorder.Recorder`.
         """
         self._inputs, self._recorder = replace(self._inputs, number=number), recorder
         board = self._board

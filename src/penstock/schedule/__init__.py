@@ -6,60 +6,17 @@ Simulation and drawing are in `penstock.pictures`; their names are found here to
 import importlib
 from typing import Any
 
-__all__ = [
-    "AUTO",
-    "Action",
-    "Costs",
-    "EventKind",
-    "Kind",
-    "Schedule",
-    "ScheduleError",
-    "Simulation",
-    "TimedEvent",
-    "build",
-    "check_trains",
-    "chrome_trace",
-    "default_stages_per_rank",
-    "divide_over_stages",
-    "format_schedule",
-    "gantt_svg",
-    "load_schedule",
-    "lower_bound",
-    "parse_schedule",
-    "resolve_schedule",
-    "schedule_names",
-    "simulate",
-    "validate",
-    "write_timeline",
-]
-
-# Public name: the module that defines it.
-_HOMES = {
-    "Action": "penstock.schedule.actions",
-    "Kind": "penstock.schedule.actions",
-    "Schedule": "penstock.schedule.actions",
-    "AUTO": "penstock.schedule.generators",
-    "build": "penstock.schedule.generators",
-    "default_stages_per_rank": "penstock.schedule.generators",
-    "schedule_names": "penstock.schedule.generators",
-    "format_schedule": "penstock.schedule.text",
-    "load_schedule": "penstock.schedule.text",
-    "parse_schedule": "penstock.schedule.text",
-    "resolve_schedule": "penstock.schedule.text",
-    "ScheduleError": "penstock.schedule.actions",
-    "check_trains": "penstock.schedule.actions",
-    "validate": "penstock.schedule.validation",
-    "Costs": "penstock.pictures.simulate",
-    "EventKind": "penstock.pictures.timeline",
-    "Simulation": "penstock.pictures.simulate",
-    "TimedEvent": "penstock.pictures.timeline",
-    "chrome_trace": "penstock.pictures.timeline",
-    "divide_over_stages": "penstock.pictures.simulate",
-    "gantt_svg": "penstock.pictures.timeline",
-    "lower_bound": "penstock.pictures.simulate",
-    "simulate": "penstock.pictures.simulate",
-    "write_timeline": "penstock.pictures.timeline",
+# Public names by the module that defines them.
+_PUBLIC = {
+    "penstock.schedule.actions": ("Action", "Kind", "Schedule", "ScheduleError", "check_trains"),
+    "penstock.schedule.generators": ("AUTO", "build", "default_stages_per_rank", "schedule_names"),
+    "penstock.schedule.text": ("format_schedule", "load_schedule", "parse_schedule", "resolve_schedule"),
+    "penstock.schedule.validation": ("validate",),
+    "penstock.pictures.simulate": ("Costs", "Simulation", "divide_over_stages", "lower_bound", "simulate"),
+    "penstock.pictures.timeline": ("EventKind", "TimedEvent", "chrome_trace", "gantt_svg", "write_timeline"),
 }
+_HOMES = {name: module for module, names in _PUBLIC.items() for name in names}
+__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -82,24 +81,13 @@ class Schedule:
     def num_ranks(self) -> int:
         return len(self.actions)
 
-    @cached_property
-    def _stages_of_rank(self) -> tuple[tuple[int, ...], ...]:
-        held: list[list[int]] = [[] for _ in self.actions]
-        for stage, rank in enumerate(self.stage_to_rank):
-            held[rank].append(stage)
-        return tuple(tuple(stages) for stages in held)
-
-    def actions_of(self, rank: int) -> tuple[Action, ...]:
-        """The ordered actions of `rank`."""
-        return self.actions[rank]
-
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that `rank` holds, in the order of the chain."""
-        return self._stages_of_rank[rank]
+        return tuple(stage for stage, holder in enumerate(self.stage_to_rank) if holder == rank)
 
     def top_stage(self, rank: int) -> int:
         """The highest stage of `rank`: the first of its stages to run the backward of a microbatch."""
-        return self._stages_of_rank[rank][-1]
+        return self.stages_of(rank)[-1]
 
     def whole_backwards(self, rank: int) -> frozenset[int]:
         """Positions, in the actions of `rank`, of each B that may as well compute its W.

@@ -30,7 +30,7 @@ use 3.4 % longer.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from heapq import heappop, heappush
@@ -93,7 +93,7 @@ def carries_loss(boundary: int, num_stages: int, num_ranks: int) -> bool:
 
 
 def insert_communication(
-    schedule: Schedule, window: int | None = None, losses: bool = False, ranks: Collection[int] | None = None
+    schedule: Schedule, window: int | None = None, losses: bool = False
 ) -> tuple[tuple[Operation, ...], ...]:
     """Per rank, its actions with the sends and receives among them, in an order that is valid under rendezvous.
 
@@ -103,9 +103,8 @@ def insert_communication(
             their use; ``None`` is no bound. A sender waits with an action while its receiver's window is full.
         losses: whether to insert the messages that tell each rank the losses, too, and a `LossKnown` before each
             backward of a rank's top stage.
-        ranks: the ranks whose operations are wanted, the others' stay empty; by default all.
     """
-    run = _Run(schedule, window, losses, range(schedule.num_ranks) if ranks is None else ranks)
+    run = _Run(schedule, window, losses)
     # Ranks that can go on, by the time at which they do.
     ready = [(0.0, rank) for rank in range(schedule.num_ranks) if run.is_ready(rank)]
     queued = {rank for _, rank in ready}
@@ -116,8 +115,8 @@ def insert_communication(
             if run.is_ready(other):
                 queued.add(other)
                 heappush(ready, (run.time_of(other), other))
-    if not run.finished():
-        raise Blocked(run.heads())
+    if any(heads := run.heads()):
+        raise Blocked(heads)
     return tuple(tuple(operations) for operations in run.operations)
 
 
@@ -132,10 +131,8 @@ class Blocked(Exception):
 class _Run:
     """A schedule under way, one step at a time with the message that it sends, in imagined time."""
 
-    def __init__(self, schedule: Schedule, window: int | None, losses: bool, ranks: Collection[int]) -> None:
-        self.schedule = schedule
-        self._wanted = [rank in ranks for rank in range(schedule.num_ranks)]
-        self.window = window
+    def __init__(self, schedule: Schedule, window: int | None, losses: bool) -> None:
+        self.schedule, self.window = schedule, window
         self.operations: list[list[Operation]] = [[] for _ in schedule.actions]
         rows = [_with_losses(schedule, rank) if losses else row for rank, row in enumerate(schedule.actions)]
         # Each step with what uses its result.
@@ -147,9 +144,6 @@ class _Run:
         }
         self._free_at = [0.0] * schedule.num_ranks
         self._in_window: Counter[tuple[str, int]] = Counter()
-
-    def finished(self) -> bool:
-        return not any(self._to_do)
 
     def heads(self) -> list[Step | None]:
         return [to_do[0][0] if to_do else None for to_do in self._to_do]
@@ -170,8 +164,7 @@ class _Run:
         """Do what is next on `rank` and send its result; return other ranks that this may have made ready."""
         end = self.time_of(rank)
         step, user = self._to_do[rank].popleft()
-        if self._wanted[rank]:
-            self.operations[rank].append(step)
+        self.operations[rank].append(step)
         if isinstance(step, Action):
             end += 1.0
             if step.kind is Kind.B and self.schedule.splits_backward:
@@ -189,10 +182,8 @@ class _Run:
             peer = self.schedule.stage_to_rank[user.stage]
             self._input_at[user] = end if peer == rank else end + TRANSIT
             if peer != rank:
-                if self._wanted[rank]:
-                    self.operations[rank].append(Transfer(Direction.SEND, step, user, peer))
-                if self._wanted[peer]:
-                    self.operations[peer].append(Transfer(Direction.RECEIVE, step, user, rank))
+                self.operations[rank].append(Transfer(Direction.SEND, step, user, peer))
+                self.operations[peer].append(Transfer(Direction.RECEIVE, step, user, rank))
                 self._in_window[user.kind, user.stage] += 1
                 concerned.append(peer)
         return concerned
@@ -215,19 +206,17 @@ class _Run:
 
 def _with_losses(schedule: Schedule, rank: int) -> Iterable[Step]:
     top = schedule.top_stage(rank)
-    for action in schedule.actions_of(rank):
+    for action in schedule.actions[rank]:
         if action.kind is Kind.B and action.stage == top:
             yield LossKnown(top, action.microbatch)
         yield action
 
 
-def within_window(
-    schedule: Schedule, window: int, losses: bool = False, ranks: Collection[int] | None = None
-) -> tuple[int, Sequence[Sequence[Operation]]]:
+def within_window(schedule: Schedule, window: int, losses: bool = False) -> tuple[int, Sequence[Sequence[Operation]]]:
     """`window`, doubled until `schedule`, which is valid, runs with it, and what `insert_communication` then gives."""
     while True:
         try:
-            return window, insert_communication(schedule, window, losses, ranks)
+            return window, insert_communication(schedule, window, losses)
         except Blocked:
             if window >= schedule.num_microbatches:
                 raise
@@ -246,7 +235,7 @@ class Posts:
 
 def posts_of(schedule: Schedule, rank: int) -> tuple[int, tuple[Posts, ...]]:
     """The window in which the schedule runs, and the receives that a rank posts at each action, in order."""
-    window, operations = within_window(schedule, POSTED_AHEAD, losses=True, ranks=(rank,))
+    window, operations = within_window(schedule, POSTED_AHEAD, losses=True)
     return window, tuple(_posts(operations[rank]))
 
 

@@ -42,7 +42,7 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     if optimizer in _hooks:  # of an earlier step, perhaps of a model that is gone
         _hooks.pop(optimizer).remove()
     for engine in engines_of(one for group in optimizer.param_groups for one in group["params"]):
-        if engine.with_owners is None or not (engine.run or (engine.is_open and engine.groups.reduction)):
+        if engine.with_owners is None or not (engine.run or (engine.is_open and engine.context.groups.reduction)):
             continue
         if callable(getattr(optimizer, "eval", None)):
             raise NotImplementedError(
