@@ -24,19 +24,15 @@ requires_grad = attrgetter("requires_grad")
 OnBackward = Callable[[torch.Tensor | None], Sequence[torch.Tensor]]
 
 
+@dataclass(slots=True)
 class LiveMicrobatch:
     """A microbatch between its forward and the end of its backward on one stage."""
 
-    __slots__ = ("answered", "leaves", "loss", "output", "sent")
-
-    def __init__(self, received: Sequence[torch.Tensor]):
-        # Of what was received and sent, the tensors that require a gradient.
-        self.leaves = list(filter(requires_grad, received))
-        self.sent: list[torch.Tensor] = []
-        self.loss: torch.Tensor | None = None
-        self.output: Any = None
-        # Whether the gradients of what was received have been sent.
-        self.answered = False
+    leaves: Sequence[torch.Tensor]  # of what was received, the tensors that require a gradient
+    sent: Sequence[torch.Tensor] = ()  # likewise
+    loss: torch.Tensor | None = None
+    output: Any = None
+    answered: bool = False  # whether the gradients of what was received have been sent
 
 
 @dataclass(init=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 
 from penstock.runtime.boundary.boundaries import Boundaries, Orders
@@ -48,6 +48,10 @@ class Program:
     def of(cls, schedule: Schedule, rank: int, far_ahead: bool) -> Program:
         """The program of `rank`, a rank in the pipeline. `far_ahead`: see `posts`."""
         actions = schedule.actions[rank]
+        orders: dict[int, tuple[list[int], list[int]]] = {}
+        for action in actions:
+            if action.kind is not Kind.W:
+                orders.setdefault(action.stage, ([], []))[action.kind is Kind.B].append(action.microbatch)
         backwards = [i for i, action in enumerate(actions) if action.kind is Kind.B]
         final_weights = {action.stage: i for i, action in enumerate(actions) if action.kind is Kind.W}
         # What runs within a window runs within any larger one: mostly one imagined run is enough.
@@ -56,7 +60,7 @@ class Program:
             window, _ = within_window(schedule, SENDS_AHEAD)
         return cls(
             actions=actions,
-            orders=microbatch_orders(actions),
+            orders=orders,
             top=schedule.top_stage(rank),
             last=schedule.num_stages - 1,
             splits_backward=schedule.splits_backward,
@@ -66,13 +70,3 @@ class Program:
             sends_ahead=max(window, SENDS_AHEAD),
             posts=posts,
         )
-
-
-def microbatch_orders(actions: Iterable[Action]) -> Orders:
-    """For each stage of `actions`, its microbatches in forward and in backward order."""
-    orders: dict[int, tuple[list[int], list[int]]] = {}
-    for action in actions:
-        forward, backward = orders.setdefault(action.stage, ([], []))
-        if action.kind is not Kind.W:
-            (forward if action.kind is Kind.F else backward).append(action.microbatch)
-    return orders

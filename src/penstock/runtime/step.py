@@ -240,7 +240,7 @@ class TrainingStep:
             self._begin()
         if not last:
             self._above[stage].send_forward(microbatch, sent)
-        live = self._live[stage, microbatch] = LiveMicrobatch(received)
+        live = self._live[stage, microbatch] = LiveMicrobatch(list(filter(requires_grad, received)))
         if last:
             live.output, live.loss = output, output.loss
         else:

@@ -44,14 +44,14 @@ class Boundaries:
     def __init__(self, channels: P2PChannels, stage_to_rank: Sequence[int], pipeline_rank: int, device: torch.device):
         self.channels = channels
         self._signatures = _Signatures()
-        self.below: dict[int, BoundaryBelow | LocalBoundary | NoBoundary] = {}
+        self.below: dict[int, BoundaryBelow | LocalBoundary] = {}
         self.above: dict[int, BoundaryAbove | LocalBoundary] = {}
         self.top: BoundaryAbove | None = None
         last, num_ranks = len(stage_to_rank) - 1, max(stage_to_rank) + 1
         stages = [stage for stage, holder in enumerate(stage_to_rank) if holder == pipeline_rank]
         for stage in stages:
             if stage == 0:
-                self.below[stage] = NoBoundary()
+                self.below[stage] = LocalBoundary()  # nothing comes, and what is sent goes nowhere
             elif stage - 1 not in stages:
                 with_loss = carries_loss(stage - 1, last + 1, num_ranks)
                 self.below[stage] = BoundaryBelow(channels, stage - 1, True, with_loss, self._signatures, device)
@@ -80,9 +80,7 @@ class Boundaries:
                 inputs: autocast, and which parameters are trainable up to there.
         """
         self.channels.labels = profiling()
-        if self._signatures.begin(signatures):
-            for boundary in (*self.below.values(), *self.above.values()):
-                boundary.forget()
+        self._signatures.begin(signatures)
         for stage, (forward, backward) in orders.items():
             if stage:
                 self.below[stage].begin(forward, num_values[stage - 1], states[stage - 1])
@@ -97,27 +95,8 @@ class Boundaries:
                 self.top.post_loss()
                 continue
             boundary = self.below[user.stage] if user.kind == Kind.F else self.above[user.stage]
-            assert isinstance(boundary, _RemoteBoundary)
+            assert not isinstance(boundary, LocalBoundary)
             boundary.post()
-
-
-class NoBoundary:
-    """Below the first stage: nothing comes, and what is sent goes nowhere. Has the methods of `BoundaryBelow`."""
-
-    def begin(self, order: Sequence[int], num_values: int, state: Hashable) -> None:
-        pass
-
-    def forget(self) -> None:
-        pass
-
-    def recv_forward(self, microbatch: int) -> list[torch.Tensor]:
-        return []
-
-    def send_backward(self, microbatch: int, gradients: Sequence[torch.Tensor]) -> None:
-        pass
-
-    def send_loss(self, loss: torch.Tensor) -> None:
-        pass
 
 
 class LocalBoundary:
@@ -137,16 +116,13 @@ class LocalBoundary:
         self._gradients.clear()
         self._differentiable.clear()
 
-    def forget(self) -> None:
-        pass
-
     def send_forward(self, microbatch: int, tensors: Sequence[torch.Tensor]) -> None:
         self._activations[microbatch] = tensors
         if any(tensor.requires_grad for tensor in tensors):
             self._differentiable.add(microbatch)
 
     def recv_forward(self, microbatch: int) -> list[torch.Tensor]:
-        tensors = self._activations.pop(microbatch)
+        tensors = self._activations.pop(microbatch, ())
         return [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
 
     def send_backward(self, microbatch: int, gradients: Sequence[torch.Tensor]) -> None:
@@ -189,7 +165,6 @@ class _RemoteBoundary:
         self._activations = channels.channel(boundary, Message.ACTIVATION, upper)
         self._gradients = channels.channel(boundary, Message.GRADIENT, upper)
         self._losses = channels.channel(boundary, Message.LOSS, upper) if with_loss else None
-        self._learned: dict[Hashable, dict[int, _Values]] = {}
         # What crosses, by signature, in this step's state of the stages beneath.
         self._known: dict[int, _Values] = {}
         # Microbatches whose receives are not posted yet, the next one last.
@@ -199,15 +174,7 @@ class _RemoteBoundary:
         """Start a step: `num_values` tensors will cross for each microbatch; this side receives in `order`."""
         self.num_values = num_values
         self._unposted = list(reversed(order))
-        self._known = self._learned.setdefault(state, {})
-
-    def forget(self) -> None:
-        """Forget what was learned about shapes."""
-        self._learned.clear()
-
-    def post(self) -> None:
-        """Post the receive for the next microbatch."""
-        raise NotImplementedError
+        self._known = self._signatures.learned.setdefault((self._boundary, state), {})
 
     def _learn(self, specs: Iterable[TensorSpec], signature: int) -> _Values:
         """What crosses for inputs of a signature that is new, remembered."""
@@ -395,24 +362,25 @@ class _Values:
 
 
 class _Signatures:
-    """The input signatures of a step's microbatches, as small numbers: `numbers` has one for each microbatch."""
+    """The input signatures of a step's microbatches, as small numbers: `numbers` has one for each microbatch. What was
+    `learned` of each is by boundary, and by the state of the stages beneath."""
 
     def __init__(self) -> None:
         self._known: dict[Hashable, int] = {}
+        self.learned: dict[Hashable, dict[int, _Values]] = {}
         self.numbers: list[int] = []
 
-    def begin(self, signatures: Iterable[Hashable]) -> bool:
-        """Number a step's signatures. Returns whether all earlier ones were forgotten."""
-        full = len(self._known) >= MAX_SIGNATURES
-        if full:
+    def begin(self, signatures: Iterable[Hashable]) -> None:
+        """Number a step's signatures."""
+        if len(self._known) >= MAX_SIGNATURES:
             self._known.clear()
+            self.learned.clear()
         self.numbers = []
         previous, number = None, -1
         for signature in signatures:
             if signature is not previous:
                 previous, number = signature, self._known.setdefault(signature, len(self._known))
             self.numbers.append(number)
-        return full
 
 
 def _maker(spec: TensorSpec, device: torch.device) -> Callable[[], torch.Tensor]:

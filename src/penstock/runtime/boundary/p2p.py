@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from enum import IntEnum
 from functools import partial
-from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -40,14 +39,7 @@ class Message(IntEnum):
         return self <= Message.ACTIVATION
 
 
-NAMES = {
-    Message.HEADER: "headers",
-    Message.ACTIVATION: "activations",
-    Message.LOSS: "losses",
-    Message.GRADIENT: "gradients",
-    Message.RESULT_HEADER: "headers of results",
-    Message.RESULT: "results",
-}
+NAMES = ("headers", "activations", "losses", "gradients", "headers of results", "results")
 # Several tensors of one message get tags of their own.
 TAGS_PER_CHANNEL = 64
 # Receives of a channel that gloo may have posted before the one being waited for is used. One hides the latency, the
@@ -65,23 +57,10 @@ def _as_carried(transfer: _Transfer, tensors: list[torch.Tensor], peer: int, tag
     return transfer(list(map(carried, tensors)), peer, tag)
 
 
-class Waitable(Protocol):
-    """A transfer under way: a `dist.Work`, or `_Works`."""
-
-    def wait(self) -> Any:
-        """Wait for the end. On an accelerator only the stream waits."""
-
-
 class _Works:
     """The works of a message of several tensors, or of none, as one."""
 
-    def __init__(
-        self,
-        transfer: _Transfer,
-        tensors: Iterable[torch.Tensor],
-        peer: int,
-        tag: int,
-    ):
+    def __init__(self, transfer: _Transfer, tensors: Iterable[torch.Tensor], peer: int, tag: int):
         self._works: list[dist.Work] = []
         # No comprehension: its closure would keep the group's method where the board cannot drop it.
         for number, tensor in enumerate(tensors):
@@ -115,8 +94,9 @@ class P2PChannel:
 
     def __init__(self, channels: P2PChannels, boundary: int, kind: Message, group: dist.ProcessGroup, peer: int):
         self._channels = channels
-        where = f"for pipeline rank {boundary}" if kind >= Message.RESULT_HEADER else None
-        self.name = f"{NAMES[kind]} {where or f'between stages {boundary} and {boundary + 1}'}"
+        of_result = kind >= Message.RESULT_HEADER
+        where = f"for pipeline rank {boundary}" if of_result else f"between stages {boundary} and {boundary + 1}"
+        self.name = f"{NAMES[kind]} {where}"
         send: _Transfer = group.send
         recv: _Transfer = group.recv
         if channels.converts:
@@ -127,8 +107,8 @@ class P2PChannel:
         self._peer = peer
         self._peer_in_group = dist.get_group_rank(group, peer)
         self._tag = (boundary * len(Message) + kind) * TAGS_PER_CHANNEL
-        self.posted: deque[tuple[list[torch.Tensor], Waitable]] = deque()
-        self._in_flight: deque[tuple[list[torch.Tensor], Waitable]] = deque()
+        self.posted: deque[tuple[list[torch.Tensor], dist.Work | _Works]] = deque()
+        self._in_flight: deque[tuple[list[torch.Tensor], dist.Work | _Works]] = deque()
 
     def post_receive(self, buffers: list[torch.Tensor]) -> None:
         """Post receives for the next message, into `buffers`."""
@@ -161,7 +141,7 @@ class P2PChannel:
 
     def send(self, tensors: Sequence[torch.Tensor]) -> None:
         """Send `tensors` as the next message, and release older ones if many are under way (see `SENDS_AHEAD`)."""
-        work: Waitable
+        work: dist.Work | _Works
         sent, peer, tag = list(map(torch.Tensor.contiguous, tensors)), self._peer_in_group, self._tag
         try:
             if self._channels.labels:

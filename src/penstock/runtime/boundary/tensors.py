@@ -12,20 +12,12 @@ import torch
 
 from penstock.modeling.tensor_spec import TensorSpec
 
-DTYPES = (
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-    torch.complex64,
-    torch.complex128,
+# What both gloo and NCCL can carry. Tensors of the other types travel as bytes.
+CARRIED = (
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
+    *(torch.int64, torch.int32, torch.int8, torch.uint8),
 )
+DTYPES = (*CARRIED, torch.int16, torch.bool, torch.complex64, torch.complex128)
 MAX_DIMENSIONS = 8
 # dtype, gradient flag, number of dimensions, dimensions
 HEADER_WIDTH = 3 + MAX_DIMENSIONS
@@ -52,12 +44,6 @@ def decode_header(header: torch.Tensor) -> tuple[TensorSpec, ...]:
 
 def header_buffer(num_tensors: int) -> torch.Tensor:
     return torch.zeros(1 + num_tensors, HEADER_WIDTH, dtype=torch.int64)
-
-
-# What both gloo and NCCL can carry. Tensors of other types travel as bytes.
-CARRIED = frozenset(
-    (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8)
-)
 
 
 def carried(tensor: torch.Tensor) -> torch.Tensor:
