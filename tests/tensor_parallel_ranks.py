@@ -13,6 +13,7 @@ import transformers
 import penstock
 from families import FAMILIES, batch
 from penstock.checkpoint.untrusted import CheckpointError
+from penstock.modeling.graph.loss import read_counts
 from penstock.modeling.graph.units import list_units
 from penstock.modeling.stage.split import SplitModel
 from penstock.runtime.inputs import StepInputs
@@ -176,7 +177,7 @@ def dropout_against_one_stage(family: str, stages: int, size: int, **settings: A
     split = SplitModel(alone, [list_units(alone)], [0])
     expected = 0.0
     microbatches = [{name: value[i : i + 2] for name, value in inputs.items()} for i in (0, 2)]
-    counts = [split.plan(microbatch).loss.counts(microbatch) for microbatch in microbatches]
+    counts = read_counts([split.plan(microbatch).loss.count_later(microbatch) for microbatch in microbatches])
     totals = [sum(column) for column in zip(*counts, strict=True)]
     for index, microbatch in enumerate(microbatches):
         plan = split.plan(microbatch)

@@ -12,7 +12,7 @@ import transformers
 from torch import nn
 
 from families import BERT, FAMILIES, Family, batch
-from penstock.modeling.graph.loss import LossRule
+from penstock.modeling.graph.loss import LossRule, read_counts
 from stage_driver import gradients, largest_difference, split, split_gradients, step
 from training import kept_in_double
 
@@ -36,6 +36,10 @@ def microbatches(inputs: Batch, sizes: list[int]) -> list[Batch]:
     return [{name: values[index] for name, values in parts.items()} for index in range(len(sizes))]
 
 
+def numbers_of(rule: LossRule, inputs: Batch) -> tuple[int, ...]:
+    return read_counts([rule.count_later(inputs)])[0]
+
+
 def rule_of(model: nn.Module, inputs: Batch) -> LossRule:
     rule = split(model, 2)[0].plan(inputs).loss
     assert rule is not None
@@ -51,10 +55,10 @@ def check_shares(model: nn.Module, inputs: Batch, sizes: list[int], tolerance: f
     parts = microbatches(inputs, sizes)
     rule = splits[0].plan(parts[0]).loss
     assert rule is not None and rule.exact, rule
-    totals = [sum(counts) for counts in zip(*(rule.counts(part) for part in parts), strict=True)]
+    totals = [sum(counts) for counts in zip(*(numbers_of(rule, part) for part in parts), strict=True)]
     total = 0.0
     for part in parts:
-        output = step(splits, part, shares=rule.shares(rule.counts(part), totals))
+        output = step(splits, part, shares=rule.shares(numbers_of(rule, part), totals))
         assert torch.isfinite(output.loss)
         total += output.loss.item()
     assert total == pytest.approx(expected.loss.item(), abs=tolerance)
@@ -136,7 +140,7 @@ def test_a_batch_in_which_nothing_counts_gives_zero_gradients() -> None:
     inputs["labels"][:] = -100
     splits = split(model, 2)
     rule = splits[0].plan(inputs).loss
-    assert rule is not None and rule.counts(inputs) == (0,)
+    assert rule is not None and numbers_of(rule, inputs) == (0,)
     output = step(splits, inputs, shares=rule.shares((0,), (0,)))
     assert output.loss.item() == 0.0
     assert all(not gradient.any() for gradient in split_gradients(splits).values())
@@ -148,14 +152,14 @@ def test_question_answering_means_over_starts_and_ends_separately() -> None:
     inputs["start_positions"] = torch.tensor([0, 3, 12, 9, 1])  # two of them lie outside of the sequence
     inputs["end_positions"] = torch.tensor([2, 4, 5, 8, 30])
     rule = check_shares(bert("BertForQuestionAnswering"), inputs, [2, 3])
-    assert rule.counts(inputs) == (3, 4)
+    assert numbers_of(rule, inputs) == (3, 4)
 
 
 def test_two_means_of_one_loss_are_weighted_separately() -> None:
     inputs = batch("masked", size=5)
     inputs["next_sentence_label"] = torch.arange(5) % 2
     rule = check_shares(bert("BertForPreTraining"), inputs, [2, 1, 2])
-    assert rule.counts(inputs) == (int((inputs["labels"] != -100).sum()), 5)
+    assert numbers_of(rule, inputs) == (int((inputs["labels"] != -100).sum()), 5)
 
 
 def test_a_mean_without_counted_elements_does_not_spoil_the_other() -> None:
@@ -180,7 +184,7 @@ def test_labels_selected_by_their_values() -> None:
     inputs = batch("classes", size=5)
     inputs["labels"] = torch.tensor([0, -100, 2, -100, 1])
     rule = check_shares(model, inputs, [2, 3])
-    assert rule.counts(inputs) == (3,)
+    assert numbers_of(rule, inputs) == (3,)
 
 
 class OneBlock(transformers.GPT2LMHeadModel):
@@ -241,7 +245,7 @@ def test_labels_selected_by_a_mask() -> None:
     inputs["mask"][1, 3:] = inputs["mask"][2, 5:] = 0
     rule = check_shares(with_loss(over_the_chosen), inputs, [1, 3])
     counted = (inputs["mask"][:, 1:] == 1) & (inputs["labels"][:, 1:] != -100)
-    assert rule.counts(inputs) == (int(counted.sum()),)
+    assert numbers_of(rule, inputs) == (int(counted.sum()),)
 
 
 def test_probabilities_selected_by_a_mask() -> None:
@@ -255,7 +259,7 @@ def test_probabilities_selected_by_a_mask() -> None:
         "labels": torch.rand(*ids.shape, classes, dtype=torch.float64).softmax(-1),
     }
     rule = check_shares(with_loss(over_chosen_classes), inputs, [1, 3])
-    assert rule.counts(inputs) == (int(mask.sum()) * classes,)
+    assert numbers_of(rule, inputs) == (int(mask.sum()) * classes,)
 
 
 def test_probabilities_selected_by_their_values_are_inexact_even_if_all_of_the_first_are_chosen() -> None:
@@ -272,7 +276,7 @@ def test_router_losses_are_exact_against_accumulating_the_same_microbatches() ->
     splits = split(model, 3)
     rule = splits[0].plan(parts[0]).loss
     assert rule is not None
-    counts = [rule.counts(part)[0] for part in parts]
+    counts = [numbers_of(rule, part)[0] for part in parts]
     worker = copy.deepcopy(model)
     for part, count in zip(parts, counts, strict=True):
         (worker(**part).loss * count / sum(counts)).backward()
@@ -290,19 +294,19 @@ def test_router_losses_beside_a_sum_over_items_are_averaged_over_microbatches() 
     splits = split(model, 3)
     rule = splits[0].plan(parts[0]).loss
     assert rule is not None and not rule.exact and "more than the results of torch's loss functions" in rule.reason
-    totals = [sum(counts) for counts in zip(*(rule.counts(part) for part in parts), strict=True)]
+    totals = [sum(counts) for counts in zip(*(numbers_of(rule, part) for part in parts), strict=True)]
     worker = copy.deepcopy(model)
     for part, size in zip(parts, sizes, strict=True):
         output = worker(**part)
         routers = worker.router_aux_loss_coef * output.aux_loss
         expected = output.loss - routers + routers * size / 5
         expected.backward()
-        found = step(splits, part, shares=rule.shares(rule.counts(part), totals)).loss
+        found = step(splits, part, shares=rule.shares(numbers_of(rule, part), totals)).loss
         assert found.item() == pytest.approx(expected.item(), abs=1e-7)
     # The routers' softmax is taken in float32.
     assert largest_difference(split_gradients(splits), gradients([worker])) < 1e-7
     plain = rule_of(FAMILIES["gpt2"].build(), inputs)
-    assert plain.counts(inputs) == (1,), "a loss that is nothing else is not touched"
+    assert numbers_of(plain, inputs) == (1,), "a loss that is nothing else is not touched"
 
 
 @pytest.mark.parametrize(
@@ -312,7 +316,7 @@ def test_other_losses_are_weighted_by_samples_and_said_to_be_inexact(take: Any, 
     inputs = {"input_ids": torch.arange(12).view(4, 3), "labels": torch.arange(12).view(4, 3)}
     rule = rule_of(with_loss(take), inputs)
     assert not rule.exact and reason in rule.reason
-    assert rule.counts(inputs) == (4,)
+    assert numbers_of(rule, inputs) == (4,)
 
 
 # Of two means, the logits, and the criterion's own parameter.
@@ -359,7 +363,7 @@ def test_a_loss_counts_as_exact_just_if_its_shares_add_up(name: str) -> None:
     parts = microbatches(inputs, [1, 2, 3])
     rule = splits[0].plan(parts[0], criterion=criterion).loss
     assert rule is not None
-    shares = (rule.shares(rule.counts(part), [6] * len(rule.counted)) for part in parts)
+    shares = (rule.shares(numbers_of(rule, part), [6] * len(rule.counted)) for part in parts)
     losses = [
         step(splits, part, shares=share, criterion=criterion).loss.item()
         for part, share in zip(parts, shares, strict=True)

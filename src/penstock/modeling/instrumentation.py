@@ -1,9 +1,8 @@
 """What Penstock adds to a model's modules and removes again: one attribute, swapped classes, interception.
 
-Calls of intercepted modules pass through a handler while one is active. The class of the module is swapped for a
-subclass whose `__call__` asks the handler first. A forward hook could not do this: hooks and `forward` run inside the
-region that gradient checkpointing recomputes, where a value received from another stage would be taken for a constant.
-"""
+The class of an intercepted module is swapped for a subclass whose `__call__` asks the active handler first. A forward
+hook could not do this: hooks and `forward` run inside the region that gradient checkpointing recomputes, where a value
+received from another stage would be taken for a constant."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -68,8 +67,8 @@ class Absent:
 
     Attributes:
         kind: `"parameter"`, `"buffer"` (persistent) or `"temporary"` (a buffer that no checkpoint holds).
-        tensor: the `Parameter` itself, for when this rank holds the unit again; of a temporary buffer its values, on
-            the CPU; of a persistent one a meta tensor; None where the module has None under the name.
+        tensor: the `Parameter` itself; of a temporary buffer its values, on the CPU; of a persistent one a meta tensor;
+            None where the module has None under the name.
     """
 
     kind: str
@@ -94,7 +93,11 @@ def _convert_absent(module: nn.Module, function: Callable[[torch.Tensor], torch.
             if absent.kind != "parameter":
                 absent.tensor = tensor.to(dtype)
             elif not tensor.numel():  # otherwise a local unit holds it, too
-                _replace_data(tensor, function(tensor.data))
+                data = function(tensor.data)
+                if torch._has_compatible_shallow_copy_type(tensor, data):
+                    tensor.data = data
+                else:  # between kinds of devices that torch does not know well; as `nn.Module.to` does
+                    torch.utils.swap_tensors(tensor, nn.Parameter(data, tensor.requires_grad))
 
 
 def _types_in(module: nn.Module) -> list[torch.dtype]:
@@ -105,16 +108,7 @@ def _types_in(module: nn.Module) -> list[torch.dtype]:
 
 
 def _devices_of(module: nn.Module) -> set[torch.device]:
-    """Where a module's tensors are."""
     return {tensor.device for tensor in chain(module.parameters(), module.buffers())}
-
-
-def _replace_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
-    """Give `tensor` other data, and leave it the object it is, as `nn.Module.to` does."""
-    if torch._has_compatible_shallow_copy_type(tensor, data):
-        tensor.data = data
-    else:  # between kinds of devices that torch does not know well
-        torch.utils.swap_tensors(tensor, nn.Parameter(data, tensor.requires_grad))
 
 
 # -- classes -------------------------------------------------------------------------------------------------------
@@ -124,11 +118,8 @@ _originals: dict[type, type] = {}
 
 
 def mix_in(module: nn.Module, mixin: type) -> None:
-    """Make `module` an instance of a subclass of `mixin` and of its own class.
-
-    The subclass has the name of the model's own class: error messages, repr and transformers' registries (which are
-    keyed by str(class)) see that one.
-    """
+    """Make `module` an instance of a subclass of `mixin` and of its own class. It has the name of that one for error
+    messages, repr and transformers' registries (which are keyed by str(class))."""
     base: Any = type(module)
     if (base, mixin) not in _subclasses:
         names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
@@ -161,47 +152,32 @@ def plain_class(module: nn.Module) -> type:
 # -- interception --------------------------------------------------------------------------------------------------
 
 
-class Handler(Protocol):
-    """Answers the calls of intercepted modules."""
-
-    def call(self, unit: Intercepted, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what the call of `module` shall return."""
-
-
+@dataclass(slots=True)
 class Interceptor:
-    """Intercepts the calls of some modules of one model for the handler that is active, if any. `converted` and
-    `moved`: whether one was given another type or device since somebody reset this."""
+    """Intercepts the calls of some modules of one model for the handler that is active, if any: its
+    `call(unit, module, args, kwargs)` gives what they return."""
 
-    __slots__ = ("converted", "handler", "moved")
-
-    def __init__(self) -> None:
-        self.handler: Handler | None = None
-        self.converted = self.moved = False
+    handler: Any = None
+    converted: bool = False  # whether a module was given another type since somebody reset this
+    moved: bool = False  # likewise, another device
 
     def install(self, modules: Mapping[str, nn.Module]) -> None:
-        """Route the calls of `modules` to the handler."""
         for name, module in modules.items():
             _uninstall(module)
             record_of(module).intercepted = Intercepted(name, type(module).__call__, self)
             mix_in(module, _InterceptedModule)
 
     def remove(self, modules: Iterable[nn.Module]) -> None:
-        """Stop routing the calls of `modules`."""
         for module in modules:
             _uninstall(module)
 
     @contextmanager
     def installed(self, modules: Mapping[str, nn.Module]) -> Iterator[None]:
-        """Inside, calls of `modules` are routed to the handler."""
         self.install(modules)
         try:
             yield
         finally:
             self.remove(modules.values())
-
-
-def _is_floating(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 def _uninstall(module: nn.Module) -> None:
@@ -226,8 +202,8 @@ class Intercepted:
         try:
             return self.original(module, *args, **kwargs)
         except RuntimeError as error:
-            given = {leaf.dtype for leaf in pytree.tree_leaves((args, kwargs)) if _is_floating(leaf)}
-            held = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
+            tensors = (leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+            given, held = ({t.dtype for t in each if t.is_floating_point()} for each in (tensors, module.parameters()))
             if type(error) is not RuntimeError or "type" not in str(error) or not held or given <= held:
                 raise
             types, own = (", ".join(sorted(map(str, kinds))) for kinds in (given, held))
@@ -269,7 +245,6 @@ class _InterceptedModule:
 
 
 def on_another_stage(name: str) -> str:
-    """The error text for a call of a module that this rank does not hold."""
     return (
         f"{name} is on another stage, so this rank cannot compute it: call the whole model, model(...), on every rank, "
         "and neither its forward() nor a part of it; under torch.no_grad() it returns one ordinary output"

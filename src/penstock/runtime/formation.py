@@ -102,13 +102,14 @@ def reform(engine: Engine, layout: Layout, make_schedule: ScheduleMaker | None =
     if layout.units != before.units:
         other = ", ".join(sorted({*layout.units} ^ {*before.units})) or "the order differs"
         raise ValueError(f"another layout must place the same units in the same order: {other}")
-    if size != before.tensor_parallel_size:
+    place, shard = layout.place_of(dist.get_rank()), engine.place.tensor_parallel_rank
+    if (size, place.tensor_parallel_rank) != (before.tensor_parallel_size, shard):
         raise ValueError(
-            f"weights are sharded over {before.tensor_parallel_size} ranks, and a layout with a tensor_parallel_size "
-            f"of {size} cannot be taken up: split a new model for it"
+            f"this rank has shard {shard} of {before.tensor_parallel_size} of each weight, and a layout with shard "
+            f"{place.tensor_parallel_rank} there and a tensor_parallel_size of {size} cannot be taken up: split a new "
+            "model for it"
         )
     engine.dissolve()
-    place = layout.place_of(dist.get_rank())
     mine = layout.pipelines[place.pipeline]
     saved = engine.board.resume
     with forming(engine.timeout, engine.on_board) as board:
@@ -116,7 +117,7 @@ def reform(engine: Engine, layout: Layout, make_schedule: ScheduleMaker | None =
         # If the last attempt failed, what is held may have no values: those that were there before it count.
         if engine.had is None:
             engine.had = engine.values_here() | engine.given
-        engine.split.reform(mine.stages, mine.stages_of(place.pipeline_rank), place.tensor_parallel_rank, size)
+        engine.split.reform(mine.stages, mine.stages_of(place.pipeline_rank))
         engine.lacking |= set(engine.split.taken)
         _form(engine, layout, make_schedule or engine.make_schedule, board, partial(_fill, engine, values))
 

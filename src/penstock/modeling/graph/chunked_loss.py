@@ -1,10 +1,9 @@
 """A cross-entropy of logits that never exist as a whole: the head and the loss run over a chunk of tokens at a time.
 
 In training the head's call returns `ChunkedLogits`, which have the hidden states and the head. A cross-entropy of them
-runs the head chunk by chunk, and again in the backward, so that a stage holds the logits of one chunk. What the model's
-code does with logits in between is seen as it happens: they may be shifted, reshaped and converted; everything else is
-refused by name. So are other losses, and whoever reads the logits. No code per model family.
-"""
+runs the head chunk by chunk, and again in the backward, so that a stage holds the logits of one chunk. In between they
+may be shifted, reshaped and converted; everything else is refused by name, also other losses. No code per model
+family."""
 
 from __future__ import annotations
 

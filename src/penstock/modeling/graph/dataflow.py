@@ -87,8 +87,8 @@ class DataFlow(TorchDispatchMode):
     Attributes:
         paused: operations are not followed (a unit's shape function, say).
         observer: sees what this mode does not, and pauses with it.
-        controls: for every time a marked value decided what Python does next, what `position()` returned then, and
-            the value's sources.
+        controls: for every time a marked value decided what Python does next, what `position()` returned then, and the
+            value's sources.
         asks_inputs: whether values of the arguments alone were asked for.
         written, written_inputs: values, after their unit returned them, and arguments that were changed in place.
         branches_on_loss: whether the result of a loss function decided what Python does next.
@@ -123,7 +123,6 @@ class DataFlow(TorchDispatchMode):
         return tensor
 
     def is_hollow(self, tree: Any) -> bool:
-        """Whether one of the tensors in `tree` is without its storage."""
         return bool(self._hollow) and any(t.untyped_storage()._cdata in self._hollow for t in _tensors(tree))
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -157,12 +156,10 @@ class DataFlow(TorchDispatchMode):
         self._marks[key] = self._marks.get(key, NOTHING) | frozenset(sources)
 
     def mark_value(self, tensor: torch.Tensor, value: Value) -> None:
-        """Let a freshly made tensor stand for `value`."""
         self.mark(tensor, (value,))
         self._values[tensor.untyped_storage()._cdata] = value
 
     def mark_input(self, tensor: torch.Tensor, name: str) -> None:
-        """Let `tensor` stand for an argument of the forward."""
         self.mark(tensor, (Given(name),))
         self._inputs[tensor.untyped_storage()._cdata] = name
 
@@ -175,7 +172,6 @@ class DataFlow(TorchDispatchMode):
         return tensor.untyped_storage()._cdata in self._means
 
     def _gives_mean(self, func: Any, args: tuple[Any, ...]) -> bool:
-        """Whether an operation on means gives one."""
         means = [self.is_mean(tensor) for tensor in _tensors(args) if self.is_mean(tensor) or self._of_batch(tensor)]
         name = func._schema.name.removeprefix("aten::").rstrip("_")
         scales = name == "mul" or (name == "div" and self.is_mean(args[0]))
@@ -186,7 +182,6 @@ class DataFlow(TorchDispatchMode):
         return any(not isinstance(source, Outside | Inside) and source != constant for source in self.sources(tensor))
 
     def note_write(self, tensor: torch.Tensor) -> None:
-        """Record that `tensor` is changed in place."""
         key = tensor.untyped_storage()._cdata
         if key in self._values:
             self.written.add(self._values[key])
@@ -292,11 +287,8 @@ _READS = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__}
 
 
 class ReadObserver(TorchFunctionMode):
-    """Sees what the dispatcher does not: data read by Python on the CPU, and calls of the functions in `observers`.
-
-    Args:
-        observers: `{function: observe(args, kwargs, result)}`, called after the function.
-    """
+    """Sees what the dispatcher does not: data read by Python on the CPU, and calls of the functions in `observers`,
+    `{function: observe(args, kwargs, result)}`, called after the function."""
 
     def __init__(self, flow: DataFlow, observers: dict[Callable[..., Any], Callable[..., None]]) -> None:
         super().__init__()

@@ -46,7 +46,6 @@ class TracedForward:
 
     @property
     def units(self) -> list[str]:
-        """The unit of each call."""
         return [call.unit for call in self.trace.calls]
 
 
@@ -78,11 +77,8 @@ class Forwards:
     in training mode; not the contents of tensors, nor their shapes, unless the number of a unit's calls depends on how
     many samples, or images, there are.
 
-    Args:
-        units: name and module of each unit.
-        functions: their shape functions, which are made at once if there are none, or of other modules.
-
     Attributes:
+        functions: the units' shape functions; made at once if none are given, or those of other modules.
         interceptor: of the units and of the dropout modules between them.
         batch_dim: of inputs, the dimension that has the samples, or None, where it is not the first.
         call: the model's own forward, whatever a face makes of calling the model later.
@@ -102,7 +98,6 @@ class Forwards:
         self._floating: dict[str, nn.Module] = {}
 
     def install(self) -> None:
-        """Intercept the units among the model's present modules."""
         self._module_names = {id(module): name for name, module in self.model.named_modules()}
         self._floating = floating_modules(self.model, self.units)
         self.interceptor.install({**self.units, **self._floating})

@@ -43,7 +43,6 @@ class CriterionError(ValueError):
 
 
 def loss_by(criterion: Criterion | None, output: Any, inputs: Mapping[str, Any]) -> torch.Tensor | None:
-    """The loss of a criterion, by default the output's own."""
     if criterion is None:
         return loss_of(output)
     try:
@@ -101,17 +100,15 @@ class LossTerm:
 class LossRule:
     """How the batch's loss is put together from its microbatches' losses.
 
-    Use, with `total = [sum over all microbatches of all pipelines of c for c in rule.counts(microbatch)]`:
-    `SplitModel.forward(..., shares=rule.shares(rule.counts(microbatch), total))` returns an output whose loss is the
-    microbatch's share; the shares add up to the loss of the whole batch, and a microbatch without a single counted
-    element contributes an exact zero rather than 0/0.
+    A forward with the `shares` of its microbatch gives that share of the loss; the shares add up to the loss of the
+    whole batch, and a microbatch without a single counted element contributes an exact zero rather than 0/0.
 
     Attributes:
         terms: the means that enter the loss; nearly always one.
         rest: by what all else in the loss is weighted (a router's balance loss); None: as the first term.
         exact: False if the loss is, as far as can be seen, no mean over tokens or samples (contrastive losses, a mean
-            taken by hand): microbatches are then weighted by samples, which equals the unsplit model accumulating
-            over the same microbatches, but not the loss of the whole batch at once.
+            taken by hand): microbatches are then weighted by samples, which equals the unsplit model accumulating over
+            the same microbatches, but not the loss of the whole batch at once.
         fields: other fields of the output that hold one of these means by itself, weighted as the loss is.
     """
 
@@ -126,12 +123,9 @@ class LossRule:
         """What `counts` and `shares` have a number for: the terms, and the rest, if it has its own."""
         return self.terms if self.rest is None else (*self.terms, self.rest)
 
-    def counts(self, inputs: Mapping[str, Any]) -> tuple[int, ...]:
-        """The number of elements in each mean, see `counted`. Reads the labels, hence waits for them on a GPU."""
-        return read_counts([self.count_later(inputs)])[0]
-
     def count_later(self, inputs: Mapping[str, Any], num_samples: int | None = None) -> tuple[int | torch.Tensor, ...]:
-        """`counts`, for `read_counts` to wait for. The number of samples is found in the inputs unless it is given."""
+        """The number of elements in each mean, see `counted`, for `read_counts` to wait for. The number of samples is
+        found in the inputs unless it is given."""
         return tuple(term.count(inputs, num_samples) for term in self.counted)
 
     def shares(self, counts: Sequence[int], totals: Sequence[int]) -> tuple[float, ...]:

@@ -24,11 +24,9 @@ def is_label(name: str) -> bool:
 
 
 def label_placeholder(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """What planning puts in place of an argument: for integer labels a fixed pattern of the classes 0 and 1.
-
-    The pattern has no symmetry, so labels, shifted labels and masked labels can be told apart, and a plan does not
-    depend on what the labels are. Everything else is copied, as the model might change it in place.
-    """
+    """What planning puts in place of an argument: for integer labels a fixed pattern of the classes 0 and 1. It has no
+    symmetry, so labels, shifted labels and masked labels can be told apart, and a plan does not depend on what the
+    labels are. Everything else is copied, as the model might change it in place."""
     if not is_label(name) or tensor.is_floating_point() or tensor.dtype == torch.bool or tensor.dim() == 0:
         return tensor.detach().clone()
     # Bits of the Fibonacci word: aperiodic, and every shift of it differs within a few places.
@@ -54,7 +52,6 @@ class LossTrace:
         self._made_of: list[Sources] = []
 
     def observers(self) -> dict[Callable[..., Any], Callable[..., None]]:
-        """For `ReadObserver`: the functions to observe, and what to call for each."""
         return dict.fromkeys(LOSS_FUNCTIONS, self._observe)
 
     def _observe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
@@ -148,8 +145,7 @@ class LossTrace:
 
         The elements that count may have been selected before: by the mask, or by nothing but the labels. Which labels
         are valid then cannot be seen, but whether every non-negative one is: the placeholders have no others. Targets
-        that are probabilities have no such placeholder: of them, only a mask's selection is known.
-        """
+        that are probabilities have no such placeholder: of them, only a mask's selection is known."""
         of_target, of_both = self._flow.sources(target), self._flow.sources((prediction, target))
         selected = any(isinstance(source, Selected) for source in of_both)
         given, labels = _given(of_target), list(filter(is_label, _given(of_target)))

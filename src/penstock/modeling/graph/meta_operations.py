@@ -1,8 +1,5 @@
-"""Operations on meta tensors, remembered: torch computes the same shapes again and again, each in slow Python.
-
-A shape function runs some twenty operations for each layer, and torch spends up to a millisecond on the shape of each.
-The layers of a model are alike, and it is traced several times, so nearly all of them have been seen.
-"""
+"""Operations on meta tensors, remembered: torch spends up to a millisecond on the shape of each, and a unit has some
+twenty. The layers of a model are alike, and it is traced several times, so nearly all of them have been seen."""
 
 from __future__ import annotations
 
@@ -32,10 +29,8 @@ class _Description(NamedTuple):
 
 
 class RememberedOperations(TorchDispatchMode):
-    """Answers an operation on meta tensors with what torch found for the same shapes, strides and types before.
-
-    For use without gradients: its answers require none.
-    """
+    """Answers an operation on meta tensors with what torch found for the same shapes, strides and types before. For use
+    without gradients: its answers require none."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -52,10 +47,8 @@ class RememberedOperations(TorchDispatchMode):
 
 
 class KnownValues(TorchDispatchMode):
-    """Allows a few tensors with values in a run on meta tensors: results computed only from them have values, too.
-
-    So a module's code may ask how large each image is, say, and slice its meta tensors accordingly.
-    """
+    """Allows a few tensors with values in a run on meta tensors: results computed only from them have values, too. So a
+    module's code may ask how large each image is, say, and slice its meta tensors accordingly."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -79,11 +72,8 @@ def _makes_integers(args: Any, kwargs: Any) -> bool:
 
 
 class Answered(TorchDispatchMode):
-    """Answers every question for values, which meta tensors do not have, with the same answer.
-
-    Args:
-        yes: whether what is asked for is true, or 1, and all of a mask is chosen; otherwise false, or 0, and none.
-    """
+    """Answers every question for values, which meta tensors do not have, with the same answer: if `yes`, what is asked
+    for is true, or 1, and all of a mask is chosen; otherwise false, or 0, and none."""
 
     def __init__(self, yes: bool) -> None:
         super().__init__()

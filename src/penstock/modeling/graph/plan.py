@@ -37,8 +37,8 @@ class ForwardPlan(ForwardFacts):
         entry: name of the function that is run, `"forward"` for the model itself.
         boundaries: the values that cross each, in the order in which they travel; `boundaries[i]` are those between
             stage i and i + 1.
-        controlled: whether the code after the last unit of every other stage takes a path that depends on values of
-            the last stage, so that the others must leave the forward early.
+        controlled: whether the code after the last unit of every other stage takes a path that depends on values of the
+            last stage, so that the others must leave the forward early.
         defaults: arguments that Penstock adds to the caller's (`use_cache=False`).
         last_calls: for each stage the position in `calls` of the last one it runs, -1 if it runs none.
         digest: a hash of all of this, which tells this rank's plans apart.
@@ -190,7 +190,6 @@ class StagePlan:
 
 
 def make_stage_plan(plan: ForwardPlan, stage: int) -> StagePlan:
-    """The part of `plan` that concerns one stage."""
     last_stage = stage == plan.num_stages - 1
     incoming = {value: position for position, value in enumerate(plan.boundaries[stage - 1] if stage else ())}
     outgoing = {value: position for position, value in enumerate(() if last_stage else plan.boundaries[stage])}
@@ -228,5 +227,4 @@ def _values_of_call(call: PlannedCall) -> list[Value]:
 
 
 def refusal(model: nn.Module, reason: str) -> NotImplementedError:
-    """The error for a model that cannot be split."""
     return NotImplementedError(f"Auto policy for {type(model).__name__} is not implemented... {reason}.")

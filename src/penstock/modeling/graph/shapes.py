@@ -76,10 +76,7 @@ class OutputShape:
 
     def answer(self, tensor: Callable[[Any, TensorSpec], torch.Tensor], given: Sequence[Any]) -> Any:
         """Placeholders for what the call returns; also makes the call's entries in side outputs and in mappings.
-
-        Args:
-            tensor: gives the tensor for a leaf, by its index or its name as a side output, and its shape.
-        """
+        `tensor` gives that for a leaf, by its index or its name as a side output, and its shape."""
         leaves = [tensor(i, leaf) if isinstance(leaf, TensorSpec) else leaf for i, leaf in enumerate(self.leaves)]
         lists = side_outputs() if self.captured else {}
         for entry in self.captured:
@@ -142,12 +139,8 @@ class ShapeFunctions:
     def __call__(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], known: tuple[int, ...] = ()
     ) -> OutputShape:
-        """The shape of what the unit `name` returns for these arguments.
-
-        Args:
-            known: those leaves of the arguments whose values every stage has, as they come from the inputs alone; the
-                unit's code may ask for them.
-        """
+        """The shape of what the unit `name` returns for these arguments. `known` are those leaves of which every stage
+        has the values, as they come from the inputs alone; the unit's code may ask for them."""
         leaves, spec = flatten((args, kwargs))
         if name not in self.units:  # a dropout between units, which may run on another stage
             first = next(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
@@ -189,9 +182,7 @@ class ShapeFunctions:
 
     def _answered(self, name: str, leaves: list[Any], spec: pytree.TreeSpec, before: str) -> OutputShape | None:
         """The shape of what a unit returns whose code asks after values, for any answer; None if it depends on them.
-
-        `before` is what it failed with when nothing was answered.
-        """
+        `before` is what it failed with when nothing was answered."""
         found = []
         for yes in (False, True):
             try:
@@ -288,10 +279,8 @@ class ShapeFunctions:
 @contextmanager
 def _keeping_shapes(modules: Sequence[nn.Module], width: Sequence[int], in_tuple: bool) -> Iterator[set[nn.Module]]:
     """Inside, those of `modules` that fail keep their input's shape; gives them. They have no meta kernel, as the
-    grouped matmul of experts, or ask after values.
-
-    Of several arguments that one is kept which has `width`. A cache is taken to be lengthened where `layer_idx` says.
-    """
+    grouped matmul of experts, or ask after values. Of several arguments that one is kept which has `width`. A cache is
+    taken to be lengthened where `layer_idx` says."""
     kept: set[nn.Module] = set()
 
     def keeping(module: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -324,10 +313,8 @@ def _keeping_shapes(modules: Sequence[nn.Module], width: Sequence[int], in_tuple
 
 @contextmanager
 def _unchecked_distributions() -> Iterator[None]:
-    """Let torch.distributions not look at the values of their arguments, which meta tensors do not have.
-
-    Whether they do is a setting of the process that torch.compile changes, and shapes must not depend on it.
-    """
+    """Let torch.distributions not look at the values of their arguments, which meta tensors do not have. Whether they
+    do is a setting of the process that torch.compile changes, and shapes must not depend on it."""
     before = Distribution._validate_args
     Distribution.set_default_validate_args(False)
     try:
@@ -402,5 +389,4 @@ def side_outputs_aside() -> Iterator[Collected]:
 
 
 def lengths(lists: Collected) -> dict[str, int]:
-    """How much each list holds."""
     return {key: len(values) for key, values in lists.items()}

@@ -1,8 +1,5 @@
-"""Tracing one forward of a model whose units are replaced by their shape functions.
-
-The trace knows nothing of stages: it says which unit calls happen, in which order, and from which values each was
-computed. `graph.plan` turns it into what crosses each boundary between stages.
-"""
+"""Tracing one forward of a model whose units are replaced by their shape functions: which unit calls happen, in which
+order, and from which values each was computed. It knows nothing of stages; see `graph.plan`."""
 
 from __future__ import annotations
 
@@ -73,8 +70,7 @@ class ForwardFacts:
     """What is known about a forward, wherever its units run.
 
     Attributes:
-        written: values that the model's code changes in place after a unit returned them, and which therefore must not
-            be shared.
+        written: values that the model's code changes in place after a unit returned them: they must not be shared.
         written_inputs: arguments that the model's code changes in place: every stage needs its own copy of them.
         asks_inputs: whether the code between units asks for values of the inputs alone, to decide what to do.
         loss: how the loss of a batch follows from its microbatches', None without a loss.
@@ -98,7 +94,6 @@ class Trace(ForwardFacts):
     Attributes:
         controls: number of calls made before, and sources, of each value that decided what Python did next.
         shapes: shape and dtype of each value in this forward (for reports; plans do not use them).
-        output_shapes: the shapes of the output's tensors in this forward.
     """
 
     calls: tuple[TracedCall, ...]
@@ -115,11 +110,8 @@ class Untraceable(Exception):
 
 
 class Enclosed(Untraceable):
-    """A unit is called inside a `torch.autograd.Function` of the model's code, which writes its own backward.
-
-    Attributes:
-        module: the innermost one whose code applies the function.
-    """
+    """A unit is called inside a `torch.autograd.Function` of the model's code, which writes its own backward. `module`
+    is the innermost one whose code applies the function."""
 
     def __init__(self, unit: str, function: str, module: nn.Module) -> None:
         super().__init__(
@@ -129,12 +121,8 @@ class Enclosed(Untraceable):
 
 
 class ChangedBuffer(Untraceable):
-    """The model's code between units leaves other values in a buffer. Stages would disagree about them: each runs it
-    with zeros for what other stages compute, and not to its end.
-
-    Attributes:
-        module: the name of the module that has the buffer.
-    """
+    """The model's code between units leaves other values in a buffer, which `module` has (its name). Stages would
+    disagree about them: each runs it with zeros for what other stages compute, and not to its end."""
 
     def __init__(self, buffer: str) -> None:
         super().__init__(
@@ -156,7 +144,7 @@ def trace(
     batch_dim: Mapping[str, int | None] | None = None,
     head: str | None = None,
 ) -> Trace:
-    """Run `call(**inputs)` with every unit replaced by its shape function.
+    """Run `call(**inputs)`, or the model, with every unit replaced by its shape function.
 
     Leaves no trace itself: the model's parameters, buffers and modes, gradients, the inputs, caches and the state of
     the random generators are as before.
@@ -164,11 +152,9 @@ def trace(
     Args:
         model: its units and floating modules are intercepted through `interceptor`.
         floating: names of intercepted modules without parameters; they are run as they are.
-        call: what to run, the model itself by default.
-        criterion: called as `criterion(output, inputs)` for the loss; by default the loss is the output's own. If it
-            has an attribute `reduction` that is "sum", the losses of microbatches add up to the batch's.
+        criterion: gives the loss in place of the output's own. If it has an attribute `reduction` that is "sum", the
+            losses of microbatches add up to the batch's.
         for_criterion: names of inputs that the criterion alone is given.
-        batch_dim: of inputs, the dimension that has the samples, or None, where it is not the first.
         head: the unit whose logits only a loss over chunks of tokens may use.
     """
     functions.sync()
@@ -280,7 +266,6 @@ class _Planner:
             raise ReachedInside(f"{full}.{held}")
 
     def _standing_for(self, value: Value, tensor: torch.Tensor) -> torch.Tensor:
-        """Mark `tensor` as that of `value`, and return it."""
         self.flow.mark_value(tensor, value)
         self.shapes[value] = TensorSpec.shape_of(tensor)
         return tensor
@@ -408,13 +393,8 @@ class _OutsideBuffer(NamedTuple):
 
 @contextmanager
 def real_outside(model: nn.Module, functions: ShapeFunctions) -> Iterator[list[_OutsideBuffer]]:
-    """Replace meta tensors outside of units by zeros (in a model built on the meta device), and put buffers back.
-
-    Buffers outside of units are copied for the duration, since the model's code may update them.
-
-    Yields:
-        these copies.
-    """
+    """Replace meta tensors outside of units by zeros (in a model built on the meta device), and put buffers back: those
+    are copied for the duration, since the model's code may update them. Gives these copies."""
     replaced: list[tuple[dict[str, Any], str, Any]] = []
     buffers: list[_OutsideBuffer] = []
     for prefix, module in model.named_modules():

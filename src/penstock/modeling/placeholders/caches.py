@@ -1,10 +1,9 @@
 """Caches on a stage that holds only some of the layers.
 
-The owner of a layer caches its keys and values as always. For the layers of other stages the standard cache classes
-get entries of one head and one dimension: no memory to speak of, but the right *length*, so that `get_seq_length`,
-mask sizes, beam reordering and cropping answer as in the unsplit model. A layer with a convolution's or a recurrence's
-state has no length; on other stages it only knows whether there is a state.
-"""
+The owner of a layer caches its keys and values as always. For the layers of other stages the standard cache classes get
+entries of one head and one dimension: no memory to speak of, but the right *length*, so that `get_seq_length`, mask
+sizes, beam reordering and cropping answer as in the unsplit model. A layer with a convolution's or a recurrence's state
+has no length; on other stages it only knows whether there is a state."""
 
 from __future__ import annotations
 
@@ -74,10 +73,8 @@ class CacheUse:
         return CacheGrowth(tuple(self.lengthened), tuple(self.states), tuple(self.indexed), samples, per_token)
 
     def _place_of_samples(self, first: torch.Tensor) -> tuple[int, int]:
-        """Where in the first tensor the samples and tokens are of which keys were given: `samples, per_token`.
-
-        They are mostly in front, but there may be several streams of hidden states, before them or for each token.
-        """
+        """Where in the first tensor the samples and tokens are of which keys were given: `samples, per_token`. Mostly
+        in front, but there may be several streams of hidden states, before them or for each token."""
         if not self.given:
             return 0, 1
         samples, tokens = self.given
@@ -94,7 +91,6 @@ class ShapeCache(Cache):
     """Given to a unit's shape function in place of a real cache: answers with meta tensors of the cached length.
 
     Args:
-        real: the cache whose lengths count; it is read, never written.
         begun: layers as an earlier call left them on the meta device. Only a layer's owner has its real state.
         remembers: False for the cross-attention part of an encoder-decoder cache, which has no past of its own.
     """
@@ -206,7 +202,6 @@ def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def shape_cache(real: Cache, use: CacheUse, begun: Mapping[int, Any], batch: int) -> Cache:
-    """The placeholder for `real` in a shape function; see `ShapeCache`."""
     if isinstance(real, EncoderDecoderCache):
         past = real.self_attention_cache
         cross = ShapeCache(past, use, begun, batch, remembers=False)
@@ -250,8 +245,7 @@ def layer_placeholder(layer: Any) -> Any:
     """A copy of a layer of the same length, whose keys and values have one head and one dimension.
 
     It is made in every forward, so it is cheap: it has its own flags, but the tensors of its convolution's and
-    recurrence's states are the layer's, since only the layer's owner reads or writes them.
-    """
+    recurrence's states are the layer's, since only the layer's owner reads or writes them."""
     small, wide = copy.copy(layer), _keys_and_values(layer)
     for name, value in vars(layer).items():
         if isinstance(value, torch.Tensor):

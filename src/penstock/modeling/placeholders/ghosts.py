@@ -22,11 +22,8 @@ from penstock.modeling.instrumentation import Absent, OnAnotherStage, absent_of,
 
 
 def strip(module: nn.Module) -> None:
-    """Turn `module` and everything below it into a ghost, in place; `restore` is the way back.
-
-    The parameters themselves are left alone: whoever still holds one (an optimizer, a tied holder) keeps it whole.
-    Giving up their storage is the caller's decision, see `SplitModel`.
-    """
+    """Turn `module` and everything below it into a ghost, in place; `restore` is the way back. The parameters are left
+    alone: whoever still holds one (an optimizer, a tied holder) keeps it whole."""
     for child in module.modules():
         record = record_of(child)
         absent = record.absent = record.absent or {}
@@ -52,14 +49,11 @@ def strip(module: nn.Module) -> None:
 
 
 def restore(module: nn.Module, device: torch.device) -> Iterator[tuple[str, torch.Tensor, torch.Tensor | None]]:
-    """Register again what `strip` took out of `module`: the same parameters, under the same names.
+    """Register again what `strip` took out of `module`: the same parameters, under the same names. Buffers come without
+    values, but for temporary ones; parameters as they are, which may be without storage.
 
-    Buffers come without values, but for temporary ones. Parameters come as they are, which may be without storage.
-
-    Returns:
-        For each tensor that may lack its values its name relative to `module`, itself, and for a parameter a meta
-        tensor of its shape.
-    """
+    Gives for each tensor that may lack its values its name relative to `module`, itself, and for a parameter a meta
+    tensor of its shape."""
     for prefix, child in module.named_modules():
         lacked, known_of(child).absent = absent_of(child), None
         for name, absent in lacked.items():
@@ -83,7 +77,7 @@ def restore(module: nn.Module, device: torch.device) -> Iterator[tuple[str, torc
 
 
 def absent_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters that `strip` took out of `module` and the modules below it, with their names relative to it."""
+    """What parameters `strip` took out of `module` and the modules below it, with their names relative to it."""
     for prefix, child in module.named_modules():
         for name, absent in absent_of(child).items():
             if isinstance(absent.tensor, nn.Parameter):
@@ -91,10 +85,8 @@ def absent_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def make_absent_real(model: nn.Module, device: torch.device) -> None:
-    """Put parameters on `device`, without storage, in the place of absent ones on the meta device.
-
-    A model that was made for one stage has such. They could not be given storage on a real device.
-    """
+    """Put parameters on `device`, without storage, in the place of absent ones on the meta device, as a model has that
+    was made for one stage. They could not be given storage on a real device."""
     held = set(model.parameters())
     made: dict[nn.Parameter, nn.Parameter] = {}
 
@@ -121,10 +113,9 @@ def replace_parameters(model: nn.Module, replacement: Callable[[nn.Parameter], n
 def answer_for_parameters(model: nn.Module, active: Callable[[], bool], device: Callable[[], torch.device]) -> None:
     """Let modules without parameters of their own tell the dtype and the device of those they had.
 
-    Model code asks `next(self.encoder.parameters()).dtype`, or `self.encoder.dtype`, which looks at the same. While
-    `active()` says so (a forward is run or traced), `parameters()` of a module that has none left gives one
-    placeholder, of no storage to speak of, on `device()`. To everybody else it gives none, as before.
-    """
+    Model code asks `next(self.encoder.parameters()).dtype`. While `active()` says so (a forward is run or traced),
+    `parameters()` of a module that has none left gives a placeholder for each, of no storage to speak of, on
+    `device()`. To everybody else it gives none, as before."""
     for module in model.modules():
         if isinstance(vars(module).get("parameters"), _Parameters):
             del module.__dict__["parameters"]
@@ -133,8 +124,6 @@ def answer_for_parameters(model: nn.Module, active: Callable[[], bool], device: 
 
 
 class _Parameters:
-    """The `parameters` method of one such module."""
-
     def __init__(self, module: nn.Module, active: Callable[[], bool], device: Callable[[], torch.device]):
         self._module, self._active, self._device = module, active, device
 
@@ -152,9 +141,7 @@ class _Parameters:
 
 def refuse_calls(model: nn.Module, active: Callable[[], bool]) -> None:
     """Let parts of ghosts say whose they are if somebody calls them, unless `active()` (a forward is run or traced).
-
-    The units themselves are intercepted; this is for what is inside of them, and for calls of `forward`.
-    """
+    This is for what is inside of units, which are intercepted themselves, and for calls of `forward`."""
     for name, module in model.named_modules():
         if isinstance(vars(module).get("forward"), _Forward):
             del module.__dict__["forward"]
@@ -163,8 +150,6 @@ def refuse_calls(model: nn.Module, active: Callable[[], bool]) -> None:
 
 
 class _Forward:
-    """The `forward` of one such module."""
-
     def __init__(self, module: nn.Module, name: str, active: Callable[[], bool]):
         self._module, self._name, self._active = module, name, active
 
@@ -174,7 +159,6 @@ class _Forward:
         return _own_forward(self._module, *args, **kwargs)
 
     def __reduce__(self) -> Any:
-        """A copy or a pickle of the module has the method of its class."""
         return partial, (_own_forward, self._module)
 
 

@@ -39,24 +39,20 @@ from penstock.random_state import generators_of, restored, seed_all
 class SplitModel:
     """The part of a model that one rank of a pipeline holds, and how to run it.
 
-    The model is shrunk in place and stays the same object of the same class. Units of other stages become ghosts:
-    their parameters leave the model and give up their storage, also when an optimizer holds them. A parameter that a
-    local unit shares with a foreign one stays the very same object. Parameters outside of all units stay on every
-    stage.
+    The model is shrunk in place and stays the same object of the same class. Units of other stages become ghosts: their
+    parameters leave the model and give up their storage, also when an optimizer holds them. A parameter that a local
+    unit shares with a foreign one stays the very same object. Parameters outside of all units stay on every stage.
 
     Args:
         model: a whole model, one whose foreign units are ghosts already, or one on the meta device.
         stages: for each stage of the pipeline the names of its units, as `list_units(model)` gives them.
-        local_stages: the stages that this rank holds; more than one with interleaved schedules.
-        sharding: how the weights are sharded among the ranks that share this one's stages, such as a `TensorParallel`
-            of the whole model; None if they are not.
+        sharding: how the weights are sharded among the ranks that share this one's stages; None if they are not.
         aliases: of a model whose foreign units are ghosts, what is tied in the whole one, if it is known.
-        functions: shape functions of the units, if there are some already.
 
     Attributes:
         aliases: every parameter of the unsplit model as the tuple of its names, in the model's order.
-        released: the parameters that the last placement made give up storage, by name in the unsplit model (a tied
-            one by the first of its names).
+        released: the parameters that the last placement made give up storage, by name in the unsplit model (a tied one
+            by the first of its names).
         taken: the parameters and buffers that the last placement gave storage, named likewise, to be filled by the
             caller. Buffers that no checkpoint holds have their values already and are not among them.
         random: whether the model draws random numbers in training (dropout), so that `seed` has an effect.
@@ -72,16 +68,16 @@ class SplitModel:
         functions: ShapeFunctions | None = None,
     ) -> None:
         self.model = model
-        placement = checked_placement(model, stages, local_stages)
         self.aliases = alias_groups(model) if aliases is None else aliases
         # For saving: from here on no rank can see by itself what is tied on other stages.
         record_of(model).aliases = self.aliases
         self.random = draws_random_numbers(model)
         self.tensor_parallel = sharding
         # Of whole units: what crosses between units is whole, however a unit computes it.
-        self._forwards = Forwards(model, {name: model.get_submodule(name) for name in placement}, functions)
+        units = {name: model.get_submodule(name) for stage in stages for name in stage}
+        self._forwards = Forwards(model, units, functions)
         self._stage_plans: dict[tuple[str, int], StagePlan] = {}
-        self._place(stages, local_stages, placement)
+        self._place(stages, local_stages)
         if self.tensor_parallel is not None:
             self.tensor_parallel.apply(model, self._stage_of)
         if self.device.type != "meta":
@@ -89,48 +85,19 @@ class SplitModel:
         self._forwards.install()
         self._generators: list[torch.Generator] | None = None
 
-    def reform(
-        self,
-        stages: Sequence[Sequence[str]],
-        local_stages: Collection[int],
-        tensor_parallel_rank: int | None = None,
-        tensor_parallel_size: int | None = None,
-    ) -> None:
-        """Hold other stages, or other units: take up another placement of the same units, in place.
+    def reform(self, stages: Sequence[Sequence[str]], local_stages: Collection[int]) -> None:
+        """Take up another placement of the same units, in place.
 
-        Units of stages that are no longer held become ghosts; `released` then has their parameters, which gave up
-        storage and gradients. Units that were ghosts get back the same `Parameter` objects and buffers, with storage
-        of which the values are undefined: fill everything in `taken` before the next forward. What an optimizer
-        knows of either is the caller's business. Plans are made anew from what was traced before.
-
-        Args:
-            tensor_parallel_rank, tensor_parallel_size: None, or what they are: they cannot change.
-
-        Raises:
-            ValueError: the placement is impossible or places other units than the one before, or the place in the
-                tensor-parallel group is another one. Nothing has changed then.
-        """
+        Units of stages that are no longer held become ghosts. Units that were ghosts get back the same `Parameter`
+        objects and buffers, with storage of undefined values: fill everything in `taken` before the next forward. What
+        an optimizer knows of either is the caller's business. Plans are made anew from what was traced before."""
         if name := next((name for name, one in self.model.named_modules() if known_of(one).packed is not None), None):
             raise NotImplementedError(f"{name} has packed weights, which cannot be given to another stage")
-        sharding = self.tensor_parallel
-        place = (0, 1) if sharding is None else (sharding.index, sharding.size)
-        index, size = place[0] if tensor_parallel_rank is None else tensor_parallel_rank, tensor_parallel_size
-        if (index, place[1] if size is None else size) != place:
-            raise ValueError(
-                f"this rank holds shard {place[0]} of {place[1]} of each weight, and cannot become shard {index} of "
-                f"{size}: the tensor-parallel rank and size stay as they are; split a new model for another size"
-            )
-        placement = checked_placement(self.model, stages, local_stages)
-        if placement.keys() != self._stage_of.keys():
-            changed = ", ".join(sorted(placement.keys() ^ self._stage_of.keys()))
-            raise ValueError(f"another placement must place the same units, but these are in one of the two: {changed}")
-        self._place(stages, local_stages, placement)
+        self._place(stages, local_stages)
 
     def renew(self) -> None:
-        """Take up modules that were put in the place of others, and the names that parameters have by now.
-
-        Units keep their names and their stages. What was traced and planned is forgotten.
-        """
+        """Take up modules that were put in the place of others, and the names that parameters have by now. Units keep
+        their names and their stages. What was traced and planned is forgotten."""
         self._forwards.renew()
         self.aliases = record_of(self.model).aliases = alias_groups_by_identity(self.model)
         self.random = draws_random_numbers(self.model)
@@ -145,12 +112,12 @@ class SplitModel:
         refuse_calls(self.model, lambda: interceptor.handler is not None)
         mark_states(self.model)
 
-    def _place(self, stages: Sequence[Sequence[str]], local_stages: Collection[int], placement: dict[str, int]) -> None:
+    def _place(self, stages: Sequence[Sequence[str]], local_stages: Collection[int]) -> None:
         """Make ghosts of the units of stages that are not held here, and whole modules of those that are."""
         self.stages = tuple(tuple(stage) for stage in stages)
         self.local_stages = tuple(sorted(set(local_stages)))
         self.num_stages = len(self.stages)
-        self._stage_of = placement
+        self._stage_of = {unit: stage for stage, names in enumerate(stages) for unit in names}
         self._plans: weakref.WeakKeyDictionary[TracedForward, ForwardPlan] = weakref.WeakKeyDictionary()
         self.released: dict[str, nn.Parameter] = {}
         self.taken: dict[str, torch.Tensor] = {}
@@ -158,7 +125,7 @@ class SplitModel:
         names = {name: group[0] for group in self.aliases for name in group}
         foreign: dict[str, nn.Parameter] = {}
         found: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = {}
-        for unit, stage in placement.items():
+        for unit, stage in self._stage_of.items():
             module = self._forwards.units[unit]
             if stage not in self.local_stages:
                 strip(module)
@@ -209,7 +176,6 @@ class SplitModel:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of the local parameters."""
         return next((p.dtype for p in self.model.parameters() if p.is_floating_point()), torch.get_default_dtype())
 
     def say_batch_dim(self, batch_dim: Mapping[str, int | None]) -> None:
@@ -233,11 +199,9 @@ class SplitModel:
         """What each stage does with inputs of this kind (see `Forwards`); cached, and found without communication.
 
         Args:
-            inputs: the arguments of the forward, of any one microbatch.
-            call: what to run instead of the model, such as `model.get_encoder().forward`. Caches of keys and values
-                in the inputs are planned on copies.
-            criterion: `criterion(output, inputs)` gives the loss in place of the output's own; only the plan's loss
-                rule depends on it.
+            call: what to run instead of the model, such as `model.get_encoder().forward`. Caches of keys and values in
+                the inputs are planned on copies.
+            criterion: gives the loss in place of the output's own; only the plan's loss rule depends on it.
             in_chunks: whether head and loss are to run over chunks of tokens, as in training with `loss_chunk_tokens`.
         """
         if self._forwards.interceptor.converted:
@@ -278,15 +242,13 @@ class SplitModel:
 
         Args:
             plan: from `plan()`, for inputs of the same kind, and this criterion.
-            inputs: the arguments of the forward, the same on every stage.
             received: what the stage before handed on, in the order of `plan.boundaries[stage - 1]`; in training,
                 floating-point tensors are leaves that require gradients.
-            seed: the forward's seed, equal on all stages and different for every step and microbatch. With it, dropout
-                masks depend on the seed and the unit only, not on the layout, and the random generators are left as
-                they were. It has no effect on a model in evaluation mode, or without dropout.
+            seed: equal on all stages, different for every step and microbatch. Dropout masks then depend on it and the
+                unit only, not on the layout, and the random generators are left as they were.
             shares: from `plan.loss.shares(...)`; the loss in the output then is this microbatch's share of the batch's.
-            host: copies on the CPU of tensors in `inputs`, under their names. What the model's code asks of their
-                values, to decide about masks, is answered from them, and the host need not wait for an accelerator.
+            host: copies on the CPU of tensors in `inputs`, under their names: what the model's code asks of their
+                values is answered from them, see `HostValues`.
 
         Returns:
             The model's output (None but on the last stage) and the values to hand to the next stage, in the order of
@@ -332,17 +294,13 @@ class SplitModel:
         hand_over: Callable[[tuple[torch.Tensor, ...]], None] | None = None,
         early_exit: bool = False,
     ) -> Any:
-        """Run one stage as generation does: the forward, or `call`, goes on to its end.
+        """Run one stage as generation does: the forward, or `call`, goes on to its end, unless `early_exit`.
 
-        Args:
-            hand_over: called once, unless on the last stage, with the values for the next stage as soon as they are
-                there, long before this returns.
-            early_exit: leave after the stage's last unit, as `forward` does.
+        `hand_over` is called once, unless on the last stage, with the values for the next stage as soon as they are
+        there.
 
-        Returns:
-            The model's output, in which only the last stage's values are right; caches of keys and values then hold
-            the stage's own layers, and entries of the right length for all others.
-        """
+        Returns the model's output, in which only the last stage's values are right; caches of keys and values then hold
+        the stage's own layers, and entries of the right length for all others."""
         stage_plan = self._stage_plan(plan, stage, received)
         evaluate: Callable[[], Any] = partial(call or self._forwards.call, **_arguments(plan, inputs))
         if self.tensor_parallel is not None:
@@ -445,28 +403,3 @@ def refuse_moved(model: nn.Module, device: torch.device) -> None:
                 f"{name} is on {tensor.device}, but this rank's stages compute on {device}: the model was moved after "
                 f"it was parallelised; {remedy} {lost}"
             )
-
-
-def checked_placement(
-    model: nn.Module, stages: Sequence[Sequence[str]], local_stages: Collection[int]
-) -> dict[str, int]:
-    """The stage of each unit."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    placement: dict[str, int] = {}
-    for stage, names in enumerate(stages):
-        for name in names:
-            if name not in modules:
-                raise ValueError(f"stage {stage} holds {name!r}, which is no module of {type(model).__name__}")
-            if name in placement:
-                raise ValueError(f"{name!r} is placed on stage {placement[name]} and again on stage {stage}")
-            placement[name] = stage
-    for name in placement:
-        parts = name.split(".")
-        for end in range(1, len(parts)):
-            outer = ".".join(parts[:end])
-            if outer in placement:
-                raise ValueError(f"{name!r} is part of {outer!r}; place only one of them")
-    for stage in local_stages:
-        if not 0 <= stage < len(stages):
-            raise ValueError(f"local stage {stage} does not exist: the pipeline has stages 0 to {len(stages) - 1}")
-    return placement
