@@ -19,11 +19,8 @@ NOISE = re.compile(r"drop|jitter|noise|mask_(time|feature)_prob|apply_spec_augme
 
 
 def draws_random_numbers(model: nn.Module) -> bool:
-    """Whether the model may draw random numbers in training: a dropout probability, or the like, above zero.
-
-    Looks at dropout modules and at numbers named so on the modules and in the configuration; ghosts count, so every
-    rank finds the same.
-    """
+    """Whether the model may draw random numbers in training: a dropout probability, or the like, above zero, on its
+    modules or in its configuration. Ghosts count, so every rank finds the same."""
     config = getattr(model, "config", None)
     if config is not None and _is_noisy(vars(config)):
         return True

@@ -1,9 +1,7 @@
 """The engine that runs a parallelised model: one rank's part of a layout of pipelines, and what it needs to run steps.
 
 `formation` forms engines, and re-forms them with other ranks or in another layout. What an engine is made of then is in
-`parts`; here is what lasts over formations, and what the ranks do together. Every call of the faces begins here; that
-makes the file long.
-"""
+`parts`; here is what lasts over formations, and what the ranks do together: every call of the faces begins here."""
 
 from __future__ import annotations
 
@@ -93,7 +91,6 @@ class Engine:
             gradients between steps do not have it.
         own_means: whether a loss that is a mean is one over each pipeline's own batch, and those are added up;
             otherwise it is over the global batch. Set it on all ranks alike.
-        report: see `last_step`; None before the end of the first step.
         step_number: how many training steps were begun. It decides the dropout of the next one, as `seed` does.
         synchronises: whether a step now would sum its gradients over their holders: False under `no_sync`.
         known: every parameter of the model, by its unsplit name, with or without storage here.
@@ -179,10 +176,8 @@ class Engine:
     @contextlib.contextmanager
     def renewing(self) -> Iterator[None]:
         """Around what puts other modules or parameters in the place of some, such as merging adapters into the layers.
-
         All ranks do the same to the whole model, ghosts included, and to no unit's name. A tied weight that one of its
-        stages changes inside is changed on all of them.
-        """
+        stages changes inside is changed on all of them."""
         with self.together(Call.RENEW):
             try:
                 with self._parts.renewing():
@@ -264,7 +259,6 @@ class Engine:
 
     @property
     def board(self) -> FailureBoard:
-        """Where failures are recorded."""
         return self.context.board
 
     def values_here(self) -> dict[str, torch.Tensor]:
@@ -372,12 +366,9 @@ class Engine:
     def evaluate_together(
         self, inputs: Mapping[str, Any], criterion: Criterion | None = None, share_outputs: bool = False
     ) -> tuple[float, Any]:
-        """The loss of the global batch, of which each pipeline gives its own part; all pipelines call this together.
-
-        Returns:
-            The loss, on every rank, and this pipeline's output: with `share_outputs` on all its ranks, otherwise on the
-            last stage. None where there is none, also on a pipeline without any microbatch.
-        """
+        """The loss of the global batch, of which each pipeline gives its own part, on every rank, and this pipeline's
+        output: with `share_outputs` on all its ranks, otherwise on the last stage; None where there is none, also on a
+        pipeline without any microbatch. All pipelines call this together."""
         with self._evaluation(inputs, criterion, over_all_pipelines=True) as (output, form):
             own = torch.zeros((), device=self.device) if output is None else output.loss.detach()
             self._parts.totals.start(own.to(torch.float64))
@@ -385,10 +376,8 @@ class Engine:
             return float(loss), share_output(output, self.context, form) if share_outputs else output
 
     def sum_over_pipelines(self, values: Sequence[float]) -> list[float]:
-        """Sums of what the pipelines' last stages give, each for its own batch, on every rank.
-
-        All ranks call this together, with as many values; those of the other stages count for nothing.
-        """
+        """Sums of what the pipelines' last stages give, on every rank. All ranks call this together, with as many
+        values; those of the other stages count for nothing."""
         with self.together(Call.SUM):
             return self._parts.totals.sums(values)
 

@@ -33,11 +33,8 @@ def evaluate(
 ) -> Any:
     """Run the forwards; return the merged output on the rank of the last stage, None elsewhere.
 
-    Args:
-        counts: makes this pipeline's numbers of terms in the loss's means those of the global batch, so that the loss
-            is a share of the global batch's loss. All pipelines must evaluate together then; one without any microbatch
-            has no output. Without it the loss is the mean over this pipeline's batch.
-    """
+    `counts` makes this pipeline's numbers of terms in the loss's means those of the global batch, of whose loss it then
+    gives a share. All pipelines must evaluate together then; one without any microbatch has no output."""
     last = program.last
     is_last = program.top == last
     outputs: list[Any] = [None] * len(inputs.microbatches)
@@ -73,10 +70,8 @@ def evaluate(
 
 
 def share_output(output: Any, context: RankContext, form: Form | None = None) -> Any:
-    """Every rank of the pipeline gets the output that the rank of the last stage holds (or its None).
-
-    `form` is that of the plan; a class of the user's own need not travel.
-    """
+    """Every rank of the pipeline gets the output that the rank of the last stage holds (or its None). `form` is that of
+    the plan, so that a class of the user's own need not travel."""
     group, control, source = context.groups.pipeline, context.groups.pipeline_control, context.output_rank
     if dist.get_world_size(group) == 1:
         return output

@@ -59,11 +59,7 @@ class StepInputs:
         run_seed: int = 0,
         criterion: Criterion | None = None,
     ) -> StepInputs:
-        """Make the inputs of microbatches.
-
-        Args:
-            plan_of: gives the plan of a microbatch; takes `criterion` too.
-        """
+        """Make the inputs of microbatches; `plan_of(microbatch, criterion=...)` gives the plan of one."""
         hosts = microbatches if hosts is None else hosts
         plans: list[ForwardPlan] = []
         signatures: list[Any] = []
@@ -200,7 +196,6 @@ def warn_of_inexact_loss(model: nn.Module, inputs: StepInputs) -> None:
 
 
 def refuse_without_loss(model: nn.Module, inputs: StepInputs) -> None:
-    """Raise ValueError if the model computes no loss from these inputs."""
     if any(plan.loss is None for plan in inputs.plans):
         raise ValueError(
             f"{type(model).__name__} computes no loss from the inputs {sorted(inputs.microbatches[0])}: "

@@ -1,4 +1,4 @@
-"""What a user iterates over in training: the step's outputs, and what happens if the iteration is not what it should
+"""What a user iterates over in training: the step's outputs, and what happens if the iteration is not as it should
 be."""
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ class OpenStep:
             )
 
     def begin(self, step: TrainingStep) -> None:
-        """From here on `step` is under way."""
         self.refuse("another training step")
         self.interrupts.hold()
         self._step = step
@@ -53,10 +52,9 @@ class OpenStep:
 class TrainingLoop(Iterator[Any]):
     """The iterator over a step's microbatches that `model(**batch)` returns.
 
-    An iterator that is dropped before its end leaves the step, as a `break` does; `close()` does so at once, and raises
-    what dropping it can only log. It has no loss and no logits: asking for them is an error that says how to write the
-    loop.
-    """
+    One that is dropped before its end leaves the step, as a `break` does; `close()` does so at once, and raises what
+    dropping it can only log. It has no loss and no logits: asking for them is an error that says how to write the
+    loop."""
 
     def __init__(self, step: TrainingStep, run: Callable[[], Generator[Any, None, None]], opened: OpenStep):
         self._step = step

@@ -2,8 +2,7 @@
 
 On the last stage a hook on the loss notes that its backward came. On the others a proxy loss is made out of the stage's
 outputs: its backward ignores the value that comes in (scaling was applied on the last stage, and arrives with the
-gradients) and returns the next stage's gradients. Nothing is re-entrant: autograd goes on into the stage's graph.
-"""
+gradients) and returns the next stage's gradients. Nothing is re-entrant: autograd goes on into the stage's graph."""
 
 from __future__ import annotations
 
@@ -54,10 +53,8 @@ class StageOutput(ModelOutput):
 
 
 def hook_loss(loss: torch.Tensor, on_backward: OnBackward, scale: float = 1.0) -> torch.Tensor:
-    """The last stage's loss, such that its backward is noticed and gives `scale` times the gradients.
-
-    It is `loss` itself, unless that has no graph.
-    """
+    """The last stage's loss, such that its backward is noticed and gives `scale` times the gradients: `loss` itself,
+    unless that has no graph."""
     if not loss.requires_grad:
         loss = loss.detach().requires_grad_(True)
 

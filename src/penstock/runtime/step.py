@@ -1,15 +1,13 @@
 """A training step: an interpreter of one rank's schedule, written as a generator.
 
 It runs actions until a backward of the rank's top stage is due, yields that microbatch's output, and goes on once the
-caller has called `.backward()` on its loss. Everything else, receiving, sending, inner backwards, deferred weight
-gradients, reduction, happens between two yields or inside that backward.
+caller has called `.backward()` on its loss. Everything else happens between two yields or inside that backward.
 
 A step always comes to its end. If the caller leaves the loop early (a break, an exception in its body), the step runs
-what is left by itself, as the other ranks may be anywhere in it and wait for this one's messages. All ranks then meet
-in the sum at its end, which counts those that left: if everyone did, the pipeline goes on; if not, every rank hears who
-did. A signal ends no step either: its handler is called at the end, where nothing is half done. A signal that came to
-some ranks may reach the others a moment later, and they wait for it, so that all have trained on the same steps.
-"""
+what is left by itself, as the other ranks wait for this one's messages. All ranks then meet in the sum at its end,
+which counts those that left: if everyone did, the pipeline goes on; if not, every rank hears who did. A signal ends no
+step either: its handler is called at the end, where nothing is half done. One that came to some ranks may reach the
+others a moment later, and they wait for it, so that all have trained on the same steps."""
 
 from __future__ import annotations
 
@@ -105,7 +103,6 @@ class TrainingStep:
 
     @property
     def num_microbatches(self) -> int:
-        """How many microbatches this pipeline has in the step."""
         return len(self._inputs.microbatches)
 
     @property
@@ -439,12 +436,9 @@ class TrainingStep:
     def _sum_over_pipelines(
         self, left: bool, interrupted: bool
     ) -> tuple[torch.Tensor, torch.Tensor, ReductionReport | None, StepFacts]:
-        """Complete the gradients, and sum the loss. Every rank does this, also one without any microbatch.
-
-        Returns:
-            This pipeline's loss and that of the global batch (shape (), where the stage computes), what the reduction
-            took (None without one), and what is found of all ranks.
-        """
+        """Complete the gradients, and sum the loss. Every rank does this, also one without any microbatch. Gives this
+        pipeline's loss and that of the global batch (shape (), where the stage computes), what the reduction took (None
+        without one), and what is found of all ranks."""
         totals, reducer, report = self._totals, self._reducer, None
         if self._reduce:
             reducer.launch_rest()

@@ -29,15 +29,10 @@ FEATURES_OF_SOUND = ("num_mel_bins", "feature_projection_input_dim", "input_feat
 def dummy_inputs(model: nn.Module, batch: int = BATCH, tokens: int = TOKENS) -> Iterator[dict[str, Any]]:
     """Arguments with which the forward of `model` may be traced, without labels; the likeliest first.
 
-    A model says what it takes by its signature and its configuration, but not everything: whether a sample is one
-    sequence or several to choose from, say. So there is more than one guess, and whoever needs inputs takes the first
-    that the forward runs on. A model's own `dummy_inputs`, where it has some, come first. Inputs that the user has
-    given are the only ones.
-
-    Args:
-        model: its `main_input_name` and configuration say what it takes, or else its first layer.
-        tokens: tokens per sample; fewer if the model has fewer positions.
-    """
+    A model says what it takes by its signature, its configuration, or its first layer, but not everything: whether a
+    sample is one sequence or several to choose from, say. So there is more than one guess, and whoever needs inputs
+    takes the first that the forward runs on. A model's own `dummy_inputs`, where it has some, come first. Inputs that
+    the user has given are the only ones. A sample has fewer `tokens` if the model has fewer positions."""
     given = known_of(model).example_inputs
     if given is not None:
         yield dict(given)

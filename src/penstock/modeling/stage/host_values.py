@@ -1,11 +1,9 @@
 """Values that a model's code asks of its inputs, answered from the inputs' copies on the host.
 
 transformers decides about masks by their contents: `if attention_mask.all()`. On an accelerator the host then waits
-until the device comes to it, in every microbatch and on every stage, although the batch was on the host a moment ago.
-While `HostValues` is active, what the model's code computes from its inputs by simple operations is remembered as an
-expression, and once Python asks for a value it is computed from the inputs' copies on the host. Nothing is computed
-otherwise, and what is not known is asked of the device as ever.
-"""
+until the device comes to it, in every microbatch and on every stage. While `HostValues` is active, what the model's
+code computes from its inputs by simple operations is remembered as an expression, and once Python asks for a value it
+is computed from the copies on the host. What is not known is asked of the device as ever."""
 
 from __future__ import annotations
 
@@ -35,8 +33,6 @@ READS = frozenset(["item", "tolist", "__bool__", "__int__", "__index__", "__floa
 
 
 class HostValues(TorchFunctionMode):
-    """While active, Python's questions about values that follow from known ones are answered on the host."""
-
     def __init__(self) -> None:
         super().__init__()
         # By the tensor's identity, which is its own while the weak reference says so: its version, and its values.
@@ -48,7 +44,6 @@ class HostValues(TorchFunctionMode):
             self._remember(tensor, lambda: host)
 
     def know_all(self, inputs: Mapping[str, Any], host: Mapping[str, Any]) -> None:
-        """Call `know` for all tensors of a batch that have a copy on the host under their name."""
         for name, value in inputs.items():
             copy = host.get(name)
             if isinstance(value, torch.Tensor) and isinstance(copy, torch.Tensor) and copy.is_cpu and not value.is_cpu:

@@ -1,8 +1,5 @@
-"""Outputs with named fields, which everything else works on, from whatever a module's forward returns.
-
-Models of transformers return a `ModelOutput`. A module of the user's own may return a tensor, a tuple, a dictionary, a
-dataclass: `NamedOutput` has their fields, and can be turned back.
-"""
+"""Outputs with named fields, which everything else works on, from whatever a module's forward returns: a `ModelOutput`
+from models of transformers, from one of the user's own maybe a tensor, a tuple, a dictionary, a dataclass."""
 
 from __future__ import annotations
 
@@ -30,11 +27,9 @@ class Form:
 
 @dataclass(init=False, repr=False)
 class NamedOutput(ModelOutput):
-    """The output of a module that is no model of transformers.
-
-    A dictionary, dataclass or named tuple has its own fields. Anything else, such as a tensor or a tuple, is the field
-    `output`. The loss is in `loss`, wherever it comes from.
-    """
+    """The output of a module that is no model of transformers, which can be turned back. A dictionary, dataclass or
+    named tuple has its own fields. Anything else, such as a tensor or a tuple, is the field `output`. The loss is in
+    `loss`, wherever it comes from."""
 
     loss: torch.Tensor | None = None
 
@@ -45,7 +40,6 @@ class NamedOutput(ModelOutput):
 
     @property
     def form(self) -> Form:
-        """How to turn it back into what the module returned."""
         form: Form = self.__dict__["_form"]
         return form
 

@@ -26,8 +26,8 @@ def merge_outputs(
 
     The loss is the sum of the shares. Tensors are concatenated along the dimension that has a row for each sample, also
     inside tuples; without one (router logits of shape (samples * length, experts)) along the dimension in which they
-    differ, or the first. Other scalars (a
-    router's balance loss) are averaged by samples. Caches are dropped: each stage's holds only its own layers.
+    differ, or the first. Other scalars (a router's balance loss) are averaged by samples. Caches are dropped: each
+    stage's holds only its own layers.
 
     Args:
         losses: fields besides `loss` that are shares of the batch's, too.
@@ -42,7 +42,6 @@ def merge_outputs(
     known: list[Shapes] = []
 
     def larger(path: Sequence[Any]) -> Any:
-        """The value at `path` if the first microbatch had one sample more; None if that is not known."""
         if grown is None:
             return None
         if not known:
@@ -70,7 +69,6 @@ def merge_outputs(
 
 
 def shapes_of(output: Mapping[str, Any]) -> Shapes:
-    """The shapes of an output's tensors."""
     return {
         name: pytree.tree_map(lambda leaf: tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else leaf, value)
         for name, value in output.items()

@@ -192,8 +192,7 @@ class LazyPlaceholder(torch.Tensor):
 
     While a model generates, the shapes of attention weights and position biases change with every token. Working them
     out takes a run of the unit's meta copy, and hardly ever does anybody look at them on a stage that was not sent the
-    value.
-    """
+    value."""
 
     _make: Callable[[], torch.Tensor]
     _made: torch.Tensor | None

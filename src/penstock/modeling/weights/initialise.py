@@ -1,7 +1,4 @@
-"""A model of which only some stages have weights: from a configuration, as the whole model would be initialised.
-
-`stage_loading` does the same from a checkpoint.
-"""
+"""A model of which only some stages have weights, from a configuration, as the whole model would be initialised."""
 
 from __future__ import annotations
 
@@ -24,10 +21,8 @@ from penstock.modeling.weights.whole import Sharding, leave_shards
 
 
 class Scratch:
-    """One block of memory in which every temporary is made in turn.
-
-    Temporaries of every size between weights that stay would leave the allocator's heap full of holes.
-    """
+    """One block of memory in which every temporary is made in turn: those of every size, between weights that stay,
+    would leave the allocator's heap full of holes."""
 
     def __init__(self) -> None:
         self._block = torch.empty(0, dtype=torch.uint8)
@@ -48,12 +43,8 @@ DRAWN_IN_PLACE = frozenset(
 
 
 def resolve_model_class(config: PretrainedConfig, model_class: type | None = None) -> type[PreTrainedModel]:
-    """The class to build for `config`.
-
-    Args:
-        model_class: a model class, an auto class (`AutoModelForCausalLM`), or None for the first of
-            `config.architectures`, which is the class that wrote the checkpoint.
-    """
+    """The class to build for `config`: of a model class itself, of an auto class (`AutoModelForCausalLM`) its choice,
+    for None the first of `config.architectures`, which is the class that wrote the checkpoint."""
     if model_class is None:
         names = config.architectures or []
         found = getattr(transformers, names[0], None) if names else None
@@ -92,10 +83,9 @@ def init_stage(
 
     Its parameters and buffers equal, bit for bit, those of `model_class._from_config(config)` (what an auto class's
     `from_config` calls) after `torch.manual_seed(seed)`, built on the CPU; so does the state of torch's generator
-    afterwards. Parameters outside every unit are held by all stages.
+    afterwards. Without a seed the generator goes on. Parameters outside every unit are held by all stages.
 
     Args:
-        seed: None continues the generator where it is.
         tensor_parallel: how the whole model is sharded. Of each weight that is, only this rank's shard is kept, for
             `TensorParallel.apply` to put in its place; the model shows a meta tensor there until then.
         kwargs: as for `model_class._from_config`, for example `dtype` or `attn_implementation`.
@@ -243,12 +233,8 @@ class Numbering:
 def numbering_parameters(
     keep: Collection[int] | None = None, sharded: Mapping[int, Sharding] | None = None, keeper: Any = None
 ) -> Iterator[Numbering]:
-    """Inside, parameters are numbered as they are registered.
-
-    Args:
-        keep: the numbers that stay as they are; others move to meta when they are registered. None: all stay.
-        sharded: how those are sharded that move to meta, but of which `keeper` keeps a shard.
-    """
+    """Inside, parameters are numbered as they are registered. Those with numbers not in `keep` move to the meta device
+    then (None: all stay); of those that are `sharded`, `keeper` keeps a shard."""
     original = nn.Module.register_parameter
     numbering = Numbering()
 

@@ -1,10 +1,9 @@
 """Loading the weights of some stages from a checkpoint, through transformers' own `from_pretrained`.
 
 transformers renames keys and fuses weights (experts, projections) while it loads, so a checkpoint's names say little
-about the model's. Therefore nothing here reads files. The model is built whole on the meta device; its `state_dict`
-shows transformers only the names this rank holds, so that all others are never read; the rest of the
-machinery (initialising what the checkpoint lacks, tying) then sees the whole model again and does what it always does.
-"""
+about the model's. The model is built whole on the meta device; its `state_dict` shows transformers only the names this
+rank holds, so that all others are never read; the rest of the machinery (initialising what the checkpoint lacks, tying)
+then sees the whole model again and does what it always does."""
 
 from __future__ import annotations
 
@@ -69,10 +68,7 @@ def load_stage(
             checkpoint, one at a time, and only this rank's shard is kept.
         adapt: is given the model, where what other stages have is still there on the meta device, and returns it with
             adapters in it, or a PeftModel around it.
-        kwargs: as for `model_class.from_pretrained`. `device_map` may name one device.
-
-    Raises:
-        whatever `from_pretrained` raises.
+        kwargs: as for `model_class.from_pretrained`, which says what is raised. `device_map` may name one device.
     """
     refuse_arguments(kwargs)
     kwargs.pop("output_loading_info", None)

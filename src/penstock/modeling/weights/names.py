@@ -23,9 +23,6 @@ def unit_of(name: str, units: Collection[str]) -> str | None:
 
 
 def foreign_units(stages: Sequence[Sequence[str]], local_stages: Collection[int]) -> list[str]:
-    """The units of all stages but `local_stages`."""
-    if unknown := sorted(set(local_stages) - set(range(len(stages)))):
-        raise ValueError(f"local_stages has {unknown}, but there are {len(stages)} stages")
     return [unit for stage, units in enumerate(stages) if stage not in local_stages for unit in units]
 
 
@@ -42,21 +39,16 @@ def strip_foreign(model: nn.Module, stages: Sequence[Sequence[str]], local_stage
 
 
 def stage_sizes(model: nn.Module, stages: Sequence[Sequence[str]]) -> list[int]:
-    """For each stage the elements of the parameters it holds: those of its units, and those outside of all units.
-
-    A tied weight counts once on each stage that holds it, so the sum may exceed the model's size.
-    """
+    """For each stage the elements of the parameters it holds: those of its units, and those outside of all units. A
+    tied weight counts once on each stage that holds it, so the sum may exceed the model's size."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     held = [held_names(parameters, stages, [stage]) for stage in range(len(stages))]
     return [sum(parameter.numel() for parameter in {parameters[name] for name in names}) for names in held]
 
 
 def alias_groups(model: nn.Module) -> list[tuple[str, ...]]:
-    """Names of the unsplit model's parameters, those that are one and the same parameter together.
-
-    In a model without ghosts identity decides. Where a name belongs to a ghost, transformers' own list of ties
-    (`all_tied_weights_keys`) does, as the parameter is not there.
-    """
+    """Names of the unsplit model's parameters, those that are one and the same parameter together. Identity decides;
+    where a name belongs to a ghost, transformers' own list of ties, as the parameter is not there."""
     names = all_parameter_names(model)
     parent = {name: name for name in names}
 

@@ -40,7 +40,6 @@ def tensors_of(module: nn.Module) -> dict[nn.Parameter, list[torch.Tensor]]:
 
 
 def tensor_parallel_of(model: nn.Module) -> Any:
-    """How a model's weights are sharded; None if they are not."""
     return known_of(model).tensor_parallel
 
 
@@ -64,11 +63,9 @@ def whole_shape(model: nn.Module, name: str, tensor: torch.Tensor) -> tuple[int,
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """A parameter sharded along one dimension; of `blocks` fused weights, each is sharded by itself.
-
-    GPT-2's `c_attn` fuses queries, keys and values along its columns (`Shard(1, blocks=3)`): a rank holds the
-    columns of its own heads from each of the three.
-    """
+    """A parameter sharded along one dimension; of `blocks` fused weights, each is sharded by itself: GPT-2's `c_attn`
+    fuses queries, keys and values along its columns (`Shard(1, blocks=3)`), and a rank holds the columns of its own
+    heads from each of the three."""
 
     dim: int
     blocks: int = 1
@@ -96,13 +93,11 @@ class Sharding:
         return torch.cat(blocked, dim + 1).reshape(shape)
 
     def shape(self, whole: Sequence[int], count: int) -> list[int]:
-        """The shape of a shard."""
         shape = list(whole)
         shape[self.dim % len(shape)] //= count
         return shape
 
     def whole_shape(self, part: Sequence[int], count: int) -> list[int]:
-        """The shape of the whole, from that of a shard."""
         shape = list(part)
         shape[self.dim % len(shape)] *= count
         return shape

@@ -2,11 +2,9 @@
 
 Shapes, types and gradient flags of what crosses follow from the microbatch's own input shapes, from autocast and from
 which parameters are trainable in the stages beneath. The first microbatch with a new combination is preceded by a
-header; both sides remember it, so later receives are posted ahead with no message about shapes.
-
-A receive is posted when `post` is called, at the latest when its message is taken. With gloo the boundaries also post
-by themselves, as far ahead as there is room; see `P2PChannels.receives_ahead`.
-"""
+header; both sides remember it, so later receives are posted ahead with no message about shapes: when `post` is called,
+at the latest when the message is taken, and with gloo as far ahead as there is room; see
+`P2PChannels.receives_ahead`."""
 
 from __future__ import annotations
 
@@ -100,10 +98,8 @@ class Boundaries:
 
 
 class LocalBoundary:
-    """A boundary between two stages of this rank, whose values are handed over in memory.
-
-    Has the methods of `BoundaryAbove` for the stage beneath it and those of `BoundaryBelow` for the other.
-    """
+    """A boundary between two stages of this rank, whose values are handed over in memory. Has the methods of
+    `BoundaryAbove` for the stage beneath it and those of `BoundaryBelow` for the other."""
 
     def __init__(self) -> None:
         self._activations: dict[int, Sequence[torch.Tensor]] = {}
@@ -139,13 +135,9 @@ class LocalBoundary:
 
 
 class _RemoteBoundary:
-    """A boundary between a stage of this rank and one of another rank.
-
-    Args:
-        boundary: it lies between the stages `boundary` and `boundary + 1`.
-        upper: whether this rank holds the stage above it.
-        with_loss: whether losses come down over it, as the rank beneath has not seen them.
-    """
+    """A boundary between a stage of this rank and one of another rank, between the stages `boundary` and `boundary +
+    1`. `upper`: whether this rank holds that above it; `with_loss`: whether losses come down over it, as the rank
+    beneath has not seen them."""
 
     def __init__(
         self,
@@ -185,8 +177,6 @@ class _RemoteBoundary:
 
 
 class BoundaryBelow(_RemoteBoundary):
-    """The boundary below a stage of this rank, with another rank's stage beneath it."""
-
     # Of the activations whose receives are posted.
     _expected: deque[_Values]
 
@@ -252,8 +242,6 @@ class BoundaryBelow(_RemoteBoundary):
 
 
 class BoundaryAbove(_RemoteBoundary):
-    """The boundary above a stage of this rank, with another rank's stage on top of it."""
-
     # What was sent and not answered, by microbatch.
     _sent: dict[int, _Values]
     # Losses whose receives are not posted yet.
@@ -314,7 +302,6 @@ class BoundaryAbove(_RemoteBoundary):
         self._gradients.post_receive(values.gradient_buffers())
 
     def post_loss(self) -> None:
-        """Post the receive of the next loss."""
         assert self._losses is not None
         self._losses_unposted -= 1
         self._losses.post_receive([torch.empty((), dtype=LOSS_DTYPE, device=self._device)])
@@ -349,15 +336,12 @@ class _Values:
         self._gradient_buffers = [_maker(spec, device) for spec in gradients]
 
     def buffers(self) -> list[torch.Tensor]:
-        """Buffers to receive it into."""
         return list(map(call, self._buffers))
 
     def gradient_buffers(self) -> list[torch.Tensor]:
-        """Buffers to receive what comes back into."""
         return list(map(call, self._gradient_buffers))
 
     def fit(self, tensors: Iterable[torch.Tensor]) -> bool:
-        """Whether `tensors` are what this describes."""
         return list(map(_spec_of, tensors)) == self.specs
 
 
@@ -371,7 +355,6 @@ class _Signatures:
         self.numbers: list[int] = []
 
     def begin(self, signatures: Iterable[Hashable]) -> None:
-        """Number a step's signatures."""
         if len(self._known) >= MAX_SIGNATURES:
             self._known.clear()
             self.learned.clear()

@@ -73,10 +73,7 @@ class _Works:
 
 class P2PChannel:
     """This rank's end of one kind of message over the boundary between the stages `boundary` and `boundary + 1`.
-
-    Attributes:
-        posted: the receives that were posted and not waited for yet, each with its buffers.
-    """
+    `posted` are the receives that were posted and not waited for yet, each with its buffers."""
 
     __slots__ = (
         "_channels",
@@ -176,19 +173,17 @@ class P2PChannel:
         del self._send, self._send_each, self._recv, self._recv_each
 
     def _lost(self, doing: str, error: RuntimeError) -> Exception:
-        """The error of a transfer that failed.
-
-        Whoever asks for it holds no work and no method of the group, as these keep connections open on which neighbours
-        wait. What finished frames hold is dropped by the board.
-        """
+        """The error of a transfer that failed. Whoever asks for it holds no work and no method of the group, as these
+        keep connections open on which neighbours wait. What finished frames hold is dropped by the board."""
         return self._channels.board.lost_connection(f"{doing} {self.name}", [self._peer], error)
 
 
 class P2PChannels:
     """The channels of one rank.
 
-    `group_for(boundary, kind)` gives the process group of a channel, `peer_of(stage)` the global rank that holds a
-    stage.
+    Args:
+        group_for: gives the process group of a boundary and a kind of message.
+        peer_of: gives the global rank that holds a stage.
 
     Attributes:
         sends_ahead: see `SENDS_AHEAD`; no fewer than the schedule under way needs.
@@ -219,11 +214,9 @@ class P2PChannels:
         self.labels = False
 
     def channel(self, boundary: int, kind: Message, upper: bool, peer: int | None = None) -> P2PChannel:
-        """The channel of `kind` over `boundary`; `upper` if this rank holds the stage above it, `boundary + 1`.
-
-        Results cross no boundary: in its place stands the pipeline rank that they are for, and `peer` is the global
-        rank at the other end.
-        """
+        """The channel of `kind` over `boundary`; `upper` if this rank holds the stage above it. Results cross no
+        boundary: in its place stands the pipeline rank that they are for, and `peer` is the global rank at the other
+        end."""
         channel = self._channels.get((boundary, kind))
         if channel is None:
             if peer is None:
@@ -233,10 +226,8 @@ class P2PChannels:
         return channel
 
     def warm_up(self, boundaries: Iterable[int], stages: Collection[int]) -> None:
-        """Send one number over each of `boundaries`, down and up again, in one order on all ranks.
-
-        Every rank of the pipeline calls this with the boundaries between stages of different ranks, and its own stages.
-        """
+        """Send one number over each of `boundaries` between stages of different ranks, down and up again, in one order
+        on all ranks. Every rank of the pipeline calls this, with its own stages."""
         for boundary in boundaries:
             if boundary not in stages and boundary + 1 not in stages:
                 continue
@@ -257,7 +248,6 @@ class P2PChannels:
             channel.release(keep)
 
     def clear(self) -> None:
-        """Forget everything under way, and the groups."""
         for channel in self._channels.values():
             channel.clear()
         self._channels.clear()

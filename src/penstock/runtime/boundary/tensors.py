@@ -1,8 +1,5 @@
-"""Tensors of unknown shape between two ranks: a header of fixed size says what follows, then the payload.
-
-Used where shapes are not known beforehand: the first microbatch of a new signature, the first message of a new kind in
-generation.
-"""
+"""Tensors of unknown shape between two ranks: a header of fixed size says what follows, then the payload. For the first
+microbatch of a new signature, and the first message of a new kind in generation."""
 
 from __future__ import annotations
 

@@ -13,8 +13,6 @@ from penstock.runtime.gradients.weight_gradients import WeightGradientQueues
 
 
 class Gradients:
-    """The gradients of the parameters that one rank holds."""
-
     def __init__(self, held: Sequence[HeldParameter], context: RankContext):
         layout, rank = context.layout, context.rank
         self.parameters = [one.parameter for one in held]
@@ -27,7 +25,6 @@ class Gradients:
         self.norm = GradientNorm(held, context)
 
     def begin(self, loss_scale: float) -> None:
-        """Before a step's first backward."""
         self.reducer.begin()
         # An interrupt in an earlier step may have left some.
         self.queues.clear()

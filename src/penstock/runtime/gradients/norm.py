@@ -14,26 +14,18 @@ from penstock.runtime.gradients.ownership import HeldParameter
 
 
 class GradientNorm:
-    """Norms over all ranks' gradients; every rank of the layout makes the same calls.
-
-    `held` is what this rank holds.
-    """
+    """Norms over all ranks' gradients; every rank of the layout makes the same calls. `held` is what this rank
+    holds."""
 
     def __init__(self, held: Sequence[HeldParameter], context: RankContext):
         self._parameters = [parameter.parameter for parameter in held]
         self._held, self._context = held, context
 
     def clip(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> torch.Tensor:
-        """Scale this rank's gradients so that the whole model's norm is at most `max_norm`.
+        """Scale this rank's gradients so that the whole model's norm is at most `max_norm`; see `total`.
 
-        The norm is the same on every rank to the last bit, so replicas stay equal.
-
-        Returns the norm before clipping: a tensor of shape ().
-
-        Raises:
-            ValueError: `max_norm` is negative or `norm_type` is not positive.
-            RuntimeError: the norm is not finite and `error_if_nonfinite`. All ranks raise.
-        """
+        Returns the norm before clipping: a tensor of shape (), the same on every rank to the last bit, so replicas stay
+        equal. ValueError: `max_norm` is negative or `norm_type` is not positive."""
         if max_norm < 0 or not norm_type > 0:
             raise ValueError(
                 f"max_norm must not be negative and norm_type must be positive, got {max_norm} and {norm_type}"
@@ -45,11 +37,8 @@ class GradientNorm:
     def total(
         self, norm_type: float, error_if_nonfinite: bool, held: Sequence[HeldParameter] | None = None
     ) -> torch.Tensor:
-        """`of_all` in the type that clipping returns, float64 or float32.
-
-        Raises:
-            RuntimeError: the norm is not finite and `error_if_nonfinite`. All ranks raise.
-        """
+        """`of_all` in the type that clipping returns, float64 or float32. If it is not finite and `error_if_nonfinite`,
+        all ranks raise RuntimeError."""
         norm = self.of_all(norm_type, held)
         if error_if_nonfinite and not bool(torch.isfinite(norm)):
             raise RuntimeError(
@@ -76,15 +65,12 @@ class GradientNorm:
         # The sum runs over ranks and over very unlike tensors: float64 keeps it independent of their order in practice.
         total = torch.zeros((), dtype=torch.float64, device=self._context.device)
         if gradients:
-            norms = _norms(gradients, norm_type)
+            norms = torch.stack([norm.to(torch.float64) for norm in torch._foreach_norm(gradients, norm_type)])
             total = norms.max() if largest else norms.pow(norm_type).sum()
-        self._reduce(total, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, "computing the gradient norm")
+        with self._context.board.guard("computing the gradient norm", self._context.everyone):
+            operation = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
+            dist.all_reduce(total, operation, group=self._context.groups.world)
         return total if largest else total.pow(1.0 / norm_type)
-
-    def _reduce(self, value: torch.Tensor, operation: dist.ReduceOp.RedOpType, doing: str) -> None:
-        """Over all ranks, in place."""
-        with self._context.board.guard(doing, self._context.everyone):
-            dist.all_reduce(value, operation, group=self._context.groups.world)
 
 
 def _place(gradient: torch.Tensor) -> tuple[Any, ...]:
@@ -92,8 +78,3 @@ def _place(gradient: torch.Tensor) -> tuple[Any, ...]:
     if gradient.layout is not torch.strided:
         return (id(gradient),)
     return gradient.untyped_storage()._cdata, gradient.storage_offset(), gradient.numel()
-
-
-def _norms(gradients: list[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """The norm of each gradient: shape (number of gradients,), float64."""
-    return torch.stack([norm.to(torch.float64) for norm in torch._foreach_norm(gradients, norm_type)])

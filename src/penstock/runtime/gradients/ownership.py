@@ -18,7 +18,6 @@ class HeldParameter:
 
     Attributes:
         name: its first name in the unsplit model (a tied weight has several).
-        parameter: the object in the model.
         ranks: the global ranks that hold a copy, ascending.
         sharded: whether each rank of a tensor-parallel group holds another slice of it.
         owners: with a sharded optimizer those of `ranks` that keep its state and update it; otherwise all do.
@@ -41,7 +40,6 @@ class HeldParameter:
 
     @property
     def digest(self) -> int:
-        """A number that stands for its name."""
         return zlib.crc32(self.name.encode()) * 0x9E3779B97F4A7C15
 
     def vote(self, rank: int, among: tuple[int, ...]) -> int:
@@ -58,15 +56,14 @@ def find_holders(
     partial: Collection[str] = (),
 ) -> tuple[list[HeldParameter], set[tuple[int, ...]]]:
     """The local parameters with their holders, in an order all ranks share, and every set of several holders there is.
+    A parameter outside every unit is held by all ranks.
 
     Args:
         aliases: every parameter of the unsplit model as the tuple of its names, in the model's order.
         local: the parameters this rank holds, by each of their names.
         sharded: names of those of which each rank of a tensor-parallel group holds another slice.
-        partial: names of those that these ranks hold whole, but of whose gradient each has only a part: all of them
-            are holders, so that the parts are summed.
-
-    A parameter outside every unit is held by all ranks.
+        partial: names of those that these ranks hold whole, but of whose gradient each has only a part: all of them are
+            holders, so that the parts are summed.
     """
     units = set(layout.units)
     held: list[HeldParameter] = []

@@ -69,10 +69,13 @@ class ReductionReport:
 class GradientReducer:
     """Sums this rank's gradients with those of the other holders, once for each step that is not under `no_sync`.
 
-    `holders` pairs each local parameter, in forward order, with the global ranks that hold it. `awaits` says of a
-    parameter whether a part of its gradient was deferred, `at_end` of ranks whether what they share is to be summed
-    after the last message of a step, and `all_at_end` whether everything of this rank is. `owners` are the ranks that
-    want a parameter's sum, by its id, where not all holders do: the others have no gradient then.
+    Args:
+        holders: each local parameter, in forward order, with the global ranks that hold it.
+        awaits: says of a parameter whether a part of its gradient was deferred.
+        at_end: says of ranks whether what they share is to be summed after the last message of a step; `all_at_end`,
+            whether everything of this rank is.
+        owners: the ranks that want a parameter's sum, by its id, where not all holders do: the others have no gradient
+            then.
     """
 
     def __init__(
@@ -229,7 +232,6 @@ class GradientReducer:
             bucket.works.clear()
 
     def remove_hooks(self) -> None:
-        """Remove the hooks from the parameters."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -280,7 +282,6 @@ class Bucket:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the gradients."""
         return sum(parameter.numel() * parameter.element_size() for parameter in self.parameters)
 
     def __str__(self) -> str:

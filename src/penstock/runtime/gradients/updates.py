@@ -41,7 +41,6 @@ class UpdateWatch:
             self._usual = changed
 
     def end_step(self) -> None:
-        """A training step ended."""
         self._versions = list(map(_version, self._parameters))
 
     @property
@@ -50,7 +49,6 @@ class UpdateWatch:
         return not self.changed()
 
     def state(self) -> Update:
-        """What has happened since the last step's end."""
         if not self._usual:
             return Update.UNKNOWN
         changed = self.changed()

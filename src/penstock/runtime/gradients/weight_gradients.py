@@ -20,10 +20,8 @@ from penstock.modeling.instrumentation import plain_class
 
 
 def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """`function.apply` without its Python, which looks for transforms of torch.func and default arguments first.
-
-    That takes longer than the call itself. Neither is possible where this is used.
-    """
+    """`function.apply` without its Python, which looks for transforms of torch.func and default arguments first: that
+    takes longer than the call itself. Neither is possible where this is used."""
     apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]  # of torch's C base
     return apply
 
@@ -36,10 +34,8 @@ LEAST_WEIGHT = 2**20, 2**16
 
 
 class Deferred(NamedTuple):
-    """A weight gradient still to be computed, and the parameters it is for.
-
-    `compute` adds it to their `.grad`. It runs without gradient mode.
-    """
+    """A weight gradient still to be computed, and the parameters it is for. `compute` adds it to their `.grad`, and
+    runs without gradient mode."""
 
     parameters: tuple[torch.Tensor, ...]
     compute: Callable[[], None]
@@ -151,9 +147,7 @@ def _deferrable(model: nn.Module, without: nn.Module | None = None) -> Iterator[
 
 def deferring_pays(model: nn.Module, device: torch.device) -> bool:
     """Whether ranks gain more by putting off weight gradients than the layers' own Python takes; the same on all ranks.
-
-    It does not under gradient checkpointing, where what is kept for a weight gradient is more than all else.
-    """
+    They do not under gradient checkpointing, where what is kept for a weight gradient is more than all else."""
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         return False
     sizes = [module.weight.numel() for module in _deferrable(model) if module.weight.requires_grad]
@@ -186,11 +180,8 @@ def make_forward(queues: WeightGradientQueues, transposed: bool) -> Callable[[An
 
 
 class _DeferringLinear(torch.autograd.Function):
-    """y = x w^T + b, or x w + b if transposed, in the dtype of x, as autocast would compute it.
-
-    `deferral` is (queues, transposed, weight, bias): the parameters themselves, as a checkpoint gives back copies of
-    what was saved.
-    """
+    """y = x w^T + b, or x w + b if transposed, in the dtype of x, as autocast would compute it. `deferral` is (queues,
+    transposed, weight, bias): the parameters themselves, as a checkpoint gives back copies of what was saved."""
 
     @staticmethod
     def forward(
@@ -238,7 +229,6 @@ _apply = direct_apply(_DeferringLinear)
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` as a matrix of its last dimension's vectors."""
     return tensor.flatten(0, -2) if tensor.dim() > 1 else tensor.unsqueeze(0)
 
 
