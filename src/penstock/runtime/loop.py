@@ -86,7 +86,8 @@ class TrainingLoop(Iterator[Any]):
             raise StopIteration
         if self._outputs is None:
             self._over = True  # should a signal or another step under way prevent it
-            self._outputs = self._open()
+            self._opened.begin(self._step)
+            self._outputs = self._run()
             self._over = False
         interrupts = self._interrupts
         interrupts.busy = True
@@ -134,10 +135,6 @@ class TrainingLoop(Iterator[Any]):
         except Exception as error:
             logger.warning("%s", error)
         self._end(deliver=False)
-
-    def _open(self) -> Generator[Any, None, None]:
-        self._opened.begin(self._step)
-        return self._run()
 
     def _end(self, deliver: bool = True) -> None:
         self._over = True

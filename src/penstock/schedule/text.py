@@ -7,8 +7,6 @@ too. Blank cells (bubbles) and torch's ``0REDUCE_GRAD`` are passed over: the red
 
 from __future__ import annotations
 
-import csv
-import io
 import re
 import zlib
 from collections.abc import Callable, Sequence
@@ -28,21 +26,14 @@ Rows = Sequence[str | Sequence[str]]
 
 def format_schedule(schedule: Schedule) -> str:
     """`schedule` as CSV text that `parse_schedule` and torch's loader of compute-only schedules read."""
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(
-        [_format_cell(action, schedule.splits_backward) for action in actions] for actions in schedule.actions
-    )
-    return text.getvalue()
+    names = {kind: "I" if schedule.splits_backward and kind is Kind.B else kind.value for kind in Kind}
+    rows = ([f"{stage}{names[kind]}{microbatch}" for kind, stage, microbatch in row] for row in schedule.actions)
+    return "".join(",".join(row) + "\n" for row in rows)
 
 
 def summary(schedule: Schedule) -> str:
     """A line that tells two schedules apart: the name and a checksum of all actions."""
     return f"{schedule.name} [{zlib.crc32(format_schedule(schedule).encode()):08x}]"
-
-
-def _format_cell(action: Action, splits_backward: bool) -> str:
-    kind = "I" if splits_backward and action.kind is Kind.B else action.kind.value
-    return f"{action.stage}{kind}{action.microbatch}"
 
 
 def parse_schedule(source: str | Rows, name: str = "custom") -> Schedule:

@@ -229,7 +229,8 @@ class DataFlow(TorchDispatchMode):
             self.branches_on_loss |= of_loss and args[0].dtype == torch.bool
         if torch.Tag.nondeterministic_seeded in func.tags:
             sources |= {Drawn(str(func))}
-        elif _compares_with_nothing(func, args):
+        elif func is torch.ops.aten.lt.Scalar and isinstance(args[1], (int, float)) and args[1] <= 0:
+            # Whether something is below a probability of zero, which no uniform number is.
             sources = frozenset(s for s in sources if not (isinstance(s, Drawn) and s.name.startswith(_UNIFORM)))
         selectors = _selectors(func, args)
         if selectors:
@@ -265,11 +266,6 @@ _LINEAR = frozenset({
 })  # fmt: skip
 # Draws from 0 to 1.
 _UNIFORM = "aten.rand."
-
-
-def _compares_with_nothing(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether an operation asks if something is below a probability of zero, which no uniform number is."""
-    return func is torch.ops.aten.lt.Scalar and isinstance(args[1], (int, float)) and args[1] <= 0
 
 
 def _selectors(func: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:

@@ -142,7 +142,8 @@ def _guess(model: nn.Module, batch: int, tokens: int) -> dict[str, Any]:
     if main not in parameters and not isinstance(model, PreTrainedModel):
         names = names[1:]
     # A model of two inputs (an image and a text, a document and its boxes) takes both.
-    names += [name for name in ("input_ids", "pixel_values") if name in parameters and _is_two_tower(model)]
+    if hasattr(config, "vision_config") and not hasattr(config, "image_token_id"):
+        names += [name for name in ("input_ids", "pixel_values") if name in parameters]
     dtype = dtype_of(model)
     for name in dict.fromkeys(names):
         made = _made(name, config, batch, tokens)
@@ -160,11 +161,6 @@ def _most_positions(config: Any) -> int | None:
     return min((limit for limit in limits if limit), default=None)
 
 
-def _is_two_tower(model: nn.Module) -> bool:
-    config = getattr(model, "config", None)
-    return hasattr(config, "vision_config") and not hasattr(config, "image_token_id")
-
-
 def _made(name: str, config: Any, batch: int, tokens: int) -> Any:
     if name in ("pixel_values", "pixel_values_videos"):
         frames = _number(config, "num_frames")
@@ -178,7 +174,8 @@ def _made(name: str, config: Any, batch: int, tokens: int) -> Any:
     if name == "input_values":
         return torch.zeros(batch, 8000)
     if name == "flattened_patches":  # each patch's row and column, and its pixels
-        return torch.ones(batch, tokens, 2 + (_number(config, "patch_embed_hidden_size") or _patch_elements(config)))
+        elements = (_number(config, "patch_size") or 16) ** 2 * (_number(config, "num_channels") or 3)
+        return torch.ones(batch, tokens, 2 + (_number(config, "patch_embed_hidden_size") or elements))
     if name == "bbox":
         return torch.zeros(batch, tokens, 4, dtype=torch.long)
     if name.endswith("mask"):
@@ -199,10 +196,6 @@ def _ids(config: Any, batch: int, tokens: int) -> torch.Tensor:
     if end is not None:
         ids[:, -1] = end
     return ids
-
-
-def _patch_elements(config: Any) -> int:
-    return (_number(config, "patch_size") or 16) ** 2 * (_number(config, "num_channels") or 3)
 
 
 def _image_size(config: Any) -> tuple[int, int]:

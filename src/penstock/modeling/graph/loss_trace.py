@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from penstock.modeling.graph.chunked_loss import ChunkedLogits
 from penstock.modeling.graph.dataflow import NOTHING, DataFlow, Given, Reduced, Selected, Sources
-from penstock.modeling.graph.loss import CLASS_LOSSES, LOSS_FUNCTIONS, NUM_ITEMS, LossRule, LossTerm, batch_size
+from penstock.modeling.graph.loss import CLASS_LOSSES, NUM_ITEMS, LossRule, LossTerm, batch_size
 
 # Arguments that hold what a loss compares with: `labels`, `next_sentence_label`, `start_positions`, `target_values`.
 LABEL_NAMES = ("label", "target", "start_positions", "end_positions", "positions")
@@ -51,10 +51,7 @@ class LossTrace:
         # What the result of each was computed from.
         self._made_of: list[Sources] = []
 
-    def observers(self) -> dict[Callable[..., Any], Callable[..., None]]:
-        return dict.fromkeys(LOSS_FUNCTIONS, self._observe)
-
-    def _observe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    def observe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         bound = inspect.signature(func).bind(*args, **kwargs)
         bound.apply_defaults()
         self.in_chunks |= isinstance(bound.arguments.get("input"), ChunkedLogits)
@@ -126,7 +123,8 @@ class LossTrace:
             return LossTerm("samples"), f"{label} weighs classes, so its mean is over class weights"
         if func is functional.ctc_loss:  # each sample's by the length of its target, and of these the mean
             return LossTerm("samples"), ""
-        prediction, target = _operands(arguments)
+        # The first two tensors: what was predicted, and what it is compared with.
+        prediction, target, *_ = (value for value in arguments.values() if isinstance(value, torch.Tensor))
         selected = any(isinstance(source, Selected) for source in self._flow.sources((prediction, target)))
         if func in CLASS_LOSSES and (selected or not target.is_floating_point()):
             return self._class_term(label, arguments.get("ignore_index", -100), prediction, target)
@@ -213,9 +211,3 @@ _SELECTED = "{} is given elements selected by their values"
 def _given(sources: Sources) -> list[str]:
     """The names of the arguments among sources, sorted."""
     return sorted({source.name for source in sources if isinstance(source, Given)})
-
-
-def _operands(arguments: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first two tensors among a loss function's arguments: what was predicted, and what it is compared with."""
-    tensors = [value for value in arguments.values() if isinstance(value, torch.Tensor)]
-    return tensors[0], tensors[1]

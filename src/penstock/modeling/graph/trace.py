@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from itertools import chain
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,7 +30,7 @@ from penstock.modeling.graph.dataflow import (
     Value,
     on_meta,
 )
-from penstock.modeling.graph.loss import CriterionError, LossRule, loss_by
+from penstock.modeling.graph.loss import LOSS_FUNCTIONS, CriterionError, LossRule, loss_by
 from penstock.modeling.graph.loss_trace import LossTrace, label_placeholder
 from penstock.modeling.graph.shapes import OutputShape, ShapeFunctions, flatten
 from penstock.modeling.instrumentation import Intercepted, Interceptor
@@ -164,8 +164,13 @@ def trace(
         all_restored(generators_in_use()),
         real_outside(model, functions) as buffers,
     ):
-        arguments = {name: _placeholder(name, value) for name, value in inputs.items()}
-        planner = _Planner(model, functions, floating, _device_of(arguments), head)
+        arguments = {
+            name: narrow_copy(value) if isinstance(value, Cache) else map_tensors(label_placeholder, name, value)
+            for name, value in inputs.items()
+        }
+        tensors = (leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor))
+        device = next((tensor.device for tensor in tensors if not tensor.is_meta), torch.device("cpu"))
+        planner = _Planner(model, functions, floating, device, head)
         flow = planner.flow
         _mark_tensors(model, functions, flow)
         named = named_tensors(arguments)
@@ -174,7 +179,7 @@ def trace(
         losses = LossTrace({**arguments, **named}, flow, batch_dim or {})
         interceptor.handler = planner
         try:
-            with flow, ReadObserver(flow, losses.observers()):
+            with flow, ReadObserver(flow, dict.fromkeys(LOSS_FUNCTIONS, losses.observe)):
                 output = (call or model)(**{n: value for n, value in arguments.items() if n not in for_criterion})
                 loss = loss_by(criterion, output, arguments)
                 _refuse_changed(buffers, flow)
@@ -351,19 +356,6 @@ def _refuse_unknown(unit: str, leaves: Sequence[Any]) -> None:
             raise Untraceable(f"the unit {unit} returns a {type(leaf).__name__}, whose tensors cannot be followed")
 
 
-def _placeholder(name: str, value: Any) -> Any:
-    if isinstance(value, Cache):
-        return narrow_copy(value)
-    return map_tensors(label_placeholder, name, value)
-
-
-def _device_of(inputs: Mapping[str, Any]) -> torch.device:
-    for leaf in pytree.tree_leaves(dict(inputs)):
-        if isinstance(leaf, torch.Tensor) and not leaf.is_meta:
-            return leaf.device
-    return torch.device("cpu")
-
-
 def _mark_tensors(model: nn.Module, functions: ShapeFunctions, flow: DataFlow) -> None:
     """Mark the tensors of units (not to be touched, as they are not on every stage) and those outside of units."""
     for prefix, module in model.named_modules():
@@ -383,12 +375,8 @@ def _refuse_changed(buffers: Iterable[_OutsideBuffer], flow: DataFlow) -> None:
             raise ChangedBuffer(name)
 
 
-class _OutsideBuffer(NamedTuple):
-    name: str
-    is_saved: bool
-    registry: dict[str, Any]
-    key: str
-    before: torch.Tensor
+# Its full name, whether it is saved, where it is, and its values before.
+_OutsideBuffer = tuple[str, bool, dict[str, Any], str, torch.Tensor]
 
 
 @contextmanager
@@ -408,9 +396,8 @@ def real_outside(model: nn.Module, functions: ShapeFunctions) -> Iterator[list[_
                     registry[name] = nn.Parameter(zeros, False) if isinstance(tensor, nn.Parameter) else zeros
                     if registry is module._buffers:
                         full = f"{prefix}.{name}" if prefix else name
-                        buffers.append(
-                            _OutsideBuffer(full, name not in module._non_persistent_buffers_set, registry, name, zeros)
-                        )
+                        is_saved = name not in module._non_persistent_buffers_set
+                        buffers.append((full, is_saved, registry, name, zeros))
     try:
         yield buffers
     finally:

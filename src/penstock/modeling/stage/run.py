@@ -47,8 +47,9 @@ class StageRun:
         self._early_exit, self._device, self._hand_over = early_exit, device, hand_over
         self._seed_generators: Callable[[int], None] | None = None
         self._seed = self._position = 0
-        self._head: str | None = None
-        self._chunk = 0
+        # The unit that makes its logits where a loss asks for them, of so many tokens at once.
+        self.head: str | None = None
+        self.chunk_tokens = 0
         self._sends: list[torch.Tensor | None] = [None] * plan.num_sent
         if plan.idle and hand_over is not None:
             hand_over(self.finished())
@@ -57,10 +58,6 @@ class StageRun:
         """Seed the random generators now, and before and after every unit, from the forward's seed."""
         seed_generators(mixed(seed, _START))
         self._seed_generators, self._seed = seed_generators, seed
-
-    def make_logits_in_chunks(self, head: str, tokens: int) -> None:
-        """Let the unit `head` make its logits where a loss asks for them, of so many tokens at once."""
-        self._head, self._chunk = head, tokens
 
     def finished(self) -> tuple[torch.Tensor, ...]:
         """The values to hand to the next stage, once its last unit has run."""
@@ -105,9 +102,9 @@ class StageRun:
         before = lengths(side_outputs()) if planned.side_sends else {}
         # Before the unit runs, as it may lengthen a cache on which shapes depend.
         expected = self._expected(planned.call, args, kwargs) if planned.call.output.assumed else None
-        if unit.name == self._head:
+        if unit.name == self.head:
             call = lambda hidden: unit.run(module, (hidden,), {})  # noqa: E731
-            return ChunkedLogits.of(module, call, _first(args, kwargs), self._chunk)
+            return ChunkedLogits.of(module, call, _first(args, kwargs), self.chunk_tokens)
         output = unit.run(module, args, kwargs)
         shape = planned.call.output
         if planned.sends or expected is not None:

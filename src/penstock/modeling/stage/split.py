@@ -171,8 +171,8 @@ class SplitModel:
 
     def head_in_chunks(self) -> nn.Module | None:
         """The unit whose logits are made in chunks in training, if any."""
-        name = None if self.loss_chunk_tokens is None else head_unit(self.model, self._forwards.units)
-        return None if name is None else self._forwards.units[name]
+        name = head_unit(self.model, self._forwards.units) if self.loss_chunk_tokens is not None else None
+        return self._forwards.units.get(name or "")
 
     @property
     def dtype(self) -> torch.dtype:
@@ -278,7 +278,7 @@ class SplitModel:
         run = self._stage_run(stage_plan, received, inputs, host_values=host_values)
         if plan.head is not None:
             assert self.loss_chunk_tokens is not None
-            run.make_logits_in_chunks(plan.head, self.loss_chunk_tokens)
+            run.head, run.chunk_tokens = plan.head, self.loss_chunk_tokens
         output = self._handled(run, evaluate, seed)
         return (None if stage < self.num_stages - 1 else output), run.finished()
 

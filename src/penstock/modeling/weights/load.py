@@ -129,15 +129,12 @@ def refuse_arguments(kwargs: dict[str, Any]) -> None:
         if kwargs.get(name) is not None:
             raise ValueError(f"{name} cannot be combined with pipeline stages; load without it")
     device_map = kwargs.get("device_map")
-    if not (device_map is None or isinstance(device_map, (int, torch.device)) or _names_a_device(device_map)):
-        raise ValueError(f"device_map must name one device when loading stages, but is {device_map!r}")
-
-
-def _names_a_device(text: Any) -> bool:
     try:
-        return isinstance(text, str) and torch.device(text).type != "meta"
-    except RuntimeError:
-        return False
+        one = device_map is None or torch.device(device_map).type != "meta"
+    except (RuntimeError, TypeError):
+        one = False
+    if not one:
+        raise ValueError(f"device_map must name one device when loading stages, but is {device_map!r}")
 
 
 def _stage_class(
