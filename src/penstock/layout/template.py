@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -57,29 +58,19 @@ class StageTemplate:
 
     def check_modules(self, label: str, modules: Sequence[str]) -> None:
         """Check that this template places `modules`, in forward order, each once, the outer ones at the ends."""
-        self._check_members(label, modules)
-        self._check_ends(modules)
-        self._check_order(label, modules)
-
-    def _check_members(self, label: str, modules: Sequence[str]) -> None:
-        placed = self.modules
-        count = dict.fromkeys(placed, 0)
-        for module in placed:
-            count[module] += 1
+        mismatch = f"Modules in the pipeline template do not match the modules in the model {label}"
+        count, position = Counter(self.modules), {module: index for index, module in enumerate(modules)}
         faults = {
             "missing from the template": [module for module in modules if module not in count],
-            "unknown to the model": [module for module in count if module not in set(modules)],
+            "unknown to the model": [module for module in count if module not in position],
             "duplicated": [
                 f"{module} (in stages {', '.join(map(str, self._stages_of(module)))})"
                 for module, times in count.items()
                 if times > 1
             ],
         }
-        found = [f"{kind}: {_shown(names)}" for kind, names in faults.items() if names]
-        if found:
-            raise ValueError(f"{_mismatch(label)}: {'; '.join(found)}.")
-
-    def _check_ends(self, modules: Sequence[str]) -> None:
+        if said := [f"{kind}: {_shown(names)}" for kind, names in faults.items() if names]:
+            raise ValueError(f"{mismatch}: {'; '.join(said)}.")
         first, last = end_modules(modules)
         for required, which, stage in ((first, "first", 0), (last, "last", self.num_stages - 1)):
             for module in required:
@@ -89,17 +80,13 @@ class StageTemplate:
                         f"The first (or last) stage must contain {module} module: it belongs in the {which} stage "
                         f"(stage {stage}), but is in stage {found}."
                     )
-
-    def _check_order(self, label: str, modules: Sequence[str]) -> None:
-        position = {module: index for index, module in enumerate(modules)}
-        placed = self.modules
         reordered = [
             f"{later} (stage {self._stages_of(later)[0]}) must come before {earlier}"
-            for earlier, later in pairwise(placed)
+            for earlier, later in pairwise(self.modules)
             if position[later] < position[earlier]
         ]
         if reordered:
-            raise ValueError(f"{_mismatch(label)}: reordered: {_shown(reordered)}.")
+            raise ValueError(f"{mismatch}: reordered: {_shown(reordered)}.")
 
     def _stages_of(self, module: str) -> list[int]:
         return [index for index, stage in enumerate(self.modules_per_stage) for name in stage if name == module]
@@ -187,10 +174,6 @@ def _checked_stages(modules_per_stage: Sequence[Sequence[str]]) -> tuple[tuple[s
             if not isinstance(name, str):
                 raise TypeError(f"Stage {index} must hold module names, but holds a {type(name).__name__}: {name!r}")
     return checked
-
-
-def _mismatch(label: str) -> str:
-    return f"Modules in the pipeline template do not match the modules in the model {label}"
 
 
 def _shown(names: Sequence[str]) -> str:

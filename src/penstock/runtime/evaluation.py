@@ -96,9 +96,6 @@ def share_output(output: Any, context: RankContext, form: Form | None = None) ->
         dist.broadcast(carried(tensor), source, group=group)
         return tensor
 
-    fields = pytree.tree_map(
-        lambda leaf: received(leaf) if isinstance(leaf, TensorSpec) else leaf,
-        dict(marked),
-        is_leaf=lambda leaf: isinstance(leaf, TensorSpec),
-    )
+    is_spec = lambda leaf: isinstance(leaf, TensorSpec)  # noqa: E731
+    fields = pytree.tree_map_only(TensorSpec, received, dict(marked), is_spec)
     return output_of(form or type(marked), fields)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import Any
@@ -39,14 +40,12 @@ def merge_outputs(
     outputs = [_without_caches(output) for output in outputs]
     if len(outputs) == 1:
         return output_of(kind, outputs[0])
-    known: list[Shapes] = []
+    shapes = None if grown is None else functools.cache(grown)
 
     def larger(path: Sequence[Any]) -> Any:
-        if grown is None:
+        if shapes is None:
             return None
-        if not known:
-            known.append(grown())
-        found: Any = known[0]
+        found: Any = shapes()
         for step in path:
             if step not in found and isinstance(step, str):  # the first microbatch lacks it
                 return None

@@ -325,8 +325,6 @@ class BoundaryAbove(_RemoteBoundary):
 class _Values:
     """What crosses a boundary for inputs of one signature, how much of it may be posted ahead, and what comes back."""
 
-    __slots__ = ("_buffers", "_gradient_buffers", "ahead", "gradients_ahead", "specs")
-
     def __init__(self, specs: Iterable[TensorSpec], device: torch.device, receives_ahead: int):
         self.specs = list(specs)
         gradients = [spec for spec in self.specs if spec.requires_grad]

@@ -75,20 +75,6 @@ class P2PChannel:
     """This rank's end of one kind of message over the boundary between the stages `boundary` and `boundary + 1`.
     `posted` are the receives that were posted and not waited for yet, each with its buffers."""
 
-    __slots__ = (
-        "_channels",
-        "_in_flight",
-        "_peer",
-        "_peer_in_group",
-        "_recv",
-        "_recv_each",
-        "_send",
-        "_send_each",
-        "_tag",
-        "name",
-        "posted",
-    )
-
     def __init__(self, channels: P2PChannels, boundary: int, kind: Message, group: dist.ProcessGroup, peer: int):
         self._channels = channels
         of_result = kind >= Message.RESULT_HEADER
