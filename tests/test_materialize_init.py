@@ -208,12 +208,6 @@ def test_a_weight_computed_from_another_stages_weight_is_refused_not_wrong() -> 
         init_stage(Copying, ToyConfig(), stages, [1], seed=1)
 
 
-def test_a_stage_that_does_not_exist_is_named() -> None:
-    model_class, config = configuration("gpt2")
-    with pytest.raises(ValueError, match=r"local_stages has \[2\], but there are 2 stages"):
-        init_stage(model_class, config, cut(list_units(meta_model(model_class, config)), 2), [2])
-
-
 def test_the_class_is_found_from_the_configuration_or_an_auto_class() -> None:
     config = transformers.GPT2Config()
     assert resolve_model_class(config, transformers.AutoModelForCausalLM) is transformers.GPT2LMHeadModel

@@ -191,17 +191,3 @@ def test_ghosts_tell_what_they_lack() -> None:
     SplitModel(model, cut(list_units(model), 2), [0])
     names = {name for name, _ in stripped_tensors(model)} | {name for name, _ in model.named_parameters()}
     assert names == {name for name, _ in FAMILIES["gpt2"].build().named_parameters(remove_duplicate=False)}
-
-
-@pytest.mark.parametrize(
-    ("stages", "local", "message"),
-    [
-        ([["transformer.wte"], ["transformer.nothing"]], [0], "transformer.nothing"),
-        ([["transformer.wte"], ["transformer.wte"]], [0], "again"),
-        ([["transformer.h.0"], ["transformer.h.0.mlp"]], [0], "part of"),
-        ([["transformer.wte"]], [1], "stages 0 to 0"),
-    ],
-)
-def test_impossible_placements_are_named(stages: list[list[str]], local: list[int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        SplitModel(FAMILIES["gpt2"].build(), stages, local)

@@ -138,28 +138,27 @@ def run_sums(values: Sequence[float]) -> np.ndarray:
     return sums
 
 
-def split_microbatches(times: Sequence[Callable[[int], float]], total: int, minimum: int = 1) -> list[int]:
+def split_microbatches(times: Sequence[Callable[[int], float]], total: int) -> list[int]:
     """How many of `total` microbatches each pipeline gets, so that the slowest pipeline is fastest.
 
     One at a time, to the pipeline whose time after it is least. That is optimal for any nondecreasing times: say the
-    slowest pipeline k ends with n microbatches and time T. If n is the minimum, every split takes T. Else, when k got
-    its n-th, one more would have brought every pipeline to at least T. A split faster than T thus gives nobody more
-    than they had then, and k less: it does not get all microbatches out.
+    slowest pipeline k ends with n microbatches and time T. If n is 1, every split takes T. Else, when k got its n-th,
+    one more would have brought every pipeline to at least T. A split faster than T thus gives nobody more than they had
+    then, and k less: it does not get all microbatches out.
 
     Args:
         times: per pipeline, its time for a step with that many microbatches; nondecreasing.
         total: microbatches of the global batch.
-        minimum: the least that a pipeline gets.
 
     Raises:
-        ValueError: fewer microbatches than `minimum` for each pipeline.
+        ValueError: fewer microbatches than pipelines.
     """
-    if not times or minimum < 0 or total < minimum * len(times):
-        raise ValueError(f"{total} microbatches cannot give {len(times)} pipelines at least {minimum} each")
-    counts = [minimum] * len(times)
-    after_one_more = [(time(minimum + 1), pipeline) for pipeline, time in enumerate(times)]
+    if not times or total < len(times):
+        raise ValueError(f"{total} microbatches cannot give {len(times)} pipelines at least 1 each")
+    counts = [1] * len(times)
+    after_one_more = [(time(2), pipeline) for pipeline, time in enumerate(times)]
     heapq.heapify(after_one_more)
-    for _ in range(total - minimum * len(times)):
+    for _ in range(total - len(times)):
         _, pipeline = after_one_more[0]
         counts[pipeline] += 1
         heapq.heapreplace(after_one_more, (times[pipeline](counts[pipeline] + 1), pipeline))

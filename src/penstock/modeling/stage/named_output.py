@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache
 from transformers.utils import ModelOutput
 
 from penstock.modeling.graph.loss import loss_of, set_loss
+from penstock.nested import items_of
 
 
 @dataclass(frozen=True)
@@ -73,13 +74,8 @@ def named_output(output: Any) -> Any:
     """`output` if it has named fields, otherwise a `NamedOutput` of it."""
     if isinstance(output, ModelOutput):
         return output
-    if isinstance(output, Mapping) and all(isinstance(name, str) for name in output):
-        values = dict(output)
-    elif is_dataclass(output) and not isinstance(output, type):
-        values = {field.name: getattr(output, field.name, None) for field in fields(output)}
-    elif isinstance(output, tuple) and hasattr(output, "_fields"):
-        values = dict(zip(output._fields, output, strict=True))
-    else:
+    values = dict(items_of(output) or ())
+    if not values or not all(isinstance(name, str) for name in values):
         return NamedOutput(Form(None, ("loss", "output")), loss=loss_of(output), output=output)
     return NamedOutput(Form(type(output), tuple(values)), **values)
 

@@ -1,18 +1,17 @@
 """Gradient reduction between pipelines and between the holders of tied weights, overlapped with cool-down.
 
-Every parameter has a set of ranks that hold it: one rank in each pipeline for an ordinary parameter (all parameters
-of a segment share the set), more for a tied weight. Gradients are *summed* over that set: each microbatch's loss is
-already its share of the global batch's loss (see docs/exactness.md). A bucket is launched as soon as the step's last
-backward has completed it, always in one order, last units first, which is the order in which cool-down completes them.
+Every parameter has a set of ranks that hold it: one in each pipeline for an ordinary parameter (all parameters of a
+segment share the set), more for a tied weight. Gradients are *summed* over that set: each microbatch's loss is already
+its share of the global batch's loss (see docs/exactness.md). A bucket is launched as soon as the step's last backward
+has completed it, always in one order, last units first, which is the order in which cool-down completes them.
 
 A sum may hold up what a rank does after it, so no sum may wait for that. One that is launched before the last gradients
 are sent to the stage below waits, over other pipelines, at most for later units, and only later units' stages come
-before. This does not hold for a weight that several stages of one pipeline have (a tied one), nor on a rank with
-several stages, whose last backward is not that of its last units: such sums are launched after the rank's last message,
-those of tied weights as the last ones on all ranks.
+before. This does not hold for a tied weight that several stages of one pipeline have, nor on a rank with several
+stages, whose last backward is not that of its last units: such sums are launched after the rank's last message, those
+of tied weights as the last ones on all ranks.
 
-Frozen parameters are in no bucket: a step sums what is trainable in it, on which all holders have agreed by then.
-"""
+Frozen parameters are in no bucket: a step sums what is trainable in it, on which all holders have agreed by then."""
 
 from __future__ import annotations
 
@@ -40,7 +39,8 @@ class ReductionReport:
     Attributes:
         num_bytes: size of the gradients.
         intervals: for each bucket, when it was launched and when its sum was complete (on an accelerator: was waited
-        for). seconds_waited: how long the step waited for them at its end.
+            for).
+        seconds_waited: how long the step waited for them at its end.
     """
 
     num_bytes: int
