@@ -76,9 +76,7 @@ class Engine:
     Args:
         num_microbatches, micro_batch_size: how a batch is split, if not by its own number of microbatches.
         batch_dim: of inputs, the dimension that has the samples, or None, where it is not the first.
-        loss_chunk_tokens: in training head and loss run over chunks of so many tokens, see `graph.chunked_loss`.
         patience: how many seconds a rank waits for others before it says so.
-        timeout: how long a transfer between ranks may take.
         with_owners: chooses which holders of each parameter keep its optimizer's state; None: all do.
 
     Attributes:
@@ -86,20 +84,17 @@ class Engine:
             first pipeline. Set it on all ranks alike.
         trace_steps: the first and the last training step, counted from 0, that the timeline covers; None for the latest
             one. Set it on all ranks alike.
-        autocast: the type in which stages run their matrix products, None for that of the weights.
         loss_scale: what losses are multiplied with in the backward, so that half-precision gradients do not vanish. The
             gradients between steps do not have it.
         own_means: whether a loss that is a mean is one over each pipeline's own batch, and those are added up;
             otherwise it is over the global batch. Set it on all ranks alike.
         step_number: how many training steps were begun. It decides the dropout of the next one, as `seed` does.
-        synchronises: whether a step now would sum its gradients over their holders: False under `no_sync`.
         known: every parameter of the model, by its unsplit name, with or without storage here.
         given: what this rank does not hold, but has the values of until the next re-formation; see `moving.hand_over`.
         forward: while it is set, a call of the model means it: generation's single forwards.
         make_recorder: makes what records the timeline of a step for `trace`; None records nothing.
-        had: until a re-formation is complete, the values that were here before it.
-        lacking: the names of what has no values here until then.
-        elsewhere: of what was here before it, the names of what other ranks own.
+        had: until a re-formation is complete, the values that were here before it; `lacking`, the names of what has
+            none here until then; `elsewhere`, of what was here before, the names of what other ranks own.
         on_board: is given the failure board of each re-formation when that begins.
     """
 
@@ -224,7 +219,6 @@ class Engine:
 
     @property
     def context(self) -> RankContext:
-        """What this rank knows about itself in the present formation."""
         return self._parts.context
 
     @property
@@ -462,7 +456,6 @@ class Engine:
 
     @property
     def is_open(self) -> bool:
-        """Whether the ranks of this engine can do something together."""
         here = self._world() is dist.group.WORLD is not None
         return here and self.board.failed is None and not self._parts.closed
 
@@ -474,7 +467,6 @@ class Engine:
     # -- of the calls -------------------------------------------------------------------------------------------------
 
     def microbatches(self, inputs: Mapping[str, Any], at_most: bool = False) -> tuple[list[dict[str, Any]], list[int]]:
-        """Microbatches of a batch and their sizes."""
         wanted, dims = self.num_microbatches, self.batch_dim
         refuse_unknown_names(dims, [*inputs, *inspect.signature(self.split.model.forward).parameters] if dims else ())
         default = DEFAULT_MICROBATCHES_PER_RANK * self.context.pipeline.num_ranks

@@ -58,10 +58,10 @@ def evaluate(
                 criterion=inputs.criterion,
                 host=inputs.hosts[microbatch],
             )
-            if stage != last:
-                boundaries.above[stage].send_forward(microbatch, sent)
             if stage == last:
                 outputs[microbatch] = named_output(output)
+            else:
+                boundaries.above[stage].send_forward(microbatch, sent)
         boundaries.channels.flush()
         if not (is_last and outputs):
             return None

@@ -88,7 +88,6 @@ class StepInputs:
         return cls(microbatches, plans, signatures, counts, sizes, first_microbatch, number, hosts, run_seed, criterion)
 
     def total_counts(self) -> list[int]:
-        """`counts`, summed over the microbatches."""
         return [sum(column) for column in zip(*self.counts, strict=True)]
 
     def shares(self, microbatch: int, totals: Sequence[int]) -> Sequence[float] | None:

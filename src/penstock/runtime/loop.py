@@ -29,7 +29,6 @@ class OpenStep:
         self._step: TrainingStep | None = None
 
     def refuse(self, doing: str) -> None:
-        """Raise LoopError if a training step is under way."""
         if self._step is not None:
             raise LoopError(
                 f"{doing}: a training step is under way (microbatch {self._step.microbatch} of "

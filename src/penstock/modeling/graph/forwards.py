@@ -29,11 +29,9 @@ MOST_KINDS = 64
 
 @dataclass(eq=False)
 class TracedForward:
-    """A kind of forward, followed; knows nothing of stages.
+    """A kind of forward, followed; knows nothing of stages. `entry` and `defaults`: see `ForwardPlan`.
 
     Attributes:
-        entry: name of the function that is run, `"forward"` for the model itself.
-        defaults: arguments that Penstock adds to the caller's (`use_cache=False`).
         sizes: the first dimension of each tensor that it was followed with.
         fixed: whether its calls of units are known not to depend on these.
     """

@@ -81,7 +81,6 @@ def named_output(output: Any) -> Any:
 
 
 def output_with_loss(output: Any, loss: torch.Tensor) -> ModelOutput:
-    """An output with named fields, and this loss."""
     if isinstance(output, ModelOutput):
         set_loss(output, loss)
         return output
@@ -109,7 +108,6 @@ def output_of(kind: Any, values: Mapping[str, Any]) -> Any:
 
 
 def without_graph(output: Any) -> Any:
-    """A copy of an output whose tensors have no autograd graph."""
     values = pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, dict(output))
     return output_of(form_of(output) or type(output), values)
 

@@ -148,7 +148,6 @@ class SplitModel:
 
     @property
     def device(self) -> torch.device:
-        """Where the local parameters are."""
         # This is asked for at every forward, and on later stages the search passes through all ghosts.
         module, name = self._first_parameter
         first: torch.Tensor | None = None if module is None else module._parameters.get(name)
@@ -183,7 +182,6 @@ class SplitModel:
         self._forwards.batch_dim = batch_dim
 
     def refuse_if_moved(self, device: torch.device) -> None:
-        """Raise RuntimeError if the model was moved away from `device`, where its stages compute."""
         interceptor = self._forwards.interceptor
         if interceptor.moved:
             refuse_moved(self.model, device)

@@ -86,7 +86,6 @@ class Boundaries:
                 self.above[stage].begin(backward, num_values[stage], states[stage])
 
     def post(self, users: Iterable[Step]) -> None:
-        """Post the receives of the messages that `users` will use."""
         for user in users:
             if user.kind not in (Kind.F, Kind.B):
                 assert self.top is not None

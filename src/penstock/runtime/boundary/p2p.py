@@ -94,7 +94,6 @@ class P2PChannel:
         self._in_flight: deque[tuple[list[torch.Tensor], dist.Work | _Works]] = deque()
 
     def post_receive(self, buffers: list[torch.Tensor]) -> None:
-        """Post receives for the next message, into `buffers`."""
         peer, tag = self._peer_in_group, self._tag
         try:
             work = self._recv(buffers, peer, tag) if len(buffers) == 1 else self._recv_each(buffers, peer, tag)

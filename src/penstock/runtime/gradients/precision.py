@@ -77,7 +77,6 @@ class LossScale:
             )
 
     def update(self, overflow: bool) -> None:
-        """Adapt to whether the last step's gradients overflowed."""
         if overflow:
             self.steps_since_overflow = 0
             self.overflows += 1

@@ -6,7 +6,7 @@ one rank and before it on another. Nothing can undo an update; but whoever saves
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from operator import attrgetter
 
@@ -62,17 +62,11 @@ class UpdateWatch:
 
 def mixed_update(states: Mapping[int, int]) -> str | None:
     """What to say of a checkpoint if some ranks took the last step's update and others did not, or not all of it."""
-    by_state: dict[int, Collection[int]] = {
-        state: [rank for rank, other in states.items() if other == state] for state in Update
-    }
-    parts, none, whole = by_state[Update.PART], by_state[Update.NONE], by_state[Update.WHOLE]
-    if not parts and not (none and whole):
+    ranks = {state: [rank for rank, other in states.items() if other == state] for state in Update}
+    if not ranks[Update.PART] and not (ranks[Update.NONE] and ranks[Update.WHOLE]):
         return None
-    said = [
-        f"{ranks_in_words(ranks)} {what}"
-        for ranks, what in ((whole, "took it"), (parts, "took a part of it"), (none, "did not take it"))
-        if ranks
-    ]
+    words = {Update.WHOLE: "took it", Update.PART: "took a part of it", Update.NONE: "did not take it"}
+    said = [f"{ranks_in_words(ranks[state])} {what}" for state, what in words.items() if ranks[state]]
     return (
         f"the optimizer's last step was interrupted: {', '.join(said)}. The checkpoint holds weights of two "
         "neighbouring steps. To go on, load it (or an earlier one) on all ranks rather than train on in this process, "

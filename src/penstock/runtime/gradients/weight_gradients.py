@@ -102,7 +102,6 @@ class WeightGradientQueues:
                     ready(parameter)
 
     def clear(self) -> None:
-        """Drop everything: the step was given up."""
         self._queues.clear()
         self._awaited.clear()
         self.close()
