@@ -90,7 +90,9 @@ def make_plan(
     boundaries = []
     for stage in range(1, num_stages):
         crossing = {v for needed in needs[stage:] for v in needed if stages[v.unit, v.call] < stage}
-        boundaries.append(tuple(sorted(crossing, key=lambda v: (order[v.unit, v.call], *_leaf_order(v.leaf)))))
+        # Side outputs of a call come after its outputs.
+        place = {v: (order[v.unit, v.call], isinstance(v.leaf, str), v.leaf) for v in crossing}
+        boundaries.append(tuple(sorted(crossing, key=place.__getitem__)))
     plan = ForwardPlan(
         entry=entry,
         num_stages=num_stages,
@@ -127,14 +129,6 @@ def _placed(trace: Trace, stage_of: Mapping[str, int]) -> tuple[PlannedCall, ...
 
 def _values(sources: Sources) -> Sequence[Value]:
     return sorted((s for s in sources if isinstance(s, Value)), key=lambda v: (v.unit, v.call, str(v.leaf)))
-
-
-def _leaf_order(leaf: int | str) -> tuple[int, str, int]:
-    """Side outputs of a call come after its outputs."""
-    if isinstance(leaf, int):
-        return 0, "", leaf
-    key, _, number = leaf.rpartition(".")
-    return 1, key, int(number)
 
 
 def _refuse_altered(sources: Sources, stages: Mapping[tuple[str, int], int], stage: int, user: str) -> None:

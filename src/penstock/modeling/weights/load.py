@@ -178,7 +178,11 @@ def _stage_class(
             if index and loading_info.missing_keys - model.all_tied_weights_keys.keys():
                 _refuse_unlisted(checkpoint_files, index)
             if loading_info.mismatched_keys and not load_config.ignore_mismatched_sizes:
-                raise ValueError(f"the checkpoint does not fit the model: {_shapes(loading_info.mismatched_keys)}")
+                shapes = "; ".join(
+                    f"{name}: {list(there)} in the checkpoint, {list(here)} in the model"
+                    for name, there, here in sorted(loading_info.mismatched_keys)
+                )
+                raise ValueError(f"the checkpoint does not fit the model: {shapes}")
             known = _known_to_the_whole_model(model, loading_info.unexpected_keys, names, load_config.weight_mapping)
             loading_info.unexpected_keys -= known.keys()
             present = set(known.values()) - model._held
@@ -271,13 +275,6 @@ def _known_to_the_whole_model(
         if changed != name and changed in left:
             known[left[changed]] = name
     return known
-
-
-def _shapes(mismatched: Collection[tuple[str, Any, Any]]) -> str:
-    return "; ".join(
-        f"{name}: {list(there)} in the checkpoint, {list(here)} in the model"
-        for name, there, here in sorted(mismatched)
-    )
 
 
 def _with_tied_names(model: PreTrainedModel, names: set[str]) -> frozenset[str]:
