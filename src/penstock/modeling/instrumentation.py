@@ -152,7 +152,7 @@ def plain_class(module: nn.Module) -> type:
 # -- interception --------------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Interceptor:
     """Intercepts the calls of some modules of one model for the handler that is active, if any: its
     `call(unit, module, args, kwargs)` gives what they return."""

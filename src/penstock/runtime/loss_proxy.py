@@ -23,7 +23,7 @@ requires_grad = attrgetter("requires_grad")
 OnBackward = Callable[[torch.Tensor | None], Sequence[torch.Tensor]]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class LiveMicrobatch:
     """A microbatch between its forward and the end of its backward on one stage."""
 
